@@ -1,0 +1,232 @@
+"""The experiment file as frozen, strict types. Field descriptions end up in the JSON Schema that editors read."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from pipeline import registry
+from pipeline.errors import ExperimentError, Problem
+
+
+class Frozen(BaseModel):
+    """Immutable, strict about keys, and the same after a round trip through JSON (NaN and infinity included)."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        serialize_by_alias=True,
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",
+    )
+
+
+class Component(Frozen):
+    """``_target_: package.name`` with its keyword arguments; nested mappings with a ``_target_`` are built first."""
+
+    model_config = ConfigDict(extra="allow")
+
+    target: Annotated[str, Field(alias="_target_", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]
+    """Dotted name of a class or function in an allowed package."""
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The keyword arguments as written in the file (nested components are still plain mappings)."""
+        return self.model_extra or {}
+
+
+def _known(kind: registry.Kind) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in (known := registry.names(kind)):
+            raise ValueError(f"unknown; choose one of {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
+
+
+StrategyName = Annotated[str, _known("strategies")]
+LauncherName = Annotated[str, _known("launchers")]
+Positive = Annotated[int, Field(gt=0, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
+
+
+class LearningRateScaling(Frozen):
+    """How the learning rate follows the global batch size (Goyal et al. 2017, arXiv 1706.02677, for ``linear``)."""
+
+    rule: Literal["none", "linear", "sqrt"] = "none"
+    """Factor on the optimizer's lr: 1, global/base, or its square root."""
+    base_batch_size: Positive = 256
+    """The global batch size that the optimizer's ``lr`` was chosen for."""
+    warmup_steps: NotNegative = 0
+    """Steps over which the learning rate rises linearly from the unscaled to the scaled value."""
+
+
+class Train(Frozen):
+    """How long and how to train."""
+
+    epochs: Positive
+    """Passes over the training set."""
+    global_batch_size: Positive
+    """Samples in one optimizer step, over all workers. It never depends on the number of workers."""
+    gradient_accumulation: Positive = 1
+    """Micro-batches that each worker splits its share of a global batch into."""
+    precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
+    """bf16 and fp16 use autocast; fp64 is for proofs that two runs train the same."""
+    clip_grad_norm: PositiveFloat | None = None
+    """Clip the global gradient norm to this value."""
+    scheduler_interval: Literal["step", "epoch"] = "step"
+    """When the scheduler advances."""
+    lr_scaling: LearningRateScaling = LearningRateScaling()
+    """Learning-rate scaling with the global batch size."""
+    log_every_steps: Positive = 10
+    """Steps between two reports; every step's loss is in the report."""
+    evaluate_every_epochs: Positive = 1
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+
+
+class Loader(Frozen):
+    """The DataLoader of each worker."""
+
+    num_workers: NotNegative = 0
+    """Loader processes for each worker; 0 loads in the training process."""
+    pin_memory: bool | Literal["auto"] = "auto"
+    """Page-locked batches; auto: yes on a GPU."""
+    persistent_workers: bool = True
+    """Keep loader processes between epochs."""
+    prefetch_factor: Positive = 2
+    """Batches that each loader process prepares ahead."""
+    collate: Component | None = None
+    """A callable's factory for collate_fn; torch's default_collate otherwise."""
+
+
+class Parallel(Frozen):
+    """How the work is spread over devices, and who starts the workers."""
+
+    strategy: StrategyName = "single"
+    """single, dp, ddp or another file of pipeline/strategies."""
+    launcher: LauncherName = "inprocess"
+    """inprocess, torchrun, ray or another file of pipeline/launchers."""
+    workers: Positive = 1
+    """Processes, one device each."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs when there are any, else CPU; the plan says which."""
+    cpus_per_worker: Positive | None = None
+    """Cores and threads of each worker; default: this machine's cores divided by the workers."""
+    address: str | None = None
+    """Address of a running Ray cluster; a local one is started otherwise. RAY_ADDRESS is read too."""
+    start_timeout_s: PositiveFloat = 120.0
+    """Longest wait until all workers have been placed and have met."""
+    timeout_s: PositiveFloat = 300.0
+    """Longest wait in a collective operation before a missing rank is reported."""
+    options: Mapping[str, Any] = {}
+    """The strategy's own options; ddp: sync_batch_norm, bucket_cap_mb, gradient_as_bucket_view, static_graph,
+    find_unused_parameters."""
+
+
+class Comparison(Frozen):
+    """One entry of ``compare``: what differs from ``parallel``."""
+
+    strategy: StrategyName
+    """Strategy of this entry."""
+    workers: Positive | None = None
+    """Workers of this entry; default: parallel.workers where the strategy runs several processes, else 1."""
+    options: Mapping[str, Any] = {}
+    """The strategy's own options."""
+
+
+class Measure(Frozen):
+    """How throughput is measured in a short measurement such as the baseline."""
+
+    warmup_steps: NotNegative = 3
+    """Steps that are not counted."""
+    steps: Positive = 5
+    """Steps in one timed window."""
+    windows: Positive = 3
+    """Timed windows; median and spread are taken over them."""
+
+
+class Tracking(Frozen):
+    """Where results go."""
+
+    uri: str = "sqlite:///mlflow.db"
+    """MLflow tracking URI: sqlite:///FILE or a server's http(s) address."""
+    experiment: str | None = None
+    """MLflow experiment; default: this experiment's name."""
+    directory: str = "runs"
+    """Folder for the journal, the logs and the report of each run."""
+    log_model: bool = True
+    """Log the trained model to MLflow."""
+
+    @field_validator("uri")
+    @classmethod
+    def _no_file_store(cls, uri: str) -> str:
+        if "://" not in uri or uri.startswith("file:"):
+            raise ValueError(
+                "MLflow no longer keeps runs in plain folders; write sqlite:///mlflow.db or a server's http address"
+            )
+        return uri
+
+
+class Experiment(Frozen):
+    """One experiment: model, data and parallel strategy."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """Name of the experiment: letters, digits, dot, dash and underscore."""
+    seed: NotNegative = 0
+    """Every random choice is a pure function of this seed and of the step, epoch or sample it belongs to."""
+    model: Component
+    """Any callable that returns a torch.nn.Module."""
+    data: Component
+    """Any callable that returns a training and a validation dataset (map-style; the second may be None)."""
+    loader: Loader = Loader()
+    loss: Component | None = None
+    """Any callable (outputs, targets) -> scalar mean over the samples; needed unless ``task`` is given."""
+    task: Component | None = None
+    """A pipeline.tasks.Task, for what is not (inputs, targets) -> loss."""
+    metrics: Mapping[str, Component] = {}
+    """torchmetrics metrics of the validation set, by name."""
+    optimizer: Component
+    """Called with the model's parameters."""
+    scheduler: Component | None = None
+    """Called with the optimizer; may use ${total_steps} and ${steps_per_epoch}."""
+    train: Train
+    parallel: Parallel = Parallel()
+    compare: Annotated[tuple[Comparison, ...], Field(min_length=1)] = (Comparison(strategy="single"),)
+    """What the run is compared with; the first entry is the baseline of the speedup."""
+    measure: Measure = Measure()
+    tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if problems := list(_contradictions(self)):
+            raise ExperimentError(problems)
+        return self
+
+
+def _contradictions(experiment: Experiment) -> list[Problem]:
+    """What no single field can know. All of it, not the first."""
+    problems = []
+    train, parallel = experiment.train, experiment.parallel
+    if experiment.loss is None and experiment.task is None:
+        problems.append(Problem("loss", "missing; write a loss, or a task that computes it"))
+    if experiment.loss is not None and experiment.task is not None:
+        problems.append(Problem("loss", "both loss and task are given; a task brings its own loss, remove one"))
+    if train.global_batch_size < parallel.workers:
+        problems.append(
+            Problem(
+                "train.global_batch_size",
+                f"{train.global_batch_size} samples can't be shared by {parallel.workers} workers; "
+                f"use at least {parallel.workers}, or fewer parallel.workers",
+            )
+        )
+    share = train.global_batch_size // parallel.workers
+    if share and train.gradient_accumulation > share:
+        problems.append(
+            Problem(
+                "train.gradient_accumulation",
+                f"{train.gradient_accumulation} micro-batches of a worker's {share} samples; use at most {share}",
+            )
+        )
+    return problems

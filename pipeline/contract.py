@@ -1,0 +1,264 @@
+"""All that the driver and the workers share: Trial, Rank, Event, TrialResult, Report rows' raw material.
+
+Everything here is frozen, typed and survives a round trip through JSON, because it crosses processes and machines
+and stands in the journal. Workers know nothing of MLflow, terminals or reports: they emit events.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from pipeline.config.schema import Experiment, Frozen
+from pipeline.errors import Problem
+
+Role = Literal["main", "baseline", "reference"]
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+class Trial(Frozen):
+    """One training or measurement, completely described: what to train and on how many devices."""
+
+    name: str
+    """Unique in the plan, e.g. "main" or "baseline"."""
+    role: Role
+    """main: the training; baseline: what its speedup is relative to; reference: one process with all the cores."""
+    experiment: Experiment
+    strategy: str
+    options: Mapping[str, Any] = {}
+    """The strategy's own options."""
+    launcher: str
+    workers: int
+    """Processes (world size)."""
+    devices_per_worker: int
+    """GPUs of each process; 0 on CPU."""
+    device: Literal["cpu", "cuda"]
+    cpus_per_worker: int
+    """Cores, and threads, of each process."""
+    max_steps: int | None = None
+    """Stop after that many steps and measure; None trains all epochs and evaluates."""
+
+    @property
+    def is_measurement(self) -> bool:
+        """Whether this is a short measurement instead of a whole training."""
+        return self.max_steps is not None
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that compute side by side."""
+        return self.workers * max(1, self.devices_per_worker)
+
+
+class Rank(Frozen):
+    """Where one process stands among the workers of a trial."""
+
+    rank: int = 0
+    local_rank: int = 0
+    """Index among the workers of the same node."""
+    world_size: int = 1
+    node: str = "localhost"
+    """Host name, as it appears in errors and system metrics."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that speaks for all."""
+        return self.rank == 0
+
+
+class Spread(Frozen):
+    """A measured figure: the median of several windows, and the lowest and highest of them."""
+
+    median: float
+    low: float
+    high: float
+    windows: int
+    """Number of windows behind it."""
+
+
+class TrialResult(Frozen):
+    """What a trial measured, sent by rank 0 when it is done."""
+
+    trial: str
+    steps: int
+    """Optimizer steps done."""
+    samples_per_second: Spread
+    """Throughput over all workers in steady state: warm-up, evaluation and checkpoints excluded."""
+    step_ms: Spread
+    """Milliseconds of one optimizer step, same windows."""
+    exposed_communication_ms: float | None = None
+    """Milliseconds a step waits for gradient exchange that computing doesn't hide; None with one process."""
+    data_wait_ms: float
+    """Milliseconds a step is longer with the real loader than with a batch held in memory."""
+    peak_memory_mb: tuple[float, ...]
+    """Per device on GPUs (allocated), per process on CPU (resident), ranks in order."""
+    metrics: Mapping[str, float] = {}
+    """The last value of each metric of the training, e.g. "validation/accuracy"."""
+
+
+class Point(NamedTuple):
+    """One value of one metric."""
+
+    name: str
+    step: int
+    value: float
+
+
+class Event(Frozen):
+    """Something that happened. ``time`` is in seconds since the epoch."""
+
+    time: float
+    trial: str = "main"
+
+
+class RunOpened(Event):
+    """The driver starts. Everything a tracker needs to open the run stands here."""
+
+    kind: Literal["run_opened"] = "run_opened"
+    run: str
+    """Id of the run, the name of its folder."""
+    tracking_uri: str
+    tracking_experiment: str
+    tags: Mapping[str, str]
+    params: Mapping[str, str]
+    trials: tuple[str, ...]
+    """Names of all trials of the plan, in order."""
+
+
+class TrialOpened(Event):
+    """A trial is about to be launched."""
+
+    kind: Literal["trial_opened"] = "trial_opened"
+    role: Role
+    title: str
+    """Human name, e.g. "ddp x 2"."""
+    tags: Mapping[str, str]
+    params: Mapping[str, str]
+
+
+class Started(Event):
+    """Rank 0 has built everything and is about to take its first step."""
+
+    kind: Literal["started"] = "started"
+    total_steps: int
+    """Optimizer steps of this trial."""
+    steps_per_epoch: int
+    epochs: int
+    train_samples: int
+    validation_samples: int
+    parameters: int
+    """Number of trainable parameters."""
+    devices: tuple[str, ...]
+    """Device of each rank with its node, e.g. "node-1 cpu x 1 thread"."""
+    data_name: str
+    data_digest: str
+    """Digest of the data's declaration, sizes and first sample."""
+
+
+class FirstStep(Event):
+    """The first optimizer step is done."""
+
+    kind: Literal["first_step"] = "first_step"
+
+
+class Metrics(Event):
+    """Metric values. ``step`` and ``epoch`` (counted from 1) say how far training is."""
+
+    kind: Literal["metrics"] = "metrics"
+    step: int
+    epoch: int
+    points: tuple[Point, ...]
+
+
+class SystemMetrics(Event):
+    """Load of one node; names carry MLflow's ``system/`` prefix, steps count the samples taken."""
+
+    kind: Literal["system_metrics"] = "system_metrics"
+    node: str
+    points: tuple[Point, ...]
+
+
+class Warned(Event):
+    """Something a user should know that doesn't stop training."""
+
+    kind: Literal["warned"] = "warned"
+    message: str
+
+
+class Failed(Event):
+    """A rank failed. With ``problems`` the experiment file is at fault, else training."""
+
+    kind: Literal["failed"] = "failed"
+    rank: Rank
+    error: str
+    """Type and message of the exception."""
+    traceback: str
+    """The rank's own traceback, from user code up; empty for problems."""
+    problems: tuple[Problem, ...] = ()
+
+
+class Finished(Event):
+    """Rank 0 has ended its trial."""
+
+    kind: Literal["finished"] = "finished"
+    result: TrialResult
+    time_to_first_step_s: float | None = None
+    """Seconds from the launch to the end of the first step; the driver's clock, filled in by the driver."""
+
+
+class ArtifactSaved(Event):
+    """A file of the run's folder that belongs to the results."""
+
+    kind: Literal["artifact_saved"] = "artifact_saved"
+    path: str
+    """Path inside the run's folder."""
+
+
+class RunClosed(Event):
+    """The driver has ended."""
+
+    kind: Literal["run_closed"] = "run_closed"
+    status: Status
+    message: str = ""
+
+
+AnyEvent = Annotated[
+    RunOpened
+    | TrialOpened
+    | Started
+    | FirstStep
+    | Metrics
+    | SystemMetrics
+    | Warned
+    | Failed
+    | Finished
+    | ArtifactSaved
+    | RunClosed,
+    Field(discriminator="kind"),
+]
+
+_events: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent, config=ConfigDict(ser_json_inf_nan="constants"))
+
+
+def event_to_json(event: AnyEvent) -> bytes:
+    """One line of the journal, without the line end."""
+    return _events.dump_json(event)
+
+
+def event_from_json(line: bytes | str) -> AnyEvent:
+    """The event of one line of the journal.
+
+    Raises:
+        pydantic.ValidationError: the line is not a whole event.
+    """
+    return _events.validate_json(line)
+
+
+class Outbox(Protocol):
+    """A worker's only way to the driver."""
+
+    def event(self, event: AnyEvent) -> None:
+        """Send an event; returns at once."""
+
+    def file(self, path: Path, name: str) -> None:
+        """Send a file; it arrives in the run's folder as ``name``."""

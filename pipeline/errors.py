@@ -1,0 +1,92 @@
+"""Every error a user can meet, and the exit code it ends in.
+
+    PipelineError                1    (base; never raised itself)
+    ├── ExperimentError          2    the experiment file is wrong; carries every problem found
+    ├── UsageError               2    the command line is wrong
+    ├── ResourceError            3    the machine or the cluster lacks something
+    ├── TrainingError            1    training started and failed; carries the first failing rank
+    └── Interrupted              130  Ctrl-C (143 after SIGTERM)
+
+A message says what is wrong with the live value, where, and what to do. The command line prints it without a
+traceback; anything else that escapes is a defect of this project and keeps its traceback.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """One thing wrong in an experiment file.
+
+    ``key`` is the dotted path in the experiment ("train.epochs"; "" for the file as a whole), ``place`` is
+    "file:line" or the override on the command line, filled in by whoever knows the file.
+    """
+
+    key: str
+    message: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.place, self.key, self.message) if part)
+
+
+class PipelineError(Exception):
+    """Base of all errors that are shown to a user as a message instead of a traceback."""
+
+    exit_code = 1
+
+
+class ExperimentError(PipelineError):
+    """The experiment file is wrong: unknown key, wrong value, component that can't be built, unusable data."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.problems,)
+
+    @classmethod
+    def of(cls, key: str, message: str) -> "ExperimentError":
+        """An error with a single problem."""
+        return cls([Problem(key, message)])
+
+
+class UsageError(PipelineError):
+    """The command was called in a way that can't work: missing file, malformed override, port in use."""
+
+    exit_code = 2
+
+
+class ResourceError(PipelineError):
+    """The machine or the cluster lacks what the experiment asks for: cores, GPUs, a writable store."""
+
+    exit_code = 3
+
+
+class TrainingError(PipelineError):
+    """Training started and failed on some rank: an exception in user code, a NaN, a killed worker.
+
+    ``details`` is the failing rank's own traceback, or empty.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, details: str = "") -> None:
+        self.details = details
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.details)
+
+
+class Interrupted(PipelineError):
+    """The user or the system asked the run to stop."""
+
+    exit_code = 130
+
+    def __init__(self, message: str, exit_code: int = 130) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)

@@ -1,0 +1,42 @@
+"""Strategies and launchers by name: the file name is the name in the YAML.
+
+Adding one is adding one file to ``pipeline/strategies`` or ``pipeline/launchers``. Other distributions add theirs
+through entry points of the groups ``pipeline.strategies`` and ``pipeline.launchers``, each of which names a module.
+Names are found without importing anything; a module is imported when its name is chosen.
+"""
+
+import importlib
+import pkgutil
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+Kind = Literal["strategies", "launchers"]
+
+_NOT_A_CHOICE = {"base"}  # the interface lives beside its implementations
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """All names of that kind, sorted, without importing them."""
+    return tuple(sorted(_built_in(kind) | set(_third_party(kind))))
+
+
+def load(kind: Kind, name: str) -> ModuleType:
+    """The module behind a name.
+
+    Raises:
+        KeyError: no such name; callers validate names against `names` first.
+    """
+    if name in _built_in(kind):
+        return importlib.import_module(f"pipeline.{kind}.{name}")
+    return importlib.import_module(_third_party(kind)[name].module)
+
+
+def _built_in(kind: Kind) -> set[str]:
+    folder = Path(__file__).parent / kind
+    return {module.name for module in pkgutil.iter_modules([str(folder)])} - _NOT_A_CHOICE
+
+
+def _third_party(kind: Kind) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=f"pipeline.{kind}")}
