@@ -1,4 +1,4 @@
-"""All that the driver and the workers share: Trial, Rank, Event, TrialResult, Report rows' raw material.
+"""All that the driver and the workers share: Trial, Rank, Event, TrialResult.
 
 Everything here is frozen, typed and survives a round trip through JSON, because it crosses processes and machines
 and stands in the journal. Workers know nothing of MLflow, terminals or reports: they emit events.
@@ -36,6 +36,8 @@ class Trial(Frozen):
     device: Literal["cpu", "cuda"]
     cpus_per_worker: int
     """Cores, and threads, of each process."""
+    allowed: tuple[str, ...] = ()
+    """Packages that a ``_target_`` may name, as the driver found them; workers have another working directory."""
     max_steps: int | None = None
     """Stop after that many steps and measure; None trains all epochs and evaluates."""
 
@@ -43,6 +45,13 @@ class Trial(Frozen):
     def is_measurement(self) -> bool:
         """Whether this is a short measurement instead of a whole training."""
         return self.max_steps is not None
+
+    @property
+    def title(self) -> str:
+        """What stands in tables, e.g. "ddp x 2"."""
+        if self.role == "reference":
+            return f"{self.strategy}, {self.cpus_per_worker} cores"
+        return f"{self.strategy} x {self.replicas}" if self.replicas > 1 else self.strategy
 
     @property
     def replicas(self) -> int:
@@ -57,6 +66,8 @@ class Rank(Frozen):
     local_rank: int = 0
     """Index among the workers of the same node."""
     world_size: int = 1
+    local_world_size: int = 1
+    """Workers on the same node."""
     node: str = "localhost"
     """Host name, as it appears in errors and system metrics."""
 
@@ -214,12 +225,25 @@ class ArtifactSaved(Event):
     """Path inside the run's folder."""
 
 
+class ModelSaved(Event):
+    """The trained model's weights lie in the run's folder."""
+
+    kind: Literal["model_saved"] = "model_saved"
+    weights: str
+    """Path inside the run's folder of the state dict."""
+    example: str
+    """Path inside the run's folder of one small batch of model inputs, as the model takes them."""
+
+
 class RunClosed(Event):
     """The driver has ended."""
 
     kind: Literal["run_closed"] = "run_closed"
     status: Status
     message: str = ""
+    """Why it ended, unless it finished."""
+    summary: str = ""
+    """What came out, in Markdown, for the run's description."""
 
 
 AnyEvent = Annotated[
@@ -233,6 +257,7 @@ AnyEvent = Annotated[
     | Failed
     | Finished
     | ArtifactSaved
+    | ModelSaved
     | RunClosed,
     Field(discriminator="kind"),
 ]

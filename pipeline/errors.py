@@ -82,6 +82,10 @@ class TrainingError(PipelineError):
         return type(self), (str(self), self.details)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as an exception that user code can't catch by accident, like Ctrl-C."""
+
+
 class Interrupted(PipelineError):
     """The user or the system asked the run to stop."""
 

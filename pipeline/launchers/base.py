@@ -1,0 +1,135 @@
+"""What a launcher is: who starts a trial's workers and carries their events back."""
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol, Self
+
+from pipeline.channel import Receive, inside
+from pipeline.config.schema import Parallel
+from pipeline.contract import AnyEvent, Trial
+from pipeline.resources import Resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a launcher works with during one run."""
+
+    folder: Path
+    """The run's folder; files of workers go there."""
+    receive: Receive
+    """Called with each event, from any thread."""
+    parallel: Parallel
+    """Where the workers run."""
+    verbose: bool = False
+    """Whether to let the launcher's and the workers' output through to the terminal."""
+
+    def log_folder(self, trial: Trial) -> Path:
+        """Where the workers of a trial write what they print."""
+        folder = self.folder / "logs" / trial.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+class DirectOutbox:
+    """The way to the driver of a worker that lives in the same process."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def event(self, event: AnyEvent) -> None:
+        """Hand the event over."""
+        self._session.receive(event)
+
+    def file(self, path: Path, name: str) -> None:
+        """Copy the file into the run's folder."""
+        shutil.copyfile(path, inside(self._session.folder, name))
+
+
+class NoOutbox:
+    """For ranks whose driver hears everything from rank 0."""
+
+    def event(self, event: AnyEvent) -> None:
+        """Nobody listens."""
+
+    def file(self, path: Path, name: str) -> None:
+        """Nobody listens."""
+
+
+class WorkersLost(Exception):
+    """Workers ended without a word, e.g. killed for want of memory. ``losses`` says how, by rank."""
+
+    def __init__(self, losses: Mapping[int, str]) -> None:
+        self.losses = dict(losses)
+        super().__init__("; ".join(f"rank {rank}: {how}" for rank, how in sorted(self.losses.items())))
+
+
+class Launcher(Protocol):
+    """Launches trials one after the other, as a context manager that cleans up behind itself.
+
+    The contract, held by tests/contract/test_launchers.py for every file in this folder: each trial's events arrive
+    through ``session.receive`` before `launch` ends, a rank's own error is kept, no process is left behind.
+    """
+
+    many_processes: ClassVar[bool]
+    """Whether it can run more than one worker."""
+
+    def __init__(self, session: Session) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @staticmethod
+    def resources(parallel: Parallel) -> Resources:
+        """Cores and GPUs that its workers can be placed on.
+
+        Raises:
+            ResourceError: they can't be reached.
+        """
+        ...
+
+    def launch(self, trial: Trial) -> None:
+        """Run a trial to its end, well or badly: a failed rank has reported its error as an event.
+
+        Raises:
+            WorkersLost: a worker ended without reporting.
+            ResourceError: the workers can't be placed.
+        """
+        ...
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Environment variables for the processes started inside; an empty setting of the user's counts as one."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Put the signal handlers back that a launcher's library replaces."""
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = [(number, signal.getsignal(number)) for number in handled]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def outer_rank() -> int | None:
+    """The rank that ``torchrun`` gave this very process; None if it was started otherwise."""
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -1,0 +1,36 @@
+"""The trial in the driver's own process: the shortest way, and where a debugger works."""
+
+import socket
+from contextlib import suppress
+from typing import Self
+
+from pipeline import resources, worker
+from pipeline.config.schema import Parallel
+from pipeline.contract import Rank, Trial
+from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.resources import Resources
+
+
+class Launcher:
+    """Runs the worker function where it stands."""
+
+    many_processes = False
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was started."""
+
+    @staticmethod
+    def resources(parallel: Parallel) -> Resources:
+        """This machine."""
+        return resources.detect()
+
+    def launch(self, trial: Trial) -> None:
+        """Run the trial; see `pipeline.launchers.base.Launcher`."""
+        with suppress(worker.WorkerFailed):  # it has been reported
+            worker.run(trial, rank=Rank(node=socket.gethostname()), outbox=DirectOutbox(self._session))

@@ -1,0 +1,97 @@
+"""Worker processes on this machine, started by torch's elastic agent, which is what ``torchrun`` is.
+
+A run that is itself started by ``torchrun`` doesn't start processes of its own: it joins those there are. Rank 0 is
+then driver and worker, the others are only workers.
+"""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import Self
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from pipeline import resources, worker
+from pipeline.channel import Address, Inbox
+from pipeline.config.schema import Parallel
+from pipeline.contract import Rank, Trial
+from pipeline.errors import Terminated
+from pipeline.launchers.base import DirectOutbox, Session, WorkersLost, environment, outer_rank, own_signals
+from pipeline.resources import Resources
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Launcher:
+    """Starts ``python -m pipeline.worker`` once for each rank."""
+
+    many_processes = True
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The agent has ended its processes."""
+
+    @staticmethod
+    def resources(parallel: Parallel) -> Resources:
+        """This machine."""
+        return resources.detect()
+
+    def launch(self, trial: Trial) -> None:
+        """Run the trial; see `pipeline.launchers.base.Launcher`."""
+        if outer_rank() is not None:
+            rank = worker.rank_from_environment() if trial.workers > 1 else Rank()
+            with suppress(worker.WorkerFailed):  # it has been reported
+                worker.run(trial, rank=rank, outbox=DirectOutbox(self._session))
+            return
+        folder = self._session.folder / "trials"
+        folder.mkdir(exist_ok=True)
+        assignment, channel = folder / f"{trial.name}.json", folder / f"{trial.name}.channel"
+        assignment.write_text(trial.model_dump_json(indent=1))
+        inbox = Inbox(host=_LOOPBACK, receive=self._session.receive, folder=self._session.folder)
+        try:
+            with inbox, own_signals(), environment(OMP_NUM_THREADS=str(trial.cpus_per_worker)):
+                _write_secret(channel, inbox.address)
+                launch = elastic_launch(self._config(trial), entrypoint=sys.executable)
+                launch("-m", "pipeline.worker", str(assignment), "--channel", str(channel))
+        except ChildFailedError as error:
+            raise WorkersLost({rank: _how(failure.exitcode) for rank, failure in error.failures.items()}) from None
+        except SignalException as error:
+            raise (KeyboardInterrupt if error.sigval is signal.SIGINT else Terminated) from None
+        finally:
+            channel.unlink(missing_ok=True)
+
+    def _config(self, trial: Trial) -> LaunchConfig:
+        redirects = Std.NONE if self._session.verbose else Std.ALL
+        return LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=trial.workers,
+            run_id=f"{self._session.folder.name}-{trial.name}",
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{_LOOPBACK}:0",
+            rdzv_configs={"join_timeout": trial.experiment.parallel.start_timeout_s},
+            local_addr=_LOOPBACK,
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=str(self._session.log_folder(trial)), redirects=redirects),
+        )
+
+
+def _write_secret(path: "os.PathLike[str]", address: Address) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(address.model_dump_json())
+
+
+def _how(exit_code: int) -> str:
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"ended with exit code {exit_code}"

@@ -1,0 +1,41 @@
+"""Which rank is to blame, when one fails and takes the others with it."""
+
+from collections.abc import Mapping, Sequence
+
+from pipeline.contract import Failed
+from pipeline.errors import ExperimentError, PipelineError, TrainingError
+
+_COLLATERAL = (
+    "DistBackendError",
+    "DistNetworkError",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+)
+"""What ranks say when another one has gone."""
+
+
+def cause(failures: Sequence[Failed], losses: Mapping[int, str]) -> PipelineError:
+    """The error to show for a failed trial.
+
+    Args:
+        failures: what ranks reported, in the order of arrival.
+        losses: how workers ended, by rank, as the launcher saw it; those that reported are there, too.
+    """
+    first = next((failure for failure in failures if not _is_collateral(failure)), None)
+    silent = {rank: how for rank, how in losses.items() if rank not in {failure.rank.rank for failure in failures}}
+    if first is None and silent:
+        return TrainingError("\n".join(f"rank {rank} ended without a word: {how}" for rank, how in silent.items()))
+    if first is None:
+        first = next(iter(failures), None)
+    if first is None:
+        return TrainingError("the workers ended without a result; their logs are in the run's folder")
+    if first.problems:
+        return ExperimentError(first.problems)
+    where = f"rank {first.rank.rank} on {first.rank.node}: " if first.rank.world_size > 1 else ""
+    return TrainingError(where + first.error, first.traceback)
+
+
+def _is_collateral(failure: Failed) -> bool:
+    return any(sign in failure.error for sign in _COLLATERAL)

@@ -1,0 +1,171 @@
+"""Events and files from workers to the driver, over one authenticated TCP connection for each worker.
+
+One channel serves every launcher that starts processes, on any node: no shared storage, no polling, no queue of the
+launcher's own. `multiprocessing.connection` does framing and authentication (HMAC with a random key); messages are
+JSON and raw bytes, never pickle.
+"""
+
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pipeline.config.schema import Frozen
+from pipeline.contract import AnyEvent, event_from_json, event_to_json
+
+Receive = Callable[[AnyEvent], None]
+
+_EVENT, _FILE, _CHUNK, _END = b"e", b"f", b"c", b"z"
+_CHUNK_BYTES = 2**22
+
+
+class Address(Frozen):
+    """Where the driver listens. ``key`` is a secret."""
+
+    host: str
+    port: int
+    key: str
+
+
+class Inbox:
+    """The driver's end: hands on every event, writes every file into the run's folder."""
+
+    def __init__(self, *, host: str, receive: Receive, folder: Path) -> None:
+        self._receive = receive
+        self._folder = folder
+        key = secrets.token_hex(32)
+        self._listener = Listener((host, 0), authkey=key.encode())
+        self.address = Address(host=host, port=self._listener.address[1], key=key)
+        self._readers: list[threading.Thread] = []
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        self._accepting = threading.Thread(target=self._accept, name="inbox", daemon=True)
+        self._accepting.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Wait for what is still on its way, then stop listening."""
+        for reader in self._readers:
+            reader.join(timeout=5.0)
+        self._closed = True
+        with suppress(OSError, EOFError):  # wakes up the accepting thread
+            Client((self.address.host, self.address.port), authkey=self.address.key.encode()).close()
+        self._accepting.join(timeout=5.0)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, OSError, EOFError):
+                continue  # a stranger, or a worker that died while it connected
+            if self._closed:
+                connection.close()
+                return
+            reader = threading.Thread(target=self._read, args=(connection,), name="inbox-reader", daemon=True)
+            self._readers.append(reader)
+            reader.start()
+
+    def _read(self, connection: "Connection[bytes, bytes]") -> None:
+        with connection, suppress(EOFError, ConnectionError):
+            while True:
+                message = connection.recv_bytes()
+                if message[:1] == _EVENT:
+                    self._receive(event_from_json(message[1:]))
+                elif message[:1] == _FILE:
+                    self._store(connection, name=message[1:].decode())
+
+    def _store(self, connection: "Connection[bytes, bytes]", *, name: str) -> None:
+        path = inside(self._folder, name)
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("wb") as file:
+            while (message := connection.recv_bytes())[:1] == _CHUNK:
+                file.write(message[1:])
+        partial.replace(path)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file in a folder, whose parent exists afterwards.
+
+    Raises:
+        ValueError: the name leads out of the folder.
+    """
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{name} is not inside {folder}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+class ChannelOutbox:
+    """A worker's end. Sending happens in a thread of its own, so that training doesn't wait for the network.
+
+    A worker whose driver is gone ends itself: it would train for nobody and hold its devices.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._connection = Client((address.host, address.port), authkey=address.key.encode())
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name="outbox", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="outbox-watcher", daemon=True)
+        self._closing = False
+        self._sender.start()
+        self._watcher.start()
+
+    def event(self, event: AnyEvent) -> None:
+        """Send an event; returns at once."""
+        message = _EVENT + event_to_json(event)
+        self._queue.put(lambda: self._connection.send_bytes(message))
+
+    def file(self, path: Path, name: str) -> None:
+        """Send a file after all events so far; returns when it has been sent."""
+        sent = threading.Event()
+        self._queue.put(lambda: self._send_file(path, name=name, sent=sent))
+        sent.wait()
+
+    def close(self) -> None:
+        """Send what is left and hang up."""
+        self._closing = True
+        self._queue.put(None)
+        self._sender.join()
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _send(self) -> None:
+        while (send := self._queue.get()) is not None:
+            try:
+                send()
+            except OSError:
+                self._driver_is_gone()
+
+    def _send_file(self, path: Path, *, name: str, sent: threading.Event) -> None:
+        with path.open("rb") as file:
+            self._connection.send_bytes(_FILE + name.encode())
+            while chunk := file.read(_CHUNK_BYTES):
+                self._connection.send_bytes(_CHUNK + chunk)
+            self._connection.send_bytes(_END)
+        sent.set()
+
+    def _watch(self) -> None:
+        try:
+            self._connection.recv_bytes()  # the driver never sends: this ends when it hangs up
+        except (EOFError, OSError):
+            if not self._closing:
+                self._driver_is_gone()
+
+    @staticmethod
+    def _driver_is_gone() -> None:
+        os._exit(1)  # an exception would only end this thread

@@ -1,0 +1,156 @@
+"""Components: ``_target_`` with its arguments, checked before anything starts and built where training runs."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.config import keys, targets
+from pipeline.config.nearest import did_you_mean
+from pipeline.config.project import allowed_packages, project_file
+from pipeline.config.runtime import substitute
+from pipeline.config.schema import Component, Experiment
+from pipeline.errors import ExperimentError, PipelineError, Problem
+
+__all__ = ["allowed_packages", "build", "check", "project_file", "resolve"]
+
+_PASSED = {"optimizer": "the model's parameters", "scheduler": "the optimizer"}
+"""What a component is called with, before its keyword arguments."""
+
+
+def resolve(component: Component, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
+    """The class or function that a component names.
+
+    Raises:
+        ExperimentError: it is not allowed, not there, or importing its package fails.
+    """
+    return targets.find(component.target, key=key, allowed=allowed)
+
+
+def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
+    """Everything wrong with the components that shows without calling them. Imports their packages."""
+    problems: list[Problem] = []
+    for key, component in _components(experiment):
+        problems += _check(component, key=key, passed=_PASSED.get(key), allowed=allowed)
+    return problems
+
+
+def build(
+    component: Component,
+    *args: object,
+    key: str,
+    allowed: tuple[str, ...],
+    runtime: Mapping[str, int] = MappingProxyType({}),
+) -> Any:
+    """Call a component with ``args`` and its arguments; nested components are built first.
+
+    ``runtime`` holds the numbers for ``${total_steps}`` and its like.
+
+    Raises:
+        ExperimentError: it can't be found, or refuses its arguments; the exception it raised is the cause.
+    """
+    function = resolve(component, key=key, allowed=allowed)
+    arguments = _built(component.arguments, key=key, allowed=allowed, known=runtime)
+    try:
+        return function(*args, **arguments)
+    except PipelineError:
+        raise
+    except Exception as error:  # whatever a constructor raises, its arguments in the file led to it
+        said = " ".join(str(error).split())
+        raise ExperimentError.of(key, f"{component.target} raised {type(error).__name__}: {said[:300]}") from error
+
+
+def _components(experiment: Experiment) -> Iterator[tuple[str, Component]]:
+    """All components of an experiment but nested ones, with their keys."""
+    for name in ("model", "data", "loss", "task", "optimizer", "scheduler"):
+        if component := getattr(experiment, name):
+            yield name, component
+    if experiment.loader.collate:
+        yield "loader.collate", experiment.loader.collate
+    for name, component in experiment.metrics.items():
+        yield f"metrics.{name}", component
+
+
+def _check(component: Component, *, key: str, passed: str | None, allowed: tuple[str, ...]) -> list[Problem]:
+    problems: list[Problem] = []
+    try:
+        function = resolve(component, key=key, allowed=allowed)
+        problems += _check_call(function, component, key=key, passed=passed)
+    except ExperimentError as error:
+        problems += error.problems
+    for inner_key, mapping in _nested(component.arguments, key):
+        try:
+            inner = _component(mapping, inner_key)
+        except ExperimentError as error:
+            problems += error.problems
+        else:
+            problems += _check(inner, key=inner_key, passed=None, allowed=allowed)
+    return problems
+
+
+def _check_call(function: Callable[..., Any], component: Component, *, key: str, passed: str | None) -> list[Problem]:
+    """Keywords that the callable doesn't take, and those it needs and doesn't get."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some callables written in C don't tell
+        return []
+    given, target = component.arguments, component.target
+    problems: list[Problem] = []
+    taken = None
+    if passed and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+            return [Problem(f"{key}._target_", f"{target} can't be called with {passed}; name another")]
+        taken = parameters.pop(0).name
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for name in given:
+        if name == taken:
+            problems.append(Problem(keys.child(key, name), f"is {passed}, which {target} is given anyway; remove it"))
+        elif name not in named and not takes_any:
+            problems.append(Problem(keys.child(key, name), _unknown(name, list(named), target)))
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in given:
+            problems.append(Problem(keys.child(key, name), f"missing; {target} can't be called without it"))
+    return problems
+
+
+def _unknown(name: str, known: list[str], target: str) -> str:
+    takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
+    return f"{target} has no such argument{did_you_mean(name, known) or f'; {takes}'}"
+
+
+def _nested(value: object, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The outermost components among the arguments."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, inner in items:
+        if isinstance(inner, Mapping) and "_target_" in inner:
+            yield keys.child(key, name), inner
+        else:
+            yield from _nested(inner, keys.child(key, name))
+
+
+def _component(mapping: Mapping[str, Any], key: str) -> Component:
+    try:
+        return Component.model_validate(dict(mapping), by_alias=True, by_name=False)
+    except ValidationError:
+        message = f"is {mapping['_target_']!r}; write _target_: package.name"
+        raise ExperimentError.of(f"{key}._target_", message) from None
+
+
+def _built(value: Any, *, key: str, allowed: tuple[str, ...], known: Mapping[str, int]) -> Any:
+    """The value with its components built and its run-time values filled in."""
+    if isinstance(value, str):
+        return substitute(value, known, key=key)
+    if isinstance(value, list | tuple):
+        return [_inner(v, key=keys.child(key, i), allowed=allowed, known=known) for i, v in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {n: _inner(v, key=keys.child(key, n), allowed=allowed, known=known) for n, v in value.items()}
+    return value
+
+
+def _inner(value: Any, *, key: str, allowed: tuple[str, ...], known: Mapping[str, int]) -> Any:
+    if isinstance(value, Mapping) and "_target_" in value:
+        return build(_component(value, key), key=key, allowed=allowed, runtime=known)
+    return _built(value, key=key, allowed=allowed, known=known)

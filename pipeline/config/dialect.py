@@ -1,0 +1,33 @@
+"""The YAML that experiment files are written in: PyYAML's, but 1e-3 is a number and a date is a text."""
+
+import re
+
+import yaml
+
+_EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+_FLOAT = "tag:yaml.org,2002:float"
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    known = yaml.SafeLoader.yaml_implicit_resolvers
+    ours = {first: [entry for entry in entries if entry[0] != _TIMESTAMP] for first, entries in known.items()}
+    for first in "-+0123456789":
+        ours.setdefault(first, []).append((_FLOAT, _EXPONENT))
+    return ours
+
+
+class Loader(yaml.SafeLoader):
+    """Reads experiment files and the values of overrides."""
+
+    yaml_implicit_resolvers = _resolvers()
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what `Loader` reads back the same."""
+
+    yaml_implicit_resolvers = _resolvers()
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Write a value out wherever it stands, for people."""
+        return True

@@ -1,0 +1,117 @@
+"""Resolves ``${...}`` with OmegaConf and collects what can't be resolved."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+
+from pipeline.config import keys, runtime
+from pipeline.config.nearest import did_you_mean
+from pipeline.errors import Problem
+
+_NO_KEY = re.compile(r"Interpolation key '(.*)' not found")
+_NO_VARIABLE = re.compile(r"Environment variable '(.*?)' not found")
+_UNRESOLVED = re.compile(r"(\\*)\$\{")
+
+
+def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The tree with every ``${...}`` replaced; run-time values stay as they are. Problem values become None."""
+    resolver = _Resolver(tree)
+    return resolver.section(resolver.config, ""), resolver.problems
+
+
+def escape(text: str) -> str:
+    """The text as a file has to spell it, so that resolving leads back to it; run-time values stay."""
+
+    def escaped(found: re.Match[str]) -> str:
+        if not found[1] and runtime.named_in(text[found.start() :].split("}")[0] + "}"):
+            return found[0]
+        return found[1] * 2 + r"\${"
+
+    return _UNRESOLVED.sub(escaped, text)
+
+
+class _Resolver:
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self.problems: list[Problem] = []
+        self._known = [key for key, _ in _leaves(tree, "")]
+        self._raw = dict(_leaves(tree, ""))
+        self._hidden = set(runtime.RUNTIME_VALUES) - set(tree)
+        markers = {name: f"\\{runtime.marker(name)}" for name in self._hidden}
+        self.config: DictConfig = OmegaConf.create({**self._checked(tree, ""), **markers})
+        self._open: list[int] = []
+
+    def _checked(self, value: Any, key: str) -> Any:
+        """The value without texts that OmegaConf can't read; it would stop at the first."""
+        if isinstance(value, Mapping):
+            return {name: self._checked(inner, keys.child(key, name)) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self._checked(inner, keys.child(key, i)) for i, inner in enumerate(value)]
+        try:
+            OmegaConf.create({"value": value})
+        except (OmegaConfBaseException, RecursionError):
+            message = (
+                f"is {value!r}, which is not a whole ${{...}}; close its brackets, or write \\${{ for the text ${{"
+            )
+            self.problems.append(Problem(key, message))
+            return None
+        return value
+
+    def section(self, config: DictConfig | ListConfig, key: str) -> Any:
+        if id(config) in self._open:
+            self.problems.append(Problem(key, "refers to a section that it is itself in"))
+            return None
+        self._open.append(id(config))
+        if isinstance(config, ListConfig):
+            result: Any = [self._value(config, i, keys.child(key, i)) for i in range(len(config))]
+        else:
+            names = [name for name in config if key or name not in self._hidden]
+            result = {name: self._value(config, name, keys.child(key, name)) for name in names}
+        self._open.pop()
+        return result
+
+    def _value(self, config: Any, name: keys.Part, key: str) -> Any:
+        try:
+            value = config[name]
+        except (OmegaConfBaseException, RecursionError) as error:
+            self.problems.append(Problem(key, self._sentence(error, key)))
+            return None
+        return self.section(value, key) if isinstance(value, DictConfig | ListConfig) else value
+
+    def _sentence(self, error: Exception, key: str) -> str:
+        said = str(error).splitlines()[0]
+        if isinstance(error, MissingMandatoryValue):
+            return "is left open (???); give it a value"
+        return f"is {self._raw.get(key)!r}; {self._reason(error, said)}"
+
+    def _reason(self, error: Exception, said: str) -> str:
+        if found := _NO_KEY.search(said):
+            return f"there is no key {found[1]}{did_you_mean(found[1], [*self._known, *runtime.RUNTIME_VALUES])}"
+        if found := _NO_VARIABLE.search(said):
+            return f"the environment variable {found[1]} is not set; set it, or write ${{oc.env:{found[1]},default}}"
+        if isinstance(error, InterpolationToMissingValueError):
+            return "the value it refers to is left open (???)"
+        if isinstance(error, UnsupportedInterpolationType):
+            return "there is no such function; write ${section.key}, or ${oc.env:NAME}"
+        if isinstance(error, RecursionError) or "Recursive interpolation" in said:
+            return "it refers to itself"
+        return said.partition("while resolving interpolation: ")[2] or said
+
+
+def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
+    """Every key with its value, sections included."""
+    if key:
+        yield key, value
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, keys.child(key, name))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _leaves(inner, keys.child(key, i))

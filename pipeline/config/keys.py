@@ -1,0 +1,45 @@
+"""Dotted keys such as "train.epochs" and "compare[0].strategy", and their parts."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+Part = str | int
+
+_WHOLE = re.compile(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d{1,9}\])*")
+_PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
+_DOTTED_INDEX = re.compile(r"\.(\d+)(?=[.\[]|$)")
+
+
+def child(key: str, part: Part) -> str:
+    """The key of an entry of the section or list at ``key``; "" is the top level."""
+    if isinstance(part, int):
+        return f"{key}[{part}]"
+    return f"{key}.{part}" if key else part
+
+
+def join(parts: Iterable[Part]) -> str:
+    """The key of a path, e.g. ("compare", 0, "strategy")."""
+    key = ""
+    for part in parts:
+        key = child(key, part)
+    return key
+
+
+def split(key: str) -> tuple[Part, ...]:
+    """The parts of a key, indices in brackets as numbers.
+
+    Raises:
+        ValueError: not a key.
+    """
+    if not _WHOLE.fullmatch(key):
+        raise ValueError(key)
+    return tuple(int(index) if index else name for index, name in _PART.findall(key))
+
+
+def ancestors(key: str) -> Iterator[str]:
+    """The key itself, then each section around it, the innermost first; "compare.0" counts as "compare[0]"."""
+    yield key
+    key = _DOTTED_INDEX.sub(r"[\1]", key)
+    while key:
+        yield key
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]

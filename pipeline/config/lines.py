@@ -1,0 +1,152 @@
+"""Reads YAML and remembers the line of every key."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from pipeline.config import keys
+from pipeline.config.dialect import Loader
+from pipeline.config.syntax import explain_syntax
+from pipeline.errors import ExperimentError, Problem
+
+PlaceOf = Callable[[int], str]
+"""From a line, counted from 1, to the place that a problem shows."""
+
+COMMAND_LINE = "command line: "
+"""What the place of a problem begins with when an override is at fault."""
+
+_SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")}
+_COLLECTIONS = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq")}
+_MERGE = "tag:yaml.org,2002:merge"
+_MOST_VALUES = 50_000
+_DEEPEST = 100
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each key stands: its line in the file, or the override that set it."""
+
+    name: str
+    """The file, as the user wrote it."""
+    entries: Mapping[str, int | str]
+
+    def locate(self, key: str) -> str:
+        """The "file:line" of a key or of the nearest section around it, or "command line: train.epochs=3"."""
+        entry = self.entries.get(self._known(key))
+        if isinstance(entry, str):
+            return f"{COMMAND_LINE}{entry}"
+        return f"{self.name}:{entry}" if entry else self.name
+
+    def sorted(self, problems: Iterable[Problem]) -> list[Problem]:
+        """As their keys stand in the file, problems of overrides last."""
+        rank = {key: n for n, key in enumerate(self.entries, 1)}
+
+        def order(problem: Problem) -> tuple[bool, int]:
+            place = problem.place or self.locate(problem.key)
+            return place.startswith(COMMAND_LINE), rank.get(self._known(problem.key), 0)
+
+        return sorted(problems, key=order)
+
+    def _known(self, key: str) -> str:
+        return next((near for near in keys.ancestors(key) if near in self.entries), "")
+
+
+def parse(text: str, *, place: PlaceOf) -> tuple[Any, dict[str, int]]:
+    """The value of a YAML document (None if it is empty) and the line of every key.
+
+    Raises:
+        ExperimentError: not YAML, duplicate keys, keys that are no texts, tags, or more than an experiment can need.
+    """
+    try:
+        node = yaml.compose(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ExperimentError(explain_syntax(error, text, place=place)) from None
+    except RecursionError:
+        raise ExperimentError([Problem("", f"nested deeper than {_DEEPEST} levels", place(1))]) from None
+    reader = _Reader(place)
+    value = None if node is None else reader.value(node, "", depth=0)
+    if reader.problems:
+        raise ExperimentError(reader.problems)
+    return value, reader.lines
+
+
+class _Reader:
+    """Turns YAML's nodes into plain values; merge keys (``<<``) and aliases are written out."""
+
+    def __init__(self, place: PlaceOf) -> None:
+        self.lines: dict[str, int] = {}
+        self.problems: list[Problem] = []
+        self._place = place
+        self._values = 0
+        self._constructor = yaml.constructor.SafeConstructor()
+
+    def value(self, node: yaml.Node, key: str, *, depth: int) -> Any:
+        self._values += 1
+        if self._values > _MOST_VALUES or depth > _DEEPEST:  # also stops aliases of aliases, which grow without end
+            what = f"more than {_MOST_VALUES} values" if depth <= _DEEPEST else f"nested deeper than {_DEEPEST} levels"
+            raise ExperimentError([self._problem(key, what, node)])
+        if isinstance(node, yaml.MappingNode) and node.tag in _COLLECTIONS:
+            return self._mapping(node, key, depth=depth)
+        if isinstance(node, yaml.SequenceNode) and node.tag in _COLLECTIONS:
+            return [self._entry(item, keys.child(key, i), item, depth=depth) for i, item in enumerate(node.value)]
+        return self._scalar(node, key)
+
+    def _entry(self, node: yaml.Node, key: str, at: yaml.Node, *, depth: int) -> Any:
+        self.lines[key] = at.start_mark.line + 1
+        return self.value(node, key, depth=depth + 1)
+
+    def _mapping(self, node: yaml.MappingNode, key: str, *, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for name, value in node.value:
+            if name.tag == _MERGE:
+                result |= self._merged(value, key, depth=depth)
+        first: dict[str, int] = {}
+        for name, value in node.value:
+            if name.tag == _MERGE or (text := self._name(name, key)) is None:
+                continue
+            if text in first:
+                message = f"given twice; the first one is in line {first[text]}, remove one of them"
+                self.problems.append(self._problem(keys.child(key, text), message, name))
+                continue
+            first[text] = name.start_mark.line + 1
+            result[text] = self._entry(value, keys.child(key, text), name, depth=depth)
+        return result
+
+    def _merged(self, node: yaml.Node, key: str, *, depth: int) -> dict[str, Any]:
+        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        result: dict[str, Any] = {}
+        for source in reversed(sources):  # YAML: the earlier one wins
+            if not isinstance(source, yaml.MappingNode):
+                self.problems.append(self._problem(key, "<<: takes a mapping, e.g. <<: *defaults", node))
+                continue
+            result |= self.value(source, key, depth=depth + 1) or {}
+        return result
+
+    def _name(self, node: yaml.Node, section: str) -> str | None:
+        text = self._scalar(node, section) if isinstance(node, yaml.ScalarNode) else None
+        if isinstance(text, str):
+            return text
+        written = node.value if isinstance(node, yaml.ScalarNode) else "..."
+        message = f"the key {written} is not a text; put it in quotes"
+        self.problems.append(self._problem(section, message, node))
+        return None
+
+    def _scalar(self, node: yaml.Node, key: str) -> Any:
+        if node.tag not in _SCALARS:
+            self.problems.append(self._problem(key, f"the YAML tag {_short(node.tag)} can't be used; remove it", node))
+            return None
+        try:
+            return self._constructor.construct_object(node)
+        except (yaml.YAMLError, ValueError, KeyError, OverflowError):
+            message = f"{node.value[:40]!r} is not {_short(node.tag).strip('!')}; put texts in quotes"
+            self.problems.append(self._problem(key, message, node))
+            return None
+
+    def _problem(self, key: str, message: str, node: yaml.Node) -> Problem:
+        return Problem(key, message, self._place(node.start_mark.line + 1))
+
+
+def _short(tag: str) -> str:
+    return tag.replace("tag:yaml.org,2002:", "!!")

@@ -1,0 +1,133 @@
+"""From a file and overrides to an Experiment, with every problem reported at once: start reading at `load`."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.config import interpolation, keys, lines, messages, runtime
+from pipeline.config.jsonschema import Shape, experiment_json_schema
+from pipeline.config.lines import Places
+from pipeline.config.nearest import did_you_mean
+from pipeline.config.overrides import apply_overrides
+from pipeline.config.schema import Experiment
+from pipeline.errors import ExperimentError, Problem, UsageError
+
+__all__ = ["ExperimentFile", "experiment_json_schema", "load"]
+
+
+@dataclass(frozen=True)
+class ExperimentFile:
+    """An experiment and where each of its keys stands."""
+
+    path: Path
+    experiment: Experiment
+    places: Places
+
+    def locate(self, key: str) -> str:
+        """Of "train.epochs": "experiments/resnet.yaml:9" its line, or the nearest section's around it."""
+        return self.places.locate(key)
+
+    def explain(self, problems: Iterable[Problem]) -> ExperimentError:
+        """An error with the places of all problems, in the order of the file."""
+        return _explain(problems, self.places)
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
+    """The experiment in a file, with ``key=value`` overrides applied before interpolation.
+
+    Raises:
+        UsageError: the file can't be read, or an override is malformed.
+        ExperimentError: the file is wrong; carries every problem that was found.
+    """
+    name = str(path)
+    tree, file_lines = _parse(_read(Path(path)), name)
+    entries: dict[str, int | str] = dict(file_lines)
+    rejected = apply_overrides(overrides, tree, entries)
+    places = Places(name, entries)
+    resolved, problems = interpolation.resolve(tree)
+    problems += _misplaced(resolved)
+    try:
+        experiment = Experiment.model_validate(resolved, by_alias=True, by_name=False)
+    except ValidationError as error:
+        problems += _unreported(messages.problems(error, Experiment, resolved), problems)
+    except ExperimentError as error:  # contradictions between sections
+        problems += _unreported(error.problems, problems)
+    if problems or rejected:
+        raise _explain([*problems, *rejected], places)
+    return ExperimentFile(Path(path), experiment, places)
+
+
+def _explain(problems: Iterable[Problem], places: Places) -> ExperimentError:
+    return ExperimentError([p if p.place else p._replace(place=places.locate(p.key)) for p in places.sorted(problems)])
+
+
+def _unreported(problems: Iterable[Problem], reported: Sequence[Problem]) -> list[Problem]:
+    """Without those that follow from a problem with the same key or its section."""
+    known = {problem.key for problem in reported}
+    return [problem for problem in problems if known.isdisjoint(keys.ancestors(problem.key))]
+
+
+def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
+    tree, file_lines = lines.parse(text, place=lambda line: f"{name}:{line}")
+    if tree is None:
+        raise ExperimentError([Problem("", "is empty; an experiment begins with name: my-experiment", name)])
+    if not isinstance(tree, dict):
+        raise ExperimentError(
+            [Problem("", f"is {messages.shown(tree)}; write sections such as model: and data:", name)]
+        )
+    return tree, file_lines
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such file{_others(path)}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path}: is a folder{_others(path / 'experiment.yaml')}") from None
+    except UnicodeDecodeError as error:
+        message = f"is not a text in UTF-8 (byte {error.start + 1}); save it as UTF-8"
+        raise ExperimentError([Problem("", message, str(path))]) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{path}: can't be read: {reason}") from None
+
+
+def _others(path: Path) -> str:
+    """The experiment that was probably meant, or those that are there."""
+    if not path.parent.is_dir():
+        return f"; the folder {path.parent} doesn't exist either"
+    there = sorted(str(file) for file in path.parent.glob("*.y*ml"))
+    hint = did_you_mean(str(path), there, cutoff=0.7)
+    return hint or (f"; there are {', '.join(there[:5])}" if there else f"; there is no YAML file in {path.parent}")
+
+
+def _misplaced(tree: Mapping[str, Any]) -> list[Problem]:
+    """Run-time values where no component is built with them."""
+    shape = Shape.of(Experiment)
+    problems = []
+    for parts, text in _texts(tree, ()):
+        names = runtime.named_in(text)
+        early = [name for name in names if name in runtime.NEEDS_DATA]
+        if names and not shape.in_component(parts):
+            message = (
+                f"{runtime.marker(names[0])} is only known once the data is loaded; "
+                "it may stand in the arguments of scheduler, optimizer and other components"
+            )
+        elif early and parts[0] in ("data", "loader"):
+            message = f"{runtime.marker(early[0])} is only known once the data is loaded; write a number"
+        else:
+            continue
+        problems.append(Problem(keys.join(parts), message))
+    return problems
+
+
+def _texts(value: object, parts: tuple[keys.Part, ...]) -> Iterator[tuple[tuple[keys.Part, ...], str]]:
+    if isinstance(value, str):
+        yield parts, value
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield from _texts(inner, (*parts, name))

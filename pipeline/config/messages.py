@@ -1,0 +1,156 @@
+"""From pydantic's errors to sentences: the live value, and what to write instead."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline.config import keys
+from pipeline.config.dialect import Loader
+from pipeline.config.jsonschema import Schema, Shape
+from pipeline.config.keys import Part
+from pipeline.config.nearest import did_you_mean, nearest
+from pipeline.errors import Problem
+
+_NEXT_SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
+_KINDS = {bool: "a truth value", int: "a whole number", float: "a number", str: "a text"}
+_BOUNDS = {"exclusiveMinimum": "greater than", "minimum": "of at least", "maximum": "of at most"}
+
+
+def problems(error: ValidationError, model: type[BaseModel], data: object) -> list[Problem]:
+    """One problem for each key that ``model`` refuses in ``data``."""
+    shape = Shape.of(model)
+    found: dict[str, Problem] = {}
+    for details in error.errors(include_url=False):
+        if _is_echo(details):
+            continue
+        parts = _parts(details, data)
+        key = keys.join(parts)
+        found.setdefault(key, Problem(key, _sentence(details, parts, shape)))  # a union complains once per choice
+    return list(found.values())
+
+
+def shown(value: object) -> str:
+    """A value of a YAML file as a sentence shows it, e.g. "'abc' (a text)"."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (a truth value)"
+    if isinstance(value, str | int | float):
+        text = repr(value)
+        return f"{text if len(text) <= 60 else text[:57] + '...'} ({_KINDS[type(value)]})"
+    return "a mapping" if isinstance(value, Mapping) else "a list"
+
+
+def _is_echo(details: ErrorDetails) -> bool:
+    """Pydantic also calls a list too short when its entries are wrong."""
+    return details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
+
+
+def _parts(details: ErrorDetails, data: object) -> tuple[Part, ...]:
+    """The path of an error, without the names of a union's choices that pydantic appends."""
+    parts: list[Part] = []
+    for part in details["loc"]:
+        if isinstance(data, Mapping) and (part in data or details["type"] == "missing"):
+            data = data.get(part)
+        elif isinstance(data, Sequence) and not isinstance(data, str) and isinstance(part, int):
+            data = data[part]
+        else:
+            break
+        parts.append(part)
+    return tuple(parts)
+
+
+def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape) -> str:
+    schema = shape.at(parts)
+    match details["type"]:
+        case "extra_forbidden":
+            return _unknown(parts, shape)
+        case "missing":
+            return _missing(parts, details["input"], schema)
+        case "string_pattern_mismatch" if parts[-1] != "_target_":
+            return f"is {shown(details['input'])}; write {_description(schema)}"
+        case "string_too_long":
+            return f"is {len(details['input'])} characters long; write at most {details['ctx']['max_length']}"
+        case "too_short":
+            return "is an empty list; write at least one entry, or leave the key out"
+        case "value_error" if "enum" not in schema:
+            return f"is {shown(details['input'])}; {details['ctx']['error']}"
+    return _wrong(details["input"], parts, shape)
+
+
+def _unknown(parts: tuple[Part, ...], shape: Shape) -> str:
+    *section, name = parts
+    fields = shape.fields(section)
+    if near := nearest(str(name), fields):
+        return f"unknown key; did you mean {near}?"
+    by_name = {key.rpartition(".")[2]: key for key in reversed(tuple(shape.all_keys()))}
+    if near := nearest(str(name), by_name, cutoff=0.8):
+        return f"unknown key; did you mean {by_name[near]}?"
+    return f"unknown key; {keys.join(section) or 'an experiment'} takes {', '.join(fields)}"
+
+
+def _missing(parts: tuple[Part, ...], section: object, schema: Schema) -> str:
+    if parts[-1] == "_target_":
+        near = nearest("_target_", section if isinstance(section, Mapping) else ())
+        return f"missing; write _target_: package.name{f' instead of {near}' if near else ''}"
+    return f"missing; {_description(schema)}"
+
+
+def _wrong(value: object, parts: tuple[Part, ...], shape: Shape) -> str:
+    schema = shape.at(parts)
+    if shape.is_component(parts) or parts[-1:] == ("_target_",):
+        return f"is {shown(value)}; write _target_: {_target_in(value)}"
+    if fields := shape.fields(parts):
+        return f"is {shown(value)}; write a mapping, its keys are {', '.join(fields)}"
+    hint = did_you_mean(value, schema.get("enum", ()), cutoff=0.7) if isinstance(value, str) else ""
+    return f"is {shown(value)}; write {_expected(schema)}{hint or _unquoted(value, schema)}"
+
+
+def _target_in(value: object) -> str:
+    dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
+    return str(value) if dotted else "package.name"
+
+
+def _expected(schema: Schema) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_expected(choice) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return f"one of {', '.join(schema['enum'])}"
+    if "const" in schema:
+        return str(schema["const"])
+    bounds = [f"{words} {schema[name]}" for name, words in _BOUNDS.items() if name in schema]
+    return " ".join([_NOUNS.get(schema.get("type", ""), "something else"), *bounds])
+
+
+_NOUNS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a text",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "null",
+}
+
+
+def _unquoted(value: object, schema: Schema) -> str:
+    """A number that came as a text: from quotes, or from the environment, which only knows texts."""
+    if not isinstance(value, str) or "number" not in _expected(schema):
+        return ""
+    try:
+        number: Any = yaml.load(value, Loader=Loader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, ValueError):
+        return ""
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    return ", without quotes (from the environment: ${oc.decode:${oc.env:NAME}})" if is_number else ""
+
+
+def _description(schema: Schema) -> str:
+    """The first sentence of a field's description, to stand after a semicolon."""
+    text = _NEXT_SENTENCE.split(str(schema.get("description", "a value")))[0].removesuffix(".")
+    text = " ".join(text.split())
+    return text if text[1:2].isupper() or text.startswith("MLflow") else text[:1].lower() + text[1:]

@@ -1,0 +1,80 @@
+"""``key=value`` from the command line: ``train.epochs=3``, ``compare[0].workers=4``, ``optimizer={_target_: ...}``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.config import keys, lines
+from pipeline.config.lines import COMMAND_LINE
+from pipeline.config.messages import shown
+from pipeline.errors import ExperimentError, Problem, UsageError
+
+
+def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dict[str, int | str]) -> list[Problem]:
+    """Set each override in ``tree``, and note in ``entries`` that it stands on the command line.
+
+    A value replaces whole sections. Returns the problems of the overrides that can't be set.
+
+    Raises:
+        UsageError: not ``key=value``.
+    """
+    problems = []
+    for override in overrides:
+        key, text = _split(override)
+        try:
+            _set(tree, key, lines.parse(text, place=lambda _: "")[0])
+        except ExperimentError as error:
+            problems += [Problem(_inside(key, p.key), p.message, f"{COMMAND_LINE}{override}") for p in error.problems]
+        else:
+            _note(entries, key, override)
+    return problems
+
+
+def _split(override: str) -> tuple[str, str]:
+    key, equals, value = override.partition("=")
+    try:
+        keys.split(key)
+    except ValueError:
+        equals = ""
+    if not equals:
+        raise UsageError(f"{override!r} is not an override; write key=value without spaces, e.g. train.epochs=3")
+    return key, value
+
+
+def _inside(key: str, inner: str) -> str:
+    """The whole key of a problem in an override's value."""
+    return f"{key}{'' if inner.startswith('[') or not inner else '.'}{inner}"
+
+
+def _set(tree: dict[str, Any], key: str, value: object) -> None:
+    """Set the value, making sections on the way that the file leaves out."""
+    parts = keys.split(key)
+    section: Any = tree
+    for n, part in enumerate(parts):
+        last = n == len(parts) - 1
+        if isinstance(section, dict):
+            if section.get(str(part)) is None and not last:
+                section[str(part)] = {}
+            index: str | int = str(part)
+        elif isinstance(section, list) and str(part).isdecimal() and int(part) < len(section):
+            index = int(part)
+        else:
+            raise ExperimentError([Problem("", _no_place(keys.join(parts[:n]), section, part))])
+        if last:
+            section[index] = value
+        else:
+            section = section[index]
+
+
+def _no_place(key: str, section: object, part: keys.Part) -> str:
+    if isinstance(section, list):
+        return f"{key} has no entry {part}; it has {len(section)}, counted from 0"
+    return f"{key} is {shown(section)}; nothing can be set inside it"
+
+
+def _note(entries: dict[str, int | str], key: str, override: str) -> None:
+    normal = list(keys.ancestors(key))[1]
+    for known in [known for known in entries if known.startswith((f"{normal}.", f"{normal}["))]:
+        del entries[known]
+    entries[normal] = override
+    for section in list(keys.ancestors(normal))[1:]:
+        entries.setdefault(section, override)

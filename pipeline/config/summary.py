@@ -1,0 +1,54 @@
+"""An experiment as others see it: flat parameters, a hash, resolved YAML."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from pipeline.config import interpolation, keys
+from pipeline.config.dialect import Dumper
+from pipeline.config.schema import Experiment
+
+
+def flatten(experiment: Experiment) -> dict[str, str]:
+    """Dotted keys with their values as texts, e.g. {"compare[0].strategy": "single"}; for MLflow's parameters."""
+    flat: dict[str, str] = {}
+    _flatten(_plain(experiment), "", flat)
+    return flat
+
+
+def config_hash(experiment: Experiment) -> str:
+    """12 hexadecimal digits, the same for equal experiments however their files are written (SHA-256)."""
+    canonical = json.dumps(_plain(experiment), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def to_yaml(experiment: Experiment) -> str:
+    """The resolved experiment, defaults included; loading it gives the same experiment."""
+    escaped = _escaped(_plain(experiment))
+    return yaml.dump(escaped, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _plain(experiment: Experiment) -> dict[str, Any]:
+    return experiment.model_dump(mode="json")
+
+
+def _flatten(value: object, key: str, into: dict[str, str]) -> None:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            _flatten(inner, keys.child(key, name), into)
+    elif isinstance(value, list) and value:
+        for i, inner in enumerate(value):
+            _flatten(inner, keys.child(key, i), into)
+    else:
+        into[key] = value if isinstance(value, str) else json.dumps(value)
+
+
+def _escaped(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _escaped(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(inner) for inner in value]
+    return interpolation.escape(value) if isinstance(value, str) else value

@@ -1,0 +1,160 @@
+"""From a dotted name to the class or function behind it, if it is one that an experiment file may name.
+
+Naming a callable in a file is running code. So the name must begin in an allowed package before anything is imported,
+and what is found there must also be defined in one: ``torch.nn.modules.module.torch.hub.load`` is not.
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from traceback import walk_tb
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+from pipeline.config.nearest import did_you_mean, nearest
+from pipeline.config.project import BUILT_IN
+from pipeline.errors import ExperimentError
+
+_REFUSED = ("torchvision.datasets.utils", "timm.models._helpers", "timm.models._hub")  # read, write, unpickle files
+
+
+def find(target: str, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
+    """The class or function that ``target`` names.
+
+    Raises:
+        ExperimentError: not allowed, not installed, not there, not callable, or importing its package fails.
+    """
+    return _Search(target, f"{key}._target_", allowed).result()
+
+
+class _Search(NamedTuple):
+    target: str
+    key: str
+    allowed: tuple[str, ...]
+
+    def result(self) -> Callable[..., Any]:
+        self._refuse_by_name()
+        root, *rest = self.target.split(".")
+        found: object = self._import(root)
+        in_class = False
+        for n, part in enumerate(rest, 1):
+            in_class = in_class or inspect.isclass(found)
+            found = self._step(found, part, ".".join([root, *rest[:n]]))
+        return self._accept(found, in_class=in_class)
+
+    def _refuse_by_name(self) -> None:
+        root, *rest = self.target.split(".")
+        roots = {package.partition(".")[0] for package in self.allowed}
+        if any(part.startswith("_") for part in (root, *rest)):
+            self._fail(f"{self.target} is private; a name that begins with an underscore can't be used")
+        # A name directly in the root may be an allowed package's own, handed on: transformers.ResNetConfig.
+        if (root in roots and len(rest) == 1) or _under(self.target, self.allowed):
+            return
+        if root not in roots and (meant := nearest(root, roots, cutoff=0.75)):
+            self._fail(f"there is no package {root} to choose from; did you mean {'.'.join((meant, *rest))}?")
+        own = "myproject" if root in roots or root in sys.stdlib_module_names else root
+        self._fail(
+            f"{self.target} is in none of the allowed packages ({', '.join(self.allowed)}); "
+            f'for a package of your own, write packages = ["{own}"] below [tool.pipeline] in pyproject.toml'
+        )
+
+    def _step(self, found: object, part: str, name: str) -> object:
+        if isinstance(found, ModuleType):
+            self._refuse_module(found)
+            return self._in_module(found, part, name)
+        if inspect.isclass(found):
+            inner = _attribute(found, part)
+            return self._not_there(found, part) if inner is None else inner
+        return self._fail(f"{self.target}: {name.rpartition('.')[0]} is not a module or a class")
+
+    def _in_module(self, module: ModuleType, part: str, name: str) -> object:
+        try:
+            found = _attribute(module, part)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - lazy modules import when asked, which runs any code
+            self._import_failed(name, error)
+        if found is None and hasattr(module, "__path__") and _under(name, self.allowed, or_around=True):
+            return self._import(name)
+        return self._not_there(module, part) if found is None else found
+
+    def _refuse_module(self, module: ModuleType) -> None:
+        if not _under(module.__name__, self.allowed, or_around=True):
+            self._fail(f"{self.target} leads to the module {module.__name__}, which is in none of the allowed packages")
+
+    def _import(self, name: str) -> ModuleType:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                self._import_failed(name, error)
+            self._no_module(name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - importing runs the user's code
+            self._import_failed(name, error)
+
+    def _accept(self, found: object, *, in_class: bool) -> Callable[..., Any]:
+        if isinstance(found, ModuleType):
+            inside = ", ".join(_own(found)[:8]) or "nothing of its own"
+            self._fail(f"{self.target} is a module, not a class or function; it holds {inside}")
+        if not callable(found) or not isinstance(getattr(found, "__qualname__", None), str):
+            self._fail(f"{self.target} is not a class or function")
+        home = str(getattr(found, "__module__", None))
+        if not _under(home, self.allowed) or _under(home, _REFUSED):
+            self._fail(f"{self.target} is defined in {home}, which is not allowed")
+        if (in_class or inspect.ismethod(found)) and not _under(home, set(self.allowed) - set(BUILT_IN)):
+            self._fail(f"{self.target} is a method; only methods of your own packages may be used")
+        return found
+
+    def _no_module(self, name: str) -> NoReturn:
+        parent, _, part = name.rpartition(".")
+        if parent:
+            self._not_there(sys.modules[parent], part)
+        if any(package not in BUILT_IN and _under(package, (name,)) for package in self.allowed):
+            self._fail(f"there is no package {name}; run in your project's folder, or install it: pip install -e .")
+        self._fail(f"{name} is not installed; install it, or name another package")
+
+    def _not_there(self, where: ModuleType | type, part: str) -> NoReturn:
+        loaded = {package: sys.modules[package] for package in self.allowed if package in sys.modules}
+        elsewhere = [f"{package}.{part}" for package, module in loaded.items() if part in vars(module)]
+        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(part, _public(where))
+        self._fail(f"{where.__name__} has no {part}{hint}")
+
+    def _import_failed(self, name: str, error: BaseException) -> NoReturn:
+        cause = " ".join(str(error).split())[:200]
+        place = _place(error, name.partition(".")[0])
+        self._fail(f"importing {name} failed: {type(error).__name__}: {cause}{place}", cause=error)
+
+    def _fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
+        raise ExperimentError.of(self.key, message) from cause
+
+
+def _under(name: str, packages: Iterable[str], *, or_around: bool = False) -> bool:
+    """Whether a dotted name lies in one of the packages, or one of them in it."""
+    return any(f"{name}.".startswith(f"{p}.") or (or_around and p.startswith(f"{name}.")) for p in packages)
+
+
+def _attribute(owner: ModuleType | type, name: str) -> object | None:
+    return getattr(owner, name, None)
+
+
+def _public(owner: ModuleType | type) -> list[str]:
+    names = getattr(owner, "__all__", None) or dir(owner)
+    return [name for name in names if not name.startswith("_")]
+
+
+def _own(module: ModuleType) -> list[str]:
+    """What a module defines itself or in a module below it."""
+    homes = {name: str(getattr(vars(module).get(name), "__module__", "")) for name in _public(module)}
+    return [name for name, home in homes.items() if _under(home, [module.__name__])]
+
+
+def _place(error: BaseException, root: str) -> str:
+    """Such as " (model.py:3)": the last line of the package's own code on the way to the error."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({Path(error.filename).name}:{error.lineno})"
+    own = [
+        (frame.f_code.co_filename, line)
+        for frame, line in walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == root
+    ]
+    return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""

@@ -1,0 +1,93 @@
+"""CIFAR-10: Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images", in its binary version.
+
+A record is one byte of label and 3072 bytes of image: 1024 red, 1024 green, 1024 blue, each row by row.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from pipeline.data.cifar_download import FOLDER, download_to, how_to_get
+from pipeline.data.splits import Splits
+from pipeline.errors import ExperimentError
+
+_IMAGE_SHAPE = (3, 32, 32)
+_RECORD_BYTES = 1 + 3 * 32 * 32
+_CLASSES = 10
+_MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)  # of the training set's red, green, blue
+_DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
+_PADDING = 4
+
+
+def cifar10(*, directory: str = ".data", download: bool = True, augment: bool = True) -> Splits:
+    """50 000 and 10 000 pairs of (float32 image of (3, 32, 32), int64 label), standardized by channel.
+
+    Args:
+        directory: holds the folder cifar-10-batches-bin, or receives it.
+        download: fetch the official archive (170 MB) when the folder is missing.
+        augment: random crops after padding by 4, and random flips, of the training images (He et al. 2015, arXiv
+            1512.03385, section 4.2), drawn from torch's global random generator.
+
+    Raises:
+        ExperimentError: the files are missing and can't be fetched, or aren't the binary version.
+    """
+    folder = Path(directory) / FOLDER
+    if not folder.is_dir():
+        if not download:
+            raise ExperimentError.of("data", f"{folder} is missing and download is off; {how_to_get(folder)}")
+        download_to(folder)
+    train = _read(folder / f"data_batch_{number}.bin" for number in range(1, 6))
+    validation = _read([folder / "test_batch.bin"])
+    return Splits(_Images(*train, augment=augment), _Images(*validation, augment=False))
+
+
+class _Images(Dataset[tuple[Tensor, ...]]):
+    """Keeps bytes in memory, a quarter of the size, and makes one sample's floats when it is asked for."""
+
+    def __init__(self, images: Tensor, labels: Tensor, *, augment: bool) -> None:
+        self._images = images
+        self._labels = labels
+        self._augment = augment
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    @override
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = (self._images[index] / 255 - _MEAN) / _DEVIATION
+        return (_random_crop_and_flip(image) if self._augment else image), self._labels[index]
+
+
+def _random_crop_and_flip(image: Tensor) -> Tensor:
+    """Pads with zeros, the mean colour of a standardized image."""
+    top, left = torch.randint(2 * _PADDING + 1, (2,)).tolist()
+    padded = functional.pad(image, (_PADDING,) * 4)
+    cropped = padded[:, top : top + image.shape[1], left : left + image.shape[2]]
+    return cropped.flip(-1) if torch.rand(()) < 0.5 else cropped
+
+
+def _read(paths: Iterable[Path]) -> tuple[Tensor, Tensor]:
+    """Images (samples, 3, 32, 32) as bytes, and labels (samples)."""
+    records = torch.cat([_records(path) for path in paths])
+    return records[:, 1:].reshape(-1, *_IMAGE_SHAPE), records[:, 0].to(torch.int64)
+
+
+def _records(path: Path) -> Tensor:
+    try:
+        content = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+    except OSError as error:
+        raise ExperimentError.of("data", f"can't read {path} ({error.strerror}); {how_to_get(path.parent)}") from error
+    if not len(content) or len(content) % _RECORD_BYTES:
+        message = f"{path} holds {len(content)} bytes, expected a multiple of {_RECORD_BYTES}"
+        raise ExperimentError.of("data", f"{message}; remove the folder and {how_to_get(path.parent)}")
+    records = content.view(-1, _RECORD_BYTES)
+    if (label := int(records[:, 0].max())) >= _CLASSES:
+        message = f"{path} holds label {label}, expected 0 to 9 (CIFAR-10, binary version)"
+        raise ExperimentError.of("data", f"{message}; remove the folder and {how_to_get(path.parent)}")
+    return records

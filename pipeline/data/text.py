@@ -1,0 +1,68 @@
+"""Text for character-level language models that needs no download."""
+
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from pipeline.data.splits import Splits, check_fraction
+from pipeline.errors import ExperimentError
+
+VOCABULARY_SIZE: Final = 128
+"""Tokens are ASCII codes; other characters become "?"."""
+
+
+def characters(
+    *,
+    context_length: int = 64,
+    source: str | None = None,
+    max_characters: int | None = None,
+    validation_fraction: float = 0.1,
+) -> Splits:
+    """Windows of a text as (tokens, next_tokens), both int64 of (context_length) with values below 128.
+
+    Windows don't overlap, apart from the last next token; what is left at the end is not used. Validation is the end
+    of the text.
+
+    Args:
+        context_length: tokens in a window.
+        source: a UTF-8 text file. Default: the topics of Python's own help(), some 450 000 characters of English,
+            which are the same for all machines with the same Python.
+        max_characters: use only the beginning of the text.
+        validation_fraction: part of the text to validate on; 0 for none.
+
+    Raises:
+        ExperimentError: unreadable source, or not a single window.
+    """
+    check_fraction(validation_fraction)
+    tokens = _encode(_python_topics() if source is None else _read(Path(source)))[:max_characters]
+    cut = len(tokens) - round(validation_fraction * len(tokens))
+    train = _windows(tokens[:cut], length=context_length)
+    return Splits(train, _windows(tokens[cut:], length=context_length) if validation_fraction else None)
+
+
+def _windows(tokens: Tensor, *, length: int) -> TensorDataset:
+    if length < 1 or len(tokens) <= length:
+        message = f"{length} tokens and the one after them don't fit in {len(tokens)} characters; use 1 to that many"
+        raise ExperimentError.of("data.context_length", message)
+    used = (len(tokens) - 1) // length * length
+    return TensorDataset(tokens[:used].view(-1, length), tokens[1 : used + 1].view(-1, length))
+
+
+def _encode(text: str) -> Tensor:
+    return torch.tensor(list(text.encode("ascii", errors="replace")), dtype=torch.int64)
+
+
+def _read(source: Path) -> str:
+    try:
+        return source.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ExperimentError.of("data.source", f"can't read {source} as UTF-8 text ({error}); name another") from error
+
+
+def _python_topics() -> str:
+    from pydoc_data.topics import topics  # half a megabyte of source, read only when it is wanted
+
+    return "\n".join(topics[name] for name in sorted(topics))

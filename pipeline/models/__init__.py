@@ -1,0 +1,7 @@
+"""Small models of record, written plainly. Any other callable that returns an ``nn.Module`` works as well."""
+
+from pipeline.models.gpt import GPT
+from pipeline.models.mlp import MLP
+from pipeline.models.resnet import resnet18, resnet34, resnet50
+
+__all__ = ["GPT", "MLP", "resnet18", "resnet34", "resnet50"]

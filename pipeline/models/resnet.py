@@ -1,0 +1,132 @@
+"""Residual networks: He et al. 2015, "Deep Residual Learning for Image Recognition", arXiv 1512.03385.
+
+Parameters bear torchvision's names, so its state dicts load at width 64 with the "imagenet" stem. As there, the
+bottleneck's stride sits in its 3x3 convolution ("ResNet v1.5") and convolutions start as in arXiv 1502.01852.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from pipeline.errors import ExperimentError
+from pipeline.models.residual import Basic, Bottleneck
+
+Stem = Literal["cifar", "imagenet"]
+Block = type[Basic] | type[Bottleneck]
+
+
+class ResNet(nn.Module):
+    """Stem, four stages of residual blocks, each with twice the channels of the one before, pooling, classifier.
+
+    The "imagenet" stem reduces images to a quarter of their side; "cifar" keeps the size, for small images.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        *,
+        depths: Sequence[int],
+        num_classes: int,
+        width: int,
+        in_channels: int,
+        stem: Stem,
+        zero_init_residual: bool,
+    ) -> None:
+        super().__init__()
+        if stem not in ("cifar", "imagenet"):
+            raise ExperimentError.of("model.stem", f"unknown stem {stem!r}; write cifar (small images) or imagenet")
+        large = stem == "imagenet"
+        kernel, stride = (7, 2) if large else (3, 1)
+        self.conv1 = nn.Conv2d(in_channels, width, kernel, stride=stride, padding=kernel // 2, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
+        self.layer1, self.layer2, self.layer3, self.layer4 = _stages(block, depths=depths, width=width)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8 * width * block.expansion, num_classes)
+        _initialize(self, zero_init_residual=zero_init_residual)
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (batch, in_channels, height, width) to logits (batch, num_classes)."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.fc(self.avgpool(x).flatten(1))
+        return logits
+
+
+def resnet18(
+    num_classes: int, *, width: int = 64, in_channels: int = 3, stem: Stem = "cifar", zero_init_residual: bool = False
+) -> ResNet:
+    """ResNet-18.
+
+    Args:
+        num_classes: logits that come out.
+        width: channels of the first stage; compute grows with its square.
+        in_channels: channels of the images.
+        stem: "cifar" for images of about 32 pixels, "imagenet" for about 224.
+        zero_init_residual: start each block as its shortcut, which helps large batches (arXiv 1706.02677).
+    """
+    return ResNet(
+        Basic,
+        depths=(2, 2, 2, 2),
+        num_classes=num_classes,
+        width=width,
+        in_channels=in_channels,
+        stem=stem,
+        zero_init_residual=zero_init_residual,
+    )
+
+
+def resnet34(
+    num_classes: int, *, width: int = 64, in_channels: int = 3, stem: Stem = "cifar", zero_init_residual: bool = False
+) -> ResNet:
+    """ResNet-34; arguments as for `resnet18`."""
+    return ResNet(
+        Basic,
+        depths=(3, 4, 6, 3),
+        num_classes=num_classes,
+        width=width,
+        in_channels=in_channels,
+        stem=stem,
+        zero_init_residual=zero_init_residual,
+    )
+
+
+def resnet50(
+    num_classes: int, *, width: int = 64, in_channels: int = 3, stem: Stem = "cifar", zero_init_residual: bool = False
+) -> ResNet:
+    """ResNet-50, of bottleneck blocks; arguments as for `resnet18`."""
+    return ResNet(
+        Bottleneck,
+        depths=(3, 4, 6, 3),
+        num_classes=num_classes,
+        width=width,
+        in_channels=in_channels,
+        stem=stem,
+        zero_init_residual=zero_init_residual,
+    )
+
+
+def _stages(block: Block, *, depths: Sequence[int], width: int) -> list[nn.Sequential]:
+    stages = []
+    in_channels = width
+    for index, depth in enumerate(depths):
+        channels = width * 2**index
+        blocks = []
+        for position in range(depth):
+            stride = 2 if index > 0 and position == 0 else 1
+            blocks.append(block(in_channels, channels=channels, stride=stride))
+            in_channels = channels * block.expansion
+        stages.append(nn.Sequential(*blocks))
+    return stages
+
+
+def _initialize(model: nn.Module, *, zero_init_residual: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif zero_init_residual and isinstance(module, Basic | Bottleneck):
+            nn.init.zeros_(module.last_norm.weight)

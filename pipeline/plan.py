@@ -1,0 +1,183 @@
+"""Experiment + Resources -> Plan: pure, printable, nothing started."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pipeline import registry
+from pipeline.config.schema import Comparison, Experiment, Frozen
+from pipeline.contract import Role, Trial
+from pipeline.errors import ExperimentError, ResourceError
+from pipeline.resources import Resources
+
+
+class Plan(Frozen):
+    """What a run will do, in order."""
+
+    experiment: Experiment
+    resources: Resources
+    trials: tuple[Trial, ...]
+    notes: tuple[str, ...] = ()
+    """What a user should know before it starts."""
+
+    @property
+    def main(self) -> Trial:
+        """The training itself."""
+        return next(trial for trial in self.trials if trial.role == "main")
+
+
+def make_plan(
+    experiment: Experiment, resources: Resources, *, allowed: tuple[str, ...] = (), with_baseline: bool = True
+) -> Plan:
+    """Decide what runs where.
+
+    The baseline gets the same cores for its one worker that each worker of the main trial has, so that N workers have
+    N times the cores. On CPU a reference shows what one process with all those cores does.
+
+    Raises:
+        ExperimentError: strategy, launcher and workers don't go together.
+        ResourceError: there are too few cores or GPUs.
+    """
+    planner = _Planner(experiment, resources, allowed)
+    parallel = experiment.parallel
+    main = planner.trial(
+        Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options), role="main"
+    )
+    trials = [main]
+    if with_baseline:
+        baseline = planner.trial(experiment.compare[0], role="baseline")
+        if not _same_work(baseline, main):
+            trials.insert(0, baseline)
+        if main.device == "cpu" and main.workers > 1 and resources.nodes == 1:
+            trials.append(planner.trial(Comparison(strategy="single"), role="reference"))
+    return Plan(
+        experiment=experiment,
+        resources=resources,
+        trials=tuple(trials),
+        notes=tuple(_notes(main, has_baseline=len(trials) > 1, wanted=with_baseline)),
+    )
+
+
+class _Planner:
+    """Makes trials of one experiment; the main trial's cores and device hold for all."""
+
+    def __init__(self, experiment: Experiment, resources: Resources, allowed: tuple[str, ...]) -> None:
+        self._experiment = experiment
+        self._resources = resources
+        self._allowed = allowed
+        self._device = _device(experiment, resources)
+        workers = experiment.parallel.workers
+        spread = max(workers, resources.nodes)  # a worker's cores are on one node
+        self._cpus = experiment.parallel.cpus_per_worker or max(1, resources.cpus // spread)
+
+    def trial(self, entry: Comparison, *, role: Role) -> Trial:
+        """The trial of one entry."""
+        strategy = registry.load("strategies", entry.strategy).Strategy
+        default = self._experiment.parallel.workers if strategy.processes == "many" else 1
+        workers = entry.workers or default
+        launcher = self._experiment.parallel.launcher
+        key = "parallel.workers" if role == "main" else "compare[0].workers"
+        if workers > 1 and not registry.load("launchers", launcher).Launcher.many_processes:
+            raise ExperimentError.of(
+                key, f"is {workers}, but {launcher} runs one process; write launcher: torchrun or ray"
+            )
+        refusal = strategy.refuse(strategy.Options.model_validate(entry.options), device=self._device)
+        if refusal is not None:
+            raise ExperimentError.of("parallel.options" if role == "main" else "compare[0].options", refusal)
+        measured = self._experiment.measure
+        gpus = len(self._resources.gpus) // self._resources.nodes if strategy.devices == "all" else 1
+        cpus = self._cpus * self._experiment.parallel.workers if role == "reference" else self._cpus
+        trial = Trial(
+            name=role,
+            role=role,
+            experiment=self._experiment,
+            strategy=entry.strategy,
+            options=entry.options,
+            launcher=launcher,
+            workers=workers,
+            devices_per_worker=gpus if self._device == "cuda" else 0,
+            device=self._device,
+            cpus_per_worker=cpus,
+            allowed=self._allowed,
+            max_steps=None if role == "main" else measured.warmup_steps + measured.steps * measured.windows,
+        )
+        _check_room(trial, self._resources)
+        return trial
+
+
+def _device(experiment: Experiment, resources: Resources) -> Literal["cpu", "cuda"]:
+    wanted = experiment.parallel.device
+    if wanted == "cuda" and not resources.gpus:
+        raise ResourceError(
+            f"parallel.device: cuda asks for GPUs; {resources.node} has {resources.summary}; write auto or cpu"
+        )
+    if wanted == "auto":
+        return "cuda" if resources.gpus else "cpu"
+    return wanted
+
+
+def _check_room(trial: Trial, resources: Resources) -> None:
+    """Refuse what doesn't fit instead of running with fewer."""
+    if trial.devices_per_worker * trial.workers > len(resources.gpus):
+        raise ResourceError(
+            f"parallel.workers: {trial.workers} workers need {trial.workers} GPUs; {resources.node} has "
+            f"{resources.summary}; use fewer workers, or device: cpu"
+        )
+    if trial.cpus_per_worker * trial.workers > resources.cpus:
+        each = f"{trial.cpus_per_worker} {'core' if trial.cpus_per_worker == 1 else 'cores'} each"
+        raise ResourceError(
+            f"parallel.workers: {trial.workers} workers with {each} need {trial.cpus_per_worker * trial.workers} "
+            f"cores; {resources.node} has {resources.summary}; use at most "
+            f"{max(1, resources.cpus // trial.cpus_per_worker)} workers"
+        )
+
+
+def _same_work(one: Trial, other: Trial) -> bool:
+    return (one.strategy, one.workers, one.options) == (other.strategy, other.workers, other.options)
+
+
+def _notes(main: Trial, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
+    if main.device == "cpu" and main.experiment.parallel.device == "auto":
+        yield "no GPU here: workers compute on CPU"
+    if main.strategy == "dp" and main.replicas < 2:
+        yield "dp with fewer than two GPUs is one replica: nothing runs in parallel"
+    if wanted and not has_baseline:
+        yield f"{main.title} is the baseline itself: no speedup to measure"
+
+
+def describe(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation_samples: int) -> str:
+    """The plan in words, for ``--dry-run``."""
+    train = plan.experiment.train
+    lines = [
+        f"experiment   {plan.experiment.name}, seed {plan.experiment.seed}",
+        f"machine      {plan.resources.summary}",
+        f"data         {train_samples} training samples, {validation_samples} validation samples",
+        f"steps        {steps_per_epoch} per epoch, {steps_per_epoch * train.epochs} in {train.epochs} epochs, "
+        f"{train.global_batch_size} samples each, {train.precision}",
+        f"tracking     {plan.experiment.tracking.uri}",
+        "",
+        "trials, in this order:",
+    ]
+    lines += [f"  {line}" for trial in plan.trials for line in _describe_trial(trial)]
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def _describe_trial(trial: Trial) -> list[str]:
+    train = trial.experiment.train
+    shares = sorted({train.global_batch_size // trial.workers, -(-train.global_batch_size // trial.workers)})
+    share = " or ".join(map(str, shares))
+    accumulated = f" in {train.gradient_accumulation} micro-batches" if train.gradient_accumulation > 1 else ""
+    device = f"{trial.devices_per_worker} GPU each, " if trial.device == "cuda" else "CPU, "
+    threads = "1 thread" if trial.cpus_per_worker == 1 else f"{trial.cpus_per_worker} threads"
+    what = (
+        f"trains {train.epochs} epochs; measures throughput, exposed communication, data wait, peak memory"
+        if trial.max_steps is None
+        else f"measures throughput over {trial.experiment.measure.windows} windows of "
+        f"{trial.experiment.measure.steps} steps after {trial.experiment.measure.warmup_steps} to warm up"
+    )
+    workers = "1 worker" if trial.workers == 1 else f"{trial.workers} workers"
+    return [
+        f"{trial.role:<10} {trial.title} with {trial.launcher}: {workers}, {device}{threads} each, "
+        f"{share} samples per worker{accumulated}",
+        f"{'':<10} {what}",
+    ]

@@ -1,0 +1,200 @@
+"""Events in the terminal: a live display on a terminal, plain lines in a log file, and the final table.
+
+A failure is not shown here: the command line prints it once everything has ended.
+"""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import rich.console
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from pipeline import contract
+from pipeline.contract import AnyEvent, Finished, FirstStep, Metrics, Started, Trial, TrialOpened
+
+_LINE_EVERY_S = 5.0
+_LOSS, _THROUGHPUT, _VALIDATION = "train/loss", "throughput/samples_per_second", "validation/"
+
+
+class Console:
+    """Shows events as they come: live on a terminal, where each finished trial leaves one line, else as lines."""
+
+    def __init__(self, *, stdout: rich.console.Console, trials: Sequence[Trial]) -> None:
+        self._stdout = stdout
+        self._trials = {trial.name: trial for trial in trials}
+        self._display: _Live | _Lines | None = None
+        self._label = ""
+
+    def receive(self, event: AnyEvent) -> None:
+        """Show one event; callers see to it that this is not called twice at the same time."""
+        match event:
+            case TrialOpened():
+                self.close()
+                self._label = f"{event.trial}: {event.title}"
+                display = _Live if self._stdout.is_interactive else _Lines
+                self._display = display(self._stdout, self._label, waiting=_waiting(self._trials.get(event.trial)))
+            case contract.Warned():
+                _print(self._stdout, f"{event.trial}: warning: {event.message}", style="yellow")
+            case Finished():
+                self.close()
+                _print(self._stdout, f"{self._label}: {_finished(event)}")
+            case contract.Failed() | contract.RunClosed():
+                self.close()
+            case Started() | FirstStep() | Metrics() if self._display:
+                self._display.show(event)
+
+    def close(self) -> None:
+        """Take the live display down and give the terminal back; may be called again."""
+        if self._display:
+            self._display.close()
+        self._display = None
+
+
+class _Lines:
+    """A trial as plain lines, for log files and pipes."""
+
+    def __init__(self, stdout: rich.console.Console, label: str, *, waiting: str) -> None:
+        self._stdout, self._label = stdout, label
+        self._started: Started | None = None
+        self._printed_at = float("-inf")
+        self._line(waiting)
+
+    def show(self, event: Started | FirstStep | Metrics) -> None:
+        match event:
+            case Started():
+                self._started = event
+                self._line(_facts(event))
+            case Metrics() if self._started and self._is_due(event):
+                self._printed_at = event.time
+                values = {point.name: point.value for point in event.points}
+                self._line(", ".join([*_position(event, self._started), *_figures(values)]))
+
+    def close(self) -> None: ...
+
+    def _is_due(self, event: Metrics) -> bool:
+        """Every validation has its line; what lies between is thinned out."""
+        validated = any(point.name.startswith(_VALIDATION) for point in event.points)
+        return validated or event.time - self._printed_at >= _LINE_EVERY_S
+
+    def _line(self, text: str) -> None:
+        _print(self._stdout, f"{self._label}: {text}")
+
+
+class _Live:
+    """A trial as a progress bar with a line of figures below, both gone when it ends."""
+
+    def __init__(self, stdout: rich.console.Console, label: str, *, waiting: str) -> None:
+        self._label, self._values = label, dict[str, float]()
+        self._started: Started | None = None
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[steps]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+            console=stdout,
+            expand=True,
+        )
+        self._task = self._progress.add_task(f"{label}: {waiting}", total=None, steps="")
+        self._below = Text(style="dim")
+        self._live = Live(Group(self._progress, self._below), console=stdout, transient=True, refresh_per_second=8)
+        self._live.start(refresh=True)
+
+    def show(self, event: Started | FirstStep | Metrics) -> None:
+        match event:
+            case Started():
+                self._started = event
+                self._progress.reset(self._task, total=event.total_steps, description=self._label, steps="")
+                self._say(f"{_facts(event)}; first step ...")
+            case FirstStep():
+                self._say("training ...")
+            case Metrics() if self._started:
+                self._values |= {point.name: point.value for point in event.points}
+                step, *rest = _position(event, self._started)
+                self._progress.update(self._task, completed=event.step, steps=step)
+                self._say(", ".join([*rest, *_figures(self._values)]))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _say(self, text: str) -> None:
+        self._below.plain = f"  {text}"
+
+
+def _print(stdout: rich.console.Console, text: str, *, style: str = "") -> None:
+    # A log file gets its lines whole, so that they can be searched; a terminal wraps between words.
+    stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)
+
+
+def _waiting(trial: Trial | None) -> str:
+    if trial is None or trial.launcher == "inprocess":
+        return "starting ..."
+    workers = "1 worker" if trial.workers == 1 else f"{trial.workers} workers"
+    return f"starting {workers} with {trial.launcher} ..."
+
+
+def _facts(event: Started) -> str:
+    samples = f"{event.train_samples:,} training and {event.validation_samples:,} validation samples"
+    devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
+    shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")
+    return f"{event.parameters:,} parameters, {samples}, {event.total_steps:,} steps, on {shown}"
+
+
+def _position(event: Metrics, started: Started) -> list[str]:
+    return [f"step {event.step}/{started.total_steps}", f"epoch {event.epoch}/{started.epochs}"]
+
+
+def _figures(values: Mapping[str, float]) -> Iterator[str]:
+    if _LOSS in values:
+        yield f"loss {values[_LOSS]:.4g}"
+    if _THROUGHPUT in values:
+        yield f"{values[_THROUGHPUT]:,.4g} samples/s"
+    yield from (f"{name} {value:.4g}" for name, value in values.items() if name.startswith(_VALIDATION))
+
+
+def _finished(event: Finished) -> str:
+    result, ready = event.result, event.time_to_first_step_s
+    figures = _figures({**result.metrics, _THROUGHPUT: result.samples_per_second.median})
+    first = [] if ready is None else [f"first step after {ready:.1f} s"]
+    return ", ".join([f"done, {result.steps:,} steps", *figures, *first])
+
+
+class Printable(Protocol):
+    """What `print_report` shows of a `pipeline.speedup.report.Report`: this package doesn't import that one."""
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """Lines above the table, the title first."""
+
+    @property
+    def cells(self) -> tuple[tuple[str, ...], ...]:
+        """The table, header first, the main trial last."""
+
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """Lines below the table, the result first."""
+
+
+def print_report(report: Printable, *, stdout: rich.console.Console) -> None:
+    """Print the final table with what it means below; it fits 80 columns, and nothing is cut off."""
+    header, *rows = report.cells
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for index, name in enumerate(header):
+        lines = textwrap.fill(name, 8, break_long_words=False)
+        table.add_column(lines, justify="right" if index else "left", vertical="bottom", overflow="fold")
+    for cells in rows:
+        table.add_row(*map(Text, cells), style="bold" if cells is rows[-1] else "")
+    below = [textwrap.fill(line, stdout.width, subsequent_indent="  ") for line in report.closing]
+    stdout.print(_headed(report.opening), "", table, "", _headed(below), sep="\n")
+
+
+def _headed(lines: Sequence[str]) -> Text:
+    return Text("\n").join(Text(line, style="" if index else "bold") for index, line in enumerate(lines))

@@ -1,0 +1,104 @@
+"""Events as MLflow's own entities, cut to MLflow's limits. No calls to MLflow's store happen here."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from pipeline.contract import Event, Finished, Point, Started
+
+if TYPE_CHECKING:
+    from mlflow.entities import DatasetInput, Metric, Param, RunTag
+
+_PARAM_LENGTH, _TAG_LENGTH, _NAME_LENGTH = 6000, 8000, 250
+_CUT = " ... [cut]"
+_FORBIDDEN = re.compile(r"[^\w\-./: ]")
+_MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
+"""Tags that MLflow's UI shows in a place of their own, by our name for them."""
+
+
+def milliseconds(event: Event) -> int:
+    """The event's time as MLflow counts it. It comes from the event, so that a replay gives equal points."""
+    return round(event.time * 1000)
+
+
+def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
+    """Metric points; ``timestamp`` in milliseconds since the epoch."""
+    from mlflow.entities import Metric
+
+    return [Metric(_name(point.name), point.value, timestamp, point.step) for point in points]
+
+
+def params(values: Mapping[str, str]) -> "list[Param]":
+    """Parameters."""
+    from mlflow.entities import Param
+
+    return [Param(_name(name), _cut(value, _PARAM_LENGTH)) for name, value in values.items()]
+
+
+def tags(values: Mapping[str, str]) -> "list[RunTag]":
+    """Tags, and those of them that MLflow's UI knows under its own name a second time."""
+    from mlflow.entities import RunTag
+
+    known = {theirs: values[ours] for ours, theirs in _MLFLOW_TAGS.items() if ours in values}
+    return [RunTag(_name(name), _cut(value, _TAG_LENGTH)) for name, value in {**values, **known}.items()]
+
+
+def datasets(event: Started) -> "list[DatasetInput]":
+    """The training set, and the validation set if there is one."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    counts = {"train": event.train_samples, "validation": event.validation_samples}
+    source = json.dumps({"tags": {"mlflow.source.name": event.data_name}})
+    return [
+        DatasetInput(
+            Dataset(
+                name=f"{event.data_name}/{part}",
+                digest=event.data_digest[:36],
+                source_type="code",
+                source=source,
+                profile=json.dumps({"num_rows": samples}),
+            ),
+            tags=[InputTag("mlflow.data.context", part)],
+        )
+        for part, samples in counts.items()
+        if samples
+    ]
+
+
+def counts(event: Started) -> dict[str, str]:
+    """The sizes of a training, as parameters."""
+    names = {"total_steps", "steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"}
+    return {name: str(value) for name, value in event.model_dump(include=names).items()}
+
+
+def figures(event: Finished) -> Iterator[Point]:
+    """What a trial measured, as metrics at its last step."""
+    result = event.result
+    values = {
+        "throughput/samples_per_second": result.samples_per_second.median,
+        "time/step_ms": result.step_ms.median,
+        "time/exposed_communication_ms": result.exposed_communication_ms,
+        "time/data_wait_ms": result.data_wait_ms,
+        "time_to_first_step_s": event.time_to_first_step_s,
+        "memory/peak_mb": max(result.peak_memory_mb, default=None),
+    }
+    if len(result.peak_memory_mb) > 1:
+        values |= {f"memory/rank_{rank}/peak_mb": peak for rank, peak in enumerate(result.peak_memory_mb)}
+    return (Point(name, result.steps, value) for name, value in values.items() if value is not None)
+
+
+def marked_table(tag: str, path: str) -> str:
+    """The value of the tag ``mlflow.loggedArtifacts`` with this artifact among the tables."""
+    entries = json.loads(tag)
+    entry = {"path": path, "type": "table"}
+    return json.dumps(entries if entry in entries else [*entries, entry])
+
+
+def _name(name: str) -> str:
+    """A name that MLflow takes; one forbidden character would make it refuse a whole batch."""
+    return _FORBIDDEN.sub("_", name)[:_NAME_LENGTH]
+
+
+def _cut(value: str, length: int) -> str:
+    return value if len(value) <= length else value[: length - len(_CUT)] + _CUT

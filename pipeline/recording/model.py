@@ -1,0 +1,141 @@
+"""The trained model as an MLflow model with a signature, built again from what lies in the run's folder."""
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from pipeline.config.schema import Experiment
+from pipeline.contract import ModelSaved
+
+if TYPE_CHECKING:
+    import torch
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel
+    from mlflow.models import ModelSignature
+    from torch import nn
+
+NAME = "model"
+
+
+def log_model(
+    client: "MlflowClient", event: ModelSaved, *, run_id: str, folder: Path, warn: Callable[[str], None]
+) -> None:
+    """Log the model of a run once: torch.export's format, or pickle where the model can't be exported.
+
+    A model that can't be built or saved is a warning; its weights are an artifact of the run all the same.
+
+    Raises:
+        Exception: whatever MLflow's store raises; the call may be repeated.
+    """
+    logged = _logged(client, run_id)
+    if logged is not None and logged.status.value == "READY":
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / NAME
+        try:
+            module, example = rebuild(event, folder=folder)
+        except Exception as error:  # noqa: BLE001 - user code; the run itself is fine
+            warn(f"the model isn't logged to MLflow, it can't be built again: {_first_line(error)}")
+            return
+        logged = logged or _create(client, run_id)
+        try:
+            _save(module, example, path=path, logged=logged, warn=warn)
+        except Exception as error:  # noqa: BLE001 - user code and torch.export; the run itself is fine
+            warn(f"the model isn't logged to MLflow, it can't be saved: {_first_line(error)}")
+            client.finalize_logged_model(logged.model_id, "FAILED")
+            return
+        client.log_model_artifacts(logged.model_id, str(path))
+    client.finalize_logged_model(logged.model_id, "READY")
+
+
+def rebuild(event: ModelSaved, *, folder: Path) -> "tuple[nn.Module, torch.Tensor]":
+    """The trained module in evaluation mode, and a small batch of its inputs.
+
+    Raises:
+        ExperimentError: the model's component can't be built here.
+        RuntimeError: the weights belong to another model.
+    """
+    import torch
+
+    from pipeline.config.components import allowed_packages, build
+
+    experiment = Experiment.model_validate(yaml.safe_load((folder / "experiment.yaml").read_text()))
+    module: nn.Module = build(experiment.model, key="model", allowed=allowed_packages(), runtime={})
+    weights: Mapping[str, torch.Tensor] = torch.load(folder / event.weights, map_location="cpu", weights_only=True)
+    example: torch.Tensor = torch.load(folder / event.example, map_location="cpu", weights_only=True)
+    precision = next((value.dtype for value in weights.values() if value.is_floating_point()), None)
+    module.to(device="cpu", dtype=precision).load_state_dict(weights)
+    return module.eval(), example
+
+
+def _logged(client: "MlflowClient", run_id: str) -> "LoggedModel | None":
+    """What an earlier attempt has left."""
+    run = client.get_run(run_id)
+    outputs = run.outputs.model_outputs if run.outputs else []
+    return client.get_logged_model(outputs[-1].model_id) if outputs else None
+
+
+def _create(client: "MlflowClient", run_id: str) -> "LoggedModel":
+    """A logged model, tied to its run before anything else so that a second attempt finds it."""
+    from mlflow.entities import LoggedModelOutput
+
+    run = client.get_run(run_id)
+    logged = client.create_logged_model(run.info.experiment_id, NAME, run_id, params=run.data.params)
+    client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
+    return logged
+
+
+def _save(
+    module: "nn.Module", example: "torch.Tensor", *, path: Path, logged: "LoggedModel", warn: Callable[[str], None]
+) -> None:
+    """Write an MLflow model folder in the format that runs no code when it is loaded, or else in the one that does."""
+    import mlflow.pytorch
+    from mlflow.models import Model
+
+    identity = {"run_id": logged.source_run_id, "model_id": logged.model_id, "model_uuid": logged.model_id}
+
+    def save(serialization_format: str) -> None:
+        mlflow.pytorch.save_model(
+            module,
+            path,
+            mlflow_model=Model(artifact_path=logged.artifact_location, **identity),
+            signature=_signature(module, example),
+            input_example=example.numpy(),
+            serialization_format=serialization_format,
+            # Given, because MLflow would start a process that loads the model to find out.
+            pip_requirements=mlflow.pytorch.get_default_pip_requirements(),
+        )
+
+    with warnings.catch_warnings():  # of torch.export and MLflow; nothing that a user can act on
+        warnings.simplefilter("ignore")
+        try:
+            save("pt2")
+        except Exception as error:  # noqa: BLE001 - whatever torch.export can't trace in a user's model
+            warn(f"the model is logged as pickle, since torch.export failed: {_first_line(error)}")
+            shutil.rmtree(path, ignore_errors=True)
+            save("pickle")
+
+
+def _signature(module: "nn.Module", example: "torch.Tensor") -> "ModelSignature":
+    """Names, types and shapes of inputs and outputs; outputs that aren't tensors have no signature."""
+    import torch
+    from mlflow.models import infer_signature
+
+    with torch.no_grad():
+        output: Any = module(example)
+    if isinstance(output, Mapping):
+        output = {name: value.numpy() for name, value in output.items() if isinstance(value, torch.Tensor)}
+    elif isinstance(output, torch.Tensor):
+        output = output.numpy()
+    else:
+        output = None
+    return infer_signature(example.numpy(), output)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

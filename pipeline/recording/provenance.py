@@ -1,0 +1,54 @@
+"""Where a run comes from: code, configuration, hardware and installed packages."""
+
+import platform
+import subprocess
+from importlib.metadata import distributions
+from pathlib import Path
+
+from pipeline.config.summary import config_hash
+from pipeline.contract import Trial
+from pipeline.plan import Plan
+
+
+def run_tags(plan: Plan) -> dict[str, str]:
+    """Tags of the main run."""
+    commit = _git("rev-parse", "HEAD")
+    return {
+        **trial_tags(plan.main),
+        "config_hash": config_hash(plan.experiment),
+        "hardware": hardware(plan),
+        "python": platform.python_version(),
+        **({"git_commit": commit, "git_dirty": str(bool(_git("status", "--porcelain"))).lower()} if commit else {}),
+    }
+
+
+def trial_tags(trial: Trial) -> dict[str, str]:
+    """Tags of one trial."""
+    return {
+        "role": trial.role,
+        "strategy": trial.strategy,
+        "launcher": trial.launcher,
+        "world_size": str(trial.workers),
+        "device": trial.device,
+        "cpus_per_worker": str(trial.cpus_per_worker),
+    }
+
+
+def hardware(plan: Plan) -> str:
+    """The machine in one line."""
+    return ", ".join(part for part in (plan.resources.processor, plan.resources.summary) if part)
+
+
+def write_environment(path: Path) -> None:
+    """The installed packages with their versions, as pip reads them."""
+    packages = sorted({f"{package.name}=={package.version}" for package in distributions()}, key=str.lower)
+    path.write_text(f"# python {platform.python_version()}, {platform.platform()}\n" + "\n".join(packages) + "\n")
+
+
+def _git(*arguments: str) -> str:
+    """What git says about the current directory; empty without git or outside a repository."""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)  # noqa: S603, S607 - the user's own git
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,123 @@
+"""Where MLflow keeps its runs: a SQLite file, a server, or another database that MLflow knows."""
+
+import os
+import sqlite3
+import urllib.error
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from pipeline.errors import ResourceError
+
+_SQLITE = "sqlite:///"
+_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+_HEALTH_TIMEOUT_S = 3
+UI_ADDRESS = "http://127.0.0.1:5000"
+"""Where ``pipeline ui`` serves unless told otherwise."""
+
+
+def resolve_uri(uri: str, *, base: Path) -> str:
+    """The same store for every working directory: the relative path of a SQLite file becomes absolute."""
+    path, mark, query = uri.removeprefix(_SQLITE).partition("?")
+    if not uri.startswith(_SQLITE):
+        return uri
+    return f"{_SQLITE}{(base.absolute() / path)}{mark}{query}"
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The file of a SQLite store; None for every other store."""
+    return Path(uri.removeprefix(_SQLITE).partition("?")[0]) if uri.startswith(_SQLITE) else None
+
+
+def artifact_root(uri: str) -> str | None:
+    """Where new experiments keep their artifacts: beside a SQLite file; None where the server decides."""
+    path = sqlite_path(uri)
+    return (path.parent / "mlartifacts").absolute().as_uri() if path else None
+
+
+def is_server(uri: str) -> bool:
+    """Whether the store is reached over HTTP."""
+    return uri.startswith(("http://", "https://"))
+
+
+def without_credentials(uri: str) -> str:
+    """The URI as it may be shown: user name and password removed."""
+    parts = urlsplit(uri)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+
+
+def check_store(uri: str) -> str | None:
+    """Find out before training whether results can be kept. Creates nothing.
+
+    Args:
+        uri: tracking URI, as `resolve_uri` returns it.
+
+    Returns:
+        A warning if a server doesn't answer now: training goes on, and the journal waits for it. Else None.
+
+    Raises:
+        ResourceError: no results can ever be written there.
+    """
+    scheme = uri.partition("://")[0].partition("+")[0]
+    if scheme not in _SCHEMES:
+        raise ResourceError(
+            f"tracking.uri: MLflow has no store for {without_credentials(uri)}; write sqlite:///mlflow.db or http://HOST:PORT"
+        )
+    if path := sqlite_path(uri):
+        _check_sqlite(path)
+    return _check_server(uri) if is_server(uri) else None
+
+
+def run_link(uri: str, experiment_id: str, run_id: str) -> str:
+    """Where people look at a run: an address, preceded by the command that serves it if no server does yet."""
+    page = f"/#/experiments/{experiment_id}/runs/{run_id}"
+    if is_server(uri):
+        return without_credentials(uri).rstrip("/") + page
+    return f"pipeline ui, then {UI_ADDRESS}{page}"
+
+
+def _check_sqlite(path: Path) -> None:
+    folder = path.parent
+    if not folder.is_dir():
+        raise ResourceError(
+            f"tracking.uri: the folder {folder} of {path.name} doesn't exist; create it: mkdir -p {folder}"
+        )
+    if not os.access(folder, os.W_OK):
+        raise ResourceError(
+            f"tracking.uri: no permission to write in {folder}, where {path.name} belongs; "
+            "change its permissions, or set tracking.uri to a file elsewhere"
+        )
+    if path.is_dir():
+        raise ResourceError(f"tracking.uri: {path} is a folder; name a file in it: sqlite:///{path}/mlflow.db")
+    if path.exists():
+        _check_database(path)
+
+
+def _check_database(path: Path) -> None:
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, isolation_level=None)) as database:
+            database.execute("SELECT count(*) FROM sqlite_master")
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("ROLLBACK")
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+            return  # someone else writes at this moment; it will be our turn later
+        raise ResourceError(
+            f"tracking.uri: {path} can't be written ({error}); make it writable, "
+            "or move it away and a new one will be created"
+        ) from None
+
+
+def _check_server(uri: str) -> str | None:
+    try:
+        with urllib.request.urlopen(f"{without_credentials(uri).rstrip('/')}/health", timeout=_HEALTH_TIMEOUT_S):  # noqa: S310 - the scheme is http(s)
+            return None
+    except urllib.error.HTTPError:
+        return None  # it answers; a proxy in front of it may ask for credentials that only MLflow sends
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        return (
+            f"{without_credentials(uri)} doesn't answer ({reason}); "
+            "training goes on, results wait in the journal until it does"
+        )

@@ -1,0 +1,106 @@
+"""The MLflow UI on a tracking store."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import IO
+
+from pipeline.errors import ResourceError, UsageError
+from pipeline.recording.store import artifact_root, is_server, sqlite_path, without_credentials
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+
+
+def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str], None] | None = None) -> str:
+    """Serve the UI until interrupted; for a store behind a server there is nothing to serve.
+
+    Args:
+        uri: tracking URI, as `resolve_uri` returns it.
+        port: TCP port to listen on.
+        host: address to listen on.
+        ready: called with the address once pages can be opened.
+
+    Returns:
+        The address of the UI.
+
+    Raises:
+        UsageError: the port is in use, or there are no runs yet.
+        ResourceError: the server didn't start.
+    """
+    if is_server(uri):
+        return without_credentials(uri)
+    if (path := sqlite_path(uri)) and not path.exists():
+        raise UsageError(f"{path}: no runs yet; `pipeline run EXPERIMENT` makes this file")
+    _check_port(host, port)
+    address = f"http://{host}:{port}"
+    with tempfile.TemporaryFile("w+") as log:
+        server = _start(uri, host=host, port=port, log=log)
+        try:
+            _wait_until_healthy(server, address=address, log=log)
+            if ready:
+                ready(address)
+            server.wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            _stop(server)
+    return address
+
+
+def _check_port(host: str, port: int) -> None:
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UsageError(f"port {port} on {host}: {error.strerror}; choose another one with --port") from None
+
+
+def _start(uri: str, *, host: str, port: int, log: IO[str]) -> subprocess.Popen[bytes]:
+    """A server in a process group of its own, so that Ctrl-C reaches us alone and we end all of it."""
+    path = sqlite_path(uri)
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
+    command += ["--host", host, "--port", str(port), "--workers", "1"]
+    if root := artifact_root(uri):
+        command += ["--artifacts-destination", root]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    folder = path.parent if path else Path.cwd()
+    return subprocess.Popen(  # noqa: S603 - our own arguments
+        command, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True
+    )
+
+
+def _wait_until_healthy(server: subprocess.Popen[bytes], *, address: str, log: IO[str]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            log.seek(0)
+            last = "\n".join(log.read().splitlines()[-5:])
+            raise ResourceError(f"the MLflow server ended with exit code {server.returncode}:\n{last}")
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=2):  # noqa: S310 - http
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise ResourceError(f"the MLflow server doesn't answer on {address} after {_START_TIMEOUT_S:.0f} seconds")
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(server.pid, number)
+            server.wait(_STOP_TIMEOUT_S)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,86 @@
+"""What this machine offers, without loading torch and without opening a CUDA context."""
+
+import os
+import platform
+import socket
+from pathlib import Path
+
+import psutil
+
+from pipeline.config.schema import Frozen
+
+
+class Resources(Frozen):
+    """Cores, memory and GPUs that workers can be placed on."""
+
+    cpus: int
+    """Cores that this process may use: affinity and container limits count."""
+    memory_mb: int
+    gpus: tuple[str, ...] = ()
+    """Name of each visible GPU."""
+    node: str = "localhost"
+    processor: str = ""
+    nodes: int = 1
+    """Machines that these are the sum of."""
+
+    @property
+    def summary(self) -> str:
+        """One line, e.g. "2 cores, 24 GiB, no GPU"."""
+        gpus = f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
+        cores = "1 core" if self.cpus == 1 else f"{self.cpus} cores"
+        return f"{cores}, {self.memory_mb / 1024:.0f} GiB, {gpus}"
+
+
+def detect() -> Resources:
+    """The resources of this machine."""
+    return Resources(
+        cpus=_cpus(),
+        memory_mb=psutil.virtual_memory().total // 2**20,
+        gpus=_gpus(),
+        node=socket.gethostname(),
+        processor=_processor(),
+    )
+
+
+def _cpus() -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = Path("/sys/fs/cgroup/cpu.max")  # "max 100000" or "quota period", cgroup v2
+    if limit.exists():
+        quota, period = limit.read_text().split()
+        if quota != "max":
+            usable = min(usable, max(1, int(quota) // int(period)))
+    return usable
+
+
+def _gpus() -> tuple[str, ...]:
+    """Names of the GPUs that CUDA_VISIBLE_DEVICES leaves, from the driver's management library."""
+    import pynvml  # loads the NVIDIA driver's library; only here, so that a machine without one pays nothing
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            ids = [part.strip() for part in visible.split(",") if part.strip()]
+            handles = [h for i, h in enumerate(handles) if str(i) in ids or _uuid(h) in ids]
+        return tuple(str(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _uuid(handle: object) -> str:
+    import pynvml
+
+    return str(pynvml.nvmlDeviceGetUUID(handle))
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()

@@ -1,0 +1,153 @@
+"""The whole story of ``pipeline run`` on one screen: load, check, plan, launch, report."""
+
+import os
+import time
+from collections.abc import Sequence
+
+import rich.console
+
+from pipeline import blame, preflight, registry, worker
+from pipeline.config.load import ExperimentFile, load
+from pipeline.contract import Metrics, Point, Trial
+from pipeline.errors import ExperimentError, UsageError
+from pipeline.launchers.base import Launcher, NoOutbox, Session, WorkersLost, outer_rank
+from pipeline.plan import Plan, describe, make_plan
+from pipeline.recording import provenance
+from pipeline.recording.console import print_report
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.run import artifact, open_trial, recorded
+from pipeline.speedup import publish
+from pipeline.speedup.report import Report
+
+
+def run(
+    path: str, overrides: Sequence[str], *, with_baseline: bool, verbose: bool, stdout: rich.console.Console
+) -> None:
+    """Run an experiment: its baseline, its training, its report.
+
+    Raises:
+        PipelineError: what went wrong, ready to be shown.
+    """
+    file = load(path, overrides)
+    plan = make(file, with_baseline=with_baseline)
+    if (rank := outer_rank()) is not None:
+        _check_outer(plan)
+        if rank > 0:
+            follow(plan)
+            return
+    for note in plan.notes:
+        stdout.print(f"note: {note}", markup=False, highlight=False)
+    with recorded(plan, stdout=stdout) as recorder:
+        session = Session(
+            folder=recorder.folder, receive=recorder.receive, parallel=plan.experiment.parallel, verbose=verbose
+        )
+        try:
+            with _launcher(plan)(session) as launcher:
+                for trial in plan.trials:
+                    execute(trial, launcher=launcher, recorder=recorder, file=file)
+        finally:
+            if any(end.result.trial == plan.main.name for end in recorder.finished):
+                report(plan, recorder, stdout=stdout)
+
+
+def make(file: ExperimentFile, *, with_baseline: bool) -> Plan:
+    """Check what the file names and plan what will run; starts nothing.
+
+    Raises:
+        ExperimentError: the file is wrong.
+        ResourceError: the machine or the cluster is too small.
+    """
+    allowed = preflight.check(file)
+    resources = registry.load("launchers", file.experiment.parallel.launcher).Launcher.resources(
+        file.experiment.parallel
+    )
+    try:
+        return make_plan(file.experiment, resources, allowed=allowed, with_baseline=with_baseline)
+    except ExperimentError as error:
+        raise file.explain(error.problems) from None
+
+
+def dry_run(path: str, overrides: Sequence[str], *, with_baseline: bool) -> str:
+    """The plan in words. Loads the data to count its samples, starts nothing.
+
+    Raises:
+        PipelineError: as `run`, as far as it can be known before.
+    """
+    file = load(path, overrides)
+    plan = make(file, with_baseline=with_baseline)
+    try:
+        train, validation = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
+    except ExperimentError as error:
+        raise file.explain(error.problems) from None
+    steps = preflight.steps_per_epoch(file.experiment, train_samples=train)
+    return describe(plan, steps_per_epoch=steps, train_samples=train, validation_samples=validation)
+
+
+def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: ExperimentFile) -> None:
+    """Run one trial to its end.
+
+    Raises:
+        ExperimentError: the experiment turned out to be wrong once it was built.
+        TrainingError: a rank failed; carries the first one's own error.
+        ResourceError: the workers can't be placed.
+    """
+    open_trial(trial, recorder)
+    losses: dict[int, str] = {}
+    try:
+        launcher.launch(trial)
+    except WorkersLost as lost:
+        losses = lost.losses
+    if recorder.failures or losses or trial.name not in {end.result.trial for end in recorder.finished}:
+        error = blame.cause(recorder.failures, losses)
+        raise file.explain(error.problems) if isinstance(error, ExperimentError) else error
+
+
+def report(plan: Plan, recorder: Recorder, *, stdout: rich.console.Console) -> None:
+    """Set the trials side by side: terminal, files, tracker."""
+    result = Report.of(plan.trials, recorder.finished, hardware=provenance.hardware(plan))
+    print_report(result, stdout=stdout)
+    for name in publish.save(result, recorder.folder):
+        artifact(name, recorder)
+    recorder.summary = result.markdown()
+    if result.speedup is not None and result.efficiency is not None:
+        step = next(end.result.steps for end in recorder.finished if end.result.trial == plan.main.name)
+        points = (Point("speedup", step, result.speedup), Point("efficiency", step, result.efficiency))
+        epochs = plan.experiment.train.epochs
+        recorder.receive(Metrics(time=time.time(), trial=plan.main.name, step=step, epoch=epochs, points=points))
+
+
+def follow(plan: Plan) -> None:
+    """Be one of the workers of a run whose driver is rank 0, in a process that ``torchrun`` started.
+
+    Raises:
+        SystemExit: this rank failed; ``torchrun`` shows what it printed.
+    """
+    for trial in plan.trials:
+        if trial.workers > 1:
+            try:
+                worker.run(trial, rank=worker.rank_from_environment(), outbox=NoOutbox())
+            except worker.WorkerFailed as error:
+                raise error.__cause__ or error from None
+
+
+def _launcher(plan: Plan) -> type[Launcher]:
+    launcher: type[Launcher] = registry.load("launchers", plan.experiment.parallel.launcher).Launcher
+    return launcher
+
+
+def _check_outer(plan: Plan) -> None:
+    """A run started by ``torchrun`` uses the processes there are.
+
+    Raises:
+        UsageError: the experiment wants others.
+    """
+    processes = int(os.environ["WORLD_SIZE"])
+    if plan.experiment.parallel.launcher != "torchrun":
+        raise UsageError(
+            f"started by torchrun, but parallel.launcher is {plan.experiment.parallel.launcher}; "
+            "add parallel.launcher=torchrun, or start it with pipeline run alone"
+        )
+    if plan.main.workers != processes:
+        raise UsageError(
+            f"torchrun started {processes} processes, but parallel.workers is {plan.main.workers}; make them equal"
+        )

@@ -1,0 +1,90 @@
+"""What ranks tell the driver besides metrics: where they run, the first step, memory, the trained model."""
+
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipeline.contract import ArtifactSaved, FirstStep, ModelSaved, Outbox
+from pipeline.training.loader import to_device
+from pipeline.training.order import Draw
+from pipeline.training.setup import Setup
+
+T = TypeVar("T")
+
+
+def start(setup: Setup, outbox: Outbox) -> None:
+    """All is built; training begins. Collective."""
+    devices = _gather(_device_name(setup), setup)
+    if setup.rank.is_first:
+        outbox.event(setup.started(tuple(devices)))
+
+
+def first_step(setup: Setup, outbox: Outbox) -> None:
+    """The first optimizer step has been queued; it is done when the device says so."""
+    if setup.rank.is_first:
+        if setup.device.type == "cuda":
+            torch.cuda.synchronize(setup.device)
+        outbox.event(FirstStep(time=time.time(), trial=setup.trial.name))
+
+
+def peak_memory_mb(setup: Setup) -> tuple[float, ...]:
+    """Peak memory of each rank's devices in rank order: allocated on GPUs, resident on CPU. Collective."""
+    if setup.device.type == "cuda":
+        devices = range(torch.cuda.device_count()) if setup.strategy.devices == "all" else [setup.device.index]
+        own = [torch.cuda.max_memory_allocated(device) / 2**20 for device in devices]
+    else:
+        unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there, in KiB on Linux
+        own = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit]
+    return tuple(peak for peaks in _gather(own, setup) for peak in peaks)
+
+
+def model(setup: Setup, outbox: Outbox) -> None:
+    """Send the trained weights, and a small example input so that the model can be given a signature. Collective."""
+    module = setup.strategy.evaluation_module(setup.wrapped, setup.model)
+    if not setup.rank.is_first:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "weights.pt"
+        torch.save({name: value.cpu() for name, value in module.state_dict().items()}, weights)
+        outbox.file(weights, "model/weights.pt")
+        outbox.event(ArtifactSaved(time=time.time(), trial=setup.trial.name, path="model/weights.pt"))
+        if (example := _example(setup)) is not None:
+            path = Path(folder) / "example.pt"
+            torch.save(example, path)
+            outbox.file(path, "model/example.pt")
+            saved = ModelSaved(
+                time=time.time(), trial=setup.trial.name, weights="model/weights.pt", example="model/example.pt"
+            )
+            outbox.event(saved)
+
+
+def _example(setup: Setup) -> torch.Tensor | None:
+    """The inputs of two training samples; None for batches whose inputs are not a single tensor."""
+    count = min(2, setup.order.samples)
+    for _, batch in setup.train_loader.batches([Draw(0, list(range(count)), weight=1.0, is_last=True)]):
+        inputs = batch[0] if isinstance(batch, tuple | list) and batch else None
+        if isinstance(inputs, torch.Tensor):
+            moved: torch.Tensor = to_device(inputs, device=torch.device("cpu"), dtype=setup.input_dtype)
+            return moved
+    return None
+
+
+def _device_name(setup: Setup) -> str:
+    threads = torch.get_num_threads()
+    if setup.device.type == "cuda":
+        return f"{setup.rank.node} {setup.device} {torch.cuda.get_device_name(setup.device)}"
+    return f"{setup.rank.node} cpu, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+def _gather(value: T, setup: Setup) -> list[T]:
+    if setup.rank.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * setup.rank.world_size
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,80 @@
+"""Throughput in steady state: warm-up, evaluation and checkpoints excluded, the device synchronised."""
+
+import time
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from pipeline.contract import Spread
+
+
+@dataclass(frozen=True)
+class Lap:
+    """A timed stretch of training."""
+
+    steps: int
+    samples: int
+    seconds: float
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput over all workers."""
+        return self.samples / self.seconds
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of one optimizer step."""
+        return 1000 * self.seconds / self.steps
+
+
+@dataclass
+class Clock:
+    """Times training in laps. It runs from `resume` to `pause`; `lap` ends one stretch and begins the next."""
+
+    device: torch.device
+    warmup_steps: int
+    laps: list[Lap] = field(default_factory=list)
+    _steps: int = 0
+    _since: float = 0.0
+    _cold: Lap | None = None
+
+    def resume(self) -> None:
+        """Start, or go on after a pause."""
+        synchronize(self.device)
+        self._since = time.perf_counter()
+
+    def lap(self, *, steps: int, samples: int) -> Lap:
+        """The stretch since the last lap or resume; it counts as steady if it began after the warm-up."""
+        synchronize(self.device)
+        now = time.perf_counter()
+        lap = Lap(steps, samples, now - self._since)
+        if self._steps >= self.warmup_steps:
+            self.laps.append(lap)
+        elif not self.laps:
+            self._cold = lap
+        self._steps += steps
+        self._since = now
+        return lap
+
+    @property
+    def steady(self) -> list[Lap]:
+        """The laps that count: those at the end of an epoch may be too short to say anything.
+
+        Training that ends within its warm-up has only a cold lap, which is better than nothing.
+        """
+        if not self.laps:
+            return [self._cold] if self._cold else []
+        longest = max(lap.steps for lap in self.laps)
+        return [lap for lap in self.laps if lap.steps >= longest / 2]
+
+
+def spread(values: list[float]) -> Spread:
+    """Median, lowest and highest of at least one value."""
+    return Spread(median=median(values), low=min(values), high=max(values), windows=len(values))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

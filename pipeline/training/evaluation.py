@@ -1,0 +1,47 @@
+"""Validation that counts each sample exactly once, at any world size."""
+
+import torch
+import torch.distributed as dist
+
+from pipeline.training.loader import to_device
+from pipeline.training.order import evaluation_draws
+from pipeline.training.setup import Setup
+
+
+def evaluate(setup: Setup) -> dict[str, float]:
+    """Loss and metrics over the whole validation set, by name ("validation/loss"). Collective; empty without a set."""
+    if setup.validation_loader is None:
+        return {}
+    module = setup.strategy.evaluation_module(setup.wrapped, setup.model)
+    module.eval()
+    loss = _over_own_samples(setup, module)
+    if setup.rank.world_size > 1:
+        dist.all_reduce(loss)
+    values = {"validation/loss": loss.item()}
+    for name, value in setup.metrics.compute().items():
+        if value.numel() == 1:
+            values[f"validation/{name}"] = float(value)
+        else:  # one value for each class
+            values.update({f"validation/{name}_{i}": float(v) for i, v in enumerate(value.flatten())})
+    setup.metrics.reset()
+    setup.wrapped.train()
+    return values
+
+
+@torch.no_grad()
+def _over_own_samples(setup: Setup, module: torch.nn.Module) -> torch.Tensor:
+    """A rank's part of the mean loss, scalar float64 on the device; metrics are updated."""
+    assert setup.validation_loader is not None
+    draws = evaluation_draws(
+        setup.validation_samples,
+        rank=setup.rank.rank,
+        world_size=setup.rank.world_size,
+        batch_size=max(1, setup.order.global_batch_size // setup.rank.world_size),
+    )
+    total = torch.zeros((), dtype=torch.float64, device=setup.device)
+    for draw, batch in setup.validation_loader.batches(draws):
+        with setup.autocast():
+            output = setup.task(module, to_device(batch, device=setup.device, dtype=setup.input_dtype))
+        total += output.loss.double() * draw.weight
+        setup.metrics.update(output.outputs, output.targets)
+    return total

@@ -1,0 +1,81 @@
+"""The loss of every step without waiting for the device in every step."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from pipeline.contract import Metrics, Outbox, Point, Rank
+from pipeline.errors import TrainingError
+from pipeline.training.clock import Clock
+from pipeline.training.order import Order
+
+
+@dataclass(kw_only=True)
+class Meter:
+    """Collects each step's share of the loss on the device; a flush adds them up over all ranks in one exchange.
+
+    So the loss in the report is the mean over the global batch, exact at any world size, and the host waits for the
+    device once in a flush instead of once in a step.
+    """
+
+    trial: str
+    rank: Rank
+    order: Order
+    clock: Clock
+    outbox: Outbox
+    latest: dict[str, float] = field(default_factory=dict)
+    """The latest value of every metric."""
+    _losses: list[torch.Tensor] = field(default_factory=list)
+    _norms: list[torch.Tensor] = field(default_factory=list)
+    _rates: list[float] = field(default_factory=list)
+    _samples: int = 0
+
+    def add(self, loss: torch.Tensor, *, norm: torch.Tensor | None, rate: float, samples: int) -> None:
+        """One step: this rank's weighted loss (scalar), the global gradient norm if known, lr, global batch size."""
+        self._losses.append(loss)
+        self._rates.append(rate)
+        self._samples += samples
+        if norm is not None:
+            self._norms.append(norm)
+
+    def flush(self, *, step: int, epoch: int) -> None:
+        """Report all steps since the last flush, up to ``step`` in ``epoch``, both counted from 1. Collective.
+
+        Raises:
+            TrainingError: a loss is NaN or infinite. All ranks see the same sums and raise together.
+        """
+        losses = torch.stack(self._losses)
+        if self.rank.world_size > 1:
+            dist.all_reduce(losses)
+        columns = {"train/loss": losses.tolist(), "train/learning_rate": self._rates}
+        if self._norms:
+            columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
+        lap = self.clock.lap(steps=len(losses), samples=self._samples)
+        self._losses, self._norms, self._rates, self._samples = [], [], [], 0
+        first = step - len(losses) + 1
+        points = [Point(name, first + i, value) for name, column in columns.items() for i, value in enumerate(column)]
+        points.append(Point("throughput/samples_per_second", step, lap.samples_per_second))
+        points.append(Point("time/step_ms", step, lap.step_ms))
+        self.send(points, step=step, epoch=epoch)
+        self._stop_if_not_finite(columns["train/loss"], first=first)
+
+    def send(self, points: list[Point], *, step: int, epoch: int) -> None:
+        """Report points of any metrics; ``step`` and ``epoch`` (counted from 1) say how far training is."""
+        self.latest.update({point.name: point.value for point in points})
+        if self.rank.is_first and points:
+            event = Metrics(time=time.time(), trial=self.trial, step=step, epoch=epoch, points=tuple(points))
+            self.outbox.event(event)
+
+    def _stop_if_not_finite(self, losses: list[float], *, first: int) -> None:
+        for step, loss in enumerate(losses, start=first):
+            if not abs(loss) < float("inf"):
+                epoch, index = divmod(step - 1, self.order.steps_per_epoch)
+                samples = self.order.global_batch(epoch, index)
+                raise TrainingError(
+                    f"the loss is {loss} in step {step} (epoch {epoch + 1}); "
+                    f"its global batch is samples {', '.join(map(str, samples[:8]))}"
+                    f"{f' ... ({len(samples)} in all)' if len(samples) > 8 else ''}. "
+                    "Try a lower learning rate, train.clip_grad_norm, or train.precision: fp32"
+                )

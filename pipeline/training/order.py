@@ -1,0 +1,81 @@
+"""Which sample when: a pure function of (seed, epoch, step), never of the number of workers.
+
+A permutation for each epoch is cut into global batches, and each global batch is dealt to the ranks like cards. So
+any number of workers trains on the same global batches in the same order, and the position in the data is one
+number, the step. MosaicML Streaming has the idea for its own shard format; here it serves any map-style dataset.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+def mix(*parts: int) -> int:
+    """A seed that depends on all parts; neighbouring parts give unrelated seeds (63 bits)."""
+    text = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class Draw(NamedTuple):
+    """The samples of one micro-batch of one rank.
+
+    ``weight`` is their part of the global batch, so that the weighted losses of all micro-batches of all ranks add up
+    to the mean over the global batch. It is 0 for a rank that has no sample left in an uneven last batch: that rank
+    computes one sample for nothing, because it has to take part in the exchange of gradients.
+    """
+
+    epoch: int
+    indices: list[int]
+    weight: float
+    is_last: bool
+    """Whether the optimizer steps after this micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The order of ``samples`` training samples in global batches; the last batch of an epoch may be smaller."""
+
+    samples: int
+    global_batch_size: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches in an epoch."""
+        return -(-self.samples // self.global_batch_size)
+
+    def batch_size(self, step: int) -> int:
+        """Samples in the global batch of that step of an epoch, counted from 0."""
+        return min(self.global_batch_size, self.samples - step * self.global_batch_size)
+
+    def permutation(self, epoch: int) -> torch.Tensor:
+        """All sample indices in the order of that epoch, shape (samples,), int64."""
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+        return torch.randperm(self.samples, generator=generator)
+
+    def global_batch(self, epoch: int, step: int) -> list[int]:
+        """The sample indices of one global batch."""
+        start = step * self.global_batch_size
+        indices: list[int] = self.permutation(epoch)[start : start + self.global_batch_size].tolist()
+        return indices
+
+    def draws(self, epoch: int, *, rank: int, world_size: int, micro_batches: int = 1) -> Iterator[Draw]:
+        """The micro-batches of one rank over an epoch, at least one for each step."""
+        for batch in torch.split(self.permutation(epoch), self.global_batch_size):
+            share = batch[rank::world_size]
+            if not len(share):
+                yield Draw(epoch, batch[:1].tolist(), weight=0.0, is_last=True)
+                continue
+            parts = [part.tolist() for part in share.tensor_split(min(micro_batches, len(share)))]
+            for number, part in enumerate(parts, start=1):
+                yield Draw(epoch, part, weight=len(part) / len(batch), is_last=number == len(parts))
+
+
+def evaluation_draws(samples: int, *, rank: int, world_size: int, batch_size: int) -> Iterator[Draw]:
+    """One rank's part of the validation set: over all ranks each sample occurs exactly once, without padding."""
+    for share in torch.split(torch.arange(samples)[rank::world_size], batch_size):
+        if len(share):  # a rank may have none
+            yield Draw(0, share.tolist(), weight=len(share) / samples, is_last=True)

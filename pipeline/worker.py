@@ -1,0 +1,146 @@
+"""One process, one rank, one Trial. Every launcher ends here.
+
+Any rank can be replayed by hand: ``python -m pipeline.worker runs/<id>/trials/main.json`` trains rank 0 alone, or
+under ``torchrun`` as many ranks as it starts, and prints its events.
+"""
+
+import argparse
+import os
+import random
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+import pipeline
+from pipeline import registry
+from pipeline.channel import Address, ChannelOutbox
+from pipeline.contract import AnyEvent, Failed, Finished, Outbox, Rank, Trial, event_to_json
+from pipeline.errors import ExperimentError, TrainingError
+from pipeline.system_metrics import SystemSampler
+from pipeline.training.loop import train
+from pipeline.training.order import mix
+
+
+class WorkerFailed(Exception):
+    """The rank failed and has told the driver why."""
+
+
+def run(trial: Trial, *, rank: Rank, outbox: Outbox) -> None:
+    """Train a trial on this rank; what comes out, an error included, goes to the driver.
+
+    Raises:
+        WorkerFailed: after the failure has been reported.
+    """
+    _prepare(trial, rank=rank)
+    # One sampler for each node; a measurement is short and shouldn't be disturbed.
+    samples = rank.local_rank == 0 and not trial.is_measurement
+    try:
+        with _process_group(trial, rank=rank), SystemSampler(rank, outbox) if samples else nullcontext():
+            result = train(trial, rank=rank, outbox=outbox)
+    except Exception as error:
+        outbox.event(_failed(trial, rank=rank, error=error))
+        raise WorkerFailed from error
+    if rank.is_first:
+        outbox.event(Finished(time=time.time(), trial=trial.name, result=result))
+
+
+def rank_from_environment() -> Rank:
+    """The rank that ``torchrun`` gave this process; rank 0 of 1 outside of it."""
+    return Rank(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        node=socket.gethostname(),
+    )
+
+
+def _prepare(trial: Trial, *, rank: Rank) -> None:
+    torch.set_num_threads(trial.cpus_per_worker)
+    seed = mix(trial.experiment.seed, 4, rank.rank)  # torch's generator is seeded for each step by the loop
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
+    """The ranks of this trial, able to talk to each other; Ray Train has already introduced its own."""
+    strategy = registry.load("strategies", trial.strategy).Strategy
+    if dist.is_initialized() or not (rank.world_size > 1 or strategy.needs_process_group):
+        yield
+        return
+    alone = rank.world_size == 1
+    dist.init_process_group(
+        backend="nccl" if trial.device == "cuda" else "gloo",
+        timeout=timedelta(seconds=trial.experiment.parallel.timeout_s),
+        store=HashStore() if alone else None,
+        rank=rank.rank,
+        world_size=rank.world_size,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _failed(trial: Trial, *, rank: Rank, error: Exception) -> Failed:
+    problems = error.problems if isinstance(error, ExperimentError) else ()
+    if isinstance(error, ExperimentError | TrainingError):
+        message, details = str(error), getattr(error, "details", "")
+    else:
+        message, details = f"{type(error).__name__}: {error}", _own_traceback(error)
+    return Failed(
+        time=time.time(), trial=trial.name, rank=rank, error=message, traceback=details, problems=tuple(problems)
+    )
+
+
+def _own_traceback(error: Exception) -> str:
+    """The traceback from the first frame that is neither this project's nor torch's, if there is one."""
+    machinery = tuple(str(Path(module.__file__ or "").parent) for module in (pipeline, torch))
+    start = error.__traceback__
+    while start is not None and start.tb_frame.f_code.co_filename.startswith(machinery):
+        start = start.tb_next
+    return "".join(traceback.format_exception(type(error), error, start or error.__traceback__))
+
+
+class _PrintingOutbox:
+    """For a rank that is replayed by hand: events as JSON lines on standard output, files left alone."""
+
+    def event(self, event: AnyEvent) -> None:
+        sys.stdout.write(event_to_json(event).decode() + "\n")
+
+    def file(self, path: Path, name: str) -> None:
+        """Nobody waits for it."""
+
+
+def main() -> None:
+    """Entry of a worker process that ``torchrun`` or torch's elastic agent started."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trial", type=Path, help="JSON of the trial")
+    parser.add_argument("--channel", type=Path, help="JSON of the driver's address; events are printed without it")
+    arguments = parser.parse_args()
+    trial = Trial.model_validate_json(arguments.trial.read_text())
+    rank = rank_from_environment()
+    try:
+        if arguments.channel is None:
+            run(trial, rank=rank, outbox=_PrintingOutbox())
+            return
+        with ChannelOutbox(Address.model_validate_json(arguments.channel.read_text())) as outbox:
+            run(trial, rank=rank, outbox=outbox)
+    except WorkerFailed:
+        traceback.print_exc()  # into this rank's log file
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

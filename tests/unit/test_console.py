@@ -1,0 +1,152 @@
+"""What a user sees: plain lines in a pipe, a live display on a terminal, and the final table at 80 columns."""
+
+import io
+from collections.abc import Iterator
+
+import pytest
+import rich.console
+from samples import BASELINE, HARDWARE, MAIN, finished, report, spread
+
+from pipeline.contract import AnyEvent, Failed, Finished, FirstStep, Metrics, Point, Rank, Started, TrialOpened, Warned
+from pipeline.recording.console import Console, print_report
+from pipeline.speedup.report import Report
+
+RAY = MAIN.model_copy(update={"launcher": "ray"})
+
+
+def pipe() -> rich.console.Console:
+    return rich.console.Console(file=io.StringIO(), width=80)
+
+
+def terminal() -> rich.console.Console:
+    return rich.console.Console(file=io.StringIO(), width=80, force_terminal=True, force_interactive=True)
+
+
+def printed(stdout: rich.console.Console) -> str:
+    assert isinstance(stdout.file, io.StringIO)
+    return stdout.file.getvalue()
+
+
+def opened() -> TrialOpened:
+    return TrialOpened(time=0, trial="main", role="main", title="ddp x 2", tags={}, params={})
+
+
+def started(*, devices: tuple[str, ...] = ("node-1 cpu x 1 thread",) * 2) -> Started:
+    return Started(
+        time=1, trial="main", total_steps=40, steps_per_epoch=20, epochs=2, train_samples=1437, validation_samples=360,
+        parameters=78186, devices=devices, data_name="digits", data_digest="0",
+    )  # fmt: skip
+
+
+def metrics(step: int, *, time: float, **values: float) -> Metrics:
+    points = tuple(Point(name.replace("__", "/"), step, value) for name, value in values.items())
+    return Metrics(time=time, trial="main", step=step, epoch=(step - 1) // 20 + 1, points=points)
+
+
+def end() -> Finished:
+    return finished("main", spread(1312), metrics={"validation/accuracy": 0.9731})
+
+
+def show(*events: AnyEvent, stdout: rich.console.Console) -> str:
+    console = Console(stdout=stdout, trials=[BASELINE, RAY])
+    for event in events:
+        console.receive(event)
+    console.close()
+    return printed(stdout)
+
+
+def test_a_pipe_gets_one_whole_plain_line_for_each_thing_that_happens() -> None:
+    training = [metrics(step, time=2 + step, train__loss=2 / step, throughput__samples_per_second=1310.4)
+                for step in range(1, 11)]  # fmt: skip
+    validation = metrics(20, time=13, validation__accuracy=0.91, validation__loss=0.3)
+    warning = Warned(time=14, trial="main", message="the [bold]last[/bold] batch is small")
+
+    text = show(opened(), started(), FirstStep(time=2, trial="main"), *training, validation, warning, end(),
+                stdout=pipe())  # fmt: skip
+
+    assert text.splitlines() == [
+        "main: ddp x 2: starting 2 workers with ray ...",
+        "main: ddp x 2: 78,186 parameters, 1,437 training and 360 validation samples, 40 steps, "
+        "on 2 x (node-1 cpu x 1 thread)",
+        "main: ddp x 2: step 1/40, epoch 1/2, loss 2, 1,310 samples/s",
+        "main: ddp x 2: step 6/40, epoch 1/2, loss 0.3333, 1,310 samples/s",
+        "main: ddp x 2: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3",
+        "main: warning: the [bold]last[/bold] batch is small",
+        "main: ddp x 2: done, 24 steps, 1,312 samples/s, validation/accuracy 0.9731, first step after 6.2 s",
+    ]
+
+
+def test_many_different_devices_are_counted_instead_of_listed() -> None:
+    text = show(opened(), started(devices=tuple(f"node-{n} cuda:0" for n in range(64))), stdout=pipe())
+    assert text.rstrip().endswith("on node-0 cuda:0, node-1 cuda:0 and 62 more")
+
+
+def test_a_failure_is_left_to_the_command_line() -> None:
+    failed = Failed(time=3, trial="main", rank=Rank(), error="ValueError: no", traceback="Traceback ...")
+    assert show(opened(), failed, stdout=pipe()) == show(opened(), stdout=pipe())
+
+
+@pytest.mark.parametrize("last", [end(), Failed(time=3, trial="main", rank=Rank(), error="no", traceback="")])
+def test_a_terminal_gets_its_cursor_back_however_a_trial_ends(last: AnyEvent) -> None:
+    stdout = terminal()
+    text = show(opened(), started(), metrics(5, time=2, train__loss=0.5), last, stdout=stdout)
+    hide, restore = "\x1b[?25l", "\x1b[?25h"
+    assert text.count(hide) == text.count(restore) == 1
+    assert text.index(hide) < text.index(restore)
+
+
+def test_closing_in_the_middle_of_a_trial_restores_the_terminal_once() -> None:
+    stdout = terminal()
+    console = Console(stdout=stdout, trials=[RAY])
+    console.receive(opened())
+    console.close()
+    console.close()
+    assert printed(stdout).count("\x1b[?25h") == 1
+
+
+def test_a_terminal_says_what_is_waited_for_and_keeps_one_line_of_a_finished_trial() -> None:
+    stdout = terminal()
+    console = Console(stdout=stdout, trials=[RAY])
+    console.receive(opened())
+    waiting = printed(stdout)
+    console.receive(started())
+    console.receive(end())
+    assert "starting 2 workers with ray ..." in waiting
+    assert "main: ddp x 2: done, 24 steps, 1,312 samples/s" in printed(stdout).splitlines()[-2]
+
+
+def lines_of(result: Report, *, width: int = 80) -> Iterator[str]:
+    stdout = rich.console.Console(file=io.StringIO(), width=width)
+    print_report(result, stdout=stdout)
+    return (line.rstrip() for line in printed(stdout).splitlines())
+
+
+def test_the_table_fits_80_columns() -> None:
+    assert "\n".join(lines_of(report())) == (
+        f"""\
+resnet-digits
+{HARDWARE}
+
+                                                            exposed     data
+strategy         devices  samples/s   speedup  efficiency  comm. ms  wait ms
+────────────────────────────────────────────────────────────────────────────
+single            1 core    100 ± 5  baseline           -         -      0.2
+single, 2 cores  2 cores    180 ± 9     1.80x           -         -      0.2
+ddp x 2          2 cores    190 ± 2     1.90x         95%      21.5      0.2
+
+ddp x 2 does 190 samples/s: 1.90x the throughput of single (1.79x to 2.02x),
+  scaling efficiency 95%.
+validation/accuracy 0.9735, first step after 6.2 s, peak memory 410 MB
+- One process with all 2 cores does 180 samples/s: on this machine ddp x 2 is
+  1.06x that. Data parallelism pays when devices are separate."""
+    )
+
+
+def test_large_figures_fit_80_columns_and_a_narrow_terminal_cuts_nothing() -> None:
+    ends = [finished("baseline", spread(123_456, noise=1_234)), finished("main", spread(234_567, noise=2_345))]
+    result = Report.of([BASELINE, MAIN], ends, hardware=HARDWARE)
+    assert "234,567 ± 2,345" in "\n".join(lines_of(result))
+    narrow = list(lines_of(result, width=40))
+    assert max(map(len, narrow)) <= 40
+    assert not any("…" in line for line in narrow)
+    assert "".join("".join(narrow).split()).count("0.2") >= 2

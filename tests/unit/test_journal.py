@@ -1,0 +1,131 @@
+"""The journal keeps every appended event, whatever happens to the process that appended it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.contract import AnyEvent, Metrics, Point, RunClosed, Warned, event_from_json, event_to_json
+from pipeline.errors import UsageError
+from pipeline.recording.journal import FILE_NAME, Journal, is_open, read
+
+EVENTS: list[AnyEvent] = [
+    Metrics(time=1.5, step=1, epoch=1, points=(Point("train/loss", 1, 0.5), Point("train/loss", 2, float("inf")))),
+    Warned(time=2.0, message="two\nlines, \u00fcml\u00e4ut"),
+    RunClosed(time=3.0, status="FINISHED"),
+]
+
+WRITER = """
+import sys
+from pathlib import Path
+from pipeline.contract import Warned
+from pipeline.recording.journal import Journal
+
+journal = Journal(Path(sys.argv[1]))
+for number in range(100):
+    journal.append(Warned(time=number, message=str(number)))
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / FILE_NAME
+
+
+def write(path: Path, events: list[AnyEvent]) -> None:
+    journal = Journal(path)
+    for event in events:
+        journal.append(event)
+    journal.close()
+
+
+def test_what_is_appended_is_read_back_in_order(path: Path) -> None:
+    write(path, EVENTS)
+    assert list(read(path)) == EVENTS
+
+
+def test_one_event_is_one_line(path: Path) -> None:
+    write(path, EVENTS)
+    assert len(path.read_text().splitlines()) == len(EVENTS)
+
+
+@given(st.text(), st.floats(allow_nan=False), st.floats(allow_nan=False, allow_infinity=False, min_value=0))
+def test_every_event_survives_its_line(text: str, value: float, time: float) -> None:
+    for event in (Warned(time=time, message=text), Metrics(time=time, step=1, epoch=1, points=(Point("m", 1, value),))):
+        line = event_to_json(event)
+        assert b"\n" not in line
+        assert event_from_json(line) == event
+
+
+def test_an_appended_event_is_readable_while_the_journal_is_open(path: Path) -> None:
+    journal = Journal(path)
+    journal.append(EVENTS[0])
+    assert list(read(path)) == EVENTS[:1]
+    journal.close()
+
+
+def test_closing_twice_is_harmless(path: Path) -> None:
+    journal = Journal(path)
+    journal.close()
+    journal.close()
+
+
+def test_a_killed_driver_loses_nothing_that_it_appended(path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"written\n"
+        assert is_open(path)
+        writer.send_signal(signal.SIGKILL)
+    assert [event.time for event in read(path)] == list(range(100))
+    assert not is_open(path)
+
+
+@pytest.mark.parametrize("kept", range(1, 40, 13))
+def test_a_torn_last_line_counts_as_not_written(path: Path, kept: int) -> None:
+    write(path, EVENTS)
+    whole = len(event_to_json(EVENTS[0])) + 1
+    os.truncate(path, whole + kept)
+    assert list(read(path)) == EVENTS[:1]
+
+
+def test_a_last_line_without_its_end_counts_as_not_written(path: Path) -> None:
+    write(path, EVENTS)
+    os.truncate(path, path.stat().st_size - 1)
+    assert list(read(path)) == EVENTS[:-1]
+
+
+def test_appending_to_a_torn_journal_loses_only_the_torn_event(path: Path) -> None:
+    write(path, EVENTS)
+    os.truncate(path, path.stat().st_size - 5)
+    write(path, [Warned(time=9.0, message="resumed")])
+    assert list(read(path)) == [*EVENTS[:-1], Warned(time=9.0, message="resumed")]
+
+
+def test_a_damaged_line_in_the_middle_is_named(path: Path) -> None:
+    write(path, EVENTS)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[1][:20] + b"\n", lines[2]]))
+    with pytest.raises(UsageError, match=rf"{FILE_NAME}:2: this line is damaged"):
+        list(read(path))
+
+
+def test_a_missing_journal_is_an_error_of_the_caller(path: Path) -> None:
+    with pytest.raises(UsageError, match="no such journal"):
+        list(read(path))
+
+
+def test_two_drivers_cannot_write_the_same_journal(path: Path) -> None:
+    first = Journal(path)
+    with pytest.raises(UsageError, match="still going on"):
+        Journal(path)
+    first.close()
+    Journal(path).close()
