@@ -18,6 +18,7 @@ from pipeline.errors import Problem
 
 _NO_KEY = re.compile(r"Interpolation key '(.*)' not found")
 _NO_VARIABLE = re.compile(r"Environment variable '(.*?)' not found")
+_INSIDE_ITSELF = "it refers to a section that it is itself in"
 _UNRESOLVED = re.compile(r"(\\*)\$\{")
 
 
@@ -66,7 +67,7 @@ class _Resolver:
 
     def section(self, config: DictConfig | ListConfig, key: str) -> Any:
         if id(config) in self._open:
-            self.problems.append(Problem(key, "refers to a section that it is itself in"))
+            self.problems.append(Problem(key, _INSIDE_ITSELF))
             return None
         self._open.append(id(config))
         if isinstance(config, ListConfig):
@@ -102,6 +103,8 @@ class _Resolver:
             return "there is no such function; write ${section.key}, or ${oc.env:NAME}"
         if isinstance(error, RecursionError) or "Recursive interpolation" in said:
             return "it refers to itself"
+        if "Interpolation to parent" in said:
+            return _INSIDE_ITSELF
         return said.partition("while resolving interpolation: ")[2] or said
 
 

@@ -85,9 +85,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such file{_others(path)}") from None
+        raise UsageError(f"{path}: there is no such file{_others(path.parent, meant=str(path))}") from None
     except IsADirectoryError:
-        raise UsageError(f"{path}: is a folder{_others(path / 'experiment.yaml')}") from None
+        raise UsageError(f"{path}: is a folder{_others(path)}") from None
     except UnicodeDecodeError as error:
         message = f"is not a text in UTF-8 (byte {error.start + 1}); save it as UTF-8"
         raise ExperimentError([Problem("", message, str(path))]) from None
@@ -96,13 +96,13 @@ def _read(path: Path) -> str:
         raise UsageError(f"{path}: can't be read: {reason}") from None
 
 
-def _others(path: Path) -> str:
+def _others(folder: Path, *, meant: str = "") -> str:
     """The experiment that was probably meant, or those that are there."""
-    if not path.parent.is_dir():
-        return f"; the folder {path.parent} doesn't exist either"
-    there = sorted(str(file) for file in path.parent.glob("*.y*ml"))
-    hint = did_you_mean(str(path), there, cutoff=0.7)
-    return hint or (f"; there are {', '.join(there[:5])}" if there else f"; there is no YAML file in {path.parent}")
+    if not folder.is_dir():
+        return f"; the folder {folder} doesn't exist either"
+    there = sorted(str(file) for file in folder.glob("*.y*ml"))
+    hint = did_you_mean(meant, there, cutoff=0.7)
+    return hint or (f"; there are {', '.join(there[:5])}" if there else f"; there is no YAML file in {folder}")
 
 
 def _misplaced(tree: Mapping[str, Any]) -> list[Problem]:

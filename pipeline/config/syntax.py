@@ -49,7 +49,7 @@ def _meaning(error: yaml.MarkedYAMLError) -> str:
 
 def _line(error: yaml.MarkedYAMLError) -> int:
     """Where to look: what is never closed is at fault where it opens, anything else where reading stopped."""
-    open_ended = "quoted scalar" in (error.context or "") or "flow" in (error.context or "")
+    open_ended = any(what in (error.context or "") for what in ("quoted scalar", "flow", "simple key"))
     open_ended = open_ended and not _is_bare_interpolation(error.problem_mark)
     mark = (open_ended and error.context_mark) or error.problem_mark or error.context_mark
     return mark.line + 1 if mark else 1

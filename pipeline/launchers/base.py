@@ -104,10 +104,10 @@ class Launcher(Protocol):
 
 
 @contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Environment variables for the processes started inside; an empty setting of the user's counts as one."""
+def environment(**values: str | None) -> Iterator[None]:
+    """Environment variables for the processes started inside; None stays as it is. All are put back afterwards."""
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    os.environ.update({name: value for name, value in values.items() if value is not None})
     try:
         yield
     finally:

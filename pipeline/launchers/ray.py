@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,14 +49,13 @@ class Launcher:
         self._address = _cluster_address(session.parallel)
 
     def __enter__(self) -> Self:
-        self._settings = environment(**_SETTINGS)
-        self._settings.__enter__()
-        _connect(self._address, verbose=self._session.verbose)
+        with ExitStack() as stack:
+            stack.enter_context(_connected(self._address, verbose=self._session.verbose))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        ray.shutdown()
-        self._settings.__exit__(None, None, None)
+        self._stack.close()
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
@@ -64,10 +63,8 @@ class Launcher:
         here = resources.detect()
         if (address := _cluster_address(parallel)) is None:
             return here
-        with environment(**_SETTINGS):
-            _connect(address, verbose=False)
+        with _connected(address, verbose=False):
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            ray.shutdown()
         return Resources(
             cpus=int(sum(node.get("CPU", 0) for node in nodes)),
             memory_mb=int(sum(node.get("memory", 0) for node in nodes)) // 2**20,
@@ -158,8 +155,9 @@ def _redirect_output(folder: Path, *, rank: Rank) -> None:
                 os.dup2(file.fileno(), 1 if name == "stdout" else 2)
 
 
-def _connect(address: str | None, *, verbose: bool) -> None:
-    """Start a local Ray that listens on loopback only, or join the cluster.
+@contextmanager
+def _connected(address: str | None, *, verbose: bool) -> Iterator[None]:
+    """A local Ray that listens on loopback only, or a cluster that was there before.
 
     Raises:
         ResourceError: there is no cluster at that address.
@@ -171,17 +169,24 @@ def _connect(address: str | None, *, verbose: bool) -> None:
         "object_store_memory": _OBJECT_STORE_BYTES,
         "_node_ip_address": _LOOPBACK,
     }
-    with own_signals():
+    level = logging.INFO if verbose else logging.ERROR
+    logging.getLogger("ray").setLevel(level)
+    # Ray turns its token authentication on by setting RAY_AUTH_MODE in this process.
+    with environment(**_SETTINGS, RAY_AUTH_MODE=None), own_signals():
         try:
             ray.init(
                 **(local if address is None else {"address": address}),
                 log_to_driver=verbose,
-                logging_level=logging.INFO if verbose else logging.ERROR,
+                logging_level=level,
                 configure_logging=verbose,
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
             where = "a local Ray could not be started" if address is None else f"no Ray cluster answers at {address}"
             raise ResourceError(f"{where}: {_first_line(error)}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def _fit(trainer: TorchTrainer) -> BaseException | None:

@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from typing import Self
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -69,7 +69,6 @@ class Launcher:
             channel.unlink(missing_ok=True)
 
     def _config(self, trial: Trial) -> LaunchConfig:
-        redirects = Std.NONE if self._session.verbose else Std.ALL
         return LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -81,8 +80,28 @@ class Launcher:
             local_addr=_LOOPBACK,
             max_restarts=0,
             monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=str(self._session.log_folder(trial)), redirects=redirects),
+            logs_specs=_RankLogs(log_dir=None if self._session.verbose else str(self._session.log_folder(trial))),
         )
+
+
+class _RankLogs(LogsSpecs):
+    """One file for each rank and stream, as the other launchers name them; without a folder, the terminal."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """The files of each rank."""
+
+        def files(stream: str) -> dict[int, str]:
+            folder = self._root_log_dir
+            return {rank: f"{folder}/rank{rank}-{stream}.log" if folder else "" for rank in envs}
+
+        return LogsDest(
+            stdouts=files("stdout"), stderrs=files("stderr"), error_files=dict.fromkeys(envs, os.devnull)
+        )
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of all files."""
+        return self._root_log_dir or ""
 
 
 def _write_secret(path: "os.PathLike[str]", address: Address) -> None:

@@ -18,6 +18,7 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 _TRY_AGAIN = {401, 403, 408, 429}  # credentials can be mended while the run goes on
@@ -59,7 +60,7 @@ class Delivery:
         reason = self._reason(error)
         if not self.trouble:
             self._warn(
-                f"MLflow at {without_credentials(self._uri)} takes no results ({reason}); training goes on, "
+                f"MLflow at {without_credentials(self._uri)} takes no results ({reason}); nothing is lost, "
                 f"they wait in {self.run.folder / FILE_NAME}"
             )
         self.trouble = reason

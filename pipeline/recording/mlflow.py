@@ -65,7 +65,7 @@ class MlflowSubscriber:
         trouble = self._delivery.trouble or (
             "it took longer than the run could wait" if self._thread.is_alive() else ""
         )
-        waiting = len(self._waiting) + self._queue.qsize()
+        waiting = len(self._waiting) + max(0, self._queue.qsize() - 1)  # the last one is our None
         return _outcome(self._delivery, folder=self._folder, trouble=trouble, waiting=waiting)
 
     def _work(self) -> None:

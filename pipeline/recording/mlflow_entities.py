@@ -84,7 +84,7 @@ def figures(event: Finished) -> Iterator[Point]:
         "memory/peak_mb": max(result.peak_memory_mb, default=None),
     }
     if len(result.peak_memory_mb) > 1:
-        values |= {f"memory/rank_{rank}/peak_mb": peak for rank, peak in enumerate(result.peak_memory_mb)}
+        values |= {f"memory/peak_mb_rank_{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}
     return (Point(name, result.steps, value) for name, value in values.items() if value is not None)
 
 

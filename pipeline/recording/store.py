@@ -13,6 +13,7 @@ from pipeline.errors import ResourceError
 _SQLITE = "sqlite:///"
 _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _HEALTH_TIMEOUT_S = 3
+_TRAINING_VIEW = "?workflowType=machine_learning"  # without it, MLflow's menu is that for GenAI
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where ``pipeline ui`` serves unless told otherwise."""
 
@@ -71,7 +72,7 @@ def check_store(uri: str) -> str | None:
 
 def run_link(uri: str, experiment_id: str, run_id: str) -> str:
     """Where people look at a run: an address, preceded by the command that serves it if no server does yet."""
-    page = f"/#/experiments/{experiment_id}/runs/{run_id}"
+    page = f"/#/experiments/{experiment_id}/runs/{run_id}{_TRAINING_VIEW}"
     if is_server(uri):
         return without_credentials(uri).rstrip("/") + page
     return f"pipeline ui, then {UI_ADDRESS}{page}"

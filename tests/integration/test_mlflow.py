@@ -1,0 +1,535 @@
+"""Results reach MLflow exactly once: in a SQLite file, through a server, through a server that dies and returns."""
+
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import mlflow
+import pytest
+import torch
+import yaml
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from pipeline.contract import (
+    AnyEvent,
+    ArtifactSaved,
+    Failed,
+    Finished,
+    Metrics,
+    ModelSaved,
+    Point,
+    Rank,
+    RunClosed,
+    RunOpened,
+    Spread,
+    Started,
+    TrialOpened,
+    TrialResult,
+)
+from pipeline.errors import ResourceError, UsageError
+from pipeline.models.mlp import MLP
+from pipeline.recording.journal import FILE_NAME, Journal
+from pipeline.recording.mlflow import MlflowSubscriber, TrackingOutcome, sync
+from pipeline.recording.store import check_store, resolve_uri, run_link
+from pipeline.recording.ui import serve
+
+pytestmark = pytest.mark.filterwarnings(
+    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too, but the tests' own client may be the first to import.
+    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning",
+    "ignore:For backward compatibility, 'str' dtypes:DeprecationWarning",  # MLflow's log_table on pandas 3
+)
+
+T0 = 1_700_000_000.0
+MODEL = {"_target_": "pipeline.models.mlp.MLP", "in_features": 4, "hidden": [8], "num_classes": 3}
+EXPERIMENT = {
+    "name": "mlp",
+    "model": MODEL,
+    "data": {"_target_": "pipeline.data.digits"},
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+    "optimizer": {"_target_": "torch.optim.SGD"},
+    "train": {"epochs": 1, "global_batch_size": 8},
+}
+TABLE = {"columns": ["trial", "speedup"], "data": [["single", 1.0], ["ddp x 2", 1.9]]}
+"""In the form that MLflow's table artifacts have."""
+
+
+class Server:
+    """An MLflow server that can be killed and started again on the same port and files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1"]
+        command += ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
+        command += ["--artifacts-destination", (self.folder / "mlartifacts").as_uri()]
+        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, cwd=self.folder, stdout=log, stderr=log, start_new_session=True
+            )
+        wait_for(self.answers)
+
+    def answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=2):
+                return True
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A SQLite store shared by the tests of this module; creating one takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture
+def warnings_told() -> list[str]:
+    return []
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def opened(uri: str, run: str) -> RunOpened:
+    return RunOpened(
+        time=T0,
+        run=run,
+        tracking_uri=uri,
+        tracking_experiment="mlflow-test",
+        tags={"strategy": "ddp", "git_commit": "0123abcd"},
+        params={"train.epochs": "2", "model.layers": "x" * 7000} | {f"many.{i}": str(i) for i in range(120)},
+        trials=("main", "baseline"),
+    )
+
+
+def metrics(step: int, *, trial: str = "main", names: int = 1) -> Metrics:
+    points = tuple(Point(f"train/loss_{n}", step, 1.0 / (step + 1) + n) for n in range(names))
+    return Metrics(time=T0 + step, trial=trial, step=step, epoch=1, points=points)
+
+
+def finished(trial: str, *, memory: tuple[float, ...]) -> Finished:
+    result = TrialResult(
+        trial=trial,
+        steps=20,
+        samples_per_second=Spread(median=640.0, low=600.0, high=650.0, windows=3),
+        step_ms=Spread(median=12.5, low=12.0, high=13.0, windows=3),
+        data_wait_ms=0.25,
+        peak_memory_mb=memory,
+    )
+    return Finished(time=T0 + 50, trial=trial, result=result, time_to_first_step_s=2.5)
+
+
+def started(trial: str) -> Started:
+    return Started(
+        time=T0 + 1,
+        trial=trial,
+        total_steps=20,
+        steps_per_epoch=10,
+        epochs=2,
+        train_samples=80,
+        validation_samples=16,
+        parameters=1234,
+        devices=("node-1 cpu, 1 thread", "node-2 cpu, 1 thread"),
+        data_name="pipeline.data.digits",
+        data_digest="0123456789abcdef",
+    )
+
+
+def whole_run(uri: str, run: str) -> list[AnyEvent]:
+    return [
+        opened(uri, run),
+        TrialOpened(time=T0, trial="main", role="main", title="ddp x 2", tags={"world_size": "2"}, params={"a": "1"}),
+        started("main"),
+        *(metrics(step) for step in range(20)),
+        Metrics(time=T0 + 40, step=20, epoch=2, points=(Point("validation/accuracy", 20, float("nan")),)),
+        finished("main", memory=(100.0, 120.0)),
+        TrialOpened(time=T0 + 41, trial="baseline", role="baseline", title="single", tags={}, params={"a": "2"}),
+        started("baseline"),
+        *(metrics(step, trial="baseline") for step in range(5)),
+        finished("baseline", memory=(90.0,)),
+        ArtifactSaved(time=T0 + 55, path="report/speedup_table.json"),
+        ArtifactSaved(time=T0 + 55, path="experiment.yaml"),
+        ModelSaved(time=T0 + 56, weights="model/weights.pt", example="model/example.pt"),
+        RunClosed(time=T0 + 60, status="FINISHED", summary="**1.9x** on two workers"),
+    ]
+
+
+def run_folder(tmp_path: Path, *, experiment: dict[str, object] = EXPERIMENT) -> Path:
+    folder = tmp_path / "runs" / "one"
+    for part in ("report", "model"):
+        (folder / part).mkdir(parents=True)
+    (folder / "report" / "speedup_table.json").write_text(json.dumps(TABLE))
+    (folder / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+    torch.save(MLP(4, hidden=[8], num_classes=3).state_dict(), folder / "model" / "weights.pt")
+    torch.save(torch.ones(2, 4), folder / "model" / "example.pt")
+    return folder
+
+
+def journaled(folder: Path, events: list[AnyEvent]) -> Path:
+    journal = Journal(folder / FILE_NAME)
+    for event in events:
+        journal.append(event)
+    journal.close()
+    return folder
+
+
+def deliver(folder: Path, events: list[AnyEvent], *, warn: Callable[[str], None]) -> TrackingOutcome:
+    subscriber = MlflowSubscriber(folder=folder, warn=warn)
+    for event in events:
+        subscriber.receive(event)
+    return subscriber.close(timeout_s=60)
+
+
+def client_of(uri: str) -> MlflowClient:
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def contents(uri: str, outcome: TrackingOutcome) -> dict[str, object]:
+    """All that a replay could double, by run."""
+    client = client_of(uri)
+    found: dict[str, object] = {}
+    runs = client.search_runs(
+        [outcome.experiment_id], filter_string=f"tags.`pipeline.run` = '{client.get_run(outcome.run_id).info.run_name}'"
+    )
+    for run in runs:
+        history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
+        found[run.info.run_name] = (
+            {key: sorted((p.step, p.timestamp, str(p.value)) for p in points) for key, points in history.items()},
+            run.data.params,
+            run.data.tags,
+            (run.info.status, run.info.start_time, run.info.end_time),
+            [(given.dataset.name, given.dataset.digest) for given in run.inputs.dataset_inputs],
+            [output.model_id for output in run.outputs.model_outputs],
+            sorted(entry.path for entry in client.list_artifacts(run.info.run_id)),
+        )
+    return found
+
+
+def assert_is_a_table(client: MlflowClient, run_id: str, tmp_path: Path) -> None:
+    """Our table is what MLflow itself would have made of the same data."""
+    other = client.create_run(client.get_run(run_id).info.experiment_id).info.run_id
+    columns = zip(*TABLE["data"], strict=True)
+    client.log_table(other, dict(zip(TABLE["columns"], columns, strict=True)), "report/speedup_table.json")
+    ours, theirs = (
+        (
+            client.get_run(each).data.tags["mlflow.loggedArtifacts"],
+            json.loads(Path(client.download_artifacts(each, "report/speedup_table.json", str(tmp_path))).read_text()),
+        )
+        for each in (run_id, other)
+    )
+    assert ours == theirs
+
+
+def child_of(uri: str, outcome: TrackingOutcome) -> Run:
+    where = f"tags.`mlflow.parentRunId` = '{outcome.run_id}'"
+    (child,) = client_of(uri).search_runs([outcome.experiment_id], filter_string=where)
+    return child
+
+
+@pytest.fixture(scope="module", params=["sqlite", "server"])
+def store(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue("database") if request.param == "sqlite" else request.getfixturevalue("server").uri
+
+
+def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
+    store: str, tmp_path: Path, warnings_told: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path)
+    events = whole_run(store, "whole")
+    outcome = deliver(folder, events, warn=warnings_told.append)
+    assert (outcome.delivered, outcome.message, warnings_told) == (True, "", [])
+    assert capfd.readouterr() == ("", "")
+
+    client = client_of(store)
+    run, child = client.get_run(outcome.run_id), child_of(store, outcome)
+    assert (run.info.run_name, run.info.status, run.info.start_time, run.info.end_time) == (
+        "whole", "FINISHED", int(T0 * 1000), int((T0 + 60) * 1000),
+    )  # fmt: skip
+    assert run.data.tags["mlflow.note.content"] == "**1.9x** on two workers"
+    assert run.data.tags["mlflow.source.git.commit"] == "0123abcd"
+    assert run.data.tags["world_size"] == "2"
+    assert run.data.params["train_samples"] == "80"
+    assert run.data.params["many.119"] == "119"
+    assert len(run.data.params["model.layers"]) == 6000
+    assert run.data.params["model.layers"].endswith("[cut]")
+    assert run.data.metrics["throughput/samples_per_second"] == 640.0
+    assert run.data.metrics["memory/peak_mb"] == 120.0
+    assert run.data.metrics["memory/peak_mb_rank_1"] == 120.0
+    assert run.data.metrics["time_to_first_step_s"] == 2.5
+    assert "time/exposed_communication_ms" not in run.data.metrics
+    assert [tag.value for given in run.inputs.dataset_inputs for tag in given.tags] == ["train", "validation"]
+    assert (child.info.run_name, child.info.status, child.data.params["a"]) == ("single", "FINISHED", "2")
+    assert len(client.get_metric_history(child.info.run_id, "train/loss_0")) == 5
+    assert_is_a_table(client, outcome.run_id, tmp_path)
+
+    before = contents(store, outcome)
+    assert sync(journaled(folder, events), warn=warnings_told.append) == outcome
+    assert sync(folder, warn=warnings_told.append) == outcome
+    assert contents(store, outcome) == before
+    assert warnings_told == []
+
+
+def test_the_logged_model_loads_back_with_a_signature(
+    database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_folder(tmp_path)
+    outcome = deliver(folder, whole_run(database, "model"), warn=warnings_told.append)
+    (output,) = client_of(database).get_run(outcome.run_id).outputs.model_outputs
+    logged = client_of(database).get_logged_model(output.model_id)
+    assert (logged.name, logged.status, logged.source_run_id) == ("model", "READY", outcome.run_id)
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    info = mlflow.models.get_model_info(logged.model_uri)
+    assert info.signature.inputs.inputs[0].shape == (-1, 4)
+    assert info.signature.outputs.inputs[0].shape == (-1, 3)
+    loaded = mlflow.pytorch.load_model(logged.model_uri)
+    original = MLP(4, hidden=[8], num_classes=3)
+    original.load_state_dict(torch.load(folder / "model" / "weights.pt", weights_only=True))
+    inputs = torch.randn(5, 4)  # another batch size than the example's
+    torch.testing.assert_close(loaded(inputs), original(inputs))
+    assert warnings_told == []
+
+
+def test_a_model_that_cannot_be_exported_is_logged_as_pickle(
+    database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["branching"]\n')
+    (tmp_path / "branching.py").write_text(
+        "from pipeline.models.mlp import MLP\n"
+        "class Branching(MLP):\n"
+        "    def forward(self, inputs):\n"
+        "        return super().forward(inputs if inputs.sum().item() > 0 else -inputs)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = run_folder(tmp_path, experiment=EXPERIMENT | {"model": MODEL | {"_target_": "branching.Branching"}})
+    outcome = deliver(folder, whole_run(database, "pickle"), warn=warnings_told.append)
+    (output,) = client_of(database).get_run(outcome.run_id).outputs.model_outputs
+    assert client_of(database).get_logged_model(output.model_id).status == "READY"
+    assert len(warnings_told) == 1
+    assert "logged as pickle, since torch.export failed" in warnings_told[0]
+
+
+def test_a_model_that_cannot_be_built_again_is_a_warning(
+    database: str, tmp_path: Path, warnings_told: list[str]
+) -> None:
+    folder = run_folder(tmp_path, experiment=EXPERIMENT | {"model": MODEL | {"in_features": 5}})
+    outcome = deliver(folder, whole_run(database, "no-model"), warn=warnings_told.append)
+    assert outcome.delivered
+    assert client_of(database).get_run(outcome.run_id).info.status == "FINISHED"
+    assert len(warnings_told) == 1
+    assert "the model isn't logged" in warnings_told[0]
+
+
+def test_a_server_that_dies_and_returns_has_every_point_once(
+    server: Server, tmp_path: Path, warnings_told: list[str]
+) -> None:
+    subscriber = MlflowSubscriber(folder=tmp_path, warn=warnings_told.append)
+    subscriber.receive(opened(server.uri, "outage"))
+    sent, stop = 0, threading.Event()
+
+    def training() -> None:
+        nonlocal sent
+        while not stop.wait(0.002):
+            subscriber.receive(metrics(sent, names=5))
+            sent += 1
+
+    trainer = threading.Thread(target=training)
+    trainer.start()
+    try:
+        wait_for(lambda: sent > 500)
+        server.kill()
+        wait_for(lambda: len(warnings_told) == 1)
+        before = sent
+        wait_for(lambda: sent > before + 500)  # training doesn't notice
+    finally:
+        stop.set()
+        trainer.join()
+        server.start()
+    wait_for(lambda: len(warnings_told) == 2)
+    subscriber.receive(RunClosed(time=T0 + sent, status="FINISHED"))
+    outcome = subscriber.close(timeout_s=60)
+
+    assert outcome.delivered
+    assert "takes no results (" in warnings_told[0]
+    assert "takes results again" in warnings_told[1]
+    assert len(warnings_told) == 2
+    for name in range(5):
+        history = client_of(server.uri).get_metric_history(outcome.run_id, f"train/loss_{name}")
+        assert sorted(point.step for point in history) == list(range(sent))
+
+
+def test_what_a_dead_server_missed_is_sent_by_sync(server: Server, tmp_path: Path, warnings_told: list[str]) -> None:
+    events = [opened(server.uri, "late"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
+    server.kill()
+    try:
+        outcome = deliver(journaled(tmp_path, events), events, warn=warnings_told.append)
+    finally:
+        server.start()
+    assert not outcome.delivered
+    assert outcome.message.startswith("3 events aren't in MLflow (")
+    assert outcome.message.endswith(f"pipeline sync {tmp_path}")
+    outcome = sync(tmp_path, warn=warnings_told.append)
+    assert outcome.delivered
+    assert len(client_of(server.uri).get_metric_history(outcome.run_id, "train/loss_0")) == 1
+
+
+def test_twenty_thousand_points_of_a_killed_driver_are_replayed(
+    database: str, tmp_path: Path, warnings_told: list[str]
+) -> None:
+    folder = journaled(tmp_path, [opened(database, "long"), *(metrics(step, names=10) for step in range(2000))])
+    outcome = sync(folder, warn=warnings_told.append)
+    run = client_of(database).get_run(outcome.run_id)
+    assert (run.info.status, run.info.end_time) == ("KILLED", int((T0 + 1999) * 1000))
+    counts = [len(client_of(database).get_metric_history(outcome.run_id, f"train/loss_{n}")) for n in range(10)]
+    assert counts == [2000] * 10
+
+
+def test_events_that_mlflow_refuses_take_no_others_with_them(
+    database: str, tmp_path: Path, warnings_told: list[str]
+) -> None:
+    conflicting = opened(database, "refusal").model_copy(update={"params": {"train.epochs": "3"}})
+    events = [opened(database, "refusal"), conflicting, metrics(0), metrics(1)]
+    outcome = deliver(tmp_path, [*events, RunClosed(time=T0, status="FINISHED")], warn=warnings_told.append)
+    assert outcome.delivered
+    assert outcome.message.startswith("MLflow refused 1 events")
+    assert len(warnings_told) == 1
+    assert "train.epochs" in warnings_told[0]
+    assert len(client_of(database).get_metric_history(outcome.run_id, "train/loss_0")) == 2
+
+
+def test_a_failure_is_on_the_run(database: str, tmp_path: Path, warnings_told: list[str]) -> None:
+    rank = Rank(rank=1, world_size=2, node="node-2")
+    events = [
+        opened(database, "failed"),
+        Failed(time=T0, rank=rank, error="ValueError: no\nmore", traceback="..."),
+        Metrics(time=T0, step=1, epoch=1, points=(Point("validation/top@5 [%]", 1, 0.5),)),
+        RunClosed(time=T0, status="FAILED", message="rank 1 failed"),
+    ]
+    outcome = deliver(tmp_path, events, warn=warnings_told.append)
+    run = client_of(database).get_run(outcome.run_id)
+    assert (run.info.status, run.data.tags["error"]) == ("FAILED", "rank 1 on node-2: ValueError: no")
+    assert run.data.metrics == {"validation/top_5 ___": 0.5}
+    assert warnings_told == []
+
+
+def test_a_run_that_goes_on_is_not_synced(database: str, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / FILE_NAME)
+    journal.append(opened(database, "open"))
+    with pytest.raises(UsageError, match="still going on"):
+        sync(tmp_path, warn=print)
+    journal.close()
+
+
+def test_stores_that_can_never_be_written_are_found_before_training(tmp_path: Path) -> None:
+    corrupt = tmp_path / "corrupt.db"
+    corrupt.write_text("this is no database, but long enough to be read as one" * 100)
+    for uri, reason in {
+        f"sqlite:///{tmp_path}/no/such/mlflow.db": "doesn't exist",
+        f"sqlite:///{tmp_path}": "is a folder",
+        f"sqlite:///{corrupt}": "file is not a database",
+        "redis://localhost": "no store",
+    }.items():
+        with pytest.raises(ResourceError, match=reason):
+            check_store(uri)
+    assert corrupt.exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_stores_without_permission_are_found_before_training(tmp_path: Path) -> None:
+    path = tmp_path / "mlflow.db"
+    with closing(sqlite3.connect(path)) as made:
+        made.execute("CREATE TABLE t (x)")
+    path.chmod(0o400)
+    with pytest.raises(ResourceError, match="can't be written"):
+        check_store(f"sqlite:///{path}")
+    tmp_path.chmod(0o500)
+    with pytest.raises(ResourceError, match="no permission"):
+        check_store(f"sqlite:///{tmp_path}/other.db")
+    tmp_path.chmod(0o700)
+
+
+def test_usable_stores_pass_and_a_silent_server_is_a_warning(server: Server, database: str, tmp_path: Path) -> None:
+    assert check_store(resolve_uri("sqlite:///new.db", base=tmp_path)) is None
+    assert not (tmp_path / "new.db").exists()
+    assert check_store(server.uri) is None
+    warning = check_store("http://user:secret@127.0.0.1:1")
+    assert warning is not None
+    assert "http://127.0.0.1:1 doesn't answer" in warning
+
+
+def test_relative_files_are_resolved_and_everything_else_is_left_alone(tmp_path: Path) -> None:
+    assert resolve_uri("sqlite:///mlflow.db", base=tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert resolve_uri("sqlite:////data/mlflow.db?timeout=5", base=tmp_path) == "sqlite:////data/mlflow.db?timeout=5"
+    assert resolve_uri("http://host:5000", base=tmp_path) == "http://host:5000"
+
+
+def test_links_lead_to_the_page_of_the_run() -> None:
+    assert run_link("https://me:secret@host/", "3", "abc") == (
+        "https://host/#/experiments/3/runs/abc?workflowType=machine_learning"
+    )
+    assert run_link("sqlite:////x/mlflow.db", "3", "abc").startswith("pipeline ui")
+
+
+def test_the_ui_answers_on_its_port_and_goes_without_a_trace(database: str, tmp_path: Path) -> None:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = f"""from pipeline.recording.ui import serve
+serve({database!r}, port={port}, ready=lambda address: print(address, flush=True))"""
+    client_of(database)  # the file exists
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().decode().strip()
+        assert address == f"http://127.0.0.1:{port}"
+        with urllib.request.urlopen(address, timeout=10) as page:
+            assert b"MLflow" in page.read()
+        with pytest.raises(UsageError, match=f"port {port} .*--port"):
+            serve(database, port=port)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+
+
+def test_the_ui_needs_a_store_to_show(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no runs yet"):
+        serve(f"sqlite:///{tmp_path}/mlflow.db", port=1)
+    assert serve("http://user:secret@host:5000", port=1) == "http://host:5000"

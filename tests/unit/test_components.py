@@ -1,0 +1,352 @@
+"""Components: which names are allowed, what is checked before anything starts, and building."""
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.components import allowed_packages, build, check, resolve
+from pipeline.config.project import BUILT_IN
+from pipeline.config.runtime import RUNTIME_VALUES, marker
+from pipeline.config.schema import Component, Experiment
+from pipeline.errors import ExperimentError, UsageError
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes the files of a package with a name of its own, and returns the name."""
+
+    def write(**files: str) -> str:
+        name = f"their_package_{next(_numbers)}"
+        (tmp_path / name).mkdir()
+        for module, text in {"__init__": "", **files}.items():
+            (tmp_path / name / f"{module}.py").write_text(text.replace("PACKAGE", name))
+        monkeypatch.syspath_prepend(tmp_path)
+        return name
+
+    return write
+
+
+def find(target: str, *own: str) -> Any:
+    return resolve(Component(target=target), key="model", allowed=(*BUILT_IN, *own))
+
+
+def refusal(target: str, *own: str) -> str:
+    with pytest.raises(ExperimentError) as caught:
+        find(target, *own)
+    (problem,) = caught.value.problems
+    assert problem.key == "model._target_"
+    return problem.message
+
+
+def component(target: str, **arguments: Any) -> Component:
+    return Component.model_validate({"_target_": target, **arguments})
+
+
+def experiment(**changed: Any) -> Experiment:
+    sections = {
+        "name": "e",
+        "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2},
+        "data": {"_target_": "torch.nn.Identity"},
+        "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+        "train": {"epochs": 1, "global_batch_size": 1},
+    }
+    return Experiment.model_validate({**sections, **changed})
+
+
+def checked(*own: str, **changed: Any) -> dict[str, str]:
+    return {problem.key: problem.message for problem in check(experiment(**changed), allowed=(*BUILT_IN, *own))}
+
+
+class TestAllowedPackages:
+    def test_without_a_project_the_built_in_ones(self, tmp_path: Path) -> None:
+        assert allowed_packages(tmp_path) == BUILT_IN
+
+    def test_the_project_adds_its_own_from_any_folder_below(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["mine", "torch.nn"]\n')
+        below = tmp_path / "a" / "b"
+        below.mkdir(parents=True)
+        (tmp_path / "a" / "pyproject.toml").write_text("[tool.other]\n")
+        assert allowed_packages(below) == (*BUILT_IN, "mine")
+        monkeypatch.chdir(below)
+        assert allowed_packages() == (*BUILT_IN, "mine")
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("[tool.pipeline", "can't be read"),
+            ("[tool]\npipeline = 3", "tool.pipeline is 3, not a section"),
+            ('[tool.pipeline]\npackage = ["a"]', "unknown key package; did you mean packages?"),
+            ('[tool.pipeline]\npackages = "a"', "packages is 'a', not a list; write packages = [\"myproject\"]"),
+            ("[tool.pipeline]\npackages = [3]", "packages has 3, not the name of a package"),
+            ('[tool.pipeline]\npackages = ["my-project"]', "packages has 'my-project', not the name of a package"),
+            ('[tool.pipeline]\npackages = [""]', "packages has '', not the name of a package"),
+        ],
+    )
+    def test_a_malformed_section_names_the_file(self, tmp_path: Path, text: str, expected: str) -> None:
+        file = tmp_path / "pyproject.toml"
+        file.write_text(text)
+        with pytest.raises(UsageError) as caught:
+            allowed_packages(tmp_path)
+        assert str(caught.value).startswith(f"{file}: ")
+        assert expected in str(caught.value)
+
+
+class TestResolve:
+    def test_what_is_allowed(self) -> None:
+        assert find("torch.nn.Linear") is torch.nn.Linear
+        assert find("torch.optim.lr_scheduler.CosineAnnealingLR") is torch.optim.lr_scheduler.CosineAnnealingLR
+        assert find("torch.nn.functional.relu") is torch.nn.functional.relu
+
+    @pytest.mark.parametrize(
+        "target",
+        [
+            "os.system",
+            "builtins.eval",
+            "subprocess.Popen",
+            "torch.os.system",
+            "torch.load",
+            "torch.hub.load",
+            "torch.nn.modules.module.torch.hub.load",
+            "torch.nn.init.torch.load",
+            "torch.nn.init.math.sqrt",
+            "torch.nn.parallel.distributed.os.system",
+            "torch.utils.data.dataloader.os.fork",
+            "torch.utils.data.dataloader.multiprocessing.Process",
+            "torch.nn.Module.__subclasses__",
+            "torch.nn.Linear.forward.__globals__.get",
+            "torch.nn.Linear.forward",
+            "torch.nn.functional.conv2d",
+            "pipeline.cli.main",
+            "pipeline.runner.run",
+            "pipeline.registry.load",
+            "pipeline.data.Path.unlink",
+            "_io.open",
+        ],
+    )
+    def test_what_is_refused(self, target: str) -> None:
+        assert refusal(target)
+
+    def test_nothing_is_imported_for_a_name_that_is_not_allowed(self, package: Any) -> None:
+        name = package()
+        assert f'write packages = ["{name}"] below [tool.pipeline] in pyproject.toml' in refusal(f"{name}.Net")
+        assert name not in sys.modules
+
+    def test_the_allowed_packages_are_listed(self) -> None:
+        message = refusal("os.system")
+        assert message.startswith("os.system is in none of the allowed packages (torch.nn, torch.optim, ")
+        assert 'write packages = ["myproject"]' in message
+
+    @pytest.mark.parametrize(
+        ("target", "expected"),
+        [
+            ("torch.nn.Linera", "torch.nn has no Linera; did you mean Linear?"),
+            ("torch.optim.lr_schedular.StepLR", "torch.optim has no lr_schedular; did you mean lr_scheduler?"),
+            ("torch.SGD", "torch has no SGD; did you mean torch.optim.SGD?"),
+            ("troch.nn.Linear", "there is no package troch to choose from; did you mean torch.nn.Linear?"),
+            ("torch.load", "torch.load is defined in torch.serialization, which is not allowed"),
+            (
+                "torch.nn.modules.linear.math",
+                "torch.nn.modules.linear.math is a module, not a class or function; it holds",
+            ),
+            (
+                "torch.nn.Linear.forward",
+                "torch.nn.Linear.forward is a method; only methods of your own packages may be",
+            ),
+            (
+                "torch.nn.functional.relu.x",
+                "torch.nn.functional.relu.x: torch.nn.functional.relu is not a module or a class",
+            ),
+            (
+                "torch.nn._reduction.get_enum",
+                "torch.nn._reduction.get_enum is private; a name that begins with an under",
+            ),
+        ],
+    )
+    def test_each_refusal_says_what_to_do(self, target: str, expected: str) -> None:
+        assert refusal(target).startswith(expected)
+
+    def test_own_packages_with_functions_classes_and_methods(self, package: Any) -> None:
+        name = package(nets="class Net:\n    @classmethod\n    def small(cls): return cls()\ndef make(): return 1\n")
+        assert find(f"{name}.nets.make", name)() == 1
+        assert type(find(f"{name}.nets.Net.small", name)()).__name__ == "Net"
+
+    def test_an_own_package_is_no_way_to_other_packages(self, package: Any) -> None:
+        text = "import os, subprocess\nfrom os import system as run\nfrom torch.nn import Linear\n"
+        name = package(nets=text + "class Net(Linear):\n    helper = run\nnet = Net(1, 1)\n")
+        assert find(f"{name}.nets.Linear", name) is torch.nn.Linear
+        assert "leads to the module os" in refusal(f"{name}.nets.os.system", name)
+        assert "leads to the module subprocess" in refusal(f"{name}.nets.subprocess.Popen", name)
+        assert "is defined in posix, which is not allowed" in refusal(f"{name}.nets.run", name)
+        assert "which is not allowed" in refusal(f"{name}.nets.Net.helper", name)
+        assert "is a method" in refusal(f"{name}.nets.Net.load_state_dict", name)
+        assert "is not a class or function" in refusal(f"{name}.nets.net", name)
+
+    def test_a_missing_package_is_not_a_typo(self, package: Any) -> None:
+        name = package(nets="")
+        assert refusal(f"{name}.nots.Net", name) == f"{name} has no nots"
+        assert refusal("not_there.Net", "not_there").startswith("there is no package not_there; run in your project's")
+
+    def test_a_library_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "timm", None)  # what Python itself does for a module it must not find
+        assert refusal("timm.models.resnet18") == "timm is not installed; install it, or name another package"
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("x = 1\n\nundefined_name\n", "NameError: name 'undefined_name' is not defined (nets.py:3)"),
+            ("def f(:\n", "SyntaxError: invalid syntax (nets.py, line 1) (nets.py:1)"),
+            ("import not_there_either\n", "ModuleNotFoundError: No module named 'not_there_either' (nets.py:1)"),
+            ("import sys\nsys.exit(3)\n", "SystemExit: 3 (nets.py:2)"),
+            ("import torch\ntorch.zeros(2, 'a')\n", "(nets.py:2)"),
+            (
+                "raise RuntimeError('operator torchvision::nms does not exist\\nmore')\n",
+                "RuntimeError: operator torchvision::nms does not exist more (nets.py:1)",
+            ),
+        ],
+    )
+    def test_a_package_that_fails_shows_its_line(self, package: Any, text: str, expected: str) -> None:
+        name = package(nets=text)
+        message = refusal(f"{name}.nets.Net", name)
+        assert message.startswith(f"importing {name}.nets failed: ")
+        assert message.endswith(expected)
+        assert "\n" not in message
+
+    def test_a_lazy_module_that_fails_is_a_failed_import(self, package: Any) -> None:
+        name = package(__init__="def __getattr__(name):\n    raise ImportError('needs a library')\n")
+        assert refusal(f"{name}.Net", name).endswith("ImportError: needs a library (__init__.py:2)")
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(
+            st.sampled_from(
+                ["torch", "nn", "optim", "os", "system", "modules", "load", "hub", "Linear", "data", "pipeline"]
+            )
+            | st.from_regex(r"[a-z_]{1,6}", fullmatch=True),
+            min_size=2,
+            max_size=5,
+        ).map(".".join)
+    )
+    def test_whatever_is_found_is_defined_in_an_allowed_package(self, target: str) -> None:
+        try:
+            found = find(target)
+        except ExperimentError:
+            return
+        assert f"{found.__module__}.".startswith(tuple(f"{package}." for package in BUILT_IN))
+
+
+class TestCheck:
+    def test_a_right_experiment_has_no_problems(self) -> None:
+        scheduler = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": "${total_steps}"}
+        assert checked(scheduler=scheduler) == {}
+
+    def test_all_problems_of_all_components_have_exact_keys(self, package: Any) -> None:
+        name = package(
+            nets="def net(num_classes, width=1, *, block=None): pass\ndef metric(num_classes): pass\ndef none(): pass\n"
+        )
+        assert checked(
+            name,
+            model={"_target_": f"{name}.nets.net", "num_clases": 3, "block": [{"_target_": "torch.nn.Relu"}]},
+            data={"_target_": f"{name}.nets.none", "x": 1},
+            metrics={"accuracy": {"_target_": f"{name}.nets.metric", "number": 1}},
+            loader={"collate": {"_target_": "torch.nn.Sequentiel"}},
+            optimizer={"_target_": "torch.optim.SGD", "lrr": 1, "params": 3},
+        ) == {
+            "model.num_clases": f"{name}.nets.net has no such argument; did you mean num_classes?",
+            "model.num_classes": f"missing; {name}.nets.net can't be called without it",
+            "model.block[0]._target_": "torch.nn has no Relu; did you mean ReLU?",
+            "data.x": f"{name}.nets.none has no such argument; it takes no arguments",
+            "metrics.accuracy.number": f"{name}.nets.metric has no such argument; it takes num_classes",
+            "metrics.accuracy.num_classes": f"missing; {name}.nets.metric can't be called without it",
+            "loader.collate._target_": "torch.nn has no Sequentiel; did you mean Sequential?",
+            "optimizer.lrr": "torch.optim.SGD has no such argument; did you mean lr?",
+            "optimizer.params": "is the model's parameters, which torch.optim.SGD is given anyway; remove it",
+        }
+
+    def test_the_scheduler_is_given_the_optimizer(self, package: Any) -> None:
+        name = package(nets="def none(): pass\ndef keywords(*, a=1): pass\ndef anything(*args, **kw): pass\n")
+        scheduler = {"_target_": "torch.optim.lr_scheduler.StepLR"}
+        assert list(checked(scheduler=scheduler)) == ["scheduler.step_size"]
+        for refused in ("none", "keywords"):
+            target = f"{name}.nets.{refused}"
+            assert checked(name, scheduler={"_target_": target}) == {
+                "scheduler._target_": f"{target} can't be called with the optimizer; name another"
+            }
+        assert checked(name, scheduler={"_target_": f"{name}.nets.anything", "x": 1}) == {}
+
+    def test_nested_components_are_found_anywhere(self) -> None:
+        inner = {"_target_": "torch.nn.Linear", "in_features": 1}
+        model = {"_target_": "torch.nn.ModuleDict", "modules": {"a": {"b": [1, inner]}, "c": {"_target_": 3}}}
+        assert checked(model=model) == {
+            "model.modules.a.b[1].out_features": "missing; torch.nn.Linear can't be called without it",
+            "model.modules.c._target_": "is 3; write _target_: package.name",
+        }
+
+
+class TestBuild:
+    def test_arguments_and_nested_components(self) -> None:
+        tree = component(
+            "torch.nn.ModuleDict",
+            modules={"one": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}},
+        )
+        built = build(tree, key="model", allowed=BUILT_IN)
+        assert built["one"].weight.shape == (2, 3)
+
+    def test_the_optimizer_and_the_scheduler(self) -> None:
+        parameters = torch.nn.Linear(1, 1).parameters()
+        optimizer = build(component("torch.optim.SGD", lr=0.5), parameters, key="optimizer", allowed=BUILT_IN)
+        schedule = component("torch.optim.lr_scheduler.StepLR", step_size=marker("total_steps"))
+        scheduler = build(schedule, optimizer, key="scheduler", allowed=BUILT_IN, runtime={"total_steps": 7})
+        assert scheduler.step_size == 7
+
+    def test_runtime_values_are_numbers_alone_and_digits_in_a_text(self, package: Any) -> None:
+        name = package(nets="def keep(**given): return given\n")
+        given = component(f"{name}.nets.keep", a="${total_steps}", b=["w${world_size}/${total_steps}"], c="${other}")
+        built = build(given, key="model", allowed=(name,), runtime={"total_steps": 7, "world_size": 2})
+        assert built == {"a": 7, "b": ["w2/7"], "c": "${other}"}
+
+    def test_a_runtime_value_that_is_not_known_yet(self) -> None:
+        for name in RUNTIME_VALUES:
+            with pytest.raises(ExperimentError) as caught:
+                build(component("torch.nn.Flatten", start_dim=marker(name)), key="data", allowed=BUILT_IN)
+            assert str(caught.value).startswith(f"data.start_dim: {marker(name)} is not known yet")
+
+    def test_building_leaves_the_experiment_as_it_is(self, package: Any) -> None:
+        name = package(nets="def spoil(items): items.append(1); return items\n")
+        given = component(f"{name}.nets.spoil", items=[0])
+        assert build(given, key="model", allowed=(name,)) == build(given, key="model", allowed=(name,)) == [0, 1]
+
+    def test_an_exception_of_the_callable_keeps_its_cause(self, package: Any) -> None:
+        name = package(nets="def net(width): raise ValueError('width must be\\n even')\n")
+        with pytest.raises(ExperimentError) as caught:
+            build(component(f"{name}.nets.net", width=3), key="model", allowed=(name,))
+        assert str(caught.value) == f"model: {name}.nets.net raised ValueError: width must be even"
+        assert isinstance(caught.value.__cause__, ValueError)
+
+    def test_a_nested_one_is_named_by_its_own_key(self) -> None:
+        inner = {"_target_": "torch.nn.Linear", "in_features": "a", "out_features": 2}
+        with pytest.raises(ExperimentError, match=r"^model\.modules\.one: torch\.nn\.Linear raised TypeError: "):
+            build(component("torch.nn.ModuleDict", modules={"one": inner}), key="model", allowed=BUILT_IN)
+
+    def test_a_callable_may_name_its_own_problem(self, package: Any) -> None:
+        text = "from pipeline.errors import ExperimentError\ndef f(): raise ExperimentError.of('data.x', 'wrong')\n"
+        name = package(nets=text)
+        with pytest.raises(ExperimentError, match=r"^data\.x: wrong$"):
+            build(component(f"{name}.nets.f"), key="data", allowed=(name,))
+
+    def test_what_is_not_allowed_is_not_built_either(self) -> None:
+        inner = {"_target_": "os.system", "command": "false"}
+        with pytest.raises(
+            ExperimentError, match=r"^model\.modules\.a\._target_: os\.system is in none of the allowed"
+        ):
+            build(component("torch.nn.ModuleDict", modules={"a": inner}), key="model", allowed=BUILT_IN)

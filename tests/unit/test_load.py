@@ -1,0 +1,546 @@
+"""The experiment file: reading, overrides, interpolation, and the sentences for everything that can be wrong."""
+
+import json
+import os
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from pipeline import registry
+from pipeline.config import keys
+from pipeline.config.jsonschema import Shape
+from pipeline.config.load import ExperimentFile, experiment_json_schema, load
+from pipeline.config.schema import Component, Experiment, Train
+from pipeline.config.summary import config_hash, flatten, to_yaml
+from pipeline.errors import ExperimentError, PipelineError, Problem, UsageError
+
+GOOD = """\
+# a comment
+name: good
+model: {_target_: torch.nn.Linear, in_features: 4, out_features: 2}
+data: {_target_: myproject.data}
+loss: {_target_: torch.nn.CrossEntropyLoss}
+optimizer:
+  _target_: torch.optim.SGD
+  lr: 1e-3
+scheduler:
+  _target_: torch.optim.lr_scheduler.CosineAnnealingLR
+  T_max: ${total_steps}
+train:
+  epochs: 2
+  global_batch_size: 16
+compare:
+  - strategy: single
+  - {strategy: ddp, workers: 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def read(text: str | bytes, *overrides: str) -> ExperimentFile:
+    content = text.encode() if isinstance(text, str) else text
+    Path("e.yaml").write_bytes(content)
+    return load("e.yaml", overrides)
+
+
+def problems_of(text: str | bytes, *overrides: str) -> list[str]:
+    with pytest.raises(ExperimentError) as caught:
+        read(text, *overrides)
+    return [str(problem) for problem in caught.value.problems]
+
+
+class TestReading:
+    def test_values_reach_the_experiment(self) -> None:
+        experiment = read(GOOD).experiment
+        assert experiment.model.target == "torch.nn.Linear"
+        assert experiment.model.arguments == {"in_features": 4, "out_features": 2}
+        assert experiment.optimizer.arguments == {"lr": 0.001}
+        assert experiment.compare[1].workers == 2
+
+    def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(self) -> None:
+        assert read(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()).experiment == read(GOOD).experiment
+
+    def test_a_missing_file_names_the_nearest(self) -> None:
+        Path("resnet.yaml").write_text(GOOD)
+        with pytest.raises(UsageError, match=r"resnte\.yml: there is no such file; did you mean resnet\.yaml\?"):
+            load("resnte.yml")
+
+    def test_a_missing_file_lists_what_is_there(self) -> None:
+        Path("a.yaml").write_text(GOOD)
+        with pytest.raises(UsageError, match=r"there are a\.yaml"):
+            load("quite-different-name")
+        with pytest.raises(UsageError, match="the folder nowhere doesn't exist either"):
+            load(Path("nowhere/x.yaml"))
+
+    def test_a_folder_is_refused(self) -> None:
+        Path("experiments").mkdir()
+        Path("experiments/a.yaml").write_text(GOOD)
+        with pytest.raises(UsageError, match=r"experiments: is a folder; there are experiments/a\.yaml"):
+            load("experiments")
+
+    def test_a_file_that_cannot_be_opened_says_why(self) -> None:
+        with pytest.raises(UsageError, match="a: can't be read: File name too long"):
+            load("a" * 300)
+
+    def test_a_name_that_no_file_can_have_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="can't be read"):
+            load("a\0b")
+
+    def test_merge_keys_and_aliases_work_and_own_keys_win(self) -> None:
+        extra = "parallel: &p {strategy: ddp, workers: 2}\n"
+        changed = GOOD.replace("  - {strategy: ddp, workers: 2}", "  - {<<: *p, workers: 4}")
+        file = read(extra + changed)
+        assert file.experiment.compare[1].strategy == "ddp"
+        assert file.experiment.compare[1].workers == 4
+
+    def test_dates_stay_texts(self) -> None:
+        assert read(GOOD + "metrics: {a: {_target_: a.b, since: 2020-01-01}}").experiment.metrics["a"].arguments == {
+            "since": "2020-01-01"
+        }
+
+    def test_an_argument_may_be_called_target(self) -> None:
+        experiment = read(GOOD + "metrics: {a: {_target_: a.b, target: 3}}").experiment
+        assert experiment.metrics["a"].target == "a.b"
+        assert experiment.metrics["a"].arguments == {"target": 3}
+
+    def test_loading_imports_no_heavy_library(self) -> None:
+        Path("e.yaml").write_text(GOOD)
+        code = (
+            "import sys; from pipeline.config import load, components; load.load('e.yaml');"
+            "print([m for m in ('torch', 'ray', 'mlflow') if m in sys.modules])"
+        )
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)}
+        )
+        assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+class TestNotYaml:
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("", "e.yaml: is empty; an experiment begins with name: my-experiment"),
+            ("# only a comment\n", "e.yaml: is empty; an experiment begins with name: my-experiment"),
+            ("- a\n", "e.yaml: is a list; write sections such as model: and data:"),
+            ("just text", "e.yaml: is 'just text' (a text); write sections such as model: and data:"),
+            (b"a: \xff\xfe", "e.yaml: is not a text in UTF-8 (byte 4); save it as UTF-8"),
+            ("a: 1\nb: \x01", "e.yaml:2: a character that can't stand in a text file; save the file as UTF-8 text"),
+            ("train:\n\tepochs: 1", "e.yaml:2: a tab in the indentation; use spaces"),
+            ("a: {b: 1\nc: 2", "e.yaml:1: a bracket that is not closed, or a comma that is missing"),
+            ("a: 1\nb: {c: ${d}}", 'e.yaml:2: inside {} and [] a ${...} needs quotes; write "${...}"'),
+            ("a: 1\nb: 'x\nc: 2", "e.yaml:2: a quote that is not closed"),
+            (
+                "a:\n  b: 1\n   c: 2",
+                "e.yaml:3: a colon where none belongs; indent less, or put a text with ': ' in quotes",
+            ),
+            (
+                "a:\n   b: 1\n  c: 2",
+                "e.yaml:3: the indentation fits no section above; begin the keys of a section in one column",
+            ),
+            ("a: 1\nb\n", "e.yaml:2: a line without a colon; write key: value"),
+            ("a: *b", "e.yaml:1: *name refers to an anchor &name, and there is none before it"),
+            ("a: 1\n---\nb: 1", "e.yaml:2: a second document after ---; a file holds one experiment"),
+            ("a: @b", "e.yaml:1: a text can't begin with this character; put it in quotes"),
+            ("a: 1\nb: !!python/name:os.system x", "e.yaml:2: b: the YAML tag !!python/name:os.system can't be used"),
+            ("a: {1: x}", "e.yaml:1: a: the key 1 is not a text; put it in quotes"),
+            ("a: !!int x", "e.yaml:1: a: 'x' is not int; put texts in quotes"),
+            ("a: {<<: 3}", "e.yaml:1: a: <<: takes a mapping, e.g. <<: *defaults"),
+            ("a: &a [*a]", "e.yaml:1: "),
+            ("a: " + "[" * 5000, "e.yaml:1: nested deeper than 100 levels"),
+        ],
+    )
+    def test_each_has_a_sentence_and_a_line(self, text: str | bytes, expected: str) -> None:
+        assert problems_of(text)[0].startswith(expected)
+
+    def test_all_tabs_are_named(self) -> None:
+        assert len(problems_of("train:\n\tepochs: 1\n\tglobal_batch_size: 1\n")) == 2
+
+    def test_a_tab_inside_a_text_is_fine(self) -> None:
+        assert read(GOOD.replace("# a comment", "#\ta comment")).experiment.name == "good"
+
+    def test_all_duplicate_keys_name_the_line_of_the_first(self) -> None:
+        text = "name: a\ntrain:\n  epochs: 1\n  epochs: 2\nname: b\n"
+        assert problems_of(text) == [
+            "e.yaml:4: train.epochs: given twice; the first one is in line 3, remove one of them",
+            "e.yaml:5: name: given twice; the first one is in line 1, remove one of them",
+        ]
+
+    def test_aliases_of_aliases_end(self) -> None:
+        lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+        lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+        assert "more than 50000 values" in problems_of("\n".join(lines))[0]
+
+
+class TestSentences:
+    MANY = """\
+name: a b
+seed: "5"
+model: torch.nn.Linear
+data: {target: x.y}
+loader:
+  pin_memory: yess
+  collate: {_target_: foo}
+optimizer: {_target_: torch.optim.SGD, a: "${trian.epochs}", b: "${oc.env:PIPELINE_NOT_SET}", c: "${x", d: "???"}
+epochs: 3
+train:
+  epochs: -1
+  batchsize: 12
+  clip_grad_norm: ${total_steps}
+parallel: {strategy: dpp, device: gpu, workers: 1.5}
+compare: [{strategy: single}, {workers: two}]
+tracking: {uri: mlruns, log_model: maybe}
+zzz: 1
+metrics: {accuracy: 3}
+measure:
+"""
+
+    def test_a_file_with_many_mistakes(self) -> None:
+        found = problems_of(self.MANY, "trian.epochs=3", "compare[7].workers=2", "loader.num_wokers=1")
+        rendered = "\n".join(found).replace(", ".join(registry.names("strategies")), "STRATEGIES")
+        assert (
+            rendered
+            == """\
+e.yaml:1: name: is 'a b' (a text); write name of the experiment: letters, digits, dot, dash and underscore
+e.yaml:2: seed: is '5' (a text); write a whole number of at least 0, without quotes \
+(from the environment: ${oc.decode:${oc.env:NAME}})
+e.yaml:3: model: is 'torch.nn.Linear' (a text); write _target_: torch.nn.Linear
+e.yaml:4: data._target_: missing; write _target_: package.name instead of target
+e.yaml:6: loader.pin_memory: is 'yess' (a text); write true or false or auto
+e.yaml:7: loader.collate._target_: is 'foo' (a text); write _target_: package.name
+e.yaml:8: optimizer.b: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set; \
+set it, or write ${oc.env:PIPELINE_NOT_SET,default}
+e.yaml:8: optimizer.c: is '${x', which is not a whole ${...}; close its brackets, or write \\${ for the text ${
+e.yaml:8: optimizer.d: is left open (???); give it a value
+e.yaml:9: epochs: unknown key; did you mean train.epochs?
+e.yaml:10: train.global_batch_size: missing; samples in one optimizer step, over all workers
+e.yaml:11: train.epochs: is -1 (a whole number); write a whole number greater than 0
+e.yaml:12: train.batchsize: unknown key; did you mean global_batch_size?
+e.yaml:13: train.clip_grad_norm: ${total_steps} is only known once the data is loaded; \
+it may stand in the arguments of scheduler, optimizer and other components
+e.yaml:14: parallel.strategy: is 'dpp' (a text); write one of STRATEGIES; did you mean dp?
+e.yaml:14: parallel.device: is 'gpu' (a text); write one of auto, cpu, cuda
+e.yaml:14: parallel.workers: is 1.5 (a number); write a whole number greater than 0
+e.yaml:15: compare[1].strategy: missing; strategy of this entry
+e.yaml:15: compare[1].workers: is 'two' (a text); write a whole number greater than 0 or null
+e.yaml:16: tracking.uri: is 'mlruns' (a text); MLflow no longer keeps runs in plain folders; \
+write sqlite:///mlflow.db or a server's http address
+e.yaml:16: tracking.log_model: is 'maybe' (a text); write true or false
+e.yaml:17: zzz: unknown key; an experiment takes name, seed, model, data, loader, loss, task, metrics, optimizer, \
+scheduler, train, parallel, compare, measure, tracking
+e.yaml:18: metrics.accuracy: is 3 (a whole number); write _target_: package.name
+e.yaml:19: measure: is empty; write a mapping, its keys are warmup_steps, steps, windows
+command line: compare[7].workers=2: compare[7].workers: compare has no entry 7; it has 2, counted from 0
+command line: trian.epochs=3: trian: unknown key; did you mean train?
+command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean num_workers?"""
+        )
+
+    def test_a_missing_section_shows_the_file(self) -> None:
+        text = GOOD.replace("loss: {_target_: torch.nn.CrossEntropyLoss}\n", "")
+        assert problems_of(text) == ["e.yaml: loss: missing; write a loss, or a task that computes it"]
+
+    def test_contradictions_get_their_line(self) -> None:
+        found = problems_of(GOOD.replace("size: 16", "size: 2"), "parallel.workers=4")
+        assert found[0].startswith("e.yaml:14: train.global_batch_size: 2 samples can't be shared by 4 workers")
+
+    @pytest.mark.parametrize(
+        ("line", "expected"),
+        [
+            (
+                "measure: 3",
+                "measure: is 3 (a whole number); write a mapping, its keys are warmup_steps, steps, windows",
+            ),
+            ("measure: {steps: true}", "measure.steps: is true (a truth value); write a whole number greater than 0"),
+            ("parallel: {options: []}", "parallel.options: is a list; write a mapping"),
+            (
+                "parallel: {start_timeout_s: 0}",
+                "parallel.start_timeout_s: is 0 (a whole number); write a number greater",
+            ),
+            ("parallel: {address: 3}", "parallel.address: is 3 (a whole number); write a text or null"),
+            (
+                "parallel: {launcher: ryy}",
+                "parallel.launcher: is 'ryy' (a text); write one of ",
+            ),
+            ("tracking: {log_model: 12}", "tracking.log_model: is 12 (a whole number); write true or false"),
+            ("metrics: [1]", "metrics: is a list; write a mapping"),
+            (
+                "task: null\nloader: {num_workers: {}}",
+                "loader.num_workers: is a mapping; write a whole number of at leas",
+            ),
+            ("global-batch-size: 3", "global-batch-size: unknown key; did you mean train.global_batch_size?"),
+        ],
+    )
+    def test_each_kind_of_mistake(self, line: str, expected: str) -> None:
+        (problem,) = problems_of(line + "\n" + GOOD)
+        assert problem.partition(": ")[2].startswith(expected)
+
+    def test_long_values_are_cut(self) -> None:
+        assert len(problems_of(GOOD.replace("epochs: 2", f"epochs: {'x' * 5000}"))[0]) < 200
+
+    def test_an_empty_comparison_and_a_long_name(self) -> None:
+        assert problems_of(GOOD, "compare=[]", f"name={'a' * 101}") == [
+            f"command line: name={'a' * 101}: name: is 101 characters long; write at most 100",
+            "command line: compare=[]: compare: is an empty list; write at least one entry, or leave the key out",
+        ]
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_one_wrong_letter_in_a_key_finds_the_key(self, data: st.DataObject) -> None:
+        shape = Shape.of(Experiment)
+        key = data.draw(st.sampled_from([key for key in shape.all_keys() if len(key.rpartition(".")[2]) > 4]))
+        *section, name = keys.split(key)
+        at = data.draw(st.integers(0, len(str(name)) - 1))
+        typo = str(name)[:at] + data.draw(st.sampled_from(string.ascii_lowercase)) + str(name)[at + 1 :]
+        assume(typo not in shape.fields(section))
+        with pytest.raises(ExperimentError) as caught:
+            read(GOOD, f"{keys.join((*section, typo))}=1")
+        found = [p.message for p in caught.value.problems if p.key == keys.join((*section, typo))]
+        assert found == [f"unknown key; did you mean {name}?"]
+
+
+class TestOverrides:
+    def test_values_are_yaml_and_keys_reach_everywhere(self) -> None:
+        overrides = ["train.epochs=3", "compare[1].workers=4", "compare.0.strategy=dp", "train.lr_scaling.rule=sqrt"]
+        experiment = read(GOOD, *overrides, "tracking.uri=http://host:5000", "optimizer.nesterov=true").experiment
+        assert experiment.train.epochs == 3
+        assert [entry.strategy for entry in experiment.compare] == ["dp", "ddp"]
+        assert experiment.compare[1].workers == 4
+        assert experiment.train.lr_scaling.rule == "sqrt"
+        assert experiment.tracking.uri == "http://host:5000"
+        assert experiment.optimizer.arguments == {"lr": 0.001, "nesterov": True}
+
+    def test_a_section_is_replaced_as_a_whole(self) -> None:
+        experiment = read(GOOD, "optimizer={_target_: torch.optim.Adam}", "scheduler=null").experiment
+        assert experiment.optimizer == Component(target="torch.optim.Adam")
+        assert experiment.scheduler is None
+
+    def test_interpolation_sees_overrides(self) -> None:
+        text = GOOD.replace("lr: 1e-3", "lr: ${train.epochs}")
+        assert read(text, "train.epochs=7").experiment.optimizer.arguments == {"lr": 7}
+        assert read(text, "train.epochs=${seed}", "seed=4").experiment.optimizer.arguments == {"lr": 4}
+
+    @pytest.mark.parametrize(
+        "override", ["train.epochs", "=3", "=", "", "train .epochs=3", "a..b=1", "a[x]=1", "[0]=1"]
+    )
+    def test_a_malformed_override_shows_the_right_form(self, override: str) -> None:
+        with pytest.raises(
+            UsageError, match=r"is not an override; write key=value without spaces, e\.g\. train\.epochs=3"
+        ):
+            read(GOOD, override)
+
+    @pytest.mark.parametrize(
+        ("override", "expected"),
+        [
+            ("train.epoch=3", "train.epoch: unknown key; did you mean epochs?"),
+            ("train.epochs=abc", "train.epochs: is 'abc' (a text); write a whole number greater than 0"),
+            ("name.x=1", "name.x: name is 'good' (a text); nothing can be set inside it"),
+            ("compare.x=1", "compare.x: compare has no entry x; it has 2, counted from 0"),
+            ("model={a: 1, a: 2}", "model.a: given twice; the first one is in line 1, remove one of them"),
+            ("name=[1", "name: a bracket that is not closed, or a comma that is missing"),
+            ("train.epochs=${sed}", "train.epochs: is '${sed}'; there is no key sed; did you mean seed?"),
+            ("model=torch.nn.Linear", "model: is 'torch.nn.Linear' (a text); write _target_: torch.nn.Linear"),
+        ],
+    )
+    def test_a_problem_names_the_override(self, override: str, expected: str) -> None:
+        assert problems_of("seed: 1\n" + GOOD, override) == [f"command line: {override}: {expected}"]
+
+
+class TestInterpolation:
+    def test_the_environment_is_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("EPOCHS", "5")
+        text = GOOD.replace("epochs: 2", "epochs: ${oc.decode:${oc.env:EPOCHS}}")
+        assert read(text).experiment.train.epochs == 5
+        assert read(GOOD, "name=${oc.env:PIPELINE_NOT_SET,fallback}").experiment.name == "fallback"
+
+    def test_values_of_the_environment_are_not_interpreted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRICKY", "${oc.env:HOME}")
+        assert read(GOOD, "model.x=${oc.env:TRICKY}").experiment.model.arguments["x"] == "${oc.env:HOME}"
+
+    def test_runtime_values_stay_in_component_arguments(self) -> None:
+        experiment = read(
+            GOOD, "scheduler.n=e${total_steps}-${world_size}", "scheduler.l=['${steps_per_epoch}']"
+        ).experiment
+        assert experiment.scheduler is not None
+        assert experiment.scheduler.arguments == {
+            "T_max": "${total_steps}",
+            "n": "e${total_steps}-${world_size}",
+            "l": ["${steps_per_epoch}"],
+        }
+
+    @pytest.mark.parametrize(
+        "key", ["name", "tracking.directory", "parallel.options.x", "scheduler._target_", "metrics"]
+    )
+    def test_runtime_values_elsewhere_are_explained(self, key: str) -> None:
+        (problem,) = problems_of(GOOD, f"{key}=a${{world_size}}")
+        assert f"{key}: ${{world_size}} is only known once the data is loaded; it may stand in the arguments" in problem
+
+    def test_the_data_cannot_know_its_own_length(self) -> None:
+        (problem,) = problems_of(GOOD, "data.n=${total_steps}")
+        assert problem.endswith("data.n: ${total_steps} is only known once the data is loaded; write a number")
+        assert read(GOOD, "data.n=${world_size}").experiment.data.arguments == {"n": "${world_size}"}
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            ("${train.epoch}", "there is no key train.epoch; did you mean train.epochs?"),
+            ("${total_step}", "there is no key total_step; did you mean total_steps?"),
+            ("${model.x}", "it refers to itself"),
+            ("${nope:1}", "there is no such function; write ${section.key}, or ${oc.env:NAME}"),
+            ("${model.open}", "the value it refers to is left open (???)"),
+            ("a${", "which is not a whole ${...}; close its brackets, or write \\${ for the text ${"),
+            ("${oc.decode:'[a'}", "missing BRACKET_CLOSE at '<EOF>'"),
+        ],
+    )
+    def test_what_cannot_be_resolved(self, value: str, expected: str) -> None:
+        found = problems_of(GOOD, f"model.x={json.dumps(value)}", "model.open='???'")
+        assert len(found) == 2
+        assert expected in found[0]
+
+    def test_a_section_inside_itself(self) -> None:
+        reason = "it refers to a section that it is itself in"
+        assert problems_of(GOOD, "model.a=${model}") == [
+            f"command line: model.a=${{model}}: model.a: is '${{model}}'; {reason}"
+        ]
+        mutual = problems_of(GOOD, "model.a=${optimizer}", "optimizer.b=${model}")
+        assert any(reason in problem for problem in mutual)
+
+    def test_backslashes_keep_a_dollar(self) -> None:
+        assert read(GOOD, r"model.x='\${seed}'").experiment.model.arguments["x"] == "${seed}"
+
+
+class TestPlaces:
+    @pytest.mark.parametrize(
+        ("key", "place"),
+        [
+            ("name", "e.yaml:2"),
+            ("train.epochs", "e.yaml:13"),
+            ("train.precision", "e.yaml:12"),
+            ("model.in_features", "e.yaml:3"),
+            ("compare[1].workers", "e.yaml:17"),
+            ("compare.1.workers", "e.yaml:17"),
+            ("compare[0]", "e.yaml:16"),
+            ("parallel.strategy", "e.yaml"),
+            ("", "e.yaml"),
+            ("seed", "command line: seed=3"),
+            ("optimizer.lr", "command line: optimizer={_target_: a.b}"),
+            ("measure.steps", "command line: measure.steps=2"),
+        ],
+    )
+    def test_locate(self, key: str, place: str) -> None:
+        assert read(GOOD, "seed=3", "optimizer={_target_: a.b}", "measure.steps=2").locate(key) == place
+
+    def test_explain_fills_places_and_sorts(self) -> None:
+        file = read(GOOD)
+        error = file.explain([Problem("train.epochs", "b"), Problem("name", "a"), Problem("model.x", "c", "elsewhere")])
+        assert str(error) == "e.yaml:2: name: a\nelsewhere: model.x: c\ne.yaml:13: train.epochs: b"
+
+    def test_the_path_is_shown_as_it_was_written(self, tmp_path: Path) -> None:
+        read(GOOD)
+        assert load("./e.yaml").locate("name") == "./e.yaml:2"
+        assert load(tmp_path / "e.yaml").locate("name") == f"{tmp_path}/e.yaml:2"
+
+
+class TestSummary:
+    def test_flat_parameters(self) -> None:
+        flat = flatten(read(GOOD).experiment)
+        assert flat["train.epochs"] == "2"
+        assert flat["compare[1].strategy"] == "ddp"
+        assert flat["loader.persistent_workers"] == "true"
+        assert flat["metrics"] == "{}"
+        assert flat["task"] == "null"
+        assert flat["model._target_"] == "torch.nn.Linear"
+
+    def test_the_hash_depends_on_values_alone(self) -> None:
+        first, *rest = GOOD.splitlines()[1:]
+        reordered = "\n".join([*rest, first])
+        assert config_hash(read(reordered).experiment) == config_hash(read(GOOD).experiment)
+        assert config_hash(read(GOOD, "seed=1").experiment) != config_hash(read(GOOD).experiment)
+        assert len(config_hash(read(GOOD).experiment)) == 12
+
+    def test_the_schema_is_one_and_describes_every_key(self) -> None:
+        schema = experiment_json_schema()
+        Draft202012Validator.check_schema(schema)
+        Draft202012Validator(schema).validate(yaml.safe_load(GOOD))
+        assert "_target_" in schema["$defs"]["Component"]["properties"]
+        assert "ddp" in schema["$defs"]["Parallel"]["properties"]["strategy"]["enum"]
+        assert all(
+            Shape.of(Experiment).at(keys.split(key)).get("description") for key in Shape.of(Experiment).all_keys()
+        )
+
+    def test_the_schema_refuses_what_loading_refuses(self) -> None:
+        wrong = {**yaml.safe_load(GOOD), "epochs": 1}
+        assert not Draft202012Validator(experiment_json_schema()).is_valid(wrong)
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=12) | st.sampled_from(
+    ["1e-3", "2020-01-01", "no", "${seed}", "\\${seed}", "${total_steps}", "a${b", "\\\\${", "<<", "017", "1:30", "~"]
+)
+scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | texts
+names = st.text(string.ascii_lowercase, min_size=1, max_size=6)
+values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(names, v, max_size=3), max_leaves=6)
+components = st.builds(
+    lambda arguments: Component.model_validate({"_target_": "torch.nn.Linear", **arguments}),
+    st.dictionaries(names, values, max_size=3),
+)
+experiments = st.builds(
+    Experiment,
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
+    seed=st.integers(0, 2**31),
+    model=components,
+    data=st.just(Component(target="myproject.data")),
+    loss=components,
+    optimizer=components,
+    scheduler=st.none() | components,
+    metrics=st.dictionaries(names, components, max_size=2),
+    train=st.builds(Train, epochs=st.integers(1, 9), global_batch_size=st.integers(1, 999)),
+)
+
+
+class TestRoundTrips:
+    @settings(max_examples=60, deadline=None)
+    @given(experiments)
+    def test_through_json(self, experiment: Experiment) -> None:
+        assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(experiments)
+    def test_through_yaml(self, experiment: Experiment) -> None:
+        again = read(to_yaml(experiment)).experiment
+        assert again == experiment
+        assert config_hash(again) == config_hash(experiment)
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.binary(max_size=60) | st.text("ab:-{}[]&*!|>'\"%@` \n\t#?,<$1.~_", max_size=40).map(str.encode))
+    @example(b"? [a]\n: b")
+    @example(b"a: 0x_")
+    @example(b"? \n")
+    @example(b"a: !!float x")
+    @example(b"%TAG ! x\n---\na: !b c")
+    @example(b"a: ${" + b"${" * 300)
+    @example(b"a: 9" + b"9" * 5000)
+    @example(b"{a: &x {b: *x}}")
+    @example(b"&x {<<: *x}")
+    def test_no_bytes_give_anything_but_a_message(self, content: bytes) -> None:
+        with pytest.raises(PipelineError) as caught:
+            read(content)
+        assert str(caught.value).startswith("e.yaml")
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.text("ab.=[]{}01$:'\" \\,-", max_size=20))
+    @example("train.epochs[0]=1")
+    @example("a[99999999999]=1")
+    def test_no_override_gives_anything_but_a_message(self, override: str) -> None:
+        try:
+            read(GOOD, override)
+        except PipelineError as error:
+            assert str(error)  # noqa: PT017 - either outcome is right, a traceback is not
