@@ -4,6 +4,7 @@ Commands import what they need when they run, so that ``--help`` answers at once
 """
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -110,13 +111,20 @@ def schema() -> None:
 def main() -> NoReturn:
     """Entry point. Errors that are the user's to mend are shown without a traceback."""
     signal.signal(signal.SIGTERM, _terminate)
-    sys.path.insert(0, str(Path.cwd()))  # the project's own components, as for `python -m`
+    _make_importable(Path.cwd())
     try:
         app(prog_name="pipeline")
     except PipelineError as error:
         _show(error)
         sys.exit(error.exit_code)
     sys.exit(0)
+
+
+def _make_importable(folder: Path) -> None:
+    """The project's own components, as for ``python -m``; here and in the processes that this one starts."""
+    sys.path.insert(0, str(folder))
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), inherited]))
 
 
 def _show(error: PipelineError) -> None:

@@ -104,7 +104,9 @@ def _check_call(function: Callable[..., Any], component: Component, *, key: str,
             return [Problem(f"{key}._target_", f"{target} can't be called with {passed}; name another")]
         taken = parameters.pop(0).name
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    # A wrapper may take more than what it wraps, as that of transformers' configurations does.
+    outer = inspect.signature(function, follow_wrapped=False).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in (*parameters, *outer))
     for name in given:
         if name == taken:
             problems.append(Problem(keys.child(key, name), f"is {passed}, which {target} is given anyway; remove it"))

@@ -157,7 +157,7 @@ class Tracking(Frozen):
     directory: str = "runs"
     """Folder for the journal, the logs and the report of each run."""
     log_model: bool = True
-    """Log the trained model to MLflow."""
+    """Log the trained model to MLflow; the weights stay in the run's folder in any case."""
 
     @field_validator("uri")
     @classmethod

@@ -94,9 +94,7 @@ class _RankLogs(LogsSpecs):
             folder = self._root_log_dir
             return {rank: f"{folder}/rank{rank}-{stream}.log" if folder else "" for rank in envs}
 
-        return LogsDest(
-            stdouts=files("stdout"), stderrs=files("stderr"), error_files=dict.fromkeys(envs, os.devnull)
-        )
+        return LogsDest(stdouts=files("stdout"), stderrs=files("stderr"), error_files=dict.fromkeys(envs, os.devnull))
 
     @property
     def root_log_dir(self) -> str:

@@ -1,0 +1,1 @@
+"""What happened, written down: the journal first, then the terminal and MLflow."""

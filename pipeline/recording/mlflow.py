@@ -16,6 +16,7 @@ from pipeline.contract import AnyEvent, Metrics, RunClosed, RunOpened, SystemMet
 from pipeline.errors import UsageError
 from pipeline.recording import journal
 from pipeline.recording.delivery import Delivery, quiet
+from pipeline.recording.store import run_link
 
 _BATCH_POINTS = 1000
 _BATCH_S = 1.0
@@ -33,7 +34,7 @@ class TrackingOutcome(Frozen):
     delivered: bool
     """Whether everything is in MLflow that it will ever take."""
     message: str = ""
-    """What is missing, and the command that sends it; empty if nothing is."""
+    """What is missing and the command that sends it. Empty if nothing is, or after `sync` where to see it."""
 
 
 class MlflowSubscriber:
@@ -130,14 +131,19 @@ def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
         raise UsageError(
             f"{folder}: this run is still going on and sends its results itself; sync it when it has ended"
         )
-    if not any(isinstance(event, RunOpened) for event in events):
+    opened = next((event for event in events if isinstance(event, RunOpened)), None)
+    if opened is None:
         raise UsageError(f"{path}: nothing to send, the run ended before it began")
     delivery = Delivery(folder=folder, warn=warn)
     with quiet():
         for batch in _batches([*events, *_closing(events)]):
             if not any(_attempts(delivery, batch)):
                 break
-    return _outcome(delivery, folder=folder, trouble=delivery.trouble, waiting=len(events))
+    outcome = _outcome(delivery, folder=folder, trouble=delivery.trouble, waiting=len(events))
+    if outcome.message:
+        return outcome
+    link = run_link(opened.tracking_uri, outcome.experiment_id, outcome.run_id)
+    return outcome.model_copy(update={"message": f"all of {folder} is in MLflow: {link}"})
 
 
 def _attempts(delivery: Delivery, batch: list[AnyEvent]) -> Iterator[bool]:

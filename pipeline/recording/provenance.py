@@ -1,5 +1,6 @@
 """Where a run comes from: code, configuration, hardware and installed packages."""
 
+import getpass
 import platform
 import subprocess
 from importlib.metadata import distributions
@@ -17,6 +18,7 @@ def run_tags(plan: Plan) -> dict[str, str]:
         **trial_tags(plan.main),
         "config_hash": config_hash(plan.experiment),
         "hardware": hardware(plan),
+        "user": getpass.getuser(),
         "python": platform.python_version(),
         **({"git_commit": commit, "git_dirty": str(bool(_git("status", "--porcelain"))).lower()} if commit else {}),
     }

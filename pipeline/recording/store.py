@@ -96,18 +96,18 @@ def _check_sqlite(path: Path) -> None:
 
 
 def _check_database(path: Path) -> None:
+    wrong = "" if os.access(path, os.W_OK) else "no permission to write"
     try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, isolation_level=None)) as database:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
             database.execute("SELECT count(*) FROM sqlite_master")
-            database.execute("BEGIN IMMEDIATE")
-            database.execute("ROLLBACK")
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
-            return  # someone else writes at this moment; it will be our turn later
+        if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:  # busy: someone writes right now, our turn comes
+            wrong = wrong or str(error)
+    if wrong:
         raise ResourceError(
-            f"tracking.uri: {path} can't be written ({error}); make it writable, "
+            f"tracking.uri: {path} can't be used ({wrong}); change its permissions, "
             "or move it away and a new one will be created"
-        ) from None
+        )
 
 
 def _check_server(uri: str) -> str | None:

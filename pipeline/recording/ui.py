@@ -18,7 +18,7 @@ from pipeline.errors import ResourceError, UsageError
 from pipeline.recording.store import artifact_root, is_server, sqlite_path, without_credentials
 
 _START_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 2.0
 
 
 def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str], None] | None = None) -> str:

@@ -17,6 +17,8 @@ from pipeline.training.setup import Setup
 
 T = TypeVar("T")
 
+_WEIGHTS, _EXAMPLE = "model/weights.pt", "model/example.pt"
+
 
 def start(setup: Setup, outbox: Outbox) -> None:
     """All is built; training begins. Collective."""
@@ -52,16 +54,16 @@ def model(setup: Setup, outbox: Outbox) -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
         torch.save({name: value.cpu() for name, value in module.state_dict().items()}, weights)
-        outbox.file(weights, "model/weights.pt")
-        outbox.event(ArtifactSaved(time=time.time(), trial=setup.trial.name, path="model/weights.pt"))
-        if (example := _example(setup)) is not None:
-            path = Path(folder) / "example.pt"
-            torch.save(example, path)
-            outbox.file(path, "model/example.pt")
-            saved = ModelSaved(
-                time=time.time(), trial=setup.trial.name, weights="model/weights.pt", example="model/example.pt"
-            )
-            outbox.event(saved)
+        outbox.file(weights, _WEIGHTS)
+        if not setup.experiment.tracking.log_model:
+            return
+        if (example := _example(setup)) is None:  # no signature without it: the bare weights, then
+            outbox.event(ArtifactSaved(time=time.time(), trial=setup.trial.name, path=_WEIGHTS))
+            return
+        path = Path(folder) / "example.pt"
+        torch.save(example, path)
+        outbox.file(path, _EXAMPLE)
+        outbox.event(ModelSaved(time=time.time(), trial=setup.trial.name, weights=_WEIGHTS, example=_EXAMPLE))
 
 
 def _example(setup: Setup) -> torch.Tensor | None:

@@ -142,6 +142,26 @@ class TestResolve:
         assert f'write packages = ["{name}"] below [tool.pipeline] in pyproject.toml' in refusal(f"{name}.Net")
         assert name not in sys.modules
 
+    def test_only_the_allowed_part_of_a_package_is_imported(self, package: Any) -> None:
+        name = package(nets="def net(): pass\n", other="def net(): pass\n")
+        assert callable(find(f"{name}.nets.net", f"{name}.nets"))
+        assert "is in none of the allowed packages" in refusal(f"{name}.other.net", f"{name}.nets")
+        assert f"{name}.other" not in sys.modules
+
+    def test_helpers_that_unpickle_files_are_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        models = tmp_path / "timm" / "models"
+        models.mkdir(parents=True)
+        (models.parent / "__init__.py").touch()
+        (models / "_helpers.py").write_text("def load_checkpoint(): pass\n")
+        (models / "__init__.py").write_text("from timm.models._helpers import load_checkpoint\ndef net(): pass\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        for module in ("timm", "timm.models", "timm.models._helpers"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        assert callable(find("timm.models.net"))
+        assert "is defined in timm.models._helpers, which is not allowed" in refusal("timm.models.load_checkpoint")
+        for module in ("timm", "timm.models", "timm.models._helpers"):
+            del sys.modules[module]
+
     def test_the_allowed_packages_are_listed(self) -> None:
         message = refusal("os.system")
         assert message.startswith("os.system is in none of the allowed packages (torch.nn, torch.optim, ")

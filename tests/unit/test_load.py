@@ -103,6 +103,10 @@ class TestReading:
         assert file.experiment.compare[1].strategy == "ddp"
         assert file.experiment.compare[1].workers == 4
 
+    def test_of_several_merged_mappings_the_first_wins(self) -> None:
+        merged = "metrics: {a: {<<: [&x {_target_: a.b, n: 1}, &y {n: 2, o: 3}]}}\n"
+        assert read(GOOD + merged).experiment.metrics["a"].arguments == {"n": 1, "o": 3}
+
     def test_dates_stay_texts(self) -> None:
         assert read(GOOD + "metrics: {a: {_target_: a.b, since: 2020-01-01}}").experiment.metrics["a"].arguments == {
             "since": "2020-01-01"
