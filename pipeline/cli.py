@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.errors import PipelineError, Terminated, TrainingError
+from pipeline.errors import Interrupted, PipelineError, Terminated, TrainingError
 
 app = typer.Typer(
     help="Declarative experiments for data-parallel PyTorch training, with measured speedups.",
@@ -49,7 +49,12 @@ def run(
         typer.echo(runner.dry_run(file, overrides or [], with_baseline=baseline))
         return
     stdout = rich.console.Console(highlight=False)
-    runner.run(file, overrides or [], with_baseline=baseline, verbose=verbose, stdout=stdout)
+    try:
+        runner.run(file, overrides or [], with_baseline=baseline, verbose=verbose, stdout=stdout)
+    except Terminated:
+        raise Interrupted("terminated by SIGTERM", exit_code=143) from None
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted") from None
 
 
 @app.command()

@@ -5,6 +5,7 @@ under ``torchrun`` as many ranks as it starts, and prints its events.
 """
 
 import argparse
+import gc
 import os
 import random
 import socket
@@ -91,6 +92,9 @@ def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # DDP's reference cycles keep the group's threads alive; one of them that wants the interpreter after it has
+        # shut down aborts the process.
+        gc.collect()
 
 
 def _failed(trial: Trial, *, rank: Rank, error: Exception) -> Failed:

@@ -1,20 +1,23 @@
 """What all tests share: the leak police, a user's project, the command as users call it, and one session per launcher."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 
 from pipeline import cli, registry
 from pipeline.config.load import load
+from pipeline.config.project import allowed_packages
 from pipeline.contract import AnyEvent, Trial
 from pipeline.launchers.base import Session, WorkersLost
 from pipeline.plan import make_plan
@@ -31,14 +34,22 @@ PATIENCE_S = 10.0
 _BY_DESIGN = "multiprocessing.resource_tracker"  # Python keeps it until the interpreter ends
 _SET_FOR_GOOD = (
     "PYTEST_",  # the running test
-    "MLFLOW_",  # MLflow's patience, see pipeline.recording.delivery
+    "MLFLOW_HTTP_",  # MLflow's patience and silence, see pipeline.recording.delivery
+    "MLFLOW_SUPPRESS_",
+    "MLFLOW_DISABLE_",
+    "_MLFLOW_",  # MLflow, when it is imported
     "KMP_",  # scikit-learn and torch, when they are imported
+    "TORCHINDUCTOR_",  # torch, when the inductor is imported
     "RAY_CLIENT_MODE",  # Ray, when it is imported
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = str(os.getpid())
+    # torch's elastic agent never closes the log files of its workers.
+    leaked = r"ignore:Exception ignored in. <_io.FileIO name='.*/logs/.*/rank\d+-:pytest.PytestUnraisableExceptionWarning"
+    config.addinivalue_line("filterwarnings", leaked)
+    config.addinivalue_line("filterwarnings", r"ignore::Warning:ray\.")  # Ray's own, on its first import
 
 
 class State(NamedTuple):
@@ -118,4 +129,145 @@ def leak_police_of_modules() -> Iterator[None]:
         pytest.fail("left behind by a module: " + "; ".join(leaks))
 
 
-LAB = Path(__file__).with_name("lab.py.txt")
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of tests/project: a user's own package, and the experiment lab.yaml that uses it."""
+    return Path(shutil.copytree(REPOSITORY / "tests" / "project", tmp_path_factory.mktemp("user") / "project"))
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+@pytest.fixture
+def command(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Ended]]:
+    """``pipeline ARGUMENTS`` in this process, which saves importing torch each time; it is in the user's project."""
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the working directory to both
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["pipeline", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return Ended(int(exit_.value.code or 0), *capfd.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+def started(*arguments: str | Path, cwd: Path, **more: Any) -> subprocess.Popen[str]:
+    """``pipeline ARGUMENTS`` as a process, leader of its own process group like a shell's job."""
+    line = [sys.executable, "-m", "pipeline", *map(str, arguments)]
+    return subprocess.Popen(
+        line, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0, **more
+    )
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """``pipeline ARGUMENTS`` as a process that ends with the test."""
+    with ExitStack() as stack:
+
+        def run(*arguments: str | Path, cwd: Path, **more: Any) -> subprocess.Popen[str]:
+            process = stack.enter_context(started(*arguments, cwd=cwd, **more))
+            stack.callback(process.kill)
+            return process
+
+        yield run
+
+
+class WholeRun(NamedTuple):
+    """A run of experiments/mlp.yaml with everything, in a git repository with a change."""
+
+    cwd: Path
+    folder: Path
+    ended: Ended
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    cwd = tmp_path_factory.mktemp("whole")
+    git = ["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost"]
+    subprocess.run([*git, "init", "--quiet"], cwd=cwd, check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "start"], cwd=cwd, check=True)
+    process = started("run", REPOSITORY / "experiments" / "mlp.yaml", cwd=cwd)
+    stdout, stderr = process.communicate(timeout=200)
+    (folder,) = (cwd / "runs").iterdir()
+    return WholeRun(cwd, folder, Ended(process.returncode, stdout, stderr))
+
+
+class Launched(NamedTuple):
+    """What one session of a launcher left behind: the journal, and how its workers were lost, by trial."""
+
+    folder: Path
+    events: dict[str, list[AnyEvent]]
+    losses: dict[str, dict[int, str]]
+    leaks: list[str]
+
+
+@pytest.fixture(scope="session")
+def launched(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launched]:
+    """One session for each launcher, whose trials many tests look at: starting workers takes most of the time."""
+
+    @cache
+    def run(name: str) -> Launched:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(project)
+            patch.syspath_prepend(project)
+            patch.delenv("RAY_ADDRESS", raising=False)
+            return _launched(name, tmp_path_factory.mktemp(name))
+
+    return run
+
+
+def _launched(name: str, folder: Path) -> Launched:
+    launcher = registry.load("launchers", name).Launcher
+    trials = list(_trials(name, workers=2 if launcher.many_processes else 1))
+    recorder = Recorder(folder, subscribers=[])
+    session = Session(folder=folder, receive=recorder.receive, parallel=trials[0].experiment.parallel)
+    losses: dict[str, dict[int, str]] = {}
+    before = State.now()
+    with closing(recorder), launcher(session) as ready:
+        for trial in trials:
+            open_trial(trial, recorder)
+            try:
+                ready.launch(trial)
+            except WorkersLost as lost:
+                losses[trial.name] = lost.losses
+    leaks = before.leaks()
+    events: dict[str, list[AnyEvent]] = {trial.name: [] for trial in trials}
+    for event in journal.read(folder / journal.FILE_NAME):
+        events.setdefault(event.trial, []).append(event)  # a node's load belongs to no trial
+    return Launched(folder, events, losses, leaks)
+
+
+def _trials(launcher: str, *, workers: int) -> Iterator[Trial]:
+    """Trainings that must be equal, then those that must fail; the killed one last."""
+    mlp, lab = REPOSITORY / "experiments" / "mlp.yaml", Path("lab.yaml")
+    for count in range(1, workers + 1):
+        yield _trial(mlp, f"fp64 x {count}", launcher, workers=count, more=["train.precision=fp64", "train.epochs=2"])
+    yield _trial(mlp, "fp32", launcher, workers=workers, more=["train.epochs=1"])
+    last = workers - 1
+    yield _trial(lab, "raises", launcher, workers=workers, more=["model.fault=raises", f"model.rank={last}"])
+    if workers > 1:
+        yield _trial(lab, "killed", launcher, workers=workers, more=["model.fault=killed", f"model.rank={last}"])
+
+
+def _trial(path: Path, name: str, launcher: str, *, workers: int, more: list[str]) -> Trial:
+    overrides = ["parallel.strategy=ddp", f"parallel.launcher={launcher}", f"parallel.workers={workers}", *more]
+    resources = Resources(cpus=2, memory_mb=4096)
+    plan = make_plan(load(path, overrides).experiment, resources, allowed=allowed_packages(), with_baseline=False)
+    return plan.main.model_copy(update={"name": name, "cpus_per_worker": 1})

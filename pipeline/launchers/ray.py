@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import ray
 import ray.train
+from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -171,8 +172,8 @@ def _connected(address: str | None, *, verbose: bool) -> Iterator[None]:
     }
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray").setLevel(level)
-    # Ray turns its token authentication on by setting RAY_AUTH_MODE in this process.
-    with environment(**_SETTINGS, RAY_AUTH_MODE=None), own_signals():
+    # Ray turns its token authentication on and redirects breakpoint(), both by setting variables in this process.
+    with environment(**_SETTINGS, RAY_AUTH_MODE=None, PYTHONBREAKPOINT=None), own_signals():
         try:
             ray.init(
                 **(local if address is None else {"address": address}),
@@ -232,6 +233,8 @@ def _amounts(amounts: Mapping[str, float]) -> str:
 
 
 def _how(failure: BaseException) -> str:
+    if isinstance(getattr(failure, "health_check_failure", None), RayActorError):  # Ray doesn't know more
+        return "its process was killed (out of memory?) or crashed"
     return f"{type(failure).__name__}: {_first_line(failure)}"
 
 

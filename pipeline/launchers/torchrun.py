@@ -57,7 +57,12 @@ class Launcher:
         assignment.write_text(trial.model_dump_json(indent=1))
         inbox = Inbox(host=_LOOPBACK, receive=self._session.receive, folder=self._session.folder)
         try:
-            with inbox, own_signals(), environment(OMP_NUM_THREADS=str(trial.cpus_per_worker)):
+            # The agent sets TORCHELASTIC_SIGNALS_TO_HANDLE in this process.
+            with (
+                inbox,
+                own_signals(),
+                environment(OMP_NUM_THREADS=str(trial.cpus_per_worker), TORCHELASTIC_SIGNALS_TO_HANDLE=None),
+            ):
                 _write_secret(channel, inbox.address)
                 launch = elastic_launch(self._config(trial), entrypoint=sys.executable)
                 launch("-m", "pipeline.worker", str(assignment), "--channel", str(channel))

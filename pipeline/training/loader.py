@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
@@ -24,16 +24,17 @@ class BatchLoader:
     def __init__(
         self, dataset: Dataset[Any], *, options: Loader, collate: Collate | None, seed: int, device: torch.device
     ) -> None:
-        self._draws: list[Draw] = []
+        self._served = _Replay()
         workers = options.num_workers
         self._loader: DataLoader[Any] = DataLoader(
             _fetcher(dataset, collate=collate, seed=seed),
-            batch_sampler=cast(Any, _Replay(self)),  # torch wants index lists, but only hands on what it is given
+            batch_sampler=cast(Any, self._served),  # torch wants index lists, but only hands on what it is given
             collate_fn=_as_is,
             num_workers=workers,
             pin_memory=device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory,
             persistent_workers=options.persistent_workers and workers > 0,
             prefetch_factor=options.prefetch_factor if workers else None,
+            generator=torch.Generator(),  # each iteration draws a number, which the model's generator would lack
         )
 
     def batches(self, draws: Iterable[Draw]) -> Iterator[tuple[Draw, Any]]:
@@ -43,36 +44,35 @@ class BatchLoader:
             ExperimentError: samples that can't be stacked into a batch.
             TrainingError: the dataset raised; names the sample and holds the dataset's own traceback.
         """
-        self._draws = list(draws)
-        for draw, batch in zip(self._draws, self._loader, strict=True):
+        self._served.draws = list(draws)
+        for draw, batch in zip(self._served.draws, self._loader, strict=True):
             if isinstance(batch, _Unusable):
-                raise batch.error
+                raise batch.errors.pop()
             yield draw, batch
-
-    @property
-    def draws(self) -> list[Draw]:
-        """The draws being served."""
-        return self._draws
 
 
 class _Replay:
-    """The batch sampler: hands out the loader's current draws."""
+    """The batch sampler: hands out the loader's current draws.
 
-    def __init__(self, owner: BatchLoader) -> None:
-        self._owner = owner
+    It doesn't know the loader: in a cycle of references, loader processes would go on until Python's collector finds
+    it, which may happen in a process that was forked since and whose files are others.
+    """
+
+    def __init__(self) -> None:
+        self.draws: list[Draw] = []
 
     def __iter__(self) -> Iterator[Draw]:
-        return iter(self._owner.draws)
+        return iter(self.draws)
 
     def __len__(self) -> int:
-        return len(self._owner.draws)
+        return len(self.draws)
 
 
 class _Unusable:
     """An error instead of a batch. An exception would lose its type on its way out of a loader process."""
 
     def __init__(self, error: ExperimentError | TrainingError) -> None:
-        self.error = error
+        self.errors: list[ExperimentError | TrainingError] = [error]  # popped when raised: see `_Replay` on cycles
 
 
 def _as_is(batch: Any) -> Any:
@@ -82,7 +82,7 @@ def _as_is(batch: Any) -> Any:
 def _fetcher(dataset: Dataset[Any], *, collate: Collate | None, seed: int) -> Dataset[Any]:
     if type(dataset) is TensorDataset and collate is None:
         return _Rows(dataset.tensors)
-    return _Samples(dataset, collate=collate or default_collate, seed=seed)
+    return _Samples(dataset, collate=collate, seed=seed)
 
 
 class _Rows(Dataset[Any]):
@@ -102,7 +102,7 @@ class _Samples(Dataset[Any]):
     So an augmentation draws the same numbers for a sample whichever rank or loader process computes it.
     """
 
-    def __init__(self, dataset: Dataset[Any], *, collate: Collate, seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], *, collate: Collate | None, seed: int) -> None:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
@@ -115,11 +115,17 @@ class _Samples(Dataset[Any]):
                 try:
                     samples.append(self._dataset[index])
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
-                    return _Unusable(_sample_failed(index, error))
+                    return _Unusable(_failed(f"sample {index} of the data can't be read", error))
+            _seed_all(mix(self._seed, draw.epoch, *draw.indices))
+            return self._batch(draw.indices, samples)
+
+    def _batch(self, indices: list[int], samples: list[Any]) -> Any:
         try:
-            return self._collate(samples)
-        except (RuntimeError, TypeError, ValueError) as error:
-            return _Unusable(_not_a_batch(draw.indices, samples, error))
+            return (self._collate or default_collate)(samples)
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
+            if self._collate is not None:
+                return _Unusable(_failed(f"loader.collate failed on samples {_some(indices)}", error))
+            return _Unusable(_not_a_batch(indices, samples, error))
 
 
 @contextmanager
@@ -140,15 +146,16 @@ def _seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def _sample_failed(index: int, error: Exception) -> TrainingError:
+def _failed(what: str, error: Exception) -> TrainingError:
     own = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, own))
-    return TrainingError(f"sample {index} of the data can't be read: {type(error).__name__}: {error}", text)
+    return TrainingError(f"{what}: {type(error).__name__}: {error}", text)
 
 
 def _not_a_batch(indices: list[int], samples: list[Any], error: Exception) -> ExperimentError:
     shapes = sorted({_shape(sample) for sample in samples})
-    seen = f"they are {' and '.join(shapes[:3])}" if len(shapes) > 1 else str(error).splitlines()[0]
+    ragged = isinstance(error, RuntimeError) and len(shapes) > 1  # else torch says it better
+    seen = f"they are {' and '.join(shapes[:3])}" if ragged else f"{type(error).__name__}: {error}".splitlines()[0]
     return ExperimentError.of(
         "data",
         f"samples {_some(indices)} can't be stacked into a batch: {seen}; "
@@ -157,7 +164,7 @@ def _not_a_batch(indices: list[int], samples: list[Any], error: Exception) -> Ex
 
 
 def _shape(sample: Any) -> str:
-    shaped = apply_to_collection(sample, torch.Tensor, lambda tensor: f"{tuple(tensor.shape)}")
+    shaped = apply_to_collection(sample, (torch.Tensor, np.ndarray), lambda array: f"{tuple(array.shape)}")
     return str(shaped[0] if isinstance(shaped, tuple | list) and shaped else shaped)
 
 
@@ -182,7 +189,8 @@ def length(dataset: Dataset[Any], *, what: str) -> int:
     Raises:
         ExperimentError: it is empty, or not map-style.
     """
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)  # which inherits one
+    if not (indexed and hasattr(dataset, "__len__")):
         raise ExperimentError.of(
             "data",
             f"the {what} set is {_article(type(dataset).__name__)}; it needs __len__ and __getitem__ (map-style)",

@@ -1,0 +1,162 @@
+"""What every strategy holds to, old or new: on the same global batches it reaches the same weights as ``single``."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from pipeline import registry, worker
+from pipeline.config.load import load
+from pipeline.config.project import allowed_packages
+from pipeline.contract import AnyEvent, Failed, Rank, Trial
+from pipeline.launchers.base import DirectOutbox, Session
+
+NAMES = registry.names("strategies")
+MANY = [name for name in NAMES if registry.load("strategies", name).Strategy.processes == "many"]
+TOLERANCE = 1e-12
+CASES = {
+    "even": ["train.global_batch_size=10"],
+    "uneven last batch": ["train.global_batch_size=16"],  # 50 samples: 2 are left for the last batch
+    "one sample left": ["train.global_batch_size=7"],  # rank 1 of 2 has nothing to do in the last step
+    "accumulation": ["train.global_batch_size=16", "train.gradient_accumulation=3"],  # 8 samples in 3, 3 and 2
+    "clipping": ["train.global_batch_size=16", "train.clip_grad_norm=0.05"],
+    "momentum": ["train.global_batch_size=16", "optimizer.momentum=0.9", "optimizer.weight_decay=0.01"],
+}
+"""Overrides of the project's experiment, by name."""
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def trained(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Weights]]:
+    """The weights that a strategy reaches with a number of workers, by case."""
+
+    @cache
+    def train(strategy: str, workers: int) -> dict[str, Weights]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(project)
+            patch.syspath_prepend(project)
+            trials = [_trial(name, strategy, workers) for name in CASES]
+            folder = tmp_path_factory.mktemp(strategy)
+            if workers == 1:
+                _train(0, 1, trials, folder)
+            else:
+                torch.multiprocessing.spawn(_train, args=(workers, trials, folder), nprocs=workers)
+        return {case: torch.load(folder / case / "model" / "weights.pt") for case in CASES}
+
+    return train
+
+
+def _trial(case: str, strategy: str, workers: int) -> Trial:
+    experiment = load("lab.yaml", ["train.precision=fp64", f"parallel.workers={workers}", *CASES[case]]).experiment
+    return Trial(
+        name=case,
+        role="main",
+        experiment=experiment,
+        strategy=strategy,
+        launcher="inprocess",
+        workers=workers,
+        devices_per_worker=0,
+        device="cpu",
+        cpus_per_worker=1,
+        allowed=allowed_packages(),
+    )
+
+
+def _train(rank: int, world_size: int, trials: list[Trial], folder: Path) -> None:
+    """Train all trials on one rank; processes are started and meet once for all of them."""
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    for trial in trials:
+        session = Session(folder=folder / trial.name, receive=_complain, parallel=trial.experiment.parallel)
+        where = Rank(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+        worker.run(trial, rank=where, outbox=DirectOutbox(session))
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def _complain(event: AnyEvent) -> None:
+    assert not isinstance(event, Failed), event.traceback or event.error
+
+
+def _distance(one: Weights, other: Weights) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+Trained = Callable[[str, int], dict[str, Weights]]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", NAMES)
+def test_one_process_reaches_the_weights_of_single(trained: Trained, strategy: str, case: str) -> None:
+    assert _distance(trained(strategy, 1)[case], trained("single", 1)[case]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", MANY)
+def test_two_processes_reach_the_weights_of_single(trained: Trained, strategy: str, case: str) -> None:
+    assert _distance(trained(strategy, 2)[case], trained("single", 1)[case]) <= TOLERANCE
+
+
+def test_the_cases_train_something_and_differ(trained: Trained) -> None:
+    """Equal weights would mean nothing if training didn't move them, or if a case changed nothing."""
+    weights = trained("single", 1)
+
+    assert _distance(weights["uneven last batch"], weights["accumulation"]) <= TOLERANCE  # by definition
+    for case in set(CASES) - {"uneven last batch", "accumulation"}:
+        assert _distance(weights[case], weights["uneven last batch"]) > 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_survive_json(name: str) -> None:
+    options_type: Any = registry.load("strategies", name).Strategy.Options
+    options = options_type()
+
+    assert options_type.model_validate_json(options.model_dump_json()) == options
+    assert options_type.model_validate(options.model_dump()) == options
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_is_explained(name: str) -> None:
+    fields = registry.load("strategies", name).Strategy.Options.model_fields
+
+    assert [field for field, info in fields.items() if not info.description] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unknown_options_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no_such_option"):
+        registry.load("strategies", name).Strategy.Options.model_validate({"no_such_option": 1})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_strategy_says_what_it_is(name: str) -> None:
+    """For people in the module's docstring, for the plan in the class."""
+    module = registry.load("strategies", name)
+
+    assert len(module.__doc__) > 30
+    assert module.Strategy.processes in ("one", "many")
+    assert module.Strategy.devices in ("one", "all")
+    assert module.Strategy.needs_process_group or module.Strategy.processes == "one"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_default_options_run_on_cpu(name: str) -> None:
+    strategy: Any = registry.load("strategies", name).Strategy
+
+    assert strategy.refuse(strategy.Options(), device="cpu") is None
+
+
+def test_ddp_refuses_sync_batch_norm_on_cpu() -> None:
+    strategy: Any = registry.load("strategies", "ddp").Strategy
+    refusal = strategy.refuse(strategy.Options(sync_batch_norm=True), device="cpu")
+
+    assert refusal is not None
+    assert "remove it" in refusal
+    assert strategy.refuse(strategy.Options(sync_batch_norm=True), device="cuda") is None

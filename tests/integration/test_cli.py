@@ -1,0 +1,243 @@
+"""The commands, as users call them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from pipeline.contract import Experiment
+
+pytestmark = pytest.mark.filterwarnings(
+    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
+    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning",
+)
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+MLP = str(EXPERIMENTS / "mlp.yaml")
+COMMANDS = ("run", "check", "ui", "sync", "schema")
+HEAVY = ("torch", "ray", "mlflow", "sklearn", "matplotlib", "torchmetrics")
+
+Command = Callable[..., Any]
+
+
+@pytest.fixture
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help(command: Command, name: str) -> None:
+    ended = command(name, "--help")
+
+    assert ended.code == 0
+    assert "Usage: pipeline" in ended.stdout
+
+
+def test_the_help_lists_all_commands(command: Command) -> None:
+    ended = command("--help")
+
+    assert ended.code == 0
+    for name in COMMANDS:
+        assert f" {name} " in ended.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["schema"]])
+def test_what_needs_no_training_loads_no_heavy_library(arguments: list[str]) -> None:
+    code = (
+        "import sys; from pipeline import cli\n"
+        f"sys.argv = ['pipeline', *{arguments!r}]\n"
+        "try: cli.main()\n"
+        f"except SystemExit: print(sorted({set(HEAVY)!r} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stderr.strip() == "[]"
+
+
+def test_an_unknown_command_is_a_usage_error(command: Command) -> None:
+    ended = command("trian")
+
+    assert ended.code == 2
+    assert "trian" in ended.stderr
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_experiments_are_right(command: Command, path: Path) -> None:
+    ended = command("check", str(path))
+
+    assert (ended.code, ended.output) == (0, f"{path}: ok\n")
+
+
+def test_check_reports_all_files_and_all_problems(command: Command, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    text = Path(MLP).read_text().replace("epochs: 5", "epochs: five").replace("lr: 0.1", "learningrate: 0.1")
+    broken.write_text(text)
+    missing = tmp_path / "missing.yaml"
+    missing.write_text("name: empty-handed\n")
+
+    ended = command("check", str(broken), MLP, str(missing))
+
+    assert ended.code == 2
+    assert ended.stdout == f"{MLP}: ok\n"
+    assert f"{broken}:" in ended.stderr
+    assert "train.epochs" in ended.stderr
+    for section in ("model", "data", "optimizer", "train"):
+        assert f"{missing}: {section}: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    ended = command("run", MLP, "--dry-run", "train.global_batch_size=65", "train.gradient_accumulation=4")
+
+    assert ended.code == 0, ended.stderr
+    for fragment in (
+        "mlp-digits, seed 17",
+        "1438 training samples, 359 validation samples",
+        "23 per epoch, 115 in 5 epochs",
+        "2 workers",
+        "CPU, 1 thread",
+        "32 or 33 samples per worker in 4 micro-batches",
+    ):
+        assert fragment in ended.stdout
+    order = [line.split()[0] for line in ended.stdout.splitlines() if " with torchrun: " in line]
+    assert order == ["baseline", "main", "reference"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_without_baseline(command: Command) -> None:
+    ended = command("run", MLP, "--dry-run", "--no-baseline")
+
+    assert ended.stdout.count(" with torchrun: ") == 1
+
+
+def test_a_dry_run_finds_what_a_run_would(command: Command) -> None:
+    ended = command("run", MLP, "--dry-run", "parallel.launcher=inprocess")
+
+    assert ended.code == 2
+    assert "parallel.workers" in ended.stderr
+
+
+def test_overrides_win(command: Command) -> None:
+    ended = command("run", MLP, "--dry-run", "train.epochs=2", "seed=3", "compare=[{strategy: dp}]")
+
+    assert "seed 3" in ended.stdout
+    assert "46 in 2 epochs" in ended.stdout
+    assert "baseline   dp with torchrun" in ended.stdout
+
+
+def test_the_schema_accepts_the_experiments(command: Command) -> None:
+    """Its names are those of the files, at all levels that a schema describes."""
+    schema = json.loads(command("schema").stdout)
+
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["additionalProperties"] is False
+    for path in sorted(EXPERIMENTS.glob("*.yaml")):
+        experiment = yaml.safe_load(path.read_text())
+        assert set(schema["required"]) <= experiment.keys() <= schema["properties"].keys()
+        for name, section in experiment.items():
+            reference = schema["properties"][name].get("$ref", "").rpartition("/")[2]
+            if reference and schema["$defs"][reference]["additionalProperties"] is False:
+                assert section.keys() <= schema["$defs"][reference]["properties"].keys()
+
+
+def test_the_schema_explains_each_key(command: Command) -> None:
+    schema = json.loads(command("schema").stdout)
+    sections = {"Experiment": schema, **schema["$defs"]}
+
+    bare = [
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key, value in section.get("properties", {}).items()
+        if "description" not in value and "$ref" not in value
+    ]
+
+    assert bare == []
+    assert set(schema["properties"]) == set(Experiment.model_fields)
+    assert schema["$defs"]["Parallel"]["properties"]["strategy"]["enum"] == ["ddp", "dp", "single"]
+
+
+def test_the_ui_needs_a_free_port(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").touch()
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = command("ui", "--port", port, "--store", f"sqlite:///{tmp_path}/mlflow.db")
+
+    assert ended.code == 2
+    assert f"port {port}" in ended.stderr
+    assert "--port" in ended.stderr
+
+
+def test_the_ui_needs_a_store(command: Command, tmp_path: Path) -> None:
+    ended = command("ui", "--store", f"sqlite:///{tmp_path}/none.db")
+
+    assert ended.code == 2
+    assert "no runs yet" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_ui_serves_until_it_is_interrupted(whole_run: Any, free_port: int, start: Any) -> None:
+    process = start("ui", "--port", str(free_port), cwd=whole_run.cwd)
+    address = process.stdout.readline().split()[-1]
+
+    with urllib.request.urlopen(f"{address}/health", timeout=10) as answer:
+        assert answer.status == 200
+    os.kill(process.pid, signal.SIGINT)
+
+    assert process.wait(20) == 0
+    assert process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_sync_adds_nothing_twice(whole_run: Any, command: Command) -> None:
+    client = MlflowClient(f"sqlite:///{whole_run.cwd}/mlflow.db")
+
+    def everything() -> dict[str, tuple[object, ...]]:
+        (experiment,) = client.search_experiments(filter_string="name = 'mlp-digits'")
+        runs = client.search_runs([experiment.experiment_id])
+        return {
+            run.info.run_id: (
+                run.info.status,
+                run.info.end_time,
+                run.data.params,
+                run.data.tags,
+                len(client.get_metric_history(run.info.run_id, "train/loss")),
+                len(client.get_metric_history(run.info.run_id, "throughput/samples_per_second")),
+                len(run.inputs.dataset_inputs),
+                len(run.outputs.model_outputs) if run.outputs else 0,
+            )
+            for run in runs
+        }
+
+    before = everything()
+    ended = command("sync", str(whole_run.folder))
+
+    assert ended.code == 0, ended.output
+    assert len(before) == 3
+    assert everything() == before
+
+
+def test_sync_needs_a_run(command: Command, tmp_path: Path) -> None:
+    ended = command("sync", str(tmp_path))
+
+    assert ended.code == 2
+    assert "no such journal" in ended.stderr

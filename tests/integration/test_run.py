@@ -1,0 +1,261 @@
+"""One whole run, looked at from all sides: MLflow, the run's folder, the terminal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+import torch
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from pipeline.config.load import load
+from pipeline.config.summary import config_hash, flatten
+from pipeline.contract import Finished, RunClosed, RunOpened, TrialOpened
+from pipeline.recording import journal
+from pipeline.speedup.report import Report
+
+pytestmark = [
+    pytest.mark.slow,
+    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
+]
+
+STEPS = 115
+"""5 epochs of 23 steps."""
+
+
+@pytest.fixture(scope="module")
+def client(whole_run: Any) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{whole_run.cwd}/mlflow.db")
+
+
+@pytest.fixture(scope="module")
+def runs(client: MlflowClient) -> dict[str, Run]:
+    """By role."""
+    (experiment,) = client.search_experiments(filter_string="name = 'mlp-digits'")
+    return {run.data.tags["role"]: run for run in client.search_runs([experiment.experiment_id])}
+
+
+@pytest.fixture(scope="module")
+def main(runs: dict[str, Run]) -> Run:
+    return runs["main"]
+
+
+@pytest.fixture(scope="module")
+def artifacts(client: MlflowClient, main: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("artifacts")
+    return Path(client.download_artifacts(main.info.run_id, "", str(folder)))
+
+
+def test_it_succeeds(whole_run: Any) -> None:
+    assert whole_run.ended.code == 0, whole_run.ended.output
+    assert whole_run.ended.stderr == ""
+
+
+def test_it_prints_the_report_and_where_to_look(whole_run: Any) -> None:
+    stdout = whole_run.ended.stdout
+
+    for word in ("ddp x 2", "speedup", "efficiency", "exposed", "validation/accuracy", "/#/experiments/"):
+        assert word in stdout
+    assert f"run      runs/{whole_run.folder.name}" in stdout
+
+
+def test_there_is_one_run_with_a_child_for_each_measurement(runs: dict[str, Run], main: Run) -> None:
+    parents = {role: run.data.tags.get("mlflow.parentRunId") for role, run in runs.items()}
+
+    assert parents == {"main": None, "baseline": main.info.run_id, "reference": main.info.run_id}
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train/loss",
+        "train/learning_rate",
+        "validation/loss",
+        "validation/accuracy",
+        "throughput/samples_per_second",
+        "time/step_ms",
+        "time/exposed_communication_ms",
+        "time/data_wait_ms",
+        "time_to_first_step_s",
+        "memory/peak_mb",
+        "speedup",
+        "efficiency",
+        "system/cpu_utilization_percentage",
+        "system/system_memory_usage_megabytes",
+    ],
+)
+def test_the_metric_is_there(main: Run, name: str) -> None:
+    assert main.data.metrics[name] >= 0
+
+
+def test_the_loss_is_there_for_each_step(client: MlflowClient, main: Run) -> None:
+    history = client.get_metric_history(main.info.run_id, "train/loss")
+
+    assert sorted(metric.step for metric in history) == list(range(1, STEPS + 1))
+
+
+def test_evaluation_is_there_for_each_epoch(client: MlflowClient, main: Run) -> None:
+    history = client.get_metric_history(main.info.run_id, "validation/accuracy")
+
+    assert sorted(metric.step for metric in history) == [23, 46, 69, 92, 115]
+    assert main.data.metrics["validation/accuracy"] > 0.9
+
+
+def test_children_have_what_they_measured(runs: dict[str, Run]) -> None:
+    for role in ("baseline", "reference"):
+        metrics = runs[role].data.metrics
+        assert metrics["throughput/samples_per_second"] > 0
+        assert metrics["time/step_ms"] > 0
+        assert "time/exposed_communication_ms" not in metrics  # one process exchanges nothing
+        assert "validation/accuracy" not in metrics
+
+
+def test_tags_tell_what_ran(main: Run) -> None:
+    tags = main.data.tags
+    experiment = load(Path(__file__).parents[2] / "experiments" / "mlp.yaml").experiment
+
+    assert (tags["strategy"], tags["launcher"], tags["world_size"]) == ("ddp", "torchrun", "2")
+    assert tags["hardware"]
+    assert len(tags["config_hash"]) == len(config_hash(experiment))
+    assert tags["git_dirty"] == "true"
+    assert tags["git_commit"] == tags["mlflow.source.git.commit"]
+    assert len(tags["git_commit"]) == 40
+
+
+def test_params_are_the_flat_configuration(main: Run, whole_run: Any) -> None:
+    flat = flatten(load(whole_run.folder / "experiment.yaml").experiment)
+
+    assert main.data.params["train.epochs"] == "5"
+    assert main.data.params["optimizer._target_"] == "torch.optim.SGD"
+    assert {name.replace("[", "_").replace("]", "_") for name in flat} <= main.data.params.keys()
+
+
+def test_the_datasets_are_inputs(main: Run) -> None:
+    inputs = {
+        next(tag.value for tag in given.tags if tag.key == "mlflow.data.context"): given.dataset
+        for given in main.inputs.dataset_inputs
+    }
+
+    assert json.loads(inputs["train"].profile) == {"num_rows": 1438}
+    assert json.loads(inputs["validation"].profile) == {"num_rows": 359}
+    assert inputs["train"].digest
+
+
+def test_the_model_has_a_signature_and_predicts(
+    client: MlflowClient, main: Run, whole_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    (output,) = main.outputs.model_outputs
+    model = client.get_logged_model(output.model_id)
+    example = torch.load(whole_run.folder / "model" / "example.pt")
+
+    signature = mlflow.models.get_model_info(model.model_uri).signature
+    loaded = mlflow.pyfunc.load_model(model.model_uri)
+
+    assert signature.inputs.inputs[0].shape == (-1, *example.shape[1:])
+    assert signature.outputs.inputs[0].shape == (-1, 10)
+    predicted = loaded.predict(torch.cat([example, example, example]).numpy())
+    assert predicted.shape == (6, 10)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "experiment.yaml",
+        "environment.txt",
+        "log.txt",
+        "speedup.json",
+        "speedup_table.json",
+        "speedup.png",
+        "report.html",
+    ],
+)
+def test_the_artifact_is_there_and_in_the_folder(artifacts: Path, whole_run: Any, name: str) -> None:
+    assert (artifacts / name).stat().st_size > 0
+    assert (whole_run.folder / name).read_bytes().startswith((artifacts / name).read_bytes())
+
+
+def test_the_chart_is_a_picture_and_the_report_stands_alone(artifacts: Path) -> None:
+    page = (artifacts / "report.html").read_text()
+
+    assert (artifacts / "speedup.png").read_bytes().startswith(b"\x89PNG")
+    assert "data:image/png;base64," in page
+    assert "src=\"http" not in page
+    assert "href=\"http" not in page
+
+
+def test_the_table_is_shown_as_one(artifacts: Path, main: Run) -> None:
+    table = json.loads((artifacts / "speedup_table.json").read_text())
+
+    assert {"trial", "speedup", "efficiency", "samples_per_second"} <= set(table["columns"])
+    assert len(table["data"]) == 3
+    assert json.loads(main.data.tags["mlflow.loggedArtifacts"]) == [{"path": "speedup_table.json", "type": "table"}]
+
+
+def test_the_speedup_is_the_ratio_of_what_was_measured(artifacts: Path, main: Run, runs: dict[str, Run]) -> None:
+    report = Report.model_validate_json((artifacts / "speedup.json").read_text())
+    ratio = report.main.samples_per_second.median / report.rows[0].samples_per_second.median
+    throughput = runs["baseline"].data.metrics["throughput/samples_per_second"]
+
+    assert [row.role for row in report.rows] == ["baseline", "reference", "main"]
+    assert main.data.metrics["speedup"] == pytest.approx(ratio)
+    assert main.data.metrics["efficiency"] == pytest.approx(ratio / 2)
+    assert throughput == pytest.approx(report.rows[0].samples_per_second.median)
+
+
+def test_the_description_holds_the_summary(main: Run) -> None:
+    note = main.data.tags["mlflow.note.content"]
+
+    assert "ddp x 2 does" in note
+    assert "| strategy |" in note
+
+
+def test_the_environment_can_be_installed_again(artifacts: Path) -> None:
+    lines = (artifacts / "environment.txt").read_text().splitlines()
+
+    assert f"torch=={torch.__version__}" in lines
+    assert all("==" in line for line in lines[1:])
+
+
+def test_the_resolved_experiment_is_the_experiment(artifacts: Path, main: Run) -> None:
+    assert config_hash(load(artifacts / "experiment.yaml").experiment) == main.data.tags["config_hash"]
+
+
+def test_the_weights_are_in_the_folder(whole_run: Any) -> None:
+    """MLflow has them as part of the model."""
+    weights = torch.load(whole_run.folder / "model" / "weights.pt")
+
+    assert sum(value.numel() for value in weights.values()) == 8970
+
+
+def test_the_journal_tells_the_whole_story(whole_run: Any) -> None:
+    events = list(journal.read(whole_run.folder / journal.FILE_NAME))
+
+    assert isinstance(events[0], RunOpened)
+    assert [event.trial for event in events if isinstance(event, TrialOpened)] == ["baseline", "main", "reference"]
+    assert [event.trial for event in events if isinstance(event, Finished)] == ["baseline", "main", "reference"]
+    assert isinstance(events[-1], RunClosed)
+    assert events[-1].status == "FINISHED"
+    assert not journal.is_open(whole_run.folder / journal.FILE_NAME)
+
+
+def test_no_secret_stays_behind(whole_run: Any) -> None:
+    """The workers' way to the driver is a key in a file while they run."""
+    assert not list(whole_run.folder.rglob("*.channel"))
+
+
+def test_trials_and_logs_of_each_rank_are_kept(whole_run: Any) -> None:
+    folder = whole_run.folder
+
+    assert {file.name for file in (folder / "trials").iterdir()} == {"baseline.json", "main.json", "reference.json"}
+    assert len(list((folder / "logs" / "main").iterdir())) == 4  # two ranks, two streams
+
+
+def test_the_log_holds_what_the_terminal_showed(whole_run: Any) -> None:
+    log = (whole_run.folder / "log.txt").read_text()
+
+    assert "main: ddp x 2: done, 115 steps" in log

@@ -1,0 +1,253 @@
+"""Small models, data and trials for tests of training, and an outbox that keeps what it is given.
+
+Components name what stands here by ``_target_: toys.NAME``.
+"""
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torchmetrics import Metric
+
+from pipeline.config.project import BUILT_IN
+from pipeline.config.schema import Experiment
+from pipeline.contract import AnyEvent, Metrics, Rank, Trial, TrialResult
+from pipeline.tasks import StepOutput
+from pipeline.training.loop import train
+
+SAMPLES = 22
+"""Training samples of `regression`; doesn't divide by the usual batch of 8."""
+
+
+class Kept:
+    """An outbox that keeps events, and the content of files by name."""
+
+    def __init__(self) -> None:
+        self.events: list[AnyEvent] = []
+        self.files: dict[str, Any] = {}
+
+    def event(self, event: AnyEvent) -> None:
+        self.events.append(event)
+
+    def file(self, path: Path, name: str) -> None:
+        self.files[name] = torch.load(path, weights_only=True)
+
+    def series(self, name: str) -> list[float]:
+        return [point.value for point in self.points(name)]
+
+    def points(self, name: str) -> list[Any]:
+        return [p for event in self.events if isinstance(event, Metrics) for p in event.points if p.name == name]
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+
+def experiment(**sections: Any) -> Experiment:
+    return Experiment.model_validate(
+        {
+            "name": "toy",
+            "seed": 3,
+            "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1},
+            "data": {"_target_": "toys.regression"},
+            "loss": {"_target_": "torch.nn.MSELoss"},
+            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05},
+            **sections,
+            "train": {"epochs": 2, "global_batch_size": 8, "precision": "fp64", **sections.get("train", {})},
+        }
+    )
+
+
+def trial(*, max_steps: int | None = None, **sections: Any) -> Trial:
+    return Trial(
+        name="main", role="main" if max_steps is None else "baseline", experiment=experiment(**sections),
+        strategy="single", launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1,
+        allowed=(*BUILT_IN, "toys"), max_steps=max_steps,
+    )  # fmt: skip
+
+
+def trained(*, max_steps: int | None = None, **sections: Any) -> tuple[TrialResult, Kept]:
+    outbox = Kept()
+    return train(trial(max_steps=max_steps, **sections), rank=Rank(), outbox=outbox), outbox
+
+
+# Data
+
+
+def regression(validation: int = 10, samples: int = SAMPLES) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    return _regression(samples, seed=0), _regression(validation, seed=1) if validation else None
+
+
+def _regression(samples: int, *, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, 3, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True) + 0.1 * torch.randn(samples, 1, generator=generator))
+
+
+def classification() -> tuple[Dataset[Any], Dataset[Any]]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(31, 3, generator=generator)
+    targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long()
+    return TensorDataset(inputs[:20], targets[:20]), TensorDataset(inputs[20:], targets[20:])
+
+
+class Plain(Dataset[Any]):
+    """A map-style dataset around any list; a sample that is an exception is raised."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self.samples = list(samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.samples[index]
+        if isinstance(sample, Exception):
+            raise sample
+        return sample
+
+
+class Noisy(Plain):
+    """Adds noise of three generators to each sample: torch's, Python's and NumPy's."""
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.rand(2).tolist() + [random.random(), np.random.rand()]
+        return torch.tensor([index, *noise], dtype=torch.float64)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 3
+
+
+def stream() -> tuple[Dataset[Any], None]:
+    return Stream(), None
+
+
+def sized_stream() -> tuple[Dataset[Any], None]:
+    return SizedStream(), None
+
+
+def empty() -> tuple[Dataset[Any], None]:
+    return Plain([]), None
+
+
+def one_set() -> Dataset[Any]:
+    return Plain([1.0])
+
+
+def singles() -> tuple[Dataset[Any], None]:
+    return TensorDataset(torch.ones(8, 3)), None
+
+
+def unreadable(index: int) -> tuple[Dataset[Any], None]:
+    pairs: list[Any] = [(torch.ones(3), torch.ones(1)) for _ in range(8)]
+    pairs[index] = OSError("no such image")
+    return Plain(pairs), None
+
+
+def holes(index: int) -> tuple[Dataset[Any], None]:
+    """A NaN among the inputs."""
+    dataset = _regression(SAMPLES, seed=0)
+    dataset.tensors[0][index, 1] = float("nan")
+    return dataset, None
+
+
+def noisy(samples: int = 12) -> tuple[Dataset[Any], None]:
+    return _NoisyPairs(range(samples)), None
+
+
+class _NoisyPairs(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[:3], torch.tensor([float(index)])
+
+
+# Models, losses and other components
+
+
+def dropout_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+
+
+def batch_norm_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def frozen_net() -> nn.Module:
+    return nn.Linear(3, 1).requires_grad_(False)
+
+
+def not_a_model() -> dict[str, int]:
+    return {}
+
+
+class PerSample(nn.Module):
+    """A loss for each sample instead of their mean."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).pow(2)
+
+
+class PerSampleTask:
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        outputs = model(batch[0])
+        return StepOutput((outputs - batch[1]).pow(2), outputs, batch[1])
+
+
+class BrokenModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise LookupError("the user's own mistake")
+
+
+class Quits(BrokenModel):
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise SystemExit("the user's model gives up")
+
+
+def accuracy_function() -> Any:
+    return lambda outputs, targets: 1.0
+
+
+class Largest(Metric):
+    """The largest target, by class of its own: not a mean, so that batches can't be averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("largest", default=torch.tensor(float("-inf"), dtype=torch.float64), dist_reduce_fx="max")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.largest = torch.maximum(self.largest, targets.max())
+
+    def compute(self) -> Tensor:
+        return self.largest
+
+
+def collate_by_padding() -> Any:
+    return torch.nn.utils.rnn.pad_sequence
+
+
+def broken_collate() -> Any:
+    def collate(samples: list[Any]) -> Any:
+        raise ValueError("the user's own collate")
+
+    return collate
+
+
+def noisy_collate() -> Any:
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack(samples), torch.rand(1), random.random()
+
+    return collate
