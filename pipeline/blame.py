@@ -12,6 +12,7 @@ _COLLATERAL = (
     "Connection reset by peer",
     "Broken pipe",
     "Connection refused",
+    "Timed out waiting",
 )
 """What ranks say when another one has gone."""
 

@@ -8,14 +8,15 @@ JSON and raw bytes, never pickle.
 import os
 import queue
 import secrets
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 from pipeline.config.schema import Frozen
 from pipeline.contract import AnyEvent, event_from_json, event_to_json
@@ -40,9 +41,9 @@ class Inbox:
     def __init__(self, *, host: str, receive: Receive, folder: Path) -> None:
         self._receive = receive
         self._folder = folder
-        key = secrets.token_hex(32)
-        self._listener = Listener((host, 0), authkey=key.encode())
-        self.address = Address(host=host, port=self._listener.address[1], key=key)
+        self._key = secrets.token_hex(32)
+        self._listener = Listener((host, 0), backlog=128)  # all workers may come at once
+        self.address = Address(host=host, port=self._listener.address[1], key=self._key)
         self._readers: list[threading.Thread] = []
         self._closed = False
 
@@ -56,8 +57,8 @@ class Inbox:
         for reader in self._readers:
             reader.join(timeout=5.0)
         self._closed = True
-        with suppress(OSError, EOFError):  # wakes up the accepting thread
-            Client((self.address.host, self.address.port), authkey=self.address.key.encode()).close()
+        with suppress(OSError):  # wakes up the accepting thread
+            socket.create_connection((self.address.host, self.address.port), timeout=5.0).close()
         self._accepting.join(timeout=5.0)
         self._listener.close()
 
@@ -65,31 +66,51 @@ class Inbox:
         while not self._closed:
             try:
                 connection = self._listener.accept()
-            except (AuthenticationError, OSError, EOFError):
-                continue  # a stranger, or a worker that died while it connected
-            if self._closed:
-                connection.close()
-                return
+            except OSError:
+                continue  # it died while it connected
+            # A stranger who says nothing must not keep workers waiting: each is asked for the key in its own thread.
             reader = threading.Thread(target=self._read, args=(connection,), name="inbox-reader", daemon=True)
             self._readers.append(reader)
             reader.start()
 
     def _read(self, connection: "Connection[bytes, bytes]") -> None:
-        with connection, suppress(EOFError, ConnectionError):
-            while True:
-                message = connection.recv_bytes()
+        with connection:
+            if not _knows(self._key, connection):
+                return
+            messages = _messages(connection)
+            for message in messages:
                 if message[:1] == _EVENT:
                     self._receive(event_from_json(message[1:]))
                 elif message[:1] == _FILE:
-                    self._store(connection, name=message[1:].decode())
+                    self._store(messages, name=message[1:].decode())
 
-    def _store(self, connection: "Connection[bytes, bytes]", *, name: str) -> None:
+    def _store(self, messages: Iterator[bytes], *, name: str) -> None:
         path = inside(self._folder, name)
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as file:
-            while (message := connection.recv_bytes())[:1] == _CHUNK:
+            for message in messages:
+                if message[:1] == _END:
+                    break
                 file.write(message[1:])
+            else:
+                return  # the worker died in the middle
         partial.replace(path)
+
+
+def _knows(key: str, connection: "Connection[bytes, bytes]") -> bool:
+    try:
+        deliver_challenge(connection, key.encode())
+        answer_challenge(connection, key.encode())
+    except (AuthenticationError, AssertionError, EOFError, OSError):  # a stranger, who may say anything
+        return False
+    return True
+
+
+def _messages(connection: "Connection[bytes, bytes]") -> Iterator[bytes]:
+    """All messages until the other end hangs up or dies; what the reader raises is not caught."""
+    with suppress(EOFError, OSError):
+        while True:
+            yield connection.recv_bytes()
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -128,14 +149,19 @@ class ChannelOutbox:
     def file(self, path: Path, name: str) -> None:
         """Send a file after all events so far; returns when it has been sent."""
         sent = threading.Event()
-        self._queue.put(lambda: self._send_file(path, name=name, sent=sent))
-        sent.wait()
+        with path.open("rb") as file:
+            self._queue.put(lambda: self._send_file(file, name=name, sent=sent))
+            sent.wait()
 
     def close(self) -> None:
-        """Send what is left and hang up."""
+        """Send what is left and hang up; the driver has everything when it hangs up, too."""
         self._closing = True
         self._queue.put(None)
         self._sender.join()
+        # close() alone would tell the driver nothing as long as the watcher waits in recv().
+        with suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
+            end.shutdown(socket.SHUT_WR)
+        self._watcher.join(timeout=5.0)
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -151,12 +177,11 @@ class ChannelOutbox:
             except OSError:
                 self._driver_is_gone()
 
-    def _send_file(self, path: Path, *, name: str, sent: threading.Event) -> None:
-        with path.open("rb") as file:
-            self._connection.send_bytes(_FILE + name.encode())
-            while chunk := file.read(_CHUNK_BYTES):
-                self._connection.send_bytes(_CHUNK + chunk)
-            self._connection.send_bytes(_END)
+    def _send_file(self, file: BinaryIO, *, name: str, sent: threading.Event) -> None:
+        self._connection.send_bytes(_FILE + name.encode())
+        while chunk := file.read(_CHUNK_BYTES):
+            self._connection.send_bytes(_CHUNK + chunk)
+        self._connection.send_bytes(_END)
         sent.set()
 
     def _watch(self) -> None:

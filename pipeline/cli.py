@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.errors import Interrupted, PipelineError, Terminated, TrainingError
+from pipeline.errors import Interrupted, PipelineError, Terminated, TrainingError, UsageError
 
 app = typer.Typer(
     help="Declarative experiments for data-parallel PyTorch training, with measured speedups.",
@@ -43,14 +43,17 @@ def run(
     """Run an experiment and report its speedup."""
     import rich.console
 
+    from pipeline.config.load import load
+
+    experiment = load(file, overrides or [])  # before torch is imported: a typo is answered at once
     from pipeline import runner
 
     if dry_run:
-        typer.echo(runner.dry_run(file, overrides or [], with_baseline=baseline))
+        typer.echo(runner.dry_run(experiment, with_baseline=baseline))
         return
     stdout = rich.console.Console(highlight=False)
     try:
-        runner.run(file, overrides or [], with_baseline=baseline, verbose=verbose, stdout=stdout)
+        runner.run(experiment, with_baseline=baseline, verbose=verbose, stdout=stdout)
     except Terminated:
         raise Interrupted("terminated by SIGTERM", exit_code=143) from None
     except KeyboardInterrupt:
@@ -111,6 +114,27 @@ def schema() -> None:
     from pipeline.config.load import experiment_json_schema
 
     typer.echo(json.dumps(experiment_json_schema(), indent=2))
+
+
+@app.command()
+def new(
+    template: Annotated[str | None, typer.Argument(help="ddp-project or dp-prototype.", show_default=False)] = None,
+    directory: Annotated[Path | None, typer.Argument(help="Folder of the new project.", show_default=False)] = None,
+    *,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Answer a question.")] = None,
+    no_input: Annotated[bool, typer.Option("--no-input", help="Ask nothing: take the defaults for the rest.")] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Merge template changes into this folder's project.")
+    ] = False,
+) -> None:
+    """Create a project from a template, or update one."""
+    from pipeline.scaffold import show
+
+    if update:
+        if template is not None:
+            raise UsageError(f"--update works on the project in the working directory; leave out {template}")
+        raise typer.Exit(show.update(Path.cwd(), settings or [], say=typer.echo))
+    show.create(template, directory, settings or [], no_input=no_input, say=typer.echo)
 
 
 def main() -> NoReturn:

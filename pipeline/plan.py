@@ -53,7 +53,7 @@ def make_plan(
         experiment=experiment,
         resources=resources,
         trials=tuple(trials),
-        notes=tuple(_notes(main, has_baseline=len(trials) > 1, wanted=with_baseline)),
+        notes=tuple(_notes(main, has_baseline=trials[0].role == "baseline", wanted=with_baseline)),
     )
 
 
@@ -65,9 +65,9 @@ class _Planner:
         self._resources = resources
         self._allowed = allowed
         self._device = _device(experiment, resources)
-        workers = experiment.parallel.workers
-        spread = max(workers, resources.nodes)  # a worker's cores are on one node
-        self._cpus = experiment.parallel.cpus_per_worker or max(1, resources.cpus // spread)
+        workers_per_node = -(-experiment.parallel.workers // resources.nodes)  # a worker's cores are on one node
+        cpus_per_node = resources.cpus // resources.nodes
+        self._cpus = experiment.parallel.cpus_per_worker or max(1, cpus_per_node // workers_per_node)
 
     def trial(self, entry: Comparison, *, role: Role) -> Trial:
         """The trial of one entry."""
@@ -122,13 +122,18 @@ def _check_room(trial: Trial, resources: Resources) -> None:
             f"parallel.workers: {trial.workers} workers need {trial.workers} GPUs; {resources.node} has "
             f"{resources.summary}; use fewer workers, or device: cpu"
         )
-    if trial.cpus_per_worker * trial.workers > resources.cpus:
-        each = f"{trial.cpus_per_worker} {'core' if trial.cpus_per_worker == 1 else 'cores'} each"
+    if (needed := trial.cpus_per_worker * trial.workers) > resources.cpus:
+        fit = resources.cpus // trial.cpus_per_worker
+        fewer = f"use at most {_counted(fit, 'worker')}"
+        remedy = fewer if fit else f"write parallel.cpus_per_worker: {resources.cpus}"
         raise ResourceError(
-            f"parallel.workers: {trial.workers} workers with {each} need {trial.cpus_per_worker * trial.workers} "
-            f"cores; {resources.node} has {resources.summary}; use at most "
-            f"{max(1, resources.cpus // trial.cpus_per_worker)} workers"
+            f"parallel.workers: {_counted(trial.workers, 'worker')} with {_counted(trial.cpus_per_worker, 'core')} "
+            f"each need {needed} cores; {resources.node} has {resources.summary}; {remedy}"
         )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _same_work(one: Trial, other: Trial) -> bool:
@@ -168,14 +173,14 @@ def _describe_trial(trial: Trial) -> list[str]:
     share = " or ".join(map(str, shares))
     accumulated = f" in {train.gradient_accumulation} micro-batches" if train.gradient_accumulation > 1 else ""
     device = f"{trial.devices_per_worker} GPU each, " if trial.device == "cuda" else "CPU, "
-    threads = "1 thread" if trial.cpus_per_worker == 1 else f"{trial.cpus_per_worker} threads"
+    threads = _counted(trial.cpus_per_worker, "thread")
     what = (
         f"trains {train.epochs} epochs; measures throughput, exposed communication, data wait, peak memory"
         if trial.max_steps is None
         else f"measures throughput over {trial.experiment.measure.windows} windows of "
         f"{trial.experiment.measure.steps} steps after {trial.experiment.measure.warmup_steps} to warm up"
     )
-    workers = "1 worker" if trial.workers == 1 else f"{trial.workers} workers"
+    workers = _counted(trial.workers, "worker")
     return [
         f"{trial.role:<10} {trial.title} with {trial.launcher}: {workers}, {device}{threads} each, "
         f"{share} samples per worker{accumulated}",

@@ -14,7 +14,7 @@ from typing import Literal
 
 Kind = Literal["strategies", "launchers"]
 
-_NOT_A_CHOICE = {"base"}  # the interface lives beside its implementations
+_INTERFACE = "base"  # lives beside its implementations, as do parts of one whose names begin with an underscore
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -35,7 +35,8 @@ def load(kind: Kind, name: str) -> ModuleType:
 
 def _built_in(kind: Kind) -> set[str]:
     folder = Path(__file__).parent / kind
-    return {module.name for module in pkgutil.iter_modules([str(folder)])} - _NOT_A_CHOICE
+    found = {module.name for module in pkgutil.iter_modules([str(folder)])}
+    return {name for name in found if name != _INTERFACE and not name.startswith("_")}
 
 
 def _third_party(kind: Kind) -> dict[str, EntryPoint]:

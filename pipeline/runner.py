@@ -1,13 +1,12 @@
-"""The whole story of ``pipeline run`` on one screen: load, check, plan, launch, report."""
+"""The whole story of ``pipeline run`` on one screen: check, plan, launch, report."""
 
 import os
 import time
-from collections.abc import Sequence
 
 import rich.console
 
 from pipeline import blame, preflight, registry, worker
-from pipeline.config.load import ExperimentFile, load
+from pipeline.config.load import ExperimentFile
 from pipeline.contract import Metrics, Point, Trial
 from pipeline.errors import ExperimentError, UsageError
 from pipeline.launchers.base import Launcher, NoOutbox, Session, WorkersLost, outer_rank
@@ -20,15 +19,12 @@ from pipeline.speedup import publish
 from pipeline.speedup.report import Report
 
 
-def run(
-    path: str, overrides: Sequence[str], *, with_baseline: bool, verbose: bool, stdout: rich.console.Console
-) -> None:
+def run(file: ExperimentFile, *, with_baseline: bool, verbose: bool, stdout: rich.console.Console) -> None:
     """Run an experiment: its baseline, its training, its report.
 
     Raises:
         PipelineError: what went wrong, ready to be shown.
     """
-    file = load(path, overrides)
     plan = make(file, with_baseline=with_baseline)
     if (rank := outer_rank()) is not None:
         _check_outer(plan)
@@ -67,13 +63,12 @@ def make(file: ExperimentFile, *, with_baseline: bool) -> Plan:
         raise file.explain(error.problems) from None
 
 
-def dry_run(path: str, overrides: Sequence[str], *, with_baseline: bool) -> str:
+def dry_run(file: ExperimentFile, *, with_baseline: bool) -> str:
     """The plan in words. Loads the data to count its samples, starts nothing.
 
     Raises:
         PipelineError: as `run`, as far as it can be known before.
     """
-    file = load(path, overrides)
     plan = make(file, with_baseline=with_baseline)
     try:
         train, validation = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)

@@ -6,6 +6,7 @@ Names follow MLflow's own system metrics, so that its UI shows them under "Syste
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -45,7 +46,8 @@ class SystemSampler:
         while not self._stop.wait(INTERVAL_SECONDS if number else 1.0):
             values = dict(_node(received=start.bytes_recv, sent=start.bytes_sent))
             for index, handle in enumerate(handles):
-                values.update(_gpu(index, handle))
+                with suppress(pynvml.NVMLError):  # some GPUs don't tell everything, e.g. those that are shared
+                    values.update(_gpu(index, handle))
             points = tuple(Point(self._prefix + name, number, value) for name, value in values.items())
             self._outbox.event(SystemMetrics(time=time.time(), node=self._node, points=points))
             number += 1

@@ -48,7 +48,7 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox) -> None:
     try:
         with _process_group(trial, rank=rank), SystemSampler(rank, outbox) if samples else nullcontext():
             result = train(trial, rank=rank, outbox=outbox)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # user code may call exit()
         outbox.event(_failed(trial, rank=rank, error=error))
         raise WorkerFailed from error
     if rank.is_first:
@@ -97,7 +97,7 @@ def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
         gc.collect()
 
 
-def _failed(trial: Trial, *, rank: Rank, error: Exception) -> Failed:
+def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     problems = error.problems if isinstance(error, ExperimentError) else ()
     if isinstance(error, ExperimentError | TrainingError):
         message, details = str(error), getattr(error, "details", "")
@@ -108,9 +108,9 @@ def _failed(trial: Trial, *, rank: Rank, error: Exception) -> Failed:
     )
 
 
-def _own_traceback(error: Exception) -> str:
+def _own_traceback(error: BaseException) -> str:
     """The traceback from the first frame that is neither this project's nor torch's, if there is one."""
-    machinery = tuple(str(Path(module.__file__ or "").parent) for module in (pipeline, torch))
+    machinery = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pipeline, torch))
     start = error.__traceback__
     while start is not None and start.tb_frame.f_code.co_filename.startswith(machinery):
         start = start.tb_next

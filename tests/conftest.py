@@ -1,4 +1,4 @@
-"""What all tests share: the leak police, a user's project, the command as users call it, and one session per launcher."""
+"""What all tests share: leak police, a user's project, the command as users call it, a session of each launcher."""
 
 import os
 import shutil
@@ -47,7 +47,9 @@ _SET_FOR_GOOD = (
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = str(os.getpid())
     # torch's elastic agent never closes the log files of its workers.
-    leaked = r"ignore:Exception ignored in. <_io.FileIO name='.*/logs/.*/rank\d+-:pytest.PytestUnraisableExceptionWarning"
+    leaked = (
+        r"ignore:Exception ignored in. <_io.FileIO name='.*/logs/.*/rank\d+-:pytest.PytestUnraisableExceptionWarning"
+    )
     config.addinivalue_line("filterwarnings", leaked)
     config.addinivalue_line("filterwarnings", r"ignore::Warning:ray\.")  # Ray's own, on its first import
 
@@ -67,10 +69,11 @@ class State(NamedTuple):
         handlers = tuple(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         return cls(frozenset(psutil.pids()), variables, threads, handlers)
 
-    def leaks(self) -> list[str]:
+    def leaks(self, *, with_processes: bool = True) -> list[str]:
         """What has changed since. Processes get some time to end, and are killed after that."""
         now = State.now()
-        leaks = [f"process {_shown(process)}" for process in _still_there(now.processes - self.processes)]
+        started = now.processes if with_processes else self.processes
+        leaks = [f"process {process}" for process in _still_there(started, before=self.processes)]
         leaks += [
             f"environment variable {name}: {self.environment.get(name)!r} became {now.environment.get(name)!r}"
             for name in sorted(self.environment.keys() | now.environment.keys())
@@ -86,15 +89,26 @@ class State(NamedTuple):
         return leaks
 
 
-def _still_there(pids: frozenset[int]) -> list[psutil.Process]:
-    ours = [process for pid in pids if (process := _ours(pid)) is not None]
+def _still_there(pids: frozenset[int], *, before: frozenset[int]) -> list[str]:
+    ours = [process for pid in pids - before if (process := _ours(pid)) is not None]
+    # What a fixture of larger scope has started may start more: a cluster its workers.
+    ours = [process for process in ours if not any(_ours(parent.pid) for parent in _parents(process, among=before))]
     _, alive = psutil.wait_procs(ours, timeout=PATIENCE_S)
+    shown = [_shown(process) for process in alive]
     for process in alive:
         process.kill()
-    return alive
+    return shown
+
+
+def _parents(process: psutil.Process, *, among: frozenset[int]) -> list[psutil.Process]:
+    try:
+        return [parent for parent in process.parents() if parent.pid in among]
+    except psutil.Error:
+        return []
 
 
 def _ours(pid: int) -> psutil.Process | None:
+    """The process, if it descends from the tests, lives, and isn't there by design."""
     try:
         process = psutil.Process(pid)
         marked = process.environ().get(MARK) == str(os.getpid())
@@ -112,11 +126,12 @@ def _shown(process: psutil.Process) -> str:
 
 
 @pytest.fixture(autouse=True)
-def leak_police() -> Iterator[None]:
+def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test may leave processes, environment variables, threads, signal handlers or a process group behind."""
     before = State.now()
     yield
-    if leaks := before.leaks():
+    restarts = "server" in request.fixturenames  # the MLflow server of a whole module, which some tests kill and start
+    if leaks := before.leaks(with_processes=not restarts):
         pytest.fail("left behind: " + "; ".join(leaks))
 
 

@@ -3,13 +3,10 @@
 A local Ray is started unless ``parallel.address`` or RAY_ADDRESS names a cluster. One Ray serves all trials of a run.
 """
 
-import logging
 import os
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,20 +21,9 @@ from pipeline.channel import Address, ChannelOutbox, Inbox
 from pipeline.config.schema import Parallel
 from pipeline.contract import Rank, Trial
 from pipeline.errors import ResourceError
-from pipeline.launchers.base import Session, WorkersLost, environment, own_signals
+from pipeline.launchers import _ray_cluster as cluster
+from pipeline.launchers.base import Session, WorkersLost, environment
 from pipeline.resources import Resources
-
-_LOOPBACK = "127.0.0.1"
-_OBJECT_STORE_BYTES = 200_000_000  # events go over the channel and data is loaded by the workers
-_SETTINGS = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the end of a trial waits for this poll
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # would print twice what user code prints
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where relative paths of the experiment mean something
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_worker_prestart": "0",  # would start processes that nobody asked for
-}
 
 
 class Launcher:
@@ -47,11 +33,11 @@ class Launcher:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._address = _cluster_address(session.parallel)
+        self._address = cluster.cluster_address(session.parallel)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(_connected(self._address, verbose=self._session.verbose))
+            stack.enter_context(cluster.connected(self._address, verbose=self._session.verbose))
             self._stack = stack.pop_all()
         return self
 
@@ -61,29 +47,21 @@ class Launcher:
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
         """This machine, or all nodes of the cluster."""
-        here = resources.detect()
-        if (address := _cluster_address(parallel)) is None:
-            return here
-        with _connected(address, verbose=False):
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return Resources(
-            cpus=int(sum(node.get("CPU", 0) for node in nodes)),
-            memory_mb=int(sum(node.get("memory", 0) for node in nodes)) // 2**20,
-            gpus=("GPU",) * int(sum(node.get("GPU", 0) for node in nodes)),
-            node=f"Ray cluster at {address}",
-            nodes=len(nodes),
-        )
+        address = cluster.cluster_address(parallel)
+        return resources.detect() if address is None else cluster.cluster_resources(address)
 
     def launch(self, trial: Trial) -> None:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
-        self._await_room(trial)
-        host = _LOOPBACK if self._address is None else ray.util.get_node_ip_address()
-        with Inbox(host=host, receive=self._session.receive, folder=self._session.folder) as inbox:
+        cluster.await_room(trial)
+        host = cluster.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
+        inbox = Inbox(host=host, receive=self._session.receive, folder=self._session.folder)
+        patience = f"{trial.experiment.parallel.start_timeout_s:g}"
+        with inbox, environment(RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=patience):
             error = _fit(self._trainer(trial, inbox.address))
         if isinstance(error, WorkerGroupError):
             raise WorkersLost({rank: _how(failure) for rank, failure in error.worker_failures.items()})
         if isinstance(error, TrainingFailedError):
-            raise ResourceError(f"Ray could not start {_asked(trial)}: {_first_line(error)}")
+            raise ResourceError(f"Ray could not start {cluster.asked_for(trial)}: {cluster.first_line(error)}")
         if error is not None:
             raise error
 
@@ -100,7 +78,9 @@ class Launcher:
                 backend="nccl" if trial.device == "cuda" else "gloo", timeout_s=int(parallel.timeout_s)
             ),
             scaling_config=ScalingConfig(
-                num_workers=trial.workers, use_gpu=trial.device == "cuda", resources_per_worker=_per_worker(trial)
+                num_workers=trial.workers,
+                use_gpu=trial.device == "cuda",
+                resources_per_worker=cluster.per_worker(trial),
             ),
             run_config=RunConfig(
                 name=trial.name,
@@ -108,25 +88,6 @@ class Launcher:
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
         )
-
-    def _await_room(self, trial: Trial) -> None:
-        """Wait until the workers fit. Ray itself would wait for ever, with a traceback a minute.
-
-        Raises:
-            ResourceError: the cluster is too small, or not free within ``parallel.start_timeout_s``.
-        """
-        asked = {name: amount * trial.workers for name, amount in _per_worker(trial).items()}
-        if not _covers(ray.cluster_resources(), asked):
-            raise ResourceError(f"asked for {_asked(trial)}; the Ray cluster has {_amounts(ray.cluster_resources())}")
-        deadline = time.monotonic() + trial.experiment.parallel.start_timeout_s
-        while not _covers(ray.available_resources(), asked):
-            if time.monotonic() > deadline:
-                raise ResourceError(
-                    f"asked for {_asked(trial)}; the Ray cluster has {_amounts(ray.cluster_resources())}, of which "
-                    f"{_amounts(ray.available_resources())} came free within parallel.start_timeout_s, "
-                    f"{trial.experiment.parallel.start_timeout_s:g} s"
-                )
-            time.sleep(0.2)
 
 
 def _work(config: dict[str, Any]) -> None:
@@ -156,40 +117,6 @@ def _redirect_output(folder: Path, *, rank: Rank) -> None:
                 os.dup2(file.fileno(), 1 if name == "stdout" else 2)
 
 
-@contextmanager
-def _connected(address: str | None, *, verbose: bool) -> Iterator[None]:
-    """A local Ray that listens on loopback only, or a cluster that was there before.
-
-    Raises:
-        ResourceError: there is no cluster at that address.
-    """
-    local: dict[str, Any] = {
-        "address": "local",
-        "include_dashboard": False,
-        "num_cpus": resources.detect().cpus,
-        "object_store_memory": _OBJECT_STORE_BYTES,
-        "_node_ip_address": _LOOPBACK,
-    }
-    level = logging.INFO if verbose else logging.ERROR
-    logging.getLogger("ray").setLevel(level)
-    # Ray turns its token authentication on and redirects breakpoint(), both by setting variables in this process.
-    with environment(**_SETTINGS, RAY_AUTH_MODE=None, PYTHONBREAKPOINT=None), own_signals():
-        try:
-            ray.init(
-                **(local if address is None else {"address": address}),
-                log_to_driver=verbose,
-                logging_level=level,
-                configure_logging=verbose,
-            )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            where = "a local Ray could not be started" if address is None else f"no Ray cluster answers at {address}"
-            raise ResourceError(f"{where}: {_first_line(error)}") from error
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
 def _fit(trainer: TorchTrainer) -> BaseException | None:
     """Run the trainer; returns its error.
 
@@ -209,34 +136,7 @@ def _fit(trainer: TorchTrainer) -> BaseException | None:
     return errors[0] if errors else None
 
 
-def _cluster_address(parallel: Parallel) -> str | None:
-    return parallel.address or os.environ.get("RAY_ADDRESS") or None
-
-
-def _per_worker(trial: Trial) -> dict[str, float]:
-    amounts: dict[str, float] = {"CPU": trial.cpus_per_worker}
-    if trial.device == "cuda":
-        amounts["GPU"] = trial.devices_per_worker
-    return amounts
-
-
-def _covers(there: Mapping[str, float], asked: Mapping[str, float]) -> bool:
-    return all(there.get(name, 0) >= amount for name, amount in asked.items())
-
-
-def _asked(trial: Trial) -> str:
-    return f"{trial.workers} workers with {_amounts(_per_worker(trial))} each"
-
-
-def _amounts(amounts: Mapping[str, float]) -> str:
-    return ", ".join(f"{amounts.get(name, 0):g} {name}" for name in ("CPU", "GPU") if name in amounts) or "no CPU"
-
-
 def _how(failure: BaseException) -> str:
     if isinstance(getattr(failure, "health_check_failure", None), RayActorError):  # Ray doesn't know more
         return "its process was killed (out of memory?) or crashed"
-    return f"{type(failure).__name__}: {_first_line(failure)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{type(failure).__name__}: {cluster.first_line(failure)}"

@@ -4,6 +4,7 @@ A run that is itself started by ``torchrun`` doesn't start processes of its own:
 then driver and worker, the others are only workers.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -51,6 +52,10 @@ class Launcher:
             with suppress(worker.WorkerFailed):  # it has been reported
                 worker.run(trial, rank=rank, outbox=DirectOutbox(self._session))
             return
+        # What it would say on stderr about a failed rank, the rank and the driver say better.
+        logging.getLogger("torch.distributed.elastic").setLevel(
+            logging.INFO if self._session.verbose else logging.CRITICAL
+        )
         folder = self._session.folder / "trials"
         folder.mkdir(exist_ok=True)
         assignment, channel = folder / f"{trial.name}.json", folder / f"{trial.name}.channel"
@@ -67,7 +72,7 @@ class Launcher:
                 launch = elastic_launch(self._config(trial), entrypoint=sys.executable)
                 launch("-m", "pipeline.worker", str(assignment), "--channel", str(channel))
         except ChildFailedError as error:
-            raise WorkersLost({rank: _how(failure.exitcode) for rank, failure in error.failures.items()}) from None
+            raise WorkersLost(_losses(error)) from None
         except SignalException as error:
             raise (KeyboardInterrupt if error.sigval is signal.SIGINT else Terminated) from None
         finally:
@@ -110,6 +115,13 @@ class _RankLogs(LogsSpecs):
 def _write_secret(path: "os.PathLike[str]", address: Address) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(address.model_dump_json())
+
+
+def _losses(error: ChildFailedError) -> dict[int, str]:
+    """How ranks ended, without those that the agent itself ended with SIGTERM because of another one."""
+    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
+    return {rank: _how(code) for rank, code in own.items()}
 
 
 def _how(exit_code: int) -> str:

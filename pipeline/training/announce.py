@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from pipeline.contract import ArtifactSaved, FirstStep, ModelSaved, Outbox
 from pipeline.training.loader import to_device
-from pipeline.training.order import Draw
 from pipeline.training.setup import Setup
 
 T = TypeVar("T")
@@ -68,13 +67,12 @@ def model(setup: Setup, outbox: Outbox) -> None:
 
 def _example(setup: Setup) -> torch.Tensor | None:
     """The inputs of two training samples; None for batches whose inputs are not a single tensor."""
-    count = min(2, setup.order.samples)
-    for _, batch in setup.train_loader.batches([Draw(0, list(range(count)), weight=1.0, is_last=True)]):
-        inputs = batch[0] if isinstance(batch, tuple | list) and batch else None
-        if isinstance(inputs, torch.Tensor):
-            moved: torch.Tensor = to_device(inputs, device=torch.device("cpu"), dtype=setup.input_dtype)
-            return moved
-    return None
+    batch = setup.train_loader.read(list(range(min(2, setup.order.samples))))
+    inputs = batch[0] if isinstance(batch, tuple | list) and batch else None
+    if not isinstance(inputs, torch.Tensor):
+        return None
+    moved: torch.Tensor = to_device(inputs, device=torch.device("cpu"), dtype=setup.input_dtype)
+    return moved
 
 
 def _device_name(setup: Setup) -> str:

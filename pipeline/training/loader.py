@@ -25,9 +25,10 @@ class BatchLoader:
         self, dataset: Dataset[Any], *, options: Loader, collate: Collate | None, seed: int, device: torch.device
     ) -> None:
         self._served = _Replay()
+        self._fetcher = _fetcher(dataset, collate=collate, seed=seed)
         workers = options.num_workers
         self._loader: DataLoader[Any] = DataLoader(
-            _fetcher(dataset, collate=collate, seed=seed),
+            self._fetcher,
             batch_sampler=cast(Any, self._served),  # torch wants index lists, but only hands on what it is given
             collate_fn=_as_is,
             num_workers=workers,
@@ -46,9 +47,11 @@ class BatchLoader:
         """
         self._served.draws = list(draws)
         for draw, batch in zip(self._served.draws, self._loader, strict=True):
-            if isinstance(batch, _Unusable):
-                raise batch.errors.pop()
-            yield draw, batch
+            yield draw, _usable(batch)
+
+    def read(self, indices: list[int]) -> Any:
+        """A few samples as one batch, on the CPU, read in this process as in epoch 0; raises as `batches` does."""
+        return _usable(self._fetcher.__getitems__(Draw(0, indices, weight=1.0, is_last=True)))
 
 
 class _Replay:
@@ -75,11 +78,17 @@ class _Unusable:
         self.errors: list[ExperimentError | TrainingError] = [error]  # popped when raised: see `_Replay` on cycles
 
 
+def _usable(batch: Any) -> Any:
+    if isinstance(batch, _Unusable):
+        raise batch.errors.pop()
+    return batch
+
+
 def _as_is(batch: Any) -> Any:
     return batch
 
 
-def _fetcher(dataset: Dataset[Any], *, collate: Collate | None, seed: int) -> Dataset[Any]:
+def _fetcher(dataset: Dataset[Any], *, collate: Collate | None, seed: int) -> "_Rows | _Samples":
     if type(dataset) is TensorDataset and collate is None:
         return _Rows(dataset.tensors)
     return _Samples(dataset, collate=collate, seed=seed)
@@ -116,8 +125,7 @@ class _Samples(Dataset[Any]):
                     samples.append(self._dataset[index])
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
                     return _Unusable(_failed(f"sample {index} of the data can't be read", error))
-            _seed_all(mix(self._seed, draw.epoch, *draw.indices))
-            return self._batch(draw.indices, samples)
+            return self._batch(draw.indices, samples)  # random numbers of a collate follow the last sample's
 
     def _batch(self, indices: list[int], samples: list[Any]) -> Any:
         try:

@@ -78,7 +78,7 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int) -> tuple[Tensor, 
     clipping if it is clipped, and the learning rate.
     """
     # Dropout and the like draw from here: the same in a resumed step, different on each rank.
-    torch.manual_seed(mix(setup.experiment.seed, 3, step, setup.rank.rank))
+    _seed(mix(setup.experiment.seed, 3, step, setup.rank.rank), device=setup.device)
     total = torch.zeros((), device=setup.device, dtype=setup.input_dtype)
     for draw, batch in stream:
         # All micro-batches but the last keep their gradients to themselves: one exchange a step, not one each.
@@ -90,8 +90,10 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int) -> tuple[Tensor, 
         if draw.is_last:
             break
     norm = _clip(setup)
+    scale = setup.scaler.get_scale()
     rate = _step_optimizer(setup, step=step)
-    if setup.scheduler is not None and setup.experiment.train.scheduler_interval == "step":
+    skipped = setup.scaler.get_scale() < scale  # fp16: gradients overflowed, so the optimizer did nothing
+    if setup.scheduler is not None and setup.experiment.train.scheduler_interval == "step" and not skipped:
         setup.scheduler.step()
     return total, norm, rate
 
@@ -121,6 +123,13 @@ def end_epoch(setup: Setup, *, epoch: int, meter: Meter) -> None:
             setup.scheduler.step()
         elif values:
             setup.scheduler.step(values["validation/loss"])
+
+
+def _seed(seed: int, *, device: torch.device) -> None:
+    """As torch.manual_seed, which formats a stack trace for each kind of device that is not there."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(seed)
 
 
 def _clip(setup: Setup) -> Tensor | None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -149,6 +150,7 @@ def build(trial: Trial, *, rank: Rank) -> Setup:
     def loader(dataset: Any) -> BatchLoader:
         return BatchLoader(dataset, options=experiment.loader, collate=collate, seed=experiment.seed, device=device)
 
+    train_loader = loader(train_set)
     model = _model(create, experiment, device=device)
     strategy = _strategy(trial, device=device, rank=rank)
     wrapped = strategy.wrap(model)
@@ -158,7 +160,7 @@ def build(trial: Trial, *, rank: Rank) -> Setup:
         rank=rank,
         device=device,
         order=order,
-        train_loader=loader(train_set),
+        train_loader=train_loader,
         validation_loader=loader(validation_set) if validation_set is not None else None,
         validation_samples=validation_samples,
         model=model,
@@ -167,9 +169,9 @@ def build(trial: Trial, *, rank: Rank) -> Setup:
         task=_task(create, experiment, device=device),
         metrics=_metrics(create, experiment).to(device),
         optimizer=optimizer,
-        scheduler=_scheduler(create, experiment, optimizer=optimizer),
+        scheduler=_scheduler(create, experiment, optimizer=optimizer, validates=validation_set is not None),
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
-        data_digest=_digest(experiment, samples, validation_samples, train_set[0]),
+        data_digest=_digest(experiment, samples, validation_samples, train_loader.read([0])),
     )
 
 
@@ -244,7 +246,7 @@ def _optimizer(create: Create, experiment: Experiment, *, model: nn.Module) -> O
     return optimizer
 
 
-def _scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer) -> LRScheduler | None:
+def _scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, validates: bool) -> LRScheduler | None:
     if experiment.scheduler is None:
         return None
     scheduler = create(experiment.scheduler, optimizer, key="scheduler")
@@ -253,6 +255,10 @@ def _scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer) 
     if isinstance(scheduler, ReduceLROnPlateau) and experiment.train.scheduler_interval == "step":
         raise ExperimentError.of(
             "scheduler", "ReduceLROnPlateau follows the validation loss; write train.scheduler_interval: epoch"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau) and not validates:
+        raise ExperimentError.of(
+            "scheduler", "ReduceLROnPlateau follows the validation loss, but there is no validation set; use another"
         )
     return scheduler
 
@@ -277,5 +283,6 @@ def warmup_factor(scaling: LearningRateScaling, *, step: int, global_batch_size:
 
 def _digest(experiment: Experiment, train_samples: int, validation_samples: int, first: Any) -> str:
     """Tells data sets apart without reading them whole: declaration, sizes and the first sample."""
-    parts = (experiment.data.model_dump_json(), train_samples, validation_samples, first)
+    values = apply_to_collection(first, torch.Tensor, torch.Tensor.tolist)  # the text of large tensors is shortened
+    parts = (experiment.data.model_dump_json(), train_samples, validation_samples, values)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import toys
 from torch.utils.data import Dataset, TensorDataset
 
-import toys
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.loader import BatchLoader, length, to_device
@@ -193,7 +193,8 @@ def test_an_unreadable_sample_is_named_with_its_traceback(workers: int) -> None:
     assert isinstance(error, TrainingError)
     assert str(error) == "sample 6 of the data can't be read: OSError: no such image"
     first = error.details.splitlines()[1]
-    assert "toys.py" in first and "in __getitem__" in first
+    assert "toys.py" in first
+    assert "in __getitem__" in first
     assert error.details.endswith("OSError: no such image\n")
 
 

@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 
 from pipeline.training.order import Draw, Order, evaluation_draws, mix
 
-orders = st.builds(
-    Order, samples=st.integers(1, 70), global_batch_size=st.integers(1, 20), seed=st.integers(0, 2**40)
-)
+orders = st.builds(Order, samples=st.integers(1, 70), global_batch_size=st.integers(1, 20), seed=st.integers(0, 2**40))
 epochs = st.integers(0, 5)
 world_sizes = st.integers(1, 7)
 micro = st.integers(1, 5)

@@ -115,7 +115,7 @@ class Noisy(Plain):
     """Adds noise of three generators to each sample: torch's, Python's and NumPy's."""
 
     def __getitem__(self, index: int) -> Any:
-        noise = torch.rand(2).tolist() + [random.random(), np.random.rand()]
+        noise = [*torch.rand(2).tolist(), random.random(), np.random.rand()]
         return torch.tensor([index, *noise], dtype=torch.float64)
 
 
@@ -221,18 +221,28 @@ def accuracy_function() -> Any:
     return lambda outputs, targets: 1.0
 
 
-class Largest(Metric):
-    """The largest target, by class of its own: not a mean, so that batches can't be averaged."""
+class DrawsInEvaluation(BrokenModel):
+    """Draws random numbers where dropout doesn't."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            torch.rand(1)
+        outputs: Tensor = self.layer(nn.functional.dropout(inputs, training=self.training))
+        return outputs
+
+
+class Count(Metric):
+    """How many samples it has seen."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("largest", default=torch.tensor(float("-inf"), dtype=torch.float64), dist_reduce_fx="max")
+        self.add_state("seen", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.largest = torch.maximum(self.largest, targets.max())
+        self.seen += len(targets)
 
     def compute(self) -> Tensor:
-        return self.largest
+        return self.seen
 
 
 def collate_by_padding() -> Any:
@@ -251,3 +261,28 @@ def noisy_collate() -> Any:
         return torch.stack(samples), torch.rand(1), random.random()
 
     return collate
+
+
+class Stretched:
+    """Takes anything and is nothing in particular."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+
+def picture(dot: int) -> tuple[Dataset[Any], None]:
+    """Large samples that differ in the middle only, where the text of a tensor says "..."."""
+    images = torch.zeros(4, 3 * 1000)
+    images[:, 1500] = dot
+    return TensorDataset(images, torch.zeros(4, 1)), None
+
+
+def named() -> tuple[Dataset[Any], None]:
+    """Samples that are mappings."""
+    return Plain([{"x": torch.ones(3), "y": torch.ones(1)}] * 8), None
+
+
+class NamedTask:
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        outputs = model(batch["x"])
+        return StepOutput((outputs - batch["y"]).pow(2).mean(), outputs, batch["y"])

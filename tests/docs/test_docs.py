@@ -1,0 +1,80 @@
+"""The README and the experiment files say what is true."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
+
+
+def command(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "pipeline", *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_readme_is_short_and_opens_with_a_command():
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    assert lines.index("```bash") < 10
+
+
+def test_every_command_is_in_the_readme():
+    names = re.findall(r"^│ (\w+) ", command("--help"), re.MULTILINE)
+    assert {"run", "check", "ui", "sync", "schema"} <= set(names)
+    assert [name for name in names if f"`pipeline {name}" not in README] == []
+
+
+def test_every_make_target_of_the_readme_exists():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"make ([a-z-]+)\b", " ".join(re.findall(r"`([^`]+)`", README))) + ["run"]
+    assert set(named) <= set(targets)
+
+
+def test_every_linked_file_exists():
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("http")]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_experiment_is_in_the_readme():
+    assert [path.name for path in EXPERIMENTS if path.name not in README] == []
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_experiment_opens_with_its_command(path):
+    assert path.read_text().splitlines()[0] == f"# pipeline run experiments/{path.name}"
+
+
+def test_readme_error_is_the_real_one(tmp_path):
+    shown = re.search(r"experiments/resnet.yaml:(\d+): (train\.batchsize: .+)", README)
+    assert shown
+    broken = tmp_path / "resnet.yaml"
+    text = (ROOT / "experiments" / "resnet.yaml").read_text().replace("global_batch_size: 128", "batchsize: 128")
+    broken.write_text(text)
+    done = subprocess.run([sys.executable, "-m", "pipeline", "check", broken], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"{broken}:{shown[1]}: {shown[2]}" in done.stderr
+
+
+def test_readme_yaml_is_a_valid_experiment(tmp_path):
+    text = re.search(r"```yaml\n(# experiments/resnet.yaml.*?)```", README, re.DOTALL)
+    assert text
+    file = tmp_path / "short.yaml"
+    file.write_text(text[1])
+    assert "ok" in command("check", str(file))
+
+
+def test_every_dependency_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    names = {re.split(r"[\[<>=]", name)[0].lower().replace("_", "-") for name in wanted}
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].lower().replace("_", "-") for line in pins if "==" in line}
+    assert names - pinned == set()
+    assert "torch==2.13.0" in pins

@@ -1,0 +1,154 @@
+"""A run joins a Ray cluster that is there already, and leaves it as it was."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline.contract import Finished, RunClosed, Started
+from pipeline.recording import journal
+
+pytestmark = pytest.mark.slow
+
+RAY = Path(sys.executable).with_name("ray")
+MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+CPUS = 2
+
+
+class Cluster:
+    """The head node of a cluster, all of it in one process tree of ours."""
+
+    def __init__(self, folder: Path) -> None:
+        with closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.environment = {
+            **os.environ,
+            "RAY_AUTH_MODE": "disabled",  # else head and driver need the same token in the home directory
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self.environment.pop("RAY_ADDRESS", None)
+        line = [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+        line += [f"--port={self.address.partition(':')[2]}", f"--num-cpus={CPUS}", f"--temp-dir={folder}"]
+        self.process = subprocess.Popen(
+            [*line, "--object-store-memory=100000000"],
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def answers(self) -> bool:
+        health = [RAY, "health-check", "--address", self.address]
+        return subprocess.run(health, env=self.environment, capture_output=True, check=False).returncode == 0
+
+    def processes(self) -> set[psutil.Process]:
+        """Those of the cluster itself: not the workers that come and go."""
+        everyone = psutil.Process(self.process.pid).children(recursive=True)
+        return {process for process in everyone if process.name() in ("gcs_server", "raylet")}
+
+    def stop(self) -> None:
+        head = psutil.Process(self.process.pid)
+        everyone = [head, *head.children(recursive=True)]
+        for process in everyone:
+            process.terminate()
+        _, alive = psutil.wait_procs(everyone, timeout=5)
+        for process in alive:
+            process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # a socket's path must be short
+    cluster = Cluster(folder)
+    try:
+        deadline = time.monotonic() + 60
+        while not cluster.answers():
+            assert time.monotonic() < deadline, "the cluster doesn't answer"
+            assert cluster.process.poll() is None, "the cluster has ended"
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def run(
+    cluster: Cluster, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> Callable[..., tuple[int, str, str]]:
+    """``pipeline run`` on the experiment; exit code and what it printed."""
+
+    def go(*overrides: str) -> tuple[int, str, str]:
+        process = start(
+            *("run", MLP, "--no-baseline", "parallel.launcher=ray", "train.epochs=1", "tracking.log_model=false"),
+            *overrides,
+            cwd=tmp_path,
+            env=cluster.environment,
+        )
+        stdout, stderr = process.communicate(timeout=150)
+        return process.returncode, stdout, stderr
+
+    return go
+
+
+def test_a_run_joins_it_and_leaves_it_alive(cluster: Cluster, run: Any, tmp_path: Path) -> None:
+    before = cluster.processes()
+
+    code, stdout, stderr = run(f"parallel.address={cluster.address}")
+
+    assert code == 0, stdout + stderr
+    assert stderr == ""
+    (folder,) = (tmp_path / "runs").iterdir()
+    events = list(journal.read(folder / journal.FILE_NAME))
+    assert len(next(event for event in events if isinstance(event, Started)).devices) == CPUS
+    assert [event.result.steps for event in events if isinstance(event, Finished)] == [23]
+    assert isinstance(events[-1], RunClosed)
+    assert events[-1].status == "FINISHED"
+    assert cluster.answers()
+    assert len(before) == 2
+    assert cluster.processes() == before
+
+
+def test_a_cluster_that_is_too_small_is_refused(cluster: Cluster, run: Any, tmp_path: Path) -> None:
+    code, _, stderr = run(f"parallel.address={cluster.address}", "parallel.workers=3")
+
+    assert code == 3
+    assert "3 workers" in stderr
+    assert cluster.address in stderr
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "runs").exists()
+    assert cluster.answers()
+
+
+def test_no_cluster_at_the_address_is_refused(run: Any, tmp_path: Path) -> None:
+    """Within the 150 seconds that `run` waits."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        code, _, stderr = run(f"parallel.address={address}")  # bound, but nobody listens
+
+    assert code == 3
+    assert f"no Ray cluster answers at {address}" in stderr
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_environment_names_the_cluster_too(cluster: Cluster, run: Any) -> None:
+    cluster.environment["RAY_ADDRESS"] = cluster.address
+    try:
+        code, _, stderr = run("parallel.workers=3")
+    finally:
+        del cluster.environment["RAY_ADDRESS"]
+
+    assert code == 3
+    assert cluster.address in stderr

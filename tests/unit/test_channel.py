@@ -1,0 +1,230 @@
+"""Events and files between processes: all of them, in order, from nobody else, and no worker without its driver."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import pytest
+
+from pipeline.channel import Address, ChannelOutbox, Inbox, inside
+from pipeline.contract import AnyEvent, Metrics, Point, Warned
+
+DRIVER = """
+import sys
+from pathlib import Path
+from pipeline.channel import Inbox
+
+with Inbox(host="127.0.0.1", receive=lambda event: print(event.message, flush=True), folder=Path(sys.argv[1])) as inbox:
+    print(inbox.address.model_dump_json(), flush=True)
+    sys.stdin.read()
+"""
+
+WORKER = """
+import sys, threading
+from pipeline.channel import Address, ChannelOutbox
+from pipeline.contract import Warned
+
+with ChannelOutbox(Address.model_validate_json(sys.argv[1])) as outbox:
+    outbox.event(Warned(time=0, message="training"))
+    if sys.argv[2] == "busy":
+        while True:
+            pass
+    threading.Event().wait()
+"""
+
+
+class Driver:
+    """An inbox and what it has received."""
+
+    def __init__(self, folder: Path) -> None:
+        self.events: list[AnyEvent] = []
+        self.folder = folder
+        self.inbox = Inbox(host="127.0.0.1", receive=self.events.append, folder=folder)
+
+    @property
+    def messages(self) -> list[str]:
+        return [event.message for event in self.events if isinstance(event, Warned)]
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    driver = Driver(tmp_path)
+    with driver.inbox:
+        yield driver
+
+
+def warned(message: object) -> Warned:
+    return Warned(time=0.0, message=str(message))
+
+
+def test_all_events_arrive_in_order_before_the_worker_has_hung_up(driver: Driver) -> None:
+    sent = [warned(number) for number in range(2000)]
+    with ChannelOutbox(driver.inbox.address) as outbox:
+        for event in sent:
+            outbox.event(event)
+    assert driver.events == sent
+    # A process that goes on, such as Ray's, has hung up all the same.
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("outbox")]
+
+
+def test_what_is_no_number_arrives(driver: Driver) -> None:
+    with ChannelOutbox(driver.inbox.address) as outbox:
+        outbox.event(Metrics(time=0.0, step=1, epoch=1, points=(Point("a", 1, float("inf")), Point("b", 1, 1e-300))))
+    (event,) = driver.events
+    assert isinstance(event, Metrics)
+    assert event.points == (Point("a", 1, float("inf")), Point("b", 1, 1e-300))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**22 - 1, 2**22, 2**22 + 1, 2 * 2**22 + 7])
+def test_files_of_any_size_arrive_between_events(driver: Driver, tmp_path: Path, size: int) -> None:
+    content = secrets.token_bytes(size)
+    source = tmp_path / "source"
+    source.write_bytes(content)
+    with ChannelOutbox(driver.inbox.address) as outbox:
+        outbox.event(warned("before"))
+        outbox.file(source, "model/weights.pt")
+        source.unlink()  # it has been sent
+        outbox.event(warned("after"))
+
+    assert (driver.folder / "model" / "weights.pt").read_bytes() == content
+    assert driver.messages == ["before", "after"]
+    assert not list(driver.folder.rglob("*.partial"))
+
+
+def test_a_file_replaces_an_older_one(driver: Driver, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    with ChannelOutbox(driver.inbox.address) as outbox:
+        for content in ("a long first version", "second"):
+            source.write_text(content)
+            outbox.file(source, "report.txt")
+    assert (driver.folder / "report.txt").read_text() == "second"
+
+
+def test_a_file_that_is_not_there_is_the_senders_error(driver: Driver, tmp_path: Path) -> None:
+    with ChannelOutbox(driver.inbox.address) as outbox:
+        with pytest.raises(FileNotFoundError):
+            outbox.file(tmp_path / "missing", "model.pt")
+        outbox.event(warned("still there"))
+    assert driver.messages == ["still there"]
+
+
+def test_many_workers_at_once(driver: Driver) -> None:
+    def work(rank: int) -> None:
+        with ChannelOutbox(driver.inbox.address) as outbox:
+            for number in range(100):
+                outbox.event(warned(f"{rank} {number}"))
+
+    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for rank in range(8):
+        assert [m for m in driver.messages if m.startswith(f"{rank} ")] == [f"{rank} {n}" for n in range(100)]
+    assert len(driver.messages) == 800
+
+
+def test_leaving_the_block_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
+    slow: list[AnyEvent] = []
+    go = threading.Event()
+
+    def receive(event: AnyEvent) -> None:
+        go.wait()
+        slow.append(event)
+
+    with Inbox(host="127.0.0.1", receive=receive, folder=tmp_path) as inbox:
+        outbox = ChannelOutbox(inbox.address)
+        for number in range(50):
+            outbox.event(warned(number))
+        closing = threading.Thread(target=outbox.close)
+        closing.start()
+        go.set()
+    closing.join()
+    assert len(slow) == 50
+
+
+def test_strangers_do_not_disturb(driver: Driver) -> None:
+    """Neither one with a wrong key, nor one that talks nonsense, nor one that connects and says nothing."""
+    at = (driver.inbox.address.host, driver.inbox.address.port)
+    with socket.create_connection(at), socket.create_connection(at) as talking:
+        talking.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises(AuthenticationError):
+            Client(at, authkey=b"wrong")
+        with pytest.raises(AuthenticationError):
+            ChannelOutbox(Address(host=at[0], port=at[1], key=secrets.token_hex(32)))
+        with ChannelOutbox(driver.inbox.address) as outbox:
+            outbox.event(warned("known"))
+    assert driver.messages == ["known"]
+
+
+def test_each_inbox_has_a_key_of_its_own(tmp_path: Path) -> None:
+    with Driver(tmp_path).inbox as one, Driver(tmp_path).inbox as other:
+        assert one.address.key != other.address.key
+        assert len(one.address.key) >= 32
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "model/../../outside"])
+def test_a_name_that_leads_outside_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="is not inside"):
+        inside(folder, name)
+    assert inside(folder, "model/weights.pt") == folder / "model" / "weights.pt"
+
+
+def test_a_link_does_not_lead_outside(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="is not inside"):
+        inside(folder, "link/outside")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the reader's, which is the point
+def test_a_worker_that_sends_a_file_outside_is_hung_up_on(driver: Driver, tmp_path: Path) -> None:
+    at, key = (driver.inbox.address.host, driver.inbox.address.port), driver.inbox.address.key
+    with Client(at, authkey=key.encode()) as connection:
+        connection.send_bytes(b"f../outside")
+        with pytest.raises((EOFError, ConnectionError)):
+            connection.recv_bytes()
+    assert not (driver.folder.parent / "outside").exists()
+    assert not list(driver.folder.parent.glob("*.partial"))
+
+
+def test_a_worker_that_dies_in_a_file_leaves_no_half_file(driver: Driver) -> None:
+    at, key = (driver.inbox.address.host, driver.inbox.address.port), driver.inbox.address.key
+    with Client(at, authkey=key.encode()) as connection:
+        connection.send_bytes(b"fmodel.pt")
+        connection.send_bytes(b"chalf")
+    with ChannelOutbox(driver.inbox.address) as outbox:
+        outbox.event(warned("another"))
+    driver.inbox.__exit__(None, None, None)
+    assert not (driver.folder / "model.pt").exists()
+    assert driver.messages == ["another"]
+
+
+@pytest.mark.parametrize("state", ["busy", "waiting"])
+def test_a_worker_whose_driver_is_killed_ends_itself(tmp_path: Path, state: str) -> None:
+    def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
+        line = [sys.executable, "-c", code, *arguments]
+        return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with start(DRIVER, str(tmp_path)) as driver:
+        assert driver.stdout is not None
+        address = driver.stdout.readline()
+        with start(WORKER, address, state) as worker:
+            assert driver.stdout.readline() == "training\n"
+            assert worker.poll() is None
+            os.kill(driver.pid, signal.SIGKILL)
+            try:
+                assert worker.wait(timeout=30) == 1
+            finally:
+                worker.kill()

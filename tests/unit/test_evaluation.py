@@ -1,0 +1,100 @@
+"""Validation counts each sample once, and neither it nor the probe changes what was trained."""
+
+import math
+
+import pytest
+import torch
+import toys
+from torchmetrics.classification import MulticlassF1Score
+
+from pipeline.contract import Rank
+from pipeline.training.evaluation import evaluate
+from pipeline.training.probe import probe
+from pipeline.training.setup import build
+
+
+def test_the_validation_loss_is_the_mean_over_all_samples() -> None:
+    """10 samples in batches of 8 and 2, which a mean of means would get wrong."""
+    setup = build(toys.trial(), rank=Rank())
+    data = setup.experiment.data
+    assert data.target == "toys.regression"
+    inputs, targets = (tensor.double() for tensor in toys.regression()[1].tensors)  # type: ignore[union-attr]
+    with torch.no_grad():
+        by_hand = [float((setup.model(x) - y) ** 2) for x, y in zip(inputs, targets, strict=True)]
+
+    assert evaluate(setup)["validation/loss"] == pytest.approx(math.fsum(by_hand) / 10, rel=1e-12)
+
+
+def test_metrics_are_those_of_the_whole_set() -> None:
+    setup = build(
+        toys.trial(
+            model={"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
+            data={"_target_": "toys.classification"},
+            loss={"_target_": "torch.nn.CrossEntropyLoss"},
+            metrics={
+                "f1": {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": 3},
+                "each": {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": 3,
+                         "average": "none"},
+            },
+            train={"global_batch_size": 4},
+        ), rank=Rank(),
+    )  # fmt: skip
+    inputs, targets = toys.classification()[1].tensors  # type: ignore[attr-defined]
+    outputs = setup.model(inputs.double())
+    whole = MulticlassF1Score(num_classes=3)(outputs, targets).item()
+    each = MulticlassF1Score(num_classes=3, average="none")(outputs, targets).tolist()
+
+    values = evaluate(setup)
+    assert values["validation/f1"] == pytest.approx(whole, rel=1e-6)
+    assert [values[f"validation/each_{i}"] for i in range(3)] == pytest.approx(each, rel=1e-6)
+
+
+def test_metrics_see_each_sample_once_each_time() -> None:
+    setup = build(toys.trial(metrics={"count": {"_target_": "toys.Count"}}), rank=Rank())
+    assert [evaluate(setup)["validation/count"] for _ in range(2)] == [10.0, 10.0]
+
+
+def test_evaluation_neither_trains_nor_drops_out() -> None:
+    setup = build(toys.trial(model={"_target_": "toys.dropout_net"}), rank=Rank())
+    before = {name: value.clone() for name, value in setup.model.state_dict().items()}
+
+    assert evaluate(setup) == evaluate(setup)
+    assert all(torch.equal(value, before[name]) for name, value in setup.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in setup.model.parameters())
+    assert setup.wrapped.training
+
+
+def test_evaluation_does_not_move_batch_statistics() -> None:
+    setup = build(toys.trial(model={"_target_": "toys.batch_norm_net"}), rank=Rank())
+    before = [buffer.clone() for buffer in setup.model.buffers()]
+    evaluate(setup)
+    assert all(torch.equal(a, b) for a, b in zip(before, setup.model.buffers(), strict=True))
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [3, 6, 9, 12, 15]), (2, [6, 12, 15]), (9, [15])])
+def test_evaluation_comes_every_so_often_and_at_the_end(every: int, steps: list[int]) -> None:
+    _, outbox = toys.trained(train={"epochs": 5, "evaluate_every_epochs": every})
+    assert [point.step for point in outbox.points("validation/loss")] == steps
+
+
+def test_training_without_a_validation_set() -> None:
+    result, outbox = toys.trained(data={"_target_": "toys.regression", "validation": 0})
+    assert not outbox.points("validation/loss")
+    assert "validation/loss" not in result.metrics
+
+
+# The probe
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_probing_leaves_weights_and_buffers_alone(parts: int) -> None:
+    trial = toys.trial(model={"_target_": "toys.batch_norm_net"}, train={"gradient_accumulation": parts})
+    setup = build(trial, rank=Rank())
+    before = {name: value.clone() for name, value in setup.model.state_dict().items()}
+    waits = probe(setup, step_ms=1e6)
+
+    assert all(torch.equal(value, before[name]) for name, value in setup.model.state_dict().items())
+    assert "1.num_batches_tracked" in before
+    assert all(parameter.grad is None for parameter in setup.model.parameters())
+    assert waits.exposed_communication_ms is None
+    assert waits.data_wait_ms >= 0

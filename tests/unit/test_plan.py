@@ -1,0 +1,218 @@
+"""Who runs where: pure decisions from an experiment and a machine."""
+
+from typing import Any
+
+import pytest
+import toys
+
+from pipeline.contract import Trial
+from pipeline.errors import ExperimentError, ResourceError
+from pipeline.plan import Plan, describe, make_plan
+from pipeline.resources import Resources
+
+LAPTOP = Resources(cpus=8, memory_mb=16384, node="laptop")
+SERVER = Resources(cpus=32, memory_mb=262144, gpus=("H200",) * 4, node="server")
+
+
+def plan(resources: Resources = LAPTOP, *, baseline: bool = True, **sections: Any) -> Plan:
+    return make_plan(toys.experiment(**sections), resources, allowed=("toys",), with_baseline=baseline)
+
+
+def ddp(workers: int, **more: Any) -> dict[str, Any]:
+    return {"strategy": "ddp", "launcher": "torchrun", "workers": workers, **more}
+
+
+def shape(trial: Trial) -> tuple[str, str, int, int, int]:
+    return trial.role, trial.strategy, trial.workers, trial.devices_per_worker, trial.cpus_per_worker
+
+
+def test_one_process_is_its_own_baseline() -> None:
+    made = plan()
+    assert [shape(trial) for trial in made.trials] == [("main", "single", 1, 0, 8)]
+    assert made.main.title == "single"
+    assert made.notes == (
+        "no GPU here: workers compute on CPU", "single is the baseline itself: no speedup to measure"
+    )  # fmt: skip
+
+
+def test_workers_on_cpu_are_compared_with_one_and_with_all_their_cores() -> None:
+    made = plan(parallel=ddp(3))
+    assert [shape(trial) for trial in made.trials] == [
+        ("baseline", "single", 1, 0, 2), ("main", "ddp", 3, 0, 2), ("reference", "single", 1, 0, 6),
+    ]  # fmt: skip
+    assert {trial.launcher for trial in made.trials} == {"torchrun"}
+    assert {trial.device for trial in made.trials} == {"cpu"}
+    assert all(trial.allowed == ("toys",) for trial in made.trials)
+    assert made.main is made.trials[1]
+
+
+def test_without_a_baseline_there_is_only_the_training() -> None:
+    made = plan(baseline=False, parallel=ddp(2))
+    assert [trial.role for trial in made.trials] == ["main"]
+    assert made.notes == ("no GPU here: workers compute on CPU",)
+
+
+def test_only_the_training_runs_to_its_end() -> None:
+    made = plan(parallel=ddp(2), measure={"warmup_steps": 4, "steps": 6, "windows": 3})
+    assert [trial.max_steps for trial in made.trials] == [22, None, 22]
+
+
+def test_cores_and_options_are_as_written() -> None:
+    made = plan(parallel=ddp(2, cpus_per_worker=3, options={"bucket_cap_mb": 7}))
+    assert [shape(trial)[-1] for trial in made.trials] == [3, 3, 6]
+    assert made.main.options == {"bucket_cap_mb": 7}
+    assert made.trials[0].options == {}
+
+
+def test_the_baseline_is_the_first_entry_of_compare() -> None:
+    made = plan(parallel=ddp(4), compare=[{"strategy": "ddp"}, {"strategy": "single"}])
+    assert [trial.role for trial in made.trials] == ["main", "reference"]  # ddp x 4 is the main trial itself
+    assert "ddp x 4 is the baseline itself: no speedup to measure" in made.notes
+    made = plan(parallel=ddp(4), compare=[{"strategy": "ddp", "workers": 2}])
+    assert shape(made.trials[0]) == ("baseline", "ddp", 2, 0, 2)
+
+
+def test_other_options_make_another_baseline() -> None:
+    made = plan(parallel=ddp(2), compare=[{"strategy": "ddp", "options": {"bucket_cap_mb": 1}}])
+    assert [trial.role for trial in made.trials] == ["baseline", "main", "reference"]
+
+
+def test_workers_on_gpus_take_one_each_and_need_no_reference() -> None:
+    made = plan(SERVER, parallel=ddp(4))
+    assert [shape(trial) for trial in made.trials] == [("baseline", "single", 1, 1, 8), ("main", "ddp", 4, 1, 8)]
+    assert {trial.device for trial in made.trials} == {"cuda"}
+    assert made.main.title == "ddp x 4"
+    assert made.notes == ()
+
+
+def test_dp_takes_all_gpus_in_one_process() -> None:
+    made = plan(SERVER, parallel={"strategy": "dp"})
+    assert shape(made.main) == ("main", "dp", 1, 4, 32)
+    assert made.main.title == "dp x 4"
+    assert shape(made.trials[0]) == ("baseline", "single", 1, 1, 32)
+    assert made.notes == ()
+
+
+@pytest.mark.parametrize("resources", [LAPTOP, SERVER.model_copy(update={"gpus": ("H200",)})])
+def test_dp_without_two_gpus_is_one_replica(resources: Resources) -> None:
+    made = plan(resources, parallel={"strategy": "dp"})
+    assert made.main.title == "dp"
+    assert "dp with fewer than two GPUs is one replica: nothing runs in parallel" in made.notes
+
+
+def test_gpus_may_be_left_alone() -> None:
+    made = plan(SERVER, parallel=ddp(2, device="cpu"))
+    assert {(trial.device, trial.devices_per_worker) for trial in made.trials} == {("cpu", 0)}
+    assert [trial.role for trial in made.trials] == ["baseline", "main", "reference"]
+    assert made.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "cores"),
+    [(1, 2, 4), (2, 2, 4), (3, 2, 2), (4, 2, 2), (4, 3, 2), (5, 2, 1)],
+)
+def test_a_workers_cores_are_on_one_node(workers: int, nodes: int, cores: int) -> None:
+    cluster = Resources(cpus=4 * nodes, memory_mb=1, nodes=nodes)
+    made = plan(cluster, parallel=ddp(workers))
+    assert made.main.cpus_per_worker == cores
+    assert -(-workers // nodes) * cores <= 4
+    assert "reference" not in [trial.role for trial in made.trials]  # one process can't have the cores of two nodes
+
+
+def test_dp_on_a_cluster_has_the_gpus_of_one_node() -> None:
+    cluster = Resources(cpus=16, memory_mb=1, gpus=("GPU",) * 8, nodes=2)
+    assert plan(cluster, parallel={"strategy": "dp", "launcher": "ray"}).main.devices_per_worker == 4
+
+
+@pytest.mark.parametrize(
+    ("resources", "parallel", "message"),
+    [
+        (
+            LAPTOP, ddp(8, cpus_per_worker=2),
+            "parallel.workers: 8 workers with 2 cores each need 16 cores; laptop has 8 cores, 16 GiB, no GPU; "
+            "use at most 4 workers",
+        ),
+        (
+            Resources(cpus=1, memory_mb=2048, node="tiny"), ddp(2),
+            "parallel.workers: 2 workers with 1 core each need 2 cores; tiny has 1 core, 2 GiB, no GPU; "
+            "use at most 1 worker",
+        ),
+        (
+            LAPTOP, {"cpus_per_worker": 16},
+            "parallel.workers: 1 worker with 16 cores each need 16 cores; laptop has 8 cores, 16 GiB, no GPU; "
+            "write parallel.cpus_per_worker: 8",
+        ),
+        (
+            SERVER, ddp(6),
+            "parallel.workers: 6 workers need 6 GPUs; server has 32 cores, 256 GiB, 4 x H200; "
+            "use fewer workers, or device: cpu",
+        ),
+        (
+            LAPTOP, {"device": "cuda"},
+            "parallel.device: cuda asks for GPUs; laptop has 8 cores, 16 GiB, no GPU; write auto or cpu",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(resources: Resources, parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ResourceError) as caught:
+        plan(resources, parallel=parallel)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "message"),
+    [
+        (
+            {"parallel": {"strategy": "ddp", "workers": 2}}, "parallel.workers",
+            "is 2, but inprocess runs one process; write launcher: torchrun or ray",
+        ),
+        (
+            {"compare": [{"strategy": "ddp", "workers": 2}]}, "compare[0].workers",
+            "is 2, but inprocess runs one process; write launcher: torchrun or ray",
+        ),
+        (
+            {"parallel": ddp(2, options={"sync_batch_norm": True})}, "parallel.options",
+            "sync_batch_norm needs GPUs: torch's SyncBatchNorm refuses CPU; remove it",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(sections: dict[str, Any], key: str, message: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        plan(**sections)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.message) == (key, message)
+
+
+def test_a_plan_survives_json() -> None:
+    made = plan(SERVER, parallel=ddp(2, options={"bucket_cap_mb": 1}))
+    assert Plan.model_validate_json(made.model_dump_json()) == made
+
+
+def test_the_plan_in_words() -> None:
+    made = plan(parallel=ddp(3), train={"epochs": 2, "gradient_accumulation": 2}, measure={"warmup_steps": 4})
+    text = describe(made, steps_per_epoch=3, train_samples=22, validation_samples=10)
+    assert text == GOLDEN
+
+
+def test_the_plan_in_words_on_gpus() -> None:
+    text = describe(
+        plan(SERVER, baseline=False, parallel=ddp(4)), steps_per_epoch=3, train_samples=22, validation_samples=0
+    )
+    assert "main       ddp x 4 with torchrun: 4 workers, 1 GPU each, 8 threads each, 2 samples per worker\n" in text
+
+
+GOLDEN = """\
+experiment   toy, seed 3
+machine      8 cores, 16 GiB, no GPU
+data         22 training samples, 10 validation samples
+steps        3 per epoch, 6 in 2 epochs, 8 samples each, fp64
+tracking     sqlite:///mlflow.db
+
+trials, in this order:
+  baseline   single with torchrun: 1 worker, CPU, 2 threads each, 8 samples per worker in 2 micro-batches
+             measures throughput over 3 windows of 5 steps after 4 to warm up
+  main       ddp x 3 with torchrun: 3 workers, CPU, 2 threads each, 2 or 3 samples per worker in 2 micro-batches
+             trains 2 epochs; measures throughput, exposed communication, data wait, peak memory
+  reference  single, 6 cores with torchrun: 1 worker, CPU, 6 threads each, 8 samples per worker in 2 micro-batches
+             measures throughput over 3 windows of 5 steps after 4 to warm up
+note: no GPU here: workers compute on CPU"""

@@ -1,0 +1,56 @@
+"""Strategies and launchers by name, built in or from other distributions."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import registry
+
+
+@pytest.fixture
+def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another distribution with a strategy of its own."""
+    (tmp_path / "their_strategy.py").write_text("class Strategy: ...")
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pipeline.strategies]\nsharded = their_strategy\nddp = their_strategy\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_each_file_is_a_name() -> None:
+    assert registry.names("strategies") == ("ddp", "dp", "single")
+    assert registry.names("launchers") == ("inprocess", "ray", "torchrun")
+
+
+def test_built_in_modules() -> None:
+    assert registry.load("strategies", "dp").Strategy.devices == "all"
+    assert registry.load("launchers", "inprocess").Launcher.many_processes is False
+
+
+@pytest.mark.usefixtures("third_party")
+def test_other_distributions_add_theirs() -> None:
+    assert registry.names("strategies") == ("ddp", "dp", "sharded", "single")
+    assert registry.load("strategies", "sharded").__name__ == "their_strategy"
+
+
+@pytest.mark.usefixtures("third_party")
+def test_built_in_names_cannot_be_taken() -> None:
+    assert registry.load("strategies", "ddp").__name__ == "pipeline.strategies.ddp"
+
+
+@pytest.mark.parametrize("name", ["base", "nothing"])
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(KeyError):
+        registry.load("strategies", name)
+
+
+def test_naming_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from pipeline import registry; registry.names('strategies'); registry.names('launchers'); "
+        "print([name for name in ('torch', 'ray', 'mlflow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,409 @@
+"""The loop: the same loss series however a batch is split, equal to a plain loop, and errors that name the key."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from pipeline.config.schema import LearningRateScaling
+from pipeline.contract import Metrics, ModelSaved, Rank, Started
+from pipeline.errors import ExperimentError, TrainingError
+from pipeline.training.loop import train
+from pipeline.training.order import Order, mix
+from pipeline.training.setup import build, scaling_factor, warmup_factor
+
+STEPS = 3
+"""Steps in an epoch of toys.regression, with the usual batch of 8."""
+
+COSINE = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "${total_steps}"}
+MOMENTUM = {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9}
+
+
+def losses(**sections: Any) -> list[float]:
+    return toys.trained(**sections)[1].series("train/loss")
+
+
+def close(one: list[float], other: list[float], *, tolerance: float = 1e-12) -> bool:
+    return len(one) == len(other) and all(abs(a - b) <= tolerance for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_micro_batches_train_the_same(parts: int) -> None:
+    """With a last batch of 6 that doesn't divide evenly."""
+    whole = losses(optimizer=MOMENTUM, train={"gradient_accumulation": 1})
+    split = losses(optimizer=MOMENTUM, train={"gradient_accumulation": parts})
+
+    assert len(whole) == 2 * STEPS
+    assert close(whole, split)
+    assert len(set(whole)) == 2 * STEPS
+
+
+def plain_loop(
+    *, optimizer: Callable[[Any], torch.optim.Optimizer], clip: float | None = None,
+    scheduler: Callable[[Any], Any] | None = None, each: str = "step",
+) -> tuple[list[float], list[float]]:  # fmt: skip
+    """What anybody would write in plain torch, on the same batches: losses and learning rates of all steps."""
+    torch.manual_seed(mix(3, 2))
+    model = nn.Linear(3, 1).double()
+    data, _ = toys.regression()
+    inputs, targets = (tensor.double() for tensor in data.tensors)  # type: ignore[attr-defined]
+    order = Order(samples=toys.SAMPLES, global_batch_size=8, seed=3)
+    stepper = optimizer(model.parameters())
+    schedule = scheduler(stepper) if scheduler else None
+    series, rates = [], []
+    for epoch in range(2):
+        for step in range(STEPS):
+            batch = order.global_batch(epoch, step)
+            loss = nn.functional.mse_loss(model(inputs[batch]), targets[batch])
+            stepper.zero_grad()
+            loss.backward()
+            if clip:
+                clip_grad_norm_(model.parameters(), clip)
+            rates.append(stepper.param_groups[0]["lr"])
+            stepper.step()
+            if schedule and each == "step":
+                schedule.step()
+            series.append(loss.item())
+        if schedule and each == "epoch":
+            schedule.step()
+    return series, rates
+
+
+def test_training_equals_a_plain_loop() -> None:
+    expected, _ = plain_loop(optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))
+    assert close(losses(optimizer=MOMENTUM), expected)
+
+
+def test_clipping_equals_a_plain_loop() -> None:
+    expected, _ = plain_loop(optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), clip=0.5)
+    _, outbox = toys.trained(optimizer=MOMENTUM, train={"clip_grad_norm": 0.5})
+
+    assert close(outbox.series("train/loss"), expected)
+    norms = outbox.series("train/gradient_norm")
+    assert len(norms) == 2 * STEPS
+    assert max(norms) > 0.5  # before clipping
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_scheduler_equals_a_plain_loop(interval: str) -> None:
+    expected, rates = plain_loop(
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.1),
+        scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=2 * STEPS),
+        each=interval,
+    )
+    _, outbox = toys.trained(
+        optimizer={"_target_": "torch.optim.Adam", "lr": 0.1},
+        scheduler=COSINE,
+        train={"scheduler_interval": interval},
+    )
+    assert close(outbox.series("train/loss"), expected)
+    assert close(outbox.series("train/learning_rate"), rates)
+    assert len(set(rates)) == (2 * STEPS if interval == "step" else 2)
+
+
+def test_a_scheduler_may_take_exactly_all_steps() -> None:
+    one_cycle = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": "${total_steps}"}
+    assert len(losses(scheduler=one_cycle)) == 2 * STEPS
+
+
+# The learning rate and the global batch size
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_the_learning_rate_follows_the_batch_size(rule: Any, factor: float) -> None:
+    assert scaling_factor(LearningRateScaling(rule=rule, base_batch_size=2), global_batch_size=8) == factor
+    _, outbox = toys.trained(train={"lr_scaling": {"rule": rule, "base_batch_size": 2}})
+    assert close(outbox.series("train/learning_rate"), [0.05 * factor] * (2 * STEPS))
+
+
+def test_warmup_rises_from_the_unscaled_rate() -> None:
+    scaling = LearningRateScaling(rule="linear", base_batch_size=2, warmup_steps=3)
+    factors = [warmup_factor(scaling, step=step, global_batch_size=8) for step in range(5)]
+    assert close([4 * factor for factor in factors], [1.75, 2.5, 3.25, 4.0, 4.0])
+
+
+def test_warmup_without_scaling_rises_from_zero() -> None:
+    scaling = LearningRateScaling(warmup_steps=3)
+    assert [warmup_factor(scaling, step=s, global_batch_size=8) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_warmup_leaves_no_trace_in_the_schedule() -> None:
+    steps = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5}
+    _, outbox = toys.trained(scheduler=steps, train={"lr_scaling": {"warmup_steps": 3}})
+
+    expected = [0.05 * 0.5**step * min(1, (step + 1) / 4) for step in range(2 * STEPS)]
+    assert close(outbox.series("train/learning_rate"), expected)
+
+
+def test_warmup_uses_the_rate_that_it_reports() -> None:
+    warm = toys.trained(train={"lr_scaling": {"warmup_steps": 1000}})[1]
+    cold = toys.trained(train={"lr_scaling": {"warmup_steps": 0}}, optimizer={"_target_": "torch.optim.SGD", "lr": 0.0})
+    assert warm.series("train/loss")[-1] == pytest.approx(cold[1].series("train/loss")[-1], rel=0.01)
+
+
+def test_reduce_on_plateau_follows_the_validation_loss() -> None:
+    plateau = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "patience": 0, "threshold": 1e9,
+               "threshold_mode": "abs"}  # fmt: skip
+    _, outbox = toys.trained(scheduler=plateau, train={"scheduler_interval": "epoch", "epochs": 3})
+
+    rates = outbox.series("train/learning_rate")
+    assert close(rates, [0.05] * 2 * STEPS + [0.005] * STEPS)
+
+
+# Precision
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05)])
+def test_lower_precision_trains_nearly_the_same(precision: str, tolerance: float) -> None:
+    reduced, exact = losses(train={"precision": precision}), losses()
+    assert close(reduced, exact, tolerance=tolerance)
+    assert reduced != exact
+
+
+def test_fp16_moves_schedule_and_weights_together() -> None:
+    """The first gradients overflow until their scale fits; the optimizer leaves those steps out."""
+    _, outbox = toys.trained(scheduler=COSINE, train={"precision": "fp16", "epochs": 8, "global_batch_size": 64})
+    series, rates = outbox.series("train/loss"), outbox.series("train/learning_rate")
+
+    assert series[-1] < series[0]
+    skipped = [abs(one - other) < 1e-5 for one, other in pairwise(series)]  # samples come in another order
+    assert [one == other for one, other in pairwise(rates)] == skipped
+    assert any(skipped)
+    assert not all(skipped)
+
+
+def test_fp16_clips_the_unscaled_gradient() -> None:
+    train = {"clip_grad_norm": 1.0, "global_batch_size": 64, "epochs": 8}
+    norms = toys.trained(train={**train, "precision": "fp16"})[1].series("train/gradient_norm")
+    exact = toys.trained(train=train)[1].series("train/gradient_norm")
+    finite = [norm for norm in norms if math.isfinite(norm)]  # the first steps overflow until the scale fits
+    assert len(finite) >= 3
+    assert close(finite[:1], exact[:1], tolerance=0.01)
+
+
+# Randomness
+
+
+def test_dropout_is_reproducible() -> None:
+    model = {"_target_": "toys.dropout_net"}
+    one, other = losses(model=model), losses(model=model)
+    assert one == other
+    assert losses(model=model, seed=4) != one
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_loader_processes_change_nothing(workers: int) -> None:
+    """Neither augmentation nor dropout: both have randomness of their own."""
+    sections = {"model": {"_target_": "toys.dropout_net"}, "data": {"_target_": "toys.noisy"}}
+    assert losses(**sections) == losses(**sections, loader={"num_workers": workers})
+
+
+def test_dropout_does_not_depend_on_what_was_drawn_before() -> None:
+    model = {"_target_": "toys.dropout_net"}
+    one = losses(model=model)
+    torch.manual_seed(99)
+    torch.rand(7)
+    assert losses(model=model) == one
+
+
+def test_dropout_of_a_step_does_not_depend_on_what_came_before() -> None:
+    """So a resumed training goes on as it would have."""
+    model = {"_target_": "toys.DrawsInEvaluation"}
+    often, once = (losses(model=model, train={"evaluate_every_epochs": every}) for every in (1, 2))
+    assert often == once
+
+
+# What is reported
+
+
+def test_events_come_in_order() -> None:
+    _, outbox = toys.trained()
+    started = outbox.events[0]
+
+    assert outbox.kinds() == [
+        "started", "first_step", "metrics", "metrics", "metrics", "metrics", "model_saved",
+    ]  # fmt: skip
+    assert isinstance(started, Started)
+    assert (started.total_steps, started.steps_per_epoch, started.epochs) == (6, STEPS, 2)
+    assert (started.train_samples, started.validation_samples, started.parameters) == (22, 10, 4)
+    assert started.devices == ("localhost cpu, 1 thread",) or started.devices[0].endswith("threads")
+    assert started.data_name == "toys.regression"
+
+
+def test_reports_come_in_regular_intervals_and_at_the_end_of_an_epoch() -> None:
+    _, outbox = toys.trained(train={"global_batch_size": 4, "log_every_steps": 4}, data=regression(validation=0))
+    reported = [(event.step, event.epoch) for event in outbox.events if isinstance(event, Metrics)]
+
+    assert reported == [(4, 1), (6, 1), (10, 2), (12, 2)]
+    assert [point.step for point in outbox.points("train/loss")] == list(range(1, 13))
+
+
+def test_the_result_holds_the_latest_metrics() -> None:
+    result, outbox = toys.trained()
+
+    assert result.steps == 2 * STEPS
+    assert result.metrics["train/loss"] == outbox.series("train/loss")[-1]
+    assert result.metrics["validation/loss"] == outbox.series("validation/loss")[-1]
+    assert result.exposed_communication_ms is None
+    assert result.data_wait_ms >= 0
+    assert len(result.peak_memory_mb) == 1
+    assert result.peak_memory_mb[0] > 10
+
+
+def test_the_trained_model_is_sent_with_an_example() -> None:
+    _, outbox = toys.trained()
+    saved = next(event for event in outbox.events if isinstance(event, ModelSaved))
+    weights, example = outbox.files[saved.weights], outbox.files[saved.example]
+    inputs, targets = (tensor.double() for tensor in toys.regression()[1].tensors)  # type: ignore[union-attr]
+    model = nn.Linear(3, 1).double()
+    model.load_state_dict(weights)
+
+    loss = nn.functional.mse_loss(model(inputs), targets).item()
+    assert loss == pytest.approx(outbox.series("validation/loss")[-1], rel=1e-12)
+    assert example.shape == (2, 3)
+    assert example.dtype is torch.float64
+
+
+def test_inputs_that_are_no_tensor_leave_the_weights_alone() -> None:
+    """Without an example there is no signature, so no model."""
+    _, outbox = toys.trained(data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
+
+    assert outbox.kinds()[-1] == "artifact_saved"
+    assert list(outbox.files) == ["model/weights.pt"]
+
+
+def test_a_model_that_is_not_to_be_logged_is_still_sent() -> None:
+    _, outbox = toys.trained(tracking={"log_model": False})
+
+    assert outbox.kinds()[-1] == "metrics"
+    assert list(outbox.files) == ["model/weights.pt"]
+
+
+def regression(**arguments: Any) -> dict[str, Any]:
+    return {"_target_": "toys.regression", **arguments}
+
+
+def test_a_digest_tells_data_sets_apart() -> None:
+    def digest(**sections: Any) -> str:
+        return build(toys.trial(**sections), rank=Rank()).data_digest
+
+    digests = [digest(), digest(data=regression(samples=21)), digest(data=regression(validation=9)),
+               digest(data={"_target_": "toys.noisy"}), digest(data={"_target_": "toys.picture", "dot": 0}),
+               digest(data={"_target_": "toys.picture", "dot": 1})]  # fmt: skip
+    assert len(set(digests)) == len(digests)
+    assert digest(model={"_target_": "toys.dropout_net"}) == digest()
+    assert digest(data={"_target_": "toys.noisy"}, model={"_target_": "toys.dropout_net"}) == digests[3]
+
+
+# Measurements
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_measurement_takes_exactly_its_steps(steps: int) -> None:
+    result, outbox = toys.trained(max_steps=steps, measure={"warmup_steps": 1, "steps": 2, "windows": 2})
+
+    assert result.steps == steps
+    assert [point.step for point in outbox.points("train/loss")] == list(range(1, steps + 1))
+    assert not outbox.points("validation/loss")
+    assert not outbox.files
+    assert result.samples_per_second.median > 0
+
+
+def test_a_measurement_is_not_longer_than_the_training() -> None:
+    result, _ = toys.trained(max_steps=1000)
+    assert result.steps == 2 * STEPS
+
+
+def test_a_measurement_trains_as_the_training_does() -> None:
+    assert toys.trained(max_steps=4, scheduler=COSINE)[1].series("train/loss") == losses(scheduler=COSINE)[:4]
+
+
+def test_a_measurement_reports_after_warmup_and_each_window() -> None:
+    _, outbox = toys.trained(
+        max_steps=3 + 2 * 4, measure={"warmup_steps": 3, "steps": 4, "windows": 2}, train={"global_batch_size": 1}
+    )
+    assert [event.step for event in outbox.events if isinstance(event, Metrics)] == [3, 7, 11]
+
+
+# What goes wrong
+
+
+def test_a_nan_stops_training_and_names_step_and_samples() -> None:
+    order = Order(samples=toys.SAMPLES, global_batch_size=8, seed=3)
+    hole = order.global_batch(0, 1)[0]
+    outbox = toys.Kept()
+    with pytest.raises(TrainingError) as caught:
+        train(toys.trial(data={"_target_": "toys.holes", "index": hole}), rank=Rank(), outbox=outbox)
+
+    samples = ", ".join(map(str, order.global_batch(0, 1)))
+    expected = f"the loss is nan in step 2 (epoch 1); its global batch is samples {samples}. Try a lower learning rate"
+    assert str(caught.value).startswith(expected)
+    assert math.isnan(outbox.series("train/loss")[1])  # it is reported before training stops
+
+
+def test_a_diverging_training_stops() -> None:
+    with pytest.raises(TrainingError, match=r"the loss is inf in step \d+ \(epoch \d+\)"):
+        toys.trained(optimizer={"_target_": "torch.optim.SGD", "lr": 1e60}, train={"epochs": 50})
+
+
+def test_a_large_batch_is_not_listed_whole() -> None:
+    with pytest.raises(TrainingError, match=r"samples (\d+, ){7}\d+ \.\.\. \(22 in all\)\. "):
+        toys.trained(data={"_target_": "toys.holes", "index": 0}, train={"global_batch_size": 64})
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "message"),
+    [
+        ({"loss": {"_target_": "toys.PerSample"}}, "loss", "is a tensor of shape (8, 1), not a scalar"),
+        ({"task": {"_target_": "toys.PerSampleTask"}, "loss": None}, "task", "tensor of shape (8, 1)"),
+        ({"loss": {"_target_": "torch.nn.MSELoss", "reduction": "sum"}}, "loss", "use reduction: mean"),
+        ({"model": {"_target_": "torch.nn.Identity"}}, "model", "torch.nn.Identity has no trainable parameters"),
+        ({"model": {"_target_": "toys.frozen_net"}}, "model", "toys.frozen_net has no trainable parameters"),
+        ({"model": {"_target_": "toys.not_a_model"}}, "model", "returned a dict; it must return a torch.nn.Module"),
+        ({"data": {"_target_": "toys.one_set"}}, "data", "returned a Plain; it must return a pair"),
+        ({"data": {"_target_": "toys.singles"}}, "data", "a batch has 1 parts, not (inputs, targets)"),
+        ({"data": {"_target_": "toys.empty"}}, "data", "the training set is empty"),
+        ({"data": {"_target_": "toys.sized_stream"}}, "data", "the training set is a SizedStream"),
+        ({"metrics": {"a": {"_target_": "toys.accuracy_function"}}}, "metrics.a", "is a function; metrics come from"),
+        ({"optimizer": {"_target_": "toys.Stretched"}}, "optimizer", "is a Stretched; it must be a torch.optim"),
+        ({"scheduler": {"_target_": "toys.Stretched"}}, "scheduler", "is a Stretched; it must be a torch LRScheduler"),
+        (
+            {"scheduler": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}},
+            "scheduler",
+            "write train.scheduler_interval: epoch",
+        ),
+        (
+            {
+                "scheduler": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
+                "train": {"scheduler_interval": "epoch"},
+                "data": regression(validation=0),
+            },
+            "scheduler",
+            "there is no validation set",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_key(sections: dict[str, Any], key: str, message: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        toys.trained(**sections)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert message in problem.message
+
+
+@pytest.mark.parametrize("index", [0, 5])
+def test_an_unreadable_sample_is_named(index: int) -> None:
+    """The first one, too, which is read before training starts."""
+    with pytest.raises(TrainingError, match=f"sample {index} of the data can't be read: OSError: no such image"):
+        toys.trained(data={"_target_": "toys.unreadable", "index": index})
+
+
+def test_a_users_exception_is_left_as_it_is() -> None:
+    with pytest.raises(LookupError, match="the user's own mistake"):
+        toys.trained(model={"_target_": "toys.BrokenModel"})
