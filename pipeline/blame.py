@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipeline.contract import Failed
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
+from pipeline.events import Failed
 
 _COLLATERAL = (
     "DistBackendError",

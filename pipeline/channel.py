@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from pipeline.config.schema import Frozen
-from pipeline.contract import AnyEvent, event_from_json, event_to_json
+from pipeline.events import AnyEvent, event_from_json, event_to_json
 
 Receive = Callable[[AnyEvent], None]
 

@@ -10,6 +10,7 @@ from pipeline.config import components, messages
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.errors import Problem
+from pipeline.training import parts
 from pipeline.training.loader import length
 from pipeline.training.order import Order
 
@@ -37,7 +38,7 @@ def dataset_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[
     Raises:
         ExperimentError: the data can't be loaded, or is empty.
     """
-    train, validation = components.build(experiment.data, key="data", allowed=allowed)
+    train, validation = parts.data(experiment, allowed=allowed)
     return length(train, what="training"), 0 if validation is None else length(validation, what="validation")
 
 

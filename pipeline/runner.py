@@ -7,8 +7,9 @@ import rich.console
 
 from pipeline import blame, preflight, registry, worker
 from pipeline.config.load import ExperimentFile
-from pipeline.contract import Metrics, Point, Trial
+from pipeline.contract import Trial
 from pipeline.errors import ExperimentError, UsageError
+from pipeline.events import Metrics, Point
 from pipeline.launchers.base import Launcher, NoOutbox, Session, WorkersLost, outer_rank
 from pipeline.plan import Plan, describe, make_plan
 from pipeline.recording import provenance

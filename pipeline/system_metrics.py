@@ -13,7 +13,8 @@ from typing import Self
 import psutil
 import pynvml
 
-from pipeline.contract import Outbox, Point, Rank, SystemMetrics
+from pipeline.contract import Rank
+from pipeline.events import Outbox, Point, SystemMetrics
 
 INTERVAL_SECONDS = 5.0
 _MEGABYTE = 1e6

@@ -25,8 +25,9 @@ from torch._C._distributed_c10d import HashStore
 import pipeline
 from pipeline import registry
 from pipeline.channel import Address, ChannelOutbox
-from pipeline.contract import AnyEvent, Failed, Finished, Outbox, Rank, Trial, event_to_json
+from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.events import AnyEvent, Failed, Finished, Outbox, event_to_json
 from pipeline.system_metrics import SystemSampler
 from pipeline.training.loop import train
 from pipeline.training.order import mix
@@ -68,7 +69,7 @@ def rank_from_environment() -> Rank:
 
 def _prepare(trial: Trial, *, rank: Rank) -> None:
     torch.set_num_threads(trial.cpus_per_worker)
-    seed = mix(trial.experiment.seed, 4, rank.rank)  # torch's generator is seeded for each step by the loop
+    seed = mix(trial.experiment.seed, "process", rank.rank)  # torch's generator is seeded for each step by the loop
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

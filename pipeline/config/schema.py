@@ -221,6 +221,17 @@ def _contradictions(experiment: Experiment) -> list[Problem]:
                 f"use at least {parallel.workers}, or fewer parallel.workers",
             )
         )
+    if "loss" in experiment.metrics:
+        problems.append(Problem("metrics.loss", "validation/loss is reported anyway; give this metric another name"))
+    for i, entry in enumerate(experiment.compare):
+        if train.global_batch_size < (entry.workers or 1):
+            problems.append(
+                Problem(
+                    f"compare[{i}].workers",
+                    f"{entry.workers} workers can't share a global batch of {train.global_batch_size} samples; "
+                    f"use at most {train.global_batch_size}",
+                )
+            )
     share = train.global_batch_size // parallel.workers
     if share and train.gradient_accumulation > share:
         problems.append(

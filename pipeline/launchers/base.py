@@ -11,7 +11,8 @@ from typing import ClassVar, Protocol, Self
 
 from pipeline.channel import Receive, inside
 from pipeline.config.schema import Parallel
-from pipeline.contract import AnyEvent, Trial
+from pipeline.contract import Trial
+from pipeline.events import AnyEvent
 from pipeline.resources import Resources
 
 

@@ -16,8 +16,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from pipeline import contract
-from pipeline.contract import AnyEvent, Finished, FirstStep, Metrics, Started, Trial, TrialOpened
+from pipeline import events
+from pipeline.contract import Trial
+from pipeline.events import AnyEvent, Finished, FirstStep, Metrics, Started, TrialOpened
 
 _LINE_EVERY_S = 5.0
 _LOSS, _THROUGHPUT, _VALIDATION = "train/loss", "throughput/samples_per_second", "validation/"
@@ -40,12 +41,12 @@ class Console:
                 self._label = f"{event.trial}: {event.title}"
                 display = _Live if self._stdout.is_interactive else _Lines
                 self._display = display(self._stdout, self._label, waiting=_waiting(self._trials.get(event.trial)))
-            case contract.Warned():
+            case events.Warned():
                 _print(self._stdout, f"{event.trial}: warning: {event.message}", style="yellow")
             case Finished():
                 self.close()
                 _print(self._stdout, f"{self._label}: {_finished(event)}")
-            case contract.Failed() | contract.RunClosed():
+            case events.Failed() | events.RunClosed():
                 self.close()
             case Started() | FirstStep() | Metrics() if self._display:
                 self._display.show(event)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.contract import AnyEvent, RunOpened
+from pipeline.events import AnyEvent, RunOpened
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.mlflow_run import MlflowRun
 from pipeline.recording.store import without_credentials

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeline.contract import AnyEvent, RunClosed, event_from_json, event_to_json
 from pipeline.errors import UsageError
+from pipeline.events import AnyEvent, RunClosed, event_from_json, event_to_json
 
 FILE_NAME = "events.jsonl"
 """Name of the journal in a run's folder."""

@@ -12,8 +12,8 @@ from threading import Event as Flag
 from threading import Thread
 
 from pipeline.config.schema import Frozen
-from pipeline.contract import AnyEvent, Metrics, RunClosed, RunOpened, SystemMetrics
 from pipeline.errors import UsageError
+from pipeline.events import AnyEvent, Metrics, RunClosed, RunOpened, SystemMetrics
 from pipeline.recording import journal
 from pipeline.recording.delivery import Delivery, quiet
 from pipeline.recording.store import run_link

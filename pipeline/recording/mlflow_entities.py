@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from pipeline.contract import Event, Finished, Point, Started
+from pipeline.events import Event, Finished, Point, Started
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Metric, Param, RunTag

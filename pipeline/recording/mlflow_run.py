@@ -5,7 +5,7 @@ from functools import singledispatchmethod
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from pipeline.contract import (
+from pipeline.events import (
     AnyEvent,
     ArtifactSaved,
     Event,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from pipeline.config.schema import Experiment
-from pipeline.contract import ModelSaved
+from pipeline.events import ModelSaved
 
 if TYPE_CHECKING:
     import torch

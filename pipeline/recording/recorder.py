@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.contract import AnyEvent, Failed, Finished, FirstStep, TrialOpened
+from pipeline.events import AnyEvent, Failed, Finished, FirstStep, TrialOpened
 from pipeline.recording.journal import FILE_NAME, Journal
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import rich.console
 
 from pipeline.config.summary import flatten, to_yaml
-from pipeline.contract import ArtifactSaved, RunClosed, RunOpened, Status, Trial, TrialOpened
+from pipeline.contract import Status, Trial
 from pipeline.errors import PipelineError, ResourceError
+from pipeline.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.plan import Plan
 from pipeline.recording import provenance
 from pipeline.recording.console import Console

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from pipeline.config.schema import Frozen
-from pipeline.contract import Finished, Role, Spread, Trial
+from pipeline.contract import Role, Spread, Trial
+from pipeline.events import Finished
 
 
 class Row(Frozen):

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.config.schema import Frozen
-from pipeline.contract import Finished, Spread, Trial
+from pipeline.contract import Spread, Trial
+from pipeline.events import Finished
 from pipeline.speedup import Row
 
 __all__ = ["HEADER", "METHOD", "Report", "Row", "amount"]

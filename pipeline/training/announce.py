@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.contract import ArtifactSaved, FirstStep, ModelSaved, Outbox
+from pipeline.events import ArtifactSaved, FirstStep, ModelSaved, Outbox
 from pipeline.training.loader import to_device
 from pipeline.training.setup import Setup
 

@@ -120,7 +120,7 @@ class _Samples(Dataset[Any]):
         samples = []
         with _own_randomness():
             for index in draw.indices:
-                _seed_all(mix(self._seed, draw.epoch, index))
+                _seed_all(mix(self._seed, "sample", draw.epoch, index))
                 try:
                     samples.append(self._dataset[index])
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback

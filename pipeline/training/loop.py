@@ -12,16 +12,18 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pipeline.contract import Outbox, Point, Rank, Trial, TrialResult
+from pipeline.contract import Rank, Trial, TrialResult
 from pipeline.errors import ExperimentError
+from pipeline.events import Outbox, Point
 from pipeline.training import announce
 from pipeline.training.clock import Clock, spread
 from pipeline.training.evaluation import evaluate
+from pipeline.training.learning_rate import warmup_factor
 from pipeline.training.loader import to_device
 from pipeline.training.meter import Meter
 from pipeline.training.order import Draw, mix
 from pipeline.training.probe import probe
-from pipeline.training.setup import Setup, build, warmup_factor
+from pipeline.training.setup import Setup, build
 
 Stream = Iterator[tuple[Draw, Any]]
 
@@ -78,7 +80,7 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int) -> tuple[Tensor, 
     clipping if it is clipped, and the learning rate.
     """
     # Dropout and the like draw from here: the same in a resumed step, different on each rank.
-    _seed(mix(setup.experiment.seed, 3, step, setup.rank.rank), device=setup.device)
+    _seed(mix(setup.experiment.seed, "step", step, setup.rank.rank), device=setup.device)
     total = torch.zeros((), device=setup.device, dtype=setup.input_dtype)
     for draw, batch in stream:
         # All micro-batches but the last keep their gradients to themselves: one exchange a step, not one each.

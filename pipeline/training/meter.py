@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from pipeline.contract import Metrics, Outbox, Point, Rank
+from pipeline.contract import Rank
 from pipeline.errors import TrainingError
+from pipeline.events import Metrics, Outbox, Point
 from pipeline.training.clock import Clock
 from pipeline.training.order import Order
 

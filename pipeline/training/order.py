@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 
-def mix(*parts: int) -> int:
-    """A seed that depends on all parts; neighbouring parts give unrelated seeds (63 bits)."""
+def mix(*parts: int | str) -> int:
+    """A seed that depends on all parts, a purpose among them; neighbouring numbers give unrelated seeds (63 bits)."""
     text = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -53,7 +53,7 @@ class Order:
 
     def permutation(self, epoch: int) -> torch.Tensor:
         """All sample indices in the order of that epoch, shape (samples,), int64."""
-        generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+        generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
         return torch.randperm(self.samples, generator=generator)
 
     def global_batch(self, epoch: int, step: int) -> list[int]:

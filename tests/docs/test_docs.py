@@ -32,7 +32,7 @@ def test_every_command_is_in_the_readme():
 
 def test_every_make_target_of_the_readme_exists():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = re.findall(r"make ([a-z-]+)\b", " ".join(re.findall(r"`([^`]+)`", README))) + ["run"]
+    named = [*re.findall(r"make ([a-z-]+)\b", " ".join(re.findall(r"`([^`]+)`", README))), "run"]
     assert set(named) <= set(targets)
 
 
@@ -57,7 +57,9 @@ def test_readme_error_is_the_real_one(tmp_path):
     broken = tmp_path / "resnet.yaml"
     text = (ROOT / "experiments" / "resnet.yaml").read_text().replace("global_batch_size: 128", "batchsize: 128")
     broken.write_text(text)
-    done = subprocess.run([sys.executable, "-m", "pipeline", "check", broken], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "check", broken], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert f"{broken}:{shown[1]}: {shown[2]}" in done.stderr
 

@@ -1,7 +1,8 @@
 """Trials and what they measured, made up so that ratios can be worked out by hand."""
 
 from pipeline.config.schema import Component, Experiment, Train
-from pipeline.contract import Finished, Role, Spread, Trial, TrialResult
+from pipeline.contract import Role, Spread, Trial, TrialResult
+from pipeline.events import Finished
 from pipeline.speedup.report import Report
 
 HARDWARE = "2 cores, 24 GiB, no GPU, Intel(R) Xeon(R) Processor @ 2.60GHz"

@@ -3,8 +3,9 @@
 import pytest
 
 from pipeline import blame
-from pipeline.contract import Failed, Rank
+from pipeline.contract import Rank
 from pipeline.errors import ExperimentError, Problem, TrainingError
+from pipeline.events import Failed
 
 BY_PEER = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:51423"
 KILLED = "killed by SIGKILL (out of memory?)"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.channel import Address, ChannelOutbox, Inbox, inside
-from pipeline.contract import AnyEvent, Metrics, Point, Warned
+from pipeline.events import AnyEvent, Metrics, Point, Warned
 
 DRIVER = """
 import sys
@@ -30,7 +30,7 @@ with Inbox(host="127.0.0.1", receive=lambda event: print(event.message, flush=Tr
 WORKER = """
 import sys, threading
 from pipeline.channel import Address, ChannelOutbox
-from pipeline.contract import Warned
+from pipeline.events import Warned
 
 with ChannelOutbox(Address.model_validate_json(sys.argv[1])) as outbox:
     outbox.event(Warned(time=0, message="training"))

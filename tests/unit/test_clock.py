@@ -6,8 +6,9 @@ import pytest
 import torch
 import toys
 
-from pipeline.contract import Metrics, Point, Rank, Spread
+from pipeline.contract import Rank, Spread
 from pipeline.errors import TrainingError
+from pipeline.events import Metrics, Point
 from pipeline.training.clock import Clock, Lap, spread
 from pipeline.training.meter import Meter
 from pipeline.training.order import Order

