@@ -18,7 +18,8 @@ import pytest
 from pipeline import cli, registry
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.contract import AnyEvent, Trial
+from pipeline.contract import Trial
+from pipeline.events import AnyEvent
 from pipeline.launchers.base import Session, WorkersLost
 from pipeline.plan import make_plan
 from pipeline.recording import journal
@@ -65,7 +66,8 @@ class State(NamedTuple):
     @classmethod
     def now(cls) -> "State":
         variables = {name: value for name, value in os.environ.items() if not name.startswith(_SET_FOR_GOOD)}
-        threads = frozenset(thread for thread in threading.enumerate() if not thread.daemon)
+        # MLflow's artifact repositories keep their pool until they are collected.
+        threads = frozenset(t for t in threading.enumerate() if not t.daemon and not t.name.startswith("Mlflow"))
         handlers = tuple(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         return cls(frozenset(psutil.pids()), variables, threads, handlers)
 

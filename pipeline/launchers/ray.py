@@ -3,25 +3,22 @@
 A local Ray is started unless ``parallel.address`` or RAY_ADDRESS names a cluster. One Ray serves all trials of a run.
 """
 
-import os
-import sys
 import threading
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import Any, Self
+from contextlib import ExitStack
+from typing import Self
 
 import ray
-import ray.train
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from pipeline import resources, worker
-from pipeline.channel import Address, ChannelOutbox, Inbox
+from pipeline import resources
+from pipeline.channel import Address, Inbox
 from pipeline.config.schema import Parallel
-from pipeline.contract import Rank, Trial
+from pipeline.contract import Trial
 from pipeline.errors import ResourceError
 from pipeline.launchers import _ray_cluster as cluster
+from pipeline.launchers._ray_work import work
 from pipeline.launchers.base import Session, WorkersLost, environment
 from pipeline.resources import Resources
 
@@ -68,7 +65,7 @@ class Launcher:
     def _trainer(self, trial: Trial, address: Address) -> TorchTrainer:
         parallel = trial.experiment.parallel
         return TorchTrainer(
-            _work,
+            work,
             train_loop_config={
                 "trial": trial.model_dump_json(),
                 "channel": address.model_dump_json(),
@@ -88,33 +85,6 @@ class Launcher:
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
         )
-
-
-def _work(config: dict[str, Any]) -> None:
-    """What Ray runs in each worker process."""
-    trial = Trial.model_validate_json(config["trial"])
-    context = ray.train.get_context()
-    rank = Rank(
-        rank=context.get_world_rank(),
-        local_rank=context.get_local_rank(),
-        world_size=context.get_world_size(),
-        local_world_size=context.get_local_world_size(),
-        node=os.uname().nodename,
-    )
-    if config["logs"]:
-        _redirect_output(Path(config["logs"]), rank=rank)
-    with ChannelOutbox(Address.model_validate_json(config["channel"])) as outbox:
-        worker.run(trial, rank=rank, outbox=outbox)
-
-
-def _redirect_output(folder: Path, *, rank: Rank) -> None:
-    """Keep what this rank prints in the run's folder, where the node can reach it; else Ray's own logs have it."""
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
-            stream.flush()
-            with (folder / f"rank{rank.rank}-{name}.log").open("ab") as file:
-                os.dup2(file.fileno(), 1 if name == "stdout" else 2)
 
 
 def _fit(trainer: TorchTrainer) -> BaseException | None:
