@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline import blame, registry
-from pipeline.contract import Failed, Finished, FirstStep, Metrics, ModelSaved, Started, TrialOpened
+from pipeline.events import Failed, Finished, FirstStep, Metrics, ModelSaved, Started, TrialOpened
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("launcher", registry.names("launchers"))]
 

@@ -13,7 +13,8 @@ import torch.multiprocessing
 from pipeline import registry, worker
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.contract import AnyEvent, Failed, Rank, Trial
+from pipeline.contract import Rank, Trial
+from pipeline.events import AnyEvent, Failed
 from pipeline.launchers.base import DirectOutbox, Session
 
 NAMES = registry.names("strategies")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline import registry
-from pipeline.contract import AnyEvent, Metrics
+from pipeline.events import AnyEvent, Metrics
 from pipeline.recording import journal
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,9 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from pipeline.contract import (
+from pipeline.contract import Rank, Spread, TrialResult
+from pipeline.errors import ResourceError, UsageError
+from pipeline.events import (
     AnyEvent,
     ArtifactSaved,
     Failed,
@@ -30,15 +32,11 @@ from pipeline.contract import (
     Metrics,
     ModelSaved,
     Point,
-    Rank,
     RunClosed,
     RunOpened,
-    Spread,
     Started,
     TrialOpened,
-    TrialResult,
 )
-from pipeline.errors import ResourceError, UsageError
 from pipeline.models.mlp import MLP
 from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.mlflow import MlflowSubscriber, TrackingOutcome, sync

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.contract import Finished, RunClosed, Started
+from pipeline.events import Finished, RunClosed, Started
 from pipeline.recording import journal
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from mlflow.entities import Run
 
 from pipeline.config.load import load
 from pipeline.config.summary import config_hash, flatten
-from pipeline.contract import Finished, RunClosed, RunOpened, TrialOpened
+from pipeline.events import Finished, RunClosed, RunOpened, TrialOpened
 from pipeline.recording import journal
 from pipeline.speedup.report import Report
 

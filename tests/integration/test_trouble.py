@@ -12,7 +12,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from pipeline.contract import AnyEvent, RunClosed
+from pipeline.events import AnyEvent, RunClosed
 from pipeline.recording import journal
 
 pytestmark = pytest.mark.filterwarnings(

@@ -1,0 +1,116 @@
+"""Which templates there are, and what each asks."""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pipeline
+from pipeline.config.nearest import did_you_mean
+from pipeline.errors import UsageError
+
+_PACKAGE = Path(pipeline.__file__).parent
+_CONTEXT = "cookiecutter.json"
+
+
+class Template(NamedTuple):
+    """A cookiecutter template."""
+
+    name: str
+    folder: Path
+    description: str = ""
+
+    @property
+    def context_file(self) -> Path:
+        """What it asks."""
+        return self.folder / _CONTEXT
+
+    def questions(self) -> dict[str, tuple[str, ...]]:
+        """What it asks, with the allowed answers; none where any text may be written.
+
+        Raises:
+            UsageError: the template is broken.
+        """
+        asked = {key: value for key, value in _read(self.context_file).items() if not key.startswith("_")}
+        return {key: tuple(value) if isinstance(value, list) else () for key, value in asked.items()}
+
+    def hook(self, name: str) -> ModuleType:
+        """One of the template's hooks as a module, so that its functions can be called without a process.
+
+        Raises:
+            UsageError: the template is broken.
+        """
+        file = self.folder / "hooks" / f"{name}.py"
+        if not file.is_file():
+            raise UsageError(_broken(file, "is missing"))
+        spec = importlib.util.spec_from_file_location(f"_{self.name}_{name}".replace("-", "_"), file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+def root() -> Path:
+    """The folder of the templates: in the installed package, or beside it in a checkout."""
+    installed = _PACKAGE / "_templates"
+    return installed if installed.is_dir() else _PACKAGE.parent / "templates"
+
+
+def names() -> tuple[str, ...]:
+    """All templates; the first is the default.
+
+    Raises:
+        UsageError: the templates are missing or broken.
+    """
+    return tuple(_listed())
+
+
+def titles() -> dict[str, str]:
+    """All templates with a line about each.
+
+    Raises:
+        UsageError: the templates are missing or broken.
+    """
+    return {name: f"{name}: {find(name).description}" for name in names()}
+
+
+def find(name: str) -> Template:
+    """The template of that name.
+
+    Raises:
+        UsageError: there is none, or it is broken.
+    """
+    listed = _listed()
+    if name not in listed:
+        known = ", ".join(listed)
+        raise UsageError(f"{name}: no such template{did_you_mean(name, listed)}; choose one of {known}")
+    entry = listed[name]
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), str):
+        raise UsageError(_broken(root() / _CONTEXT, f"gives no path for {name}"))
+    return Template(name, (root() / entry["path"]).resolve(), str(entry.get("description", "")))
+
+
+def _listed() -> dict[str, Any]:
+    templates = _read(root() / _CONTEXT).get("templates")
+    if not isinstance(templates, dict) or not templates:
+        raise UsageError(_broken(root() / _CONTEXT, "lists no templates"))
+    return templates
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(_broken(file, "is missing")) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(_broken(file, f"can't be read: {error}")) from None
+    if not isinstance(content, dict):
+        raise UsageError(_broken(file, "is no mapping"))
+    return content
+
+
+def _broken(file: Path, what: str) -> str:
+    return f"{file}: {what}; the templates are broken, install ddp-pipeline again or restore the file"

@@ -1,0 +1,30 @@
+"""The data: CIFAR-10 (Krizhevsky 2009), 60 000 images of ten classes.
+
+Replace it by your own: any function that returns a training and a validation dataset (map-style, of pairs of inputs
+and target) can stand behind `data:` in `experiments/*.yaml`; its keyword arguments stand there, too. It is called once
+in each worker, so it has to give all of them the same.
+"""
+
+from pipeline import data
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+Pairs = Dataset[tuple[Tensor, ...]]
+
+
+def cifar10(
+    *, directory: str = ".data", download: bool = True, augment: bool = True, limit: int | None = None
+) -> tuple[Pairs, Pairs]:
+    """Pairs of image, float32 of (3, 32, 32), standardized by channel, and label, int64 from 0 to 9.
+
+    Args:
+        directory: holds the folder cifar-10-batches-bin (the binary version), or receives it.
+        download: fetch it (170 MB) when it is missing.
+        augment: crop and flip training images at random. Randomness belongs to a sample and an epoch, not to a worker.
+        limit: use only that many samples, a fifth of them for validation.
+    """
+    train, validation = data.cifar10(directory=directory, download=download, augment=augment)
+    assert validation is not None
+    if limit is None:
+        return train, validation
+    return Subset(train, range(limit - limit // 5)), Subset(validation, range(limit // 5))

@@ -1,0 +1,39 @@
+"""The data: a text, character by character.
+
+Replace it by your own: any function that returns a training and a validation dataset (map-style) can stand behind
+`data:` in `experiments/*.yaml`; its keyword arguments stand there, too. It is called once in each worker, so it has to
+give all of them the same.
+"""
+
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+VOCABULARY_SIZE = 128
+"""Tokens are ASCII codes; other characters become "?"."""
+
+
+def text(
+    *, source: str | None = None, context_length: int = 64, limit: int | None = None
+) -> tuple[TensorDataset, TensorDataset]:
+    """Pairs of tokens and the tokens that follow them, both int64 of (context_length).
+
+    Args:
+        source: a UTF-8 text file. Without one, it is the text of Python's own help(), to try things.
+        context_length: tokens in a sample.
+        limit: use only that many samples, training and validation together.
+    """
+    content = Path(source).read_text(encoding="utf-8") if source else "\n".join(topics[key] for key in sorted(topics))
+    tokens = torch.tensor(list(content.encode("ascii", errors="replace")))
+    samples = (len(tokens) - 1) // context_length
+    inputs = _windows(tokens, samples, context_length)[:limit]
+    targets = _windows(tokens[1:], samples, context_length)[:limit]
+    train = len(inputs) - len(inputs) // 10  # the last tenth of the text is for validation
+    return TensorDataset(inputs[:train], targets[:train]), TensorDataset(inputs[train:], targets[train:])
+
+
+def _windows(tokens: Tensor, samples: int, length: int) -> Tensor:
+    return tokens[: samples * length].view(samples, length)

@@ -1,0 +1,32 @@
+"""The model: a multilayer perceptron.
+
+Replace it by your own: any class or function that returns an `nn.Module` can stand behind `model:` in
+`experiments/*.yaml`; its keyword arguments stand there, too.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    """Fully connected layers with ReLU between them.
+
+    Args:
+        num_classes: logits that come out.
+        in_features: numbers in one sample.
+        hidden: width of each hidden layer.
+    """
+
+    def __init__(self, num_classes: int, *, in_features: int, hidden: Sequence[int] = (128, 128)) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Flatten()]
+        for width in hidden:
+            layers += [nn.Linear(in_features, width), nn.ReLU()]
+            in_features = width
+        self.layers = nn.Sequential(*layers, nn.Linear(in_features, num_classes))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map inputs (batch, ...), with `in_features` numbers in each sample, to logits (batch, num_classes)."""
+        logits: Tensor = self.layers(inputs)
+        return logits

@@ -1,0 +1,1 @@
+"""Model and data of {{ cookiecutter.project_name }}; `experiments/*.yaml` put them together."""

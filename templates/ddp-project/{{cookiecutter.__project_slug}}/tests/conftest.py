@@ -1,0 +1,79 @@
+"""What the tests share: the working directory, data that needs no download, and how to read an experiment."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+{% if cookiecutter.data in ("cifar10", "image_folder") -%}
+import numpy as np
+{% endif -%}
+import pytest
+{% if cookiecutter.data == "image_folder" -%}
+from PIL import Image
+{% endif -%}
+from pipeline.config import components
+from pipeline.config.load import load
+from pipeline.config.schema import Experiment
+from torch import nn
+from torch.utils.data import Dataset, default_collate
+
+ROOT = Path(__file__).parent.parent
+SMOKE = "experiments/smoke.yaml"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def working_directory() -> Iterator[None]:
+    """Experiments name files relative to the project, and its pyproject.toml says whose code they may use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        yield
+
+
+@pytest.fixture(scope="session")
+{% if cookiecutter.data == "cifar10" -%}
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Noise in the files of CIFAR-10, which the tests don't download."""
+    folder = tmp_path_factory.mktemp("data") / "cifar-10-batches-bin"
+    folder.mkdir()
+    noise = np.random.default_rng(0).integers(256, size=(20, 3073), dtype=np.uint8)
+    noise[:, 0] %= 10  # the label
+    for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
+        noise.tofile(folder / f"{name}.bin")
+    return [f"data.directory={folder.parent}"]
+{% elif cookiecutter.data == "image_folder" -%}
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Noise in a few image files, so that the tests don't depend on what lies in data/images."""
+    folder = tmp_path_factory.mktemp("images")
+    noise = np.random.default_rng(0).integers(256, size=(100, 40, 40, 3), dtype=np.uint8)
+    for number, pixels in enumerate(noise):
+        file = folder / f"class-{number % 10}" / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(file)
+    return [f"data.directory={folder}"]
+{% else -%}
+def overrides() -> list[str]:
+    """Changes to an experiment, if the tests need any, such as other data: ["data.limit=10"]."""
+    return []
+{% endif %}
+
+class Built(NamedTuple):
+    """An experiment and what it names."""
+
+    experiment: Experiment
+    model: nn.Module
+    train: Dataset[Any]
+    validation: Dataset[Any]
+
+    def batch(self) -> Any:
+        """Four samples as the model gets them."""
+        return default_collate([self.train[i] for i in range(4)])
+
+
+@pytest.fixture(scope="session")
+def built(working_directory: None, overrides: list[str]) -> Built:
+    """The smoke experiment, built as a worker builds it."""
+    experiment = load(SMOKE, overrides).experiment
+    allowed = components.allowed_packages()
+    model = components.build(experiment.model, key="model", allowed=allowed)
+    train, validation = components.build(experiment.data, key="data", allowed=allowed)
+    return Built(experiment, model, train, validation)

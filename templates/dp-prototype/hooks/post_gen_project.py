@@ -1,0 +1,178 @@
+"""Finishes a project. The same file in each template; needs nothing but Python, and git if it is there.
+
+Cookiecutter renders it and runs it in the new project; `pipeline new` imports it as it is and calls its functions.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+ANSWERS = r'''{{ cookiecutter | jsonify | replace("'", "\\u0027") }}'''
+
+DISTRIBUTION = "ddp-pipeline"
+METADATA = ".cruft.json"
+SOURCE = "pipeline.mk"
+TREE = "Template-Tree"
+"""In the message of a commit that holds the template's files as they were generated: the hash of those files."""
+
+
+class Origin(NamedTuple):
+    """Where a template comes from."""
+
+    template: str = ""
+    """Repository: a folder or an address."""
+    directory: str = ""
+    """The template's folder in it."""
+    commit: str | None = None
+    source: str = ""
+    """What pip can install ddp-pipeline from; empty if unknown."""
+
+
+def finish(project: Path, answers: Mapping[str, str], origin: Origin) -> None:
+    """Remove what wasn't asked for; write where things come from."""
+    for name in _unwanted(answers):
+        path = project / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    source = origin.source.replace("$", "$$").replace("#", "\\#")
+    (project / SOURCE).write_text(
+        f"# Where `make install` takes {DISTRIBUTION} from: a checkout, or git+https://HOST/REPOSITORY@COMMIT.\n"
+        f"# The variable of the same name in the environment or after `make` comes first.\n"
+        f"ifeq ($(strip $(PIPELINE_SOURCE)),)\nPIPELINE_SOURCE := {source}".rstrip() + "\nendif\n",
+        encoding="utf-8",
+    )
+    if "_commit" not in answers:  # else cruft is at work, and writes its own
+        state = {
+            "template": origin.template,
+            "commit": origin.commit,
+            "checkout": None,
+            "context": {"cookiecutter": {key: answers[key] for key in sorted(answers) if not key.startswith("_")}},
+            "directory": origin.directory,
+            "skip": [".git", METADATA, SOURCE],
+        }
+        (project / METADATA).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+
+def _unwanted(answers: Mapping[str, str]) -> Iterator[str]:
+    if answers.get("docker") == "no":
+        yield from ("docker", ".dockerignore")
+    if answers.get("data", "image_folder") != "image_folder":
+        yield f"src/{answers['package_name']}/example_images.py"
+
+
+def find_origin(template: Path | None, named: str = "") -> Origin:
+    """The origin of the template in a folder, which was ``named`` on the command line."""
+    if template is None:
+        return Origin()
+    if _git(template, "ls-files", "--error-unmatch", "cookiecutter.json") is None:
+        return Origin(directory=template.name, source=_installed_from(template))
+    root, commit = Path(_git(template, "rev-parse", "--show-toplevel") or ""), _git(template, "rev-parse", "HEAD")
+    directory = template.resolve().relative_to(root.resolve()).as_posix()
+    address = _git(root, "remote", "get-url", "origin") or ""
+    if not named or Path(named).exists() or not address:
+        return Origin(str(root), directory, commit, _checkout(template))
+    return Origin(_public(address), directory, commit, _at_commit(address, commit))
+
+
+def _at_commit(address: str, commit: str | None) -> str:
+    """What pip installs from a repository."""
+    return f"git+{_public(address)}@{commit}" if commit and "://" in address else ""
+
+
+def _public(address: str) -> str:
+    """Without a password, which has no place in a file."""
+    return re.sub(r"//[^/@]*@", "//", address)
+
+
+def _checkout(template: Path) -> str:
+    """The folder above the template that pip can install."""
+    name = re.compile(rf'^name = "{DISTRIBUTION}"$', re.MULTILINE)
+    for folder in template.resolve().parents:
+        file = folder / "pyproject.toml"
+        if file.is_file() and name.search(file.read_text(encoding="utf-8")):
+            return str(folder)
+    return ""
+
+
+def _installed_from(template: Path) -> str:
+    """Where the installed package that the template lies in came from, as pip noted (PEP 610)."""
+    if checkout := _checkout(template):
+        return checkout
+    try:
+        noted = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        return ""
+    address = _public(noted.get("url", ""))
+    if commit := noted.get("vcs_info", {}).get("commit_id"):
+        return _at_commit(address, commit)
+    return url2pathname(urlsplit(address).path) if address.startswith("file:") else address
+
+
+def commit(project: Path, template: str) -> str | None:
+    """Make the project a git repository with a first commit; returns why not, if it isn't one."""
+    if shutil.which("git") is None:
+        return "git isn't installed"
+    if _git(project, "rev-parse", "--git-dir") is not None:
+        return f"{project} lies in a git repository already"
+    _git(project, "init", "--quiet")
+    _git(project, "add", "--all")
+    tree = _git(project, "write-tree")
+    message = f"Create the project from the template {template}\n\n{TREE}: {tree}"
+    done = _git(project, *identity(project), "commit", "--quiet", "--no-verify", "--no-gpg-sign", "--message", message)
+    return "git commit failed" if done is None else None
+
+
+def identity(project: Path) -> list[str]:
+    """Options for git where it doesn't know who commits."""
+    if _git(project, "config", "user.email"):
+        return []
+    return ["-c", "user.name=ddp-pipeline", "-c", "user.email=ddp-pipeline@localhost"]
+
+
+def next_commands(project: str) -> str:
+    """What to type next."""
+    return f"{project} is ready. Next:\n  cd {project}\n  make run\n  make test"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints; None if it fails or isn't there."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _template_folder(answers: Mapping[str, str]) -> Path | None:
+    """Cookiecutter names it relative to where it was started, which this process has to guess."""
+    named, output = Path(answers["_repo_dir"]), Path(answers["_output_dir"])
+    starts = [Path(os.environ.get("PWD", "/")), output, *output.parents]
+    return next((start / named for start in starts if (start / named / "cookiecutter.json").is_file()), None)
+
+
+def main() -> None:
+    """Finish the project in the working directory."""
+    answers, project = json.loads(ANSWERS), Path.cwd()
+    if "_commit" in answers:  # cruft at work: it writes its metadata itself, and renders to compare, too
+        named = answers["_template"]
+        source = str(Path(named).resolve()) if Path(named).is_dir() else _at_commit(named, answers["_commit"])
+        finish(project, answers, Origin(source=source))
+        return
+    template = _template_folder(answers)
+    origin = find_origin(template, named=answers["_template"])
+    finish(project, answers, origin)
+    if problem := commit(project, template.name if template else answers["_template"]):
+        print(f"note: no first commit: {problem}", file=sys.stderr)
+    print(next_commands(os.path.relpath(project, answers["_output_dir"])))
+
+
+if __name__ == "__main__":
+    main()

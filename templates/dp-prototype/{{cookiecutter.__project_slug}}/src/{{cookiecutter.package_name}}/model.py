@@ -1,0 +1,29 @@
+"""The model. It is a stand-in: put your own in its place, under this name or another.
+
+Any class or function that returns an `nn.Module` can stand behind `model:` in `experiments/*.yaml`; its keyword
+arguments stand there, too. What has to stay: `forward` takes a batch of what the data gives as inputs and returns what
+the loss takes as its first argument. `tests/test_model.py` holds you to it.
+"""
+
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """One convolution, its means over 4 x 4 parts of the image, and a linear classifier.
+
+    Args:
+        num_classes: logits that come out.
+        in_channels: channels of the images.
+        width: channels of the convolution.
+    """
+
+    def __init__(self, num_classes: int, *, in_channels: int, width: int = 32) -> None:
+        super().__init__()
+        convolution = nn.Conv2d(in_channels, width, 5, stride=2, padding=2)
+        self.features = nn.Sequential(convolution, nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+        self.classifier = nn.Linear(4 * 4 * width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (batch, in_channels, height, width) to logits (batch, num_classes)."""
+        logits: Tensor = self.classifier(self.features(images))
+        return logits

@@ -1,0 +1,77 @@
+"""Projects baked from the templates, and commands in them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pairwise import Answers, pairwise
+
+from pipeline.scaffold import catalog
+from pipeline.scaffold.create import create
+
+REPOSITORY = Path(__file__).parent.parent.parent
+STORES = ("sqlite:///mlflow.db", "http://mlflow.example.com:5000")
+
+
+class Baked(NamedTuple):
+    """A project and what was answered."""
+
+    template: str
+    answers: Mapping[str, str]
+    folder: Path
+
+    @property
+    def package(self) -> str:
+        return self.folder.name.replace("-", "_")
+
+    def files(self) -> set[str]:
+        """All files but git's own, relative to the project."""
+        found = (path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file())
+        return {path.as_posix() for path in found if ".git" not in path.parts}
+
+
+@cache
+def combinations(template: str) -> tuple[Answers, ...]:
+    """Pairwise-complete answers to what the template asks, names aside."""
+    found = catalog.find(template)
+    problems = found.hook("pre_gen_project").problems
+    names = {"project_name": "baked", "package_name": "baked", "__project_slug": "baked"}
+    questions = {**found.questions(), "mlflow_store": STORES}
+    if "workers" in questions:
+        questions["workers"] = ("1", "2")
+    choices = {key: values for key, values in questions.items() if values}
+    return tuple(pairwise(choices, valid=lambda answers: not problems(answers | names)))
+
+
+def bake(folder: Path, template: str = "ddp-project", **answers: str) -> Baked:
+    settings = [f"{key}={value}" for key, value in answers.items()]
+    return Baked(template, answers, create(template, folder, settings, no_input=True).folder)
+
+
+def command(folder: Path, *line: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command in a folder; one that begins with a Python module's name is that module's."""
+    first = [sys.executable, "-m", *line] if line[0] in _MODULES else list(line)
+    inherited = {key: value for key, value in os.environ.items() if key not in ("PIPELINE_SOURCE", "MAKEFLAGS")}
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        [str(part) for part in first], cwd=folder, env=inherited | environment, capture_output=True, text=True,
+        check=False, timeout=230,
+    )  # fmt: skip
+    return done
+
+
+_MODULES = ("cookiecutter", "cruft", "hatchling", "mypy", "pip", "pipeline", "pytest", "ruff", "venv")
+
+
+def succeed(folder: Path, *line: str | Path, **environment: Any) -> str:
+    done = command(folder, *line, **environment)
+    assert done.returncode == 0, f"{' '.join(map(str, line))}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=tests", "-c", "user.email=tests@localhost", "-c", "commit.gpgsign=false")
+    return succeed(folder, "git", *identity, *arguments).strip()

@@ -1,0 +1,198 @@
+"""Whatever is answered, what comes out is a project: its files, their form, its experiments."""
+
+import json
+import os
+import re
+import sys
+from itertools import combinations as subsets
+from pathlib import Path
+
+import pytest
+import yaml
+from baking import REPOSITORY, Baked, combinations, command, succeed
+from pairwise import pairs
+from typer.testing import CliRunner
+
+from pipeline import cli
+from pipeline.scaffold import catalog
+
+COMMON = {".cruft.json", ".gitignore", "Makefile", "README.md", "pipeline.mk", "pyproject.toml"}
+DDP = COMMON | {
+    ".github/workflows/test.yaml",
+    *(f"experiments/{name}.yaml" for name in ("first", "scaling", "smoke")),
+    *(f"tests/{name}.py" for name in ("conftest", "test_data", "test_experiments", "test_model", "test_training")),
+}
+PROTOTYPE = COMMON | {
+    *(f"experiments/{name}.yaml" for name in ("first", "smoke")),
+    "notebooks/prototype.ipynb",
+    *(f"tests/{name}.py" for name in ("conftest", "test_experiments", "test_notebook")),
+}
+
+
+def expected(project: Baked) -> set[str]:
+    files = set(DDP if project.template == "ddp-project" else PROTOTYPE)
+    files |= {f"src/{project.package}/{name}.py" for name in ("__init__", "data", "model")}
+    if project.answers.get("docker") == "yes":
+        files |= {".dockerignore", "docker/Dockerfile", "docker/compose.yaml"}
+    if project.answers.get("data") == "image_folder":
+        files.add(f"src/{project.package}/example_images.py")
+    return files
+
+
+def test_the_answers_are_pairwise_complete() -> None:
+    found = frozenset().union(*map(pairs, combinations("ddp-project")))
+    answers = {key: {value for pair in found for name, value in pair if name == key} for key in ("data", "model")}
+
+    assert answers["data"] == set(catalog.find("ddp-project").questions()["data"])
+    assert answers["model"] == set(catalog.find("ddp-project").questions()["model"])
+    assert (("data", "text"), ("model", "resnet")) not in found
+    for one, other in subsets(("data", "precision", "mlflow_store", "docker"), 2):  # these go with one another
+        values = [{value for pair in found for name, value in pair if name == key} for key in (one, other)]
+        for first in values[0]:
+            assert all(tuple(sorted(((one, first), (other, second)))) in found for second in values[1])
+
+
+def test_the_files_are_those(baked: tuple[Baked, ...]) -> None:
+    assert len(baked) > 20
+    for project in baked:
+        assert project.files() == expected(project), project.answers
+
+
+def test_no_template_marks_are_left(baked: tuple[Baked, ...]) -> None:
+    mark = re.compile(r"(?<!\$)\{\{|\{%|\{#|cookiecutter\.")  # ${{ is the CI's
+    for project in baked:
+        for name in project.files():
+            found = mark.search((project.folder / name).read_text())
+            assert found is None, f"{project.folder / name}: {found}"
+
+
+def test_files_end_in_one_newline_and_have_no_gaps(baked: tuple[Baked, ...]) -> None:
+    for project in baked:
+        for name in project.files():
+            text = (project.folder / name).read_text()
+            assert re.search(r"[^\n]\n\Z", text), name
+            assert not re.search(r"[ \t]\n", text), name
+            assert "\n\n\n" not in text or name.endswith(".py"), name
+
+
+def test_python_is_formatted_and_clean(baked: tuple[Baked, ...]) -> None:
+    parent = baked[0].folder.parent
+
+    succeed(parent, "ruff", "format", "--check", "--no-cache", ".")
+    succeed(parent, "ruff", "check", "--no-cache", ".")
+
+
+def test_yaml_and_json_are_valid(baked: tuple[Baked, ...]) -> None:
+    for project in baked:
+        for name in project.files():
+            if name.endswith(".yaml"):
+                yaml.safe_load((project.folder / name).read_text())
+            if name.endswith((".json", ".ipynb")):
+                json.loads((project.folder / name).read_text())
+
+
+def test_every_experiment_passes_the_check(baked: tuple[Baked, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for project in baked:
+        monkeypatch.chdir(project.folder)
+        monkeypatch.setattr(sys, "path", [str(project.folder / "src"), *sys.path])
+        result = CliRunner().invoke(cli.app, ["check", *map(str, Path("experiments").glob("*.yaml"))])
+
+        assert result.exit_code == 0, f"{project.folder} {project.answers}: {result.output}"
+
+
+def test_the_answers_are_in_the_first_experiment(baked: tuple[Baked, ...]) -> None:
+    for project in baked:
+        first = yaml.safe_load((project.folder / "experiments" / "first.yaml").read_text())
+        assert first["parallel"]["strategy"] == project.answers["strategy"]
+        assert first["parallel"]["launcher"] == project.answers.get("launcher", "inprocess")
+        assert first["parallel"].get("workers", 1) == int(project.answers.get("workers", "1"))
+        assert first["train"]["precision"] == project.answers["precision"]
+        assert project.answers["mlflow_store"] in first["tracking"]["uri"]
+
+
+def test_types_of_models_and_data(baked: tuple[Baked, ...], tmp_path: Path) -> None:
+    sources = [project.folder / "src" / project.package for project in baked]
+    config = baked[0].folder / "pyproject.toml"
+
+    succeed(tmp_path, "mypy", "--config-file", config, "--cache-dir", _cache(baked), *sources)
+
+
+@pytest.mark.parametrize("data", ["digits", "cifar10", "image_folder", None])
+def test_types_of_a_whole_project(baked: tuple[Baked, ...], data: str | None) -> None:
+    """One for each form of the tests; the prototype has no data to choose."""
+    project = next(project for project in baked if project.answers.get("data") == data)
+
+    succeed(project.folder, "mypy", "--cache-dir", _cache(baked))
+
+
+def _cache(baked: tuple[Baked, ...]) -> str:
+    return str(baked[0].folder.parent.parent / "mypy-cache")
+
+
+OWN_TESTS = [
+    ("cifar10", "transformer"),
+    ("image_folder", "mlp"),
+    ("image_folder", "resnet"),
+    ("text", "transformer"),
+    ("text", "own"),
+    ("own", "own"),
+]
+
+
+@pytest.mark.parametrize(("data", "model"), OWN_TESTS)
+def test_models_and_data_pass_their_own_tests(baked: tuple[Baked, ...], data: str, model: str) -> None:
+    wanted = {"data": data, "model": model}
+    project = next(project for project in baked if wanted.items() <= project.answers.items())
+    path = os.pathsep.join([str(project.folder / "src"), str(REPOSITORY)])
+
+    out = succeed(
+        project.folder, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_model.py", "tests/test_data.py",
+        PYTHONPATH=path,
+    )  # fmt: skip
+    assert "7 passed" in out
+
+
+def test_example_images_are_written_for_a_folder_of_images(baked: tuple[Baked, ...], tmp_path: Path) -> None:
+    project = next(project for project in baked if project.answers.get("data") == "image_folder")
+    line = [sys.executable, "-m", f"{project.package}.example_images", tmp_path / "images"]
+
+    succeed(tmp_path, *line, PYTHONPATH=str(project.folder / "src"))
+    assert len(list((tmp_path / "images").glob("*/*.png"))) == 1797
+
+
+def test_a_source_that_a_package_index_could_answer_is_refused(baked: tuple[Baked, ...]) -> None:
+    for source in ("ddp-pipeline", "ddp-pipeline==0.1.0", "/no/such/folder"):
+        done = command(baked[0].folder, "make", "install", f"PIPELINE_SOURCE={source}")
+
+        assert done.returncode == 2
+        assert source in done.stderr
+        assert "make install PIPELINE_SOURCE=git+https://" in done.stderr
+        assert not (baked[0].folder / ".venv").exists()
+
+
+def test_the_project_comes_from_this_checkout(baked: tuple[Baked, ...]) -> None:
+    for project in baked:
+        assert f"PIPELINE_SOURCE := {REPOSITORY}\n" in (project.folder / "pipeline.mk").read_text()
+        assert "ddp-pipeline" not in re.sub(r"#.*", "", (project.folder / "pyproject.toml").read_text())
+
+
+def test_hooks_are_the_same_in_each_template() -> None:
+    """A hook has to stand alone, so each template has its own copy."""
+    for name in ("pre_gen_project", "post_gen_project"):
+        texts = {(catalog.find(template).folder / "hooks" / f"{name}.py").read_text() for template in catalog.names()}
+        assert len(texts) == 1
+
+
+def test_templates_share_what_they_have_in_common() -> None:
+    """The prototype's model and data are copies."""
+    parts = REPOSITORY / "templates" / "ddp-project" / "templates"
+    (source,) = (REPOSITORY / "templates" / "dp-prototype").glob("{{*/src/{{*")
+
+    assert (source / "model.py").read_text() == (parts / "model" / "own_images.py").read_text()
+    assert (source / "data.py").read_text() == (parts / "data" / "digits.py").read_text()
+
+
+def test_hooks_are_clean() -> None:
+    hooks = [str(path) for path in REPOSITORY.glob("templates/*/hooks")]
+
+    succeed(REPOSITORY, "ruff", "check", "--no-cache", "--no-force-exclude", "--ignore", "S,T20,Q,D", *hooks)

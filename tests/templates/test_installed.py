@@ -1,0 +1,143 @@
+"""As users have it: a project installed in an environment of its own, and the templates in an installed wheel."""
+
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+from baking import REPOSITORY, Baked, bake, command, succeed
+from nbclient import NotebookClient
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Baked:
+    """The default project in a new environment, which borrows what is heavy from the one that runs the tests."""
+    project = bake(tmp_path_factory.mktemp("users") / "first-steps")
+    environment(project.folder)
+    return project
+
+
+def environment(project: Path) -> None:
+    """What `make install` does, without fetching anything."""
+    succeed(project, "venv", ".venv", "--without-pip")
+    python = project / ".venv" / "bin" / "python"
+    (packages,) = (project / ".venv" / "lib").glob("python*/site-packages")
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    offline = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed")
+    succeed(project, "pip", "--python", python, "install", *offline, "--editable", project, "--editable", REPOSITORY)
+    (project / ".venv" / ".installed").touch()
+
+
+def test_the_tests_of_a_new_project(installed: Baked) -> None:
+    out = succeed(installed.folder, "make", "test")
+
+    assert "13 passed" in out
+
+
+def test_a_new_projects_experiment(installed: Baked) -> None:
+    out = succeed(installed.folder, "make", "smoke")
+
+    assert "validation/accuracy" in out
+    assert len(list((installed.folder / "runs").iterdir())) == 1
+    assert (installed.folder / "mlflow.db").is_file()
+
+
+def test_the_other_commands_of_a_new_project(installed: Baked) -> None:
+    out = succeed(installed.folder, "make", "help")
+    assert "make run" in out
+    assert "make test" in out
+
+    out = succeed(installed.folder, installed.folder / ".venv" / "bin" / "pipeline", "check", "experiments/first.yaml")
+    assert out == "experiments/first.yaml: ok\n"
+
+
+@pytest.mark.filterwarnings("ignore:Proactor event loop")
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = bake(tmp_path / "idea", "dp-prototype")
+    monkeypatch.setenv("PYTHONPATH", f"{project.folder / 'src'}:{REPOSITORY}")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(project.folder / "notebooks" / "prototype.ipynb", as_version=4)
+
+    client = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(project.folder / "notebooks")}})
+    done = client.execute()
+
+    outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert "validation/accuracy" in printed
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+
+
+def test_the_one_line_to_ddp_passes_the_check(tmp_path: Path) -> None:
+    """The line that README, notebook and experiment show."""
+    project = bake(tmp_path / "idea", "dp-prototype").folder
+    line = "{strategy: ddp, launcher: ray, workers: 2}"
+    for name in ("README.md", "notebooks/prototype.ipynb", "experiments/first.yaml"):
+        assert line in (project / name).read_text()
+    first = project / "experiments" / "first.yaml"
+    first.write_text(first.read_text().replace("{strategy: dp, launcher: inprocess}", line))
+
+    path = f"{project / 'src'}:{REPOSITORY}"
+    out = succeed(project, "pipeline", "run", first, "--dry-run", "parallel.cpus_per_worker=1", PYTHONPATH=path)
+    assert "ddp x 2 with ray: 2 workers" in out
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An installed wheel: its files in a folder of their own."""
+    folder = tmp_path_factory.mktemp("wheel")
+    succeed(REPOSITORY, "hatchling", "build", "--target", "wheel", "--directory", folder)
+    (file,) = folder.glob("*.whl")
+    zipfile.ZipFile(file).extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_templates_are_in_the_wheel(wheel: Path) -> None:
+    source = REPOSITORY / "templates"
+    files = {
+        path.relative_to(source) for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
+    inside = wheel / "pipeline" / "_templates"
+
+    assert {path.relative_to(inside) for path in inside.rglob("*") if path.is_file()} == files
+    assert len(files) > 40
+
+
+def test_pipeline_new_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
+    succeed(tmp_path, "pipeline", "new", "dp-prototype", "mine", "--no-input", PYTHONPATH=str(wheel))
+    project = tmp_path / "mine"
+
+    assert (project / "src" / "mine" / "model.py").is_file()
+    assert "PIPELINE_SOURCE :=\n" in (project / "pipeline.mk").read_text()
+    done = command(project, "make", "install")
+    assert done.returncode == 2
+    assert "error: PIPELINE_SOURCE is ''; say where ddp-pipeline comes from" in done.stderr
+
+
+def test_pipeline_new_from_a_wheel_whose_origin_pip_noted(wheel: Path, tmp_path: Path) -> None:
+    (metadata,) = wheel.glob("*.dist-info")
+    noted = metadata / "direct_url.json"
+    notes = {
+        '{"url": "https://me:secret@example.com/p.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}':
+            "git+https://example.com/p.git@abc",
+        '{"url": "file:///home/me/my%20pipeline", "dir_info": {}}': "/home/me/my pipeline",
+    }  # fmt: skip
+    for number, (note, source) in enumerate(notes.items()):
+        noted.write_text(note)
+        try:
+            succeed(tmp_path, "pipeline", "new", "dp-prototype", f"p{number}", "--no-input", PYTHONPATH=str(wheel))
+        finally:
+            noted.unlink()
+
+        assert f"PIPELINE_SOURCE := {source}\n" in (tmp_path / f"p{number}" / "pipeline.mk").read_text()
+
+
+def test_help_does_not_load_what_is_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pipeline.scaffold import show; print(sorted({'torch', 'ray', 'mlflow'} & set(sys.modules)))"
+    )
+
+    assert succeed(tmp_path, sys.executable, "-c", code, PYTHONPATH=str(REPOSITORY)) == "[]\n"
