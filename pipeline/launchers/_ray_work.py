@@ -19,6 +19,7 @@ from pipeline.contract import Rank, Trial
 def work(config: dict[str, Any]) -> None:
     """Be one rank of a trial, in the process that Ray Train gave it."""
     from pipeline import worker
+
     trial = Trial.model_validate_json(config["trial"])
     context = ray.train.get_context()
     rank = Rank(
