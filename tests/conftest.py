@@ -47,6 +47,8 @@ _SET_FOR_GOOD = (
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = str(os.getpid())
+    # A shell that starts the tests in the background lets them, and all that they start, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch's elastic agent never closes the log files of its workers.
     leaked = (
         r"ignore:Exception ignored in. <_io.FileIO name='.*/logs/.*/rank\d+-:pytest.PytestUnraisableExceptionWarning"
