@@ -151,11 +151,11 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _template_folder(answers: Mapping[str, str]) -> Path | None:
-    """Cookiecutter names it relative to where it was started, which this process has to guess."""
-    named, output = Path(answers["_repo_dir"]), Path(answers["_output_dir"])
+def _found(named: str, answers: Mapping[str, str], *, holding: str = "") -> Path | None:
+    """A path that cookiecutter names relative to where it was started, which this process has to guess."""
+    output = Path(answers["_output_dir"])
     starts = [Path(os.environ.get("PWD", "/")), output, *output.parents]
-    return next((start / named for start in starts if (start / named / "cookiecutter.json").is_file()), None)
+    return next((start / named for start in starts if (start / named / holding).exists()), None)
 
 
 def main() -> None:
@@ -166,8 +166,8 @@ def main() -> None:
         source = str(Path(named).resolve()) if Path(named).is_dir() else _at_commit(named, answers["_commit"])
         finish(project, answers, Origin(source=source))
         return
-    template = _template_folder(answers)
-    origin = find_origin(template, named=answers["_template"])
+    template = _found(answers["_repo_dir"], answers, holding="cookiecutter.json")
+    origin = find_origin(template, named=str(_found(answers["_template"], answers) or answers["_template"]))
     finish(project, answers, origin)
     if problem := commit(project, template.name if template else answers["_template"]):
         print(f"note: no first commit: {problem}", file=sys.stderr)
