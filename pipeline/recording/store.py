@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+import tempfile
 import urllib.error
 import urllib.request
 from contextlib import closing
@@ -84,11 +85,13 @@ def _check_sqlite(path: Path) -> None:
         raise ResourceError(
             f"tracking.uri: the folder {folder} of {path.name} doesn't exist; create it: mkdir -p {folder}"
         )
-    if not os.access(folder, os.W_OK):
+    try:  # asking for permission isn't enough: root has it on a read-only or virtual file system, too
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
         raise ResourceError(
-            f"tracking.uri: no permission to write in {folder}, where {path.name} belongs; "
+            f"tracking.uri: no file can be written in {folder}, where {path.name} belongs ({error.strerror}); "
             "change its permissions, or set tracking.uri to a file elsewhere"
-        )
+        ) from error
     if path.is_dir():
         raise ResourceError(f"tracking.uri: {path} is a folder; name a file in it: sqlite:///{path}/mlflow.db")
     if path.exists():

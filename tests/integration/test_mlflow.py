@@ -498,7 +498,7 @@ def test_stores_without_permission_are_found_before_training() -> None:
         path.parent.chmod(0o777)
         assert f"{path} can't be used (no permission to write)" in checked_by_nobody(f"sqlite:///{path}")
         path.parent.chmod(0o555)
-        assert f"no permission to write in {folder}" in checked_by_nobody(f"sqlite:///{folder}/other.db")
+        assert f"no file can be written in {folder}" in checked_by_nobody(f"sqlite:///{folder}/other.db")
         path.parent.chmod(0o700)
 
 
