@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pipeline.config.schema import Experiment, Frozen
 
-Role = Literal["main", "baseline", "reference"]
+Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning"]
+Scaling = Literal["strong", "weak"]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
@@ -18,7 +19,8 @@ class Trial(Frozen):
     name: str
     """Unique in the plan, e.g. "main" or "baseline"."""
     role: Role
-    """main: the training; baseline: what its speedup is relative to; reference: one process with all the cores."""
+    """main: the training; baseline: what speedups are relative to; reference: one process with all the cores; cell:
+    one of a matrix of comparisons; probe: also measures what a prediction needs; tuning: looks for a batch size."""
     experiment: Experiment
     strategy: str
     options: Mapping[str, Any] = {}
@@ -35,6 +37,12 @@ class Trial(Frozen):
     """Packages that a ``_target_`` may name, as the driver found them; workers have another working directory."""
     max_steps: int | None = None
     """Stop after that many steps and measure; None trains all epochs and evaluates."""
+    repeat: int = 0
+    """Which of several equal measurements this is, from 0; all have the same name."""
+    scaling: Scaling = "strong"
+    """Whether the global batch is that of the baseline (strong) or the batch of each worker is (weak)."""
+    profile: bool = False
+    """Record a torch.profiler trace of a few steps once everything is measured."""
 
     @property
     def is_measurement(self) -> bool:
@@ -82,21 +90,101 @@ class Spread(Frozen):
     """Number of windows behind it."""
 
 
+class StepParts(Frozen):
+    """Where the time of one optimizer step goes, in milliseconds; the parts add up to the step within its spread.
+
+    Measured by leaving a part out, see `pipeline.training.probe`.
+    """
+
+    step_ms: Spread
+    """The whole step, measured in turn with its parts."""
+    compute_ms: float
+    """Forward and backward of the slowest rank, without exchange, on a batch held in memory."""
+    exposed_communication_ms: float | None = None
+    """What gradient exchange adds to that; None with one process."""
+    data_wait_ms: float
+    """What the real loader adds to a batch held in memory."""
+    rest_ms: float
+    """What the optimizer, clipping and book-keeping add."""
+    ranks_ms: tuple[float, ...]
+    """Each rank's own pace: loading and computing without waiting for the others, in rank order."""
+    nodes: tuple[str, ...]
+    """Each rank's node, in rank order."""
+
+    @property
+    def sum_ms(self) -> float:
+        """All parts together."""
+        return self.compute_ms + (self.exposed_communication_ms or 0.0) + self.data_wait_ms + self.rest_ms
+
+
+class BatchCost(Frozen):
+    """What one rank's micro-batch of a given size costs, in milliseconds, alone and on a batch held in memory."""
+
+    samples: int
+    forward_ms: float
+    backward_ms: float
+    data_ms: float
+    """Time to load such a batch when nothing else is done."""
+
+
+class Link(Frozen):
+    """A connection between workers, as an all-reduce sees it."""
+
+    latency_us: float
+    """Microseconds that a message of no size takes from one worker to the next."""
+    bandwidth_gbit: float
+    """Gbit/s of one worker's sending, in each direction at the same time."""
+
+
+class AllReduce(Frozen):
+    """One measured size of an all-reduce."""
+
+    bytes: int
+    ms: float
+
+
+class Costs(Frozen):
+    """What a prediction of scaling needs, measured by a trial whose role is probe."""
+
+    curve: tuple[BatchCost, ...]
+    """By batch size, ascending."""
+    optimizer_ms: float
+    """Clipping, optimizer step and zeroing of gradients."""
+    gradient_bytes: tuple[int, ...]
+    """Size of each trainable parameter's gradient in the order in which backward comes by them: last layers first."""
+    all_reduces: tuple[AllReduce, ...] = ()
+    """Measured between the workers of the trial, all at once; empty with one process."""
+    world_size: int
+    """Workers of the trial."""
+
+
 class TrialResult(Frozen):
     """What a trial measured, sent by rank 0 when it is done."""
 
     trial: str
+    repeat: int = 0
+    """The trial's."""
     steps: int
     """Optimizer steps done."""
     samples_per_second: Spread
     """Throughput over all workers in steady state: warm-up, evaluation and checkpoints excluded."""
     step_ms: Spread
     """Milliseconds of one optimizer step, same windows."""
-    exposed_communication_ms: float | None = None
-    """Milliseconds a step waits for gradient exchange that computing doesn't hide; None with one process."""
-    data_wait_ms: float
-    """Milliseconds a step is longer with the real loader than with a batch held in memory."""
+    parts: StepParts
+    """Where the time of a step goes."""
     peak_memory_mb: tuple[float, ...]
     """Per device on GPUs (allocated), per process on CPU (resident), ranks in order."""
+    gpu_utilization: tuple[float, ...] = ()
+    """Percent of the time that a kernel ran, mean over the windows, per GPU in rank order; empty on CPU."""
+    gradient_mb: float
+    """Size of all gradients of one replica."""
+    unused_parameters: int = 0
+    """Trainable parameters that a step left without gradient."""
+    coupling: tuple[str, ...] = ()
+    """Kinds of layers whose result depends on how a global batch is dealt to ranks, e.g. "BatchNorm2d", "Dropout"."""
+    losses: tuple[float, ...] = ()
+    """Loss of each of the first steps, as many as a measurement takes: the same series is the same training."""
     metrics: Mapping[str, float] = {}
     """The last value of each metric of the training, e.g. "validation/accuracy"."""
+    costs: Costs | None = None
+    """Only from a trial whose role is probe."""

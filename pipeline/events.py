@@ -50,6 +50,8 @@ class TrialOpened(Event):
     role: Role
     title: str
     """Human name, e.g. "ddp x 2"."""
+    repeat: int = 0
+    """The trial's: which of several equal measurements this is, from 0."""
     tags: Mapping[str, str]
     params: Mapping[str, str]
 
@@ -86,6 +88,8 @@ class Metrics(Event):
     step: int
     epoch: int
     points: tuple[Point, ...]
+    repeat: int = 0
+    """The trial's."""
 
 
 class SystemMetrics(Event):

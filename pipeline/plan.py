@@ -11,8 +11,9 @@ from pipeline.resources import Resources
 
 
 class Plan(Frozen):
-    """What a run will do, in order."""
+    """What a command will do, in order."""
 
+    command: Literal["run", "compare", "predict", "tune-batch"] = "run"
     experiment: Experiment
     resources: Resources
     trials: tuple[Trial, ...]
@@ -21,8 +22,8 @@ class Plan(Frozen):
 
     @property
     def main(self) -> Trial:
-        """The training itself."""
-        return next(trial for trial in self.trials if trial.role == "main")
+        """The training itself; of a command that only measures, its first trial."""
+        return next((trial for trial in self.trials if trial.role == "main"), self.trials[0])
 
 
 def make_plan(
@@ -37,15 +38,15 @@ def make_plan(
         ExperimentError: strategy, launcher and workers don't go together.
         ResourceError: there are too few cores or GPUs.
     """
-    planner = _Planner(experiment, resources, allowed)
+    planner = Planner(experiment, resources, allowed)
     parallel = experiment.parallel
     main = planner.trial(
         Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options), role="main"
     )
     trials = [main]
     if with_baseline:
-        baseline = planner.trial(experiment.compare[0], role="baseline")
-        if not _same_work(baseline, main):
+        baseline = planner.trial(experiment.compare[0], role="baseline", key="compare[0]")
+        if not same_work(baseline, main):
             trials.insert(0, baseline)
         if main.device == "cpu" and main.workers > 1 and resources.nodes == 1:
             trials.append(planner.trial(Comparison(strategy="single"), role="reference"))
@@ -57,48 +58,58 @@ def make_plan(
     )
 
 
-class _Planner:
-    """Makes trials of one experiment; the main trial's cores and device hold for all."""
+class Planner:
+    """Makes trials of one experiment, all with the same device and the same cores for each worker."""
 
-    def __init__(self, experiment: Experiment, resources: Resources, allowed: tuple[str, ...]) -> None:
+    def __init__(
+        self, experiment: Experiment, resources: Resources, allowed: tuple[str, ...], *, workers: int | None = None
+    ) -> None:
+        """``workers`` share a node's cores; by default as many as the experiment asks for.
+
+        Raises:
+            ResourceError: there is no such device.
+        """
         self._experiment = experiment
         self._resources = resources
         self._allowed = allowed
-        self._device = _device(experiment, resources)
-        workers_per_node = -(-experiment.parallel.workers // resources.nodes)  # a worker's cores are on one node
+        self.device = _device(experiment, resources)
+        self._workers = workers or experiment.parallel.workers
+        workers_per_node = -(-self._workers // resources.nodes)  # a worker's cores are on one node
         cpus_per_node = resources.cpus // resources.nodes
         self._cpus = experiment.parallel.cpus_per_worker or max(1, cpus_per_node // workers_per_node)
 
-    def trial(self, entry: Comparison, *, role: Role) -> Trial:
-        """The trial of one entry."""
+    def trial(self, entry: Comparison, *, role: Role, key: str = "parallel", name: str = "") -> Trial:
+        """The trial of one entry, which stands at ``key`` of the experiment file.
+
+        Raises:
+            ExperimentError: strategy, launcher and workers don't go together.
+            ResourceError: there are too few cores or GPUs.
+        """
         strategy = registry.load("strategies", entry.strategy).Strategy
         default = self._experiment.parallel.workers if strategy.processes == "many" else 1
         workers = entry.workers or default
         launcher = self._experiment.parallel.launcher
-        key = "parallel.workers" if role == "main" else "compare[0].workers"
         if workers > 1 and not registry.load("launchers", launcher).Launcher.many_processes:
             raise ExperimentError.of(
-                key, f"is {workers}, but {launcher} runs one process; write launcher: torchrun or ray"
+                f"{key}.workers", f"is {workers}, but {launcher} runs one process; write launcher: torchrun or ray"
             )
-        refusal = strategy.refuse(strategy.Options.model_validate(entry.options), device=self._device)
+        refusal = strategy.refuse(strategy.Options.model_validate(entry.options), device=self.device)
         if refusal is not None:
-            raise ExperimentError.of("parallel.options" if role == "main" else "compare[0].options", refusal)
-        measured = self._experiment.measure
+            raise ExperimentError.of(f"{key}.options", refusal)
         gpus = len(self._resources.gpus) // self._resources.nodes if strategy.devices == "all" else 1
-        cpus = self._cpus * self._experiment.parallel.workers if role == "reference" else self._cpus
         trial = Trial(
-            name=role,
+            name=name or role,
             role=role,
             experiment=self._experiment,
             strategy=entry.strategy,
             options=entry.options,
             launcher=launcher,
             workers=workers,
-            devices_per_worker=gpus if self._device == "cuda" else 0,
-            device=self._device,
-            cpus_per_worker=cpus,
+            devices_per_worker=gpus if self.device == "cuda" else 0,
+            device=self.device,
+            cpus_per_worker=self._cpus * self._workers if role == "reference" else self._cpus,
             allowed=self._allowed,
-            max_steps=None if role == "main" else measured.warmup_steps + measured.steps * measured.windows,
+            max_steps=None if role == "main" else self._experiment.measure.total_steps,
         )
         _check_room(trial, self._resources)
         return trial
@@ -136,7 +147,8 @@ def _counted(number: int, noun: str) -> str:
     return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _same_work(one: Trial, other: Trial) -> bool:
+def same_work(one: Trial, other: Trial) -> bool:
+    """Whether two trials of an experiment spread the work in the same way."""
     return (one.strategy, one.workers, one.options) == (other.strategy, other.workers, other.options)
 
 

@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import rich.console
 
@@ -16,6 +18,7 @@ from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, open_trial, recorded
+from pipeline.resources import Resources
 from pipeline.speedup import publish
 from pipeline.speedup.report import Report
 
@@ -34,12 +37,9 @@ def run(file: ExperimentFile, *, with_baseline: bool, verbose: bool, stdout: ric
             return
     for note in plan.notes:
         stdout.print(f"note: {note}", markup=False, highlight=False)
-    with recorded(plan, stdout=stdout) as recorder:
-        session = Session(
-            folder=recorder.folder, receive=recorder.receive, parallel=plan.experiment.parallel, verbose=verbose
-        )
+    with recorded(plan, terminal=stdout) as recorder:
         try:
-            with _launcher(plan)(session) as launcher:
+            with launcher_of(plan, recorder, verbose=verbose) as launcher:
                 for trial in plan.trials:
                     execute(trial, launcher=launcher, recorder=recorder, file=file)
         finally:
@@ -54,12 +54,28 @@ def make(file: ExperimentFile, *, with_baseline: bool) -> Plan:
         ExperimentError: the file is wrong.
         ResourceError: the machine or the cluster is too small.
     """
-    allowed = preflight.check(file)
-    resources = registry.load("launchers", file.experiment.parallel.launcher).Launcher.resources(
-        file.experiment.parallel
-    )
-    try:
+    allowed, resources = prepare(file)
+    with explained(file):
         return make_plan(file.experiment, resources, allowed=allowed, with_baseline=with_baseline)
+
+
+def prepare(file: ExperimentFile) -> tuple[tuple[str, ...], Resources]:
+    """Check what the file names; the packages that it may name, and what there is to run it on.
+
+    Raises:
+        ExperimentError: the file is wrong.
+        ResourceError: the cluster can't be reached.
+    """
+    allowed = preflight.check(file)
+    parallel = file.experiment.parallel
+    return allowed, registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
+
+
+@contextmanager
+def explained(file: ExperimentFile) -> Iterator[None]:
+    """Problems that come up inside get their line in the file."""
+    try:
+        yield
     except ExperimentError as error:
         raise file.explain(error.problems) from None
 
@@ -71,10 +87,8 @@ def dry_run(file: ExperimentFile, *, with_baseline: bool) -> str:
         PipelineError: as `run`, as far as it can be known before.
     """
     plan = make(file, with_baseline=with_baseline)
-    try:
+    with explained(file):
         train, validation = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
-    except ExperimentError as error:
-        raise file.explain(error.problems) from None
     steps = preflight.steps_per_epoch(file.experiment, train_samples=train)
     return describe(plan, steps_per_epoch=steps, train_samples=train, validation_samples=validation)
 
@@ -87,13 +101,14 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
         TrainingError: a rank failed; carries the first one's own error.
         ResourceError: the workers can't be placed.
     """
+    before = len(recorder.finished)
     open_trial(trial, recorder)
     losses: dict[int, str] = {}
     try:
         launcher.launch(trial)
     except WorkersLost as lost:
         losses = lost.losses
-    if recorder.failures or losses or trial.name not in {end.result.trial for end in recorder.finished}:
+    if recorder.failures or losses or len(recorder.finished) == before:
         error = blame.cause(recorder.failures, losses)
         raise file.explain(error.problems) if isinstance(error, ExperimentError) else error
 
@@ -126,9 +141,11 @@ def follow(plan: Plan) -> None:
                 raise error.__cause__ or error from None
 
 
-def _launcher(plan: Plan) -> type[Launcher]:
-    launcher: type[Launcher] = registry.load("launchers", plan.experiment.parallel.launcher).Launcher
-    return launcher
+def launcher_of(plan: Plan, recorder: Recorder, *, verbose: bool) -> Launcher:
+    """The plan's launcher, a context manager, whose workers talk to the recorder."""
+    parallel = plan.experiment.parallel
+    kind: type[Launcher] = registry.load("launchers", parallel.launcher).Launcher
+    return kind(Session(folder=recorder.folder, receive=recorder.receive, parallel=parallel, verbose=verbose))
 
 
 def _check_outer(plan: Plan) -> None:

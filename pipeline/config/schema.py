@@ -146,6 +146,11 @@ class Measure(Frozen):
     windows: Positive = 3
     """Timed windows; median and spread are taken over them."""
 
+    @property
+    def total_steps(self) -> int:
+        """Steps of one measurement."""
+        return self.warmup_steps + self.steps * self.windows
+
 
 class Tracking(Frozen):
     """Where results go."""

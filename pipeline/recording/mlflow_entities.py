@@ -78,10 +78,13 @@ def figures(event: Finished) -> Iterator[Point]:
     values = {
         "throughput/samples_per_second": result.samples_per_second.median,
         "time/step_ms": result.step_ms.median,
-        "time/exposed_communication_ms": result.exposed_communication_ms,
-        "time/data_wait_ms": result.data_wait_ms,
+        "time/compute_ms": result.parts.compute_ms,
+        "time/exposed_communication_ms": result.parts.exposed_communication_ms,
+        "time/data_wait_ms": result.parts.data_wait_ms,
+        "time/rest_ms": result.parts.rest_ms,
         "time_to_first_step_s": event.time_to_first_step_s,
         "memory/peak_mb": max(result.peak_memory_mb, default=None),
+        "gpu_utilization": min(result.gpu_utilization, default=None),
     }
     if len(result.peak_memory_mb) > 1:
         values |= {f"memory/peak_mb_rank_{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}

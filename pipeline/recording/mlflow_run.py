@@ -88,6 +88,8 @@ class MlflowRun:
 
     @_write.register
     def _(self, event: TrialOpened) -> None:
+        if event.repeat:
+            return
         if event.role == "main":
             self._describe(self.run_id, params=event.params, tags=event.tags)
             return
@@ -103,13 +105,19 @@ class MlflowRun:
         self._describe(run_id, params=entities.counts(event), tags={"devices": "; ".join(event.devices)})
         self._client.log_inputs(run_id, datasets=entities.datasets(event))
 
-    @_write.register(Metrics)
-    @_write.register(SystemMetrics)
-    def _(self, event: Metrics | SystemMetrics) -> None:
+    @_write.register
+    def _(self, event: SystemMetrics) -> None:
         self._add(event, event.points)
 
     @_write.register
+    def _(self, event: Metrics) -> None:
+        if not event.repeat:  # the same steps again; what all repeats come to is told at the end
+            self._add(event, event.points)
+
+    @_write.register
     def _(self, event: Finished) -> None:
+        if event.result.repeat:
+            return
         self._add(event, entities.figures(event))
         if event.trial in self._children:
             self._end(self._run(event), event, status="FINISHED")

@@ -15,7 +15,7 @@ def run_tags(plan: Plan) -> dict[str, str]:
     """Tags of the main run."""
     commit = _git("rev-parse", "HEAD")
     return {
-        **trial_tags(plan.main),
+        **(trial_tags(plan.main) if plan.command == "run" else {"role": plan.command}),
         "config_hash": config_hash(plan.experiment),
         "hardware": hardware(plan),
         "user": getpass.getuser(),

@@ -26,28 +26,33 @@ _DRAIN_SECONDS = 60.0
 
 
 @contextmanager
-def recorded(plan: Plan, *, stdout: rich.console.Console) -> Iterator[Recorder]:
+def recorded(plan: Plan, *, terminal: rich.console.Console, tracked: bool = True) -> Iterator[Recorder]:
     """A recorder for the events of a run. The run is closed with the status that the block ends in.
+
+    Args:
+        plan: what will run.
+        terminal: where progress is shown.
+        tracked: whether the run goes to the tracking store, too, or to its folder only.
 
     Raises:
         ResourceError: the run's folder or the tracking store can't be written.
     """
     uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
-    warning = check_store(uri)
+    warning = check_store(uri) if tracked else None
     folder = _create_folder(plan)
 
     def warn(message: str) -> None:
-        stdout.print(message, style="yellow", markup=False, highlight=False)
+        terminal.print(message, style="yellow", markup=False, highlight=False)
 
     if warning:
         warn(warning)
     with (folder / LOG_NAME).open("w", encoding="utf-8") as log, _logging_to(folder / LOG_NAME):
-        tracker = MlflowSubscriber(folder=folder, warn=warn)
+        tracker = MlflowSubscriber(folder=folder, warn=warn) if tracked else None
         consoles = [
             Console(stdout=console, trials=plan.trials)
-            for console in (stdout, rich.console.Console(file=log, width=120))
+            for console in (terminal, rich.console.Console(file=log, width=120))
         ]
-        recorder = Recorder(folder, subscribers=[tracker, *consoles])
+        recorder = Recorder(folder, subscribers=[*([tracker] if tracker else []), *consoles])
         status: Status = "FINISHED"
         message = ""
         try:
@@ -60,8 +65,8 @@ def recorded(plan: Plan, *, stdout: rich.console.Console) -> Iterator[Recorder]:
             for console in consoles:
                 console.close()
             _close(recorder, status=status, message=message)
-            outcome = tracker.close(timeout_s=_DRAIN_SECONDS)
-            stdout.print(_where_to_look(folder, uri, outcome), markup=False, highlight=False, soft_wrap=True)
+            outcome = tracker.close(timeout_s=_DRAIN_SECONDS) if tracker else None
+            terminal.print(_where_to_look(folder, uri, outcome), markup=False, highlight=False, soft_wrap=True)
 
 
 def open_trial(trial: Trial, recorder: Recorder) -> None:
@@ -72,6 +77,7 @@ def open_trial(trial: Trial, recorder: Recorder) -> None:
             trial=trial.name,
             role=trial.role,
             title=trial.title,
+            repeat=trial.repeat,
             tags=provenance.trial_tags(trial),
             params={f"trial.{name}": value for name, value in provenance.trial_tags(trial).items()},
         )
@@ -85,7 +91,8 @@ def artifact(name: str, recorder: Recorder) -> None:
 
 def _create_folder(plan: Plan) -> Path:
     root = Path(plan.experiment.tracking.directory)
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{plan.experiment.name}-{secrets.token_hex(2)}"
+    command = "" if plan.command == "run" else f"{plan.command}-"
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{plan.experiment.name}-{command}{secrets.token_hex(2)}"
     try:
         (root / name).mkdir(parents=True)
     except OSError as error:
@@ -107,7 +114,7 @@ def _open(plan: Plan, recorder: Recorder, *, uri: str) -> None:
             tracking_experiment=experiment.tracking.experiment or experiment.name,
             tags=provenance.run_tags(plan),
             params=flatten(shown),
-            trials=tuple(trial.name for trial in plan.trials),
+            trials=tuple(dict.fromkeys(trial.name for trial in plan.trials)),
         )
     )
     (recorder.folder / "experiment.yaml").write_text(to_yaml(shown), encoding="utf-8")
@@ -128,13 +135,13 @@ def _status(error: BaseException) -> tuple[Status, str]:
     return "FAILED", str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
 
 
-def _where_to_look(folder: Path, uri: str, outcome: TrackingOutcome) -> str:
+def _where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> str:
     lines = [f"run      {folder}"]
     if (folder / "report.html").exists():
         lines.append(f"report   {folder / 'report.html'}")
-    if outcome.run_id:
+    if outcome and outcome.run_id:
         lines.append(f"mlflow   {run_link(uri, outcome.experiment_id or '', outcome.run_id)}")
-    if not outcome.delivered:
+    if outcome and not outcome.delivered:
         lines.append(outcome.message)
     return "\n".join(lines)
 

@@ -1,20 +1,32 @@
 """What speedup and scaling efficiency are, by definition; `report`, `chart` and `page` show them.
 
-Speedup is throughput over the baseline's throughput; efficiency is speedup over the ratio of replicas. This is strong
-scaling: the global batch is the same in every trial. A worker has a fixed number of cores, so N workers have N times
-the cores of one; the reference trial shows what a single process does with all of them.
+Speedup is throughput over the baseline's throughput; efficiency is speedup over the ratio of replicas. Strong scaling:
+the global batch is the baseline's. Weak scaling: the batch of each replica is the baseline's. A worker has a fixed
+number of cores, so N workers have N times the cores of one; the reference shows what a single process does with all of
+them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Literal
 
 from pipeline.config.schema import Frozen
-from pipeline.contract import Role, Spread, Trial
+from pipeline.contract import Role, Scaling, Spread, StepParts, Trial, TrialResult
 from pipeline.events import Finished
+
+LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+"""How far two loss series of the same training may lie apart, by precision: sums in another order round differently.
+
+Relative to the loss where it is larger than 1.
+"""
+FIRST_STEPS = 3
+"""Training amplifies rounding, by a factor of 100 a step with batch norm and a high learning rate: a training that is
+the same in its first steps and drifts apart later may well be the same. The first step shows the forward pass, the
+next ones the gradients and the optimizer."""
 
 
 class Row(Frozen):
-    """What one trial measured, relative to the baseline."""
+    """What one trial measured, once or in several repeats, relative to the baseline."""
 
     trial: str
     title: str
@@ -28,46 +40,75 @@ class Row(Frozen):
     device: Literal["cpu", "cuda"]
     cpus: int
     """Cores of all workers together."""
+    scaling: Scaling = "strong"
+    global_batch_size: int
     samples_per_second: Spread
+    """Over the windows of one measurement, or over the repeats' medians."""
+    repeats: tuple[float, ...]
+    """Median throughput of each repeat, in order."""
     step_ms: Spread
+    parts: StepParts
+    """As in `TrialResult`, which also describes the figures below; medians over the repeats."""
     speedup: float | None = None
-    """Throughput over the baseline's, medians; None where no speedup may be claimed."""
+    """Throughput over the baseline's; None where no speedup may be claimed."""
     speedup_low: float | None = None
-    """This trial's lowest window over the baseline's highest."""
+    """The lowest ratio of two repeats measured next to each other, or of two windows of one measurement."""
     speedup_high: float | None = None
-    """This trial's highest window over the baseline's lowest."""
+    """The highest such ratio."""
     efficiency: float | None = None
     """Speedup over the ratio of replicas, 1 is linear; None where replicas are not what differs."""
-    exposed_communication_ms: float | None = None
-    """As in `TrialResult`, which also describes the next two."""
-    data_wait_ms: float
     peak_memory_mb: tuple[float, ...]
+    gpu_utilization: tuple[float, ...] = ()
+    gradient_mb: float
+    unused_parameters: int = 0
+    coupling: tuple[str, ...] = ()
     time_to_first_step_s: float | None = None
     """Seconds from the launch to the end of the first step."""
+    losses: tuple[float, ...] = ()
+    largest_loss_difference: float | None = None
+    """From the baseline's loss in the same step, relative to it where it is above 1; None for other global batches."""
+    first_loss_difference: float | None = None
+    """The same over the first steps only."""
+    loss_tolerance: float
+    """How far apart rounding may bring them."""
     metrics: Mapping[str, float] = {}
     """The last value of each metric of the training."""
 
     @classmethod
-    def of(cls, trial: Trial, end: Finished) -> "Row":
-        """The row of a finished trial, not yet compared with a baseline."""
+    def of(cls, trial: Trial, ends: Sequence[Finished]) -> "Row":
+        """The row of a trial that finished once or several times, not yet compared with a baseline."""
+        results = [end.result for end in ends]
+        waits = [end.time_to_first_step_s for end in ends if end.time_to_first_step_s is not None]
         return cls(
+            trial=trial.name,
             title=trial.title,
             replicas=trial.replicas,
             cpus=trial.workers * trial.cpus_per_worker,
-            time_to_first_step_s=end.time_to_first_step_s,
-            **trial.model_dump(include={"role", "strategy", "workers", "device"}),
-            **end.result.model_dump(exclude={"steps"}),
+            global_batch_size=trial.experiment.train.global_batch_size,
+            samples_per_second=_over([result.samples_per_second for result in results]),
+            repeats=tuple(result.samples_per_second.median for result in results),
+            step_ms=_over([result.step_ms for result in results]),
+            parts=_parts(results),
+            peak_memory_mb=tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
+            gpu_utilization=tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
+            time_to_first_step_s=median(waits) if waits else None,
+            loss_tolerance=LOSS_TOLERANCE[trial.experiment.train.precision],
+            **trial.model_dump(include={"role", "strategy", "workers", "device", "scaling"}),
+            **results[0].model_dump(include={"gradient_mb", "unused_parameters", "coupling", "losses", "metrics"}),
         )
 
     def against(self, baseline: "Row") -> "Row":
-        """The row with its speedup over the baseline, if one may be claimed."""
-        if self.is_one_replica_dp or self.repeats(baseline):
-            return self
-        own, base = self.samples_per_second, baseline.samples_per_second
-        speedup = own.median / base.median
-        figures = {"speedup": speedup, "speedup_low": own.low / base.high, "speedup_high": own.high / base.low}
-        if not (self.role == "reference" and self.replicas == baseline.replicas):  # more cores are not more replicas
-            figures["efficiency"] = speedup / (self.replicas / baseline.replicas)
+        """The row with its speedup over the baseline, if one may be claimed, and how far its losses are from it."""
+        differences = self._loss_differences(baseline)
+        figures = {
+            "largest_loss_difference": max(differences, default=None),
+            "first_loss_difference": max(differences[:FIRST_STEPS], default=None),
+        }
+        if not (self.is_one_replica_dp or self.measures_again(baseline)):
+            ratios = _ratios(self, baseline)
+            figures |= {"speedup": ratios.median, "speedup_low": ratios.low, "speedup_high": ratios.high}
+            if not (self.role == "reference" and self.replicas == baseline.replicas):  # more cores: no more replicas
+                figures["efficiency"] = ratios.median / (self.replicas / baseline.replicas)
         return self.model_copy(update=figures)
 
     @property
@@ -75,17 +116,99 @@ class Row(Frozen):
         """Whether this is DataParallel without devices to be parallel on."""
         return self.strategy == "dp" and self.replicas < 2
 
-    def repeats(self, baseline: "Row") -> bool:
+    def measures_again(self, baseline: "Row") -> bool:
         """Whether the main trial is the baseline over again, so that a ratio would only show noise."""
         return self.role == "main" and (self.strategy, self.replicas) == (baseline.strategy, baseline.replicas)
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the speedup, if there is one, is larger or smaller than 1 beyond the spread of the windows."""
+        """Whether the speedup, if there is one, is larger or smaller than 1 beyond the spread."""
         return self.speedup_low is None or self.speedup_high is None or not self.speedup_low < 1 < self.speedup_high
+
+    @property
+    def same_training(self) -> Literal["yes", "at first", "no"] | None:
+        """Whether its losses are the baseline's: all, or those of the first steps; None for other global batches."""
+        if self.largest_loss_difference is None or self.first_loss_difference is None:
+            return None
+        if self.largest_loss_difference <= self.loss_tolerance:
+            return "yes"
+        return "at first" if self.first_loss_difference <= self.loss_tolerance else "no"
 
     @property
     def devices(self) -> str:
         """What computes, e.g. "2 cores" or "4 GPUs"."""
         count, unit = (self.cpus, "core") if self.device == "cpu" else (self.replicas, "GPU")
         return f"{count} {unit}{'' if count == 1 else 's'}"
+
+    @property
+    def share_of_communication(self) -> float:
+        """Exposed communication as a fraction of the step."""
+        return (self.parts.exposed_communication_ms or 0.0) / self.parts.step_ms.median
+
+    @property
+    def share_of_data_wait(self) -> float:
+        """Data wait as a fraction of the step."""
+        return self.parts.data_wait_ms / self.parts.step_ms.median
+
+    def _loss_differences(self, baseline: "Row") -> list[float]:
+        """By step; empty where the global batches are not the same ones."""
+        if self.global_batch_size != baseline.global_batch_size:
+            return []
+        pairs = zip(self.losses, baseline.losses, strict=False)  # training that ends early has fewer
+        return [abs(own - base) / max(1.0, abs(base)) for own, base in pairs]
+
+
+class Unmeasured(Frozen):
+    """A cell of a comparison without figures."""
+
+    trial: str
+    title: str
+    strategy: str
+    workers: int
+    scaling: Scaling = "strong"
+    reason: str
+    """Why there are none, e.g. that it needs more cores than there are."""
+
+
+class Advice(Frozen):
+    """One thing to change."""
+
+    reason: str
+    """What was measured, in a sentence."""
+    change: str
+    """What to do, with the line of YAML where there is one, e.g. "write loader: {num_workers: 2}"."""
+    key: str = ""
+    """The key in the experiment file that the change is about; empty where it is about the machine."""
+
+
+def _over(spreads: Sequence[Spread]) -> Spread:
+    """The windows' spread of a single measurement; that of the medians of several."""
+    if len(spreads) == 1:
+        return spreads[0]
+    medians = [spread.median for spread in spreads]
+    return Spread(median=median(medians), low=min(medians), high=max(medians), windows=len(medians))
+
+
+def _parts(results: Sequence[TrialResult]) -> StepParts:
+    parts = [result.parts for result in results]
+    waits = [part.exposed_communication_ms for part in parts if part.exposed_communication_ms is not None]
+    return StepParts(
+        step_ms=_over([part.step_ms for part in parts]),
+        compute_ms=median(part.compute_ms for part in parts),
+        exposed_communication_ms=median(waits) if waits else None,
+        data_wait_ms=median(part.data_wait_ms for part in parts),
+        rest_ms=median(part.rest_ms for part in parts),
+        ranks_ms=tuple(map(median, zip(*(part.ranks_ms for part in parts), strict=True))),
+        nodes=parts[0].nodes,
+    )
+
+
+def _ratios(row: Row, baseline: Row) -> Spread:
+    """Throughput over the baseline's; repeats are compared in pairs, since the machine drifts."""
+    if len(row.repeats) == len(baseline.repeats) > 1:
+        ratios = [own / base for own, base in zip(row.repeats, baseline.repeats, strict=True)]
+        return Spread(median=median(ratios), low=min(ratios), high=max(ratios), windows=len(ratios))
+    own, base = row.samples_per_second, baseline.samples_per_second
+    return Spread(
+        median=own.median / base.median, low=own.low / base.high, high=own.high / base.low, windows=own.windows
+    )

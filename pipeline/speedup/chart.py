@@ -90,7 +90,7 @@ def _step(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _parts(row: Row) -> tuple[float, float, float]:
     """Milliseconds computing, in exposed communication and waiting for data; noise may measure less than nothing."""
-    communication, data = max(0.0, row.exposed_communication_ms or 0.0), max(0.0, row.data_wait_ms)
+    communication, data = max(0.0, row.parts.exposed_communication_ms or 0.0), max(0.0, row.parts.data_wait_ms)
     return max(0.0, row.step_ms.median - communication - data), communication, data
 
 

@@ -4,11 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.config.schema import Frozen
-from pipeline.contract import Spread, Trial
+from pipeline.contract import Role, Spread, Trial
 from pipeline.events import Finished
-from pipeline.speedup import Row
-
-__all__ = ["HEADER", "METHOD", "Report", "Row", "amount"]
+from pipeline.speedup import Advice, Row, Unmeasured
 
 HEADER = ("strategy", "devices", "samples/s", "speedup", "efficiency", "exposed comm. ms", "data wait ms")
 """Names of the columns of `Report.cells`."""
@@ -21,42 +19,67 @@ METHOD = (
     "computing, data wait what it is longer with the real loader than with a batch held in memory."
 )
 
-_ORDER = ("baseline", "reference", "main")
+_ORDER: tuple[Role, ...] = ("baseline", "reference", "cell", "main")
 
 
 class Report(Frozen):
-    """What came out of a run."""
+    """What came out of a run or of a comparison."""
 
     name: str
     """Name of the experiment."""
     rows: tuple[Row, ...]
-    """Baseline first, then references by replicas, the main training last."""
-    remarks: tuple[str, ...]
+    """Baseline first, then references by replicas, then the cells of a comparison, the main training last."""
+    unmeasured: tuple[Unmeasured, ...] = ()
+    """Cells of a comparison that have no figures."""
+    remarks: tuple[str, ...] = ()
+    """What a reader must know about the figures."""
+    advice: tuple[Advice, ...] = ()
     hardware: str
 
     @classmethod
-    def of(cls, trials: Sequence[Trial], finished: Sequence[Finished], *, hardware: str) -> "Report":
-        """The report of a run; a trial that didn't finish is left out, with a remark.
+    def of(
+        cls,
+        trials: Sequence[Trial],
+        finished: Sequence[Finished],
+        *,
+        hardware: str,
+        unmeasured: Sequence[Unmeasured] = (),
+    ) -> "Report":
+        """The report of trials, each of which finished once or several times.
+
+        A trial that didn't finish and isn't among the unmeasured is left out, with a remark.
 
         Raises:
-            ValueError: the main trial is not among ``finished``, so there is nothing to report.
+            ValueError: no trial finished, or not the main one of a run, so there is nothing to report.
         """
-        ends = {end.result.trial: end for end in finished}
-        main = next((trial for trial in trials if trial.role == "main" and trial.name in ends), None)
-        if main is None:
-            raise ValueError(f"the main trial is not among those that finished ({', '.join(ends) or 'none'})")
-        rows = [Row.of(trial, ends[trial.name]) for trial in trials if trial.name in ends]
-        rows.sort(key=lambda row: (_ORDER.index(row.role), row.replicas))
+        ends: dict[str, list[Finished]] = {}
+        for end in finished:
+            ends.setdefault(end.result.trial, []).append(end)
+        once = {trial.name: trial for trial in trials if trial.repeat == 0}
+        rows = [Row.of(trial, ends[name]) for name, trial in once.items() if name in ends]
+        mains = [trial.name for trial in once.values() if trial.role == "main"]
+        if not rows or any(name not in ends for name in mains):
+            raise ValueError(f"nothing to report: only {', '.join(ends) or 'no trial'} finished")
+        rows.sort(key=lambda row: (_ORDER.index(row.role), row.scaling, row.replicas))
         if rows[0].role == "baseline":
             rows = [rows[0], *(row.against(rows[0]) for row in rows[1:])]
-        missing = [f"{trial.name} ({trial.title})" for trial in trials if trial.name not in ends]
+        told = {cell.trial for cell in unmeasured}
+        missing = [f"{name} ({trial.title})" for name, trial in once.items() if name not in ends and name not in told]
         remarks = (*(f"{trial} did not finish; it is left out." for trial in missing), *_remarks(rows))
-        return cls(name=main.experiment.name, rows=tuple(rows), remarks=remarks, hardware=hardware)
+        return cls(
+            name=next(iter(once.values())).experiment.name,
+            rows=tuple(rows),
+            unmeasured=tuple(unmeasured),
+            remarks=remarks,
+            hardware=hardware,
+        )
 
     @property
     def main(self) -> Row:
-        """The training that the experiment file describes."""
-        return self.rows[-1]
+        """The training of a run; of a comparison, the fastest cell that has a speedup, or else the last."""
+        if self.rows[-1].role == "main":
+            return self.rows[-1]
+        return max(self.rows, key=lambda row: (row.role == "cell", row.speedup or 0.0))
 
     @property
     def speedup(self) -> float | None:
@@ -139,8 +162,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         _with_spread(row.samples_per_second),
         "baseline" if row.role == "baseline" else "-" if row.speedup is None else f"{row.speedup:.2f}x",
         shown(row.efficiency, ".0%"),
-        shown(row.exposed_communication_ms, ".1f"),
-        shown(row.data_wait_ms, ".1f"),
+        shown(row.parts.exposed_communication_ms, ".1f"),
+        shown(row.parts.data_wait_ms, ".1f"),
     )
 
 
@@ -152,13 +175,16 @@ def _with_spread(spread: Spread) -> str:
 
 def _record(row: Row) -> dict[str, Any]:
     """One flat record of a row."""
+    listed = {"metrics", "parts", "peak_memory_mb", "gpu_utilization", "losses", "repeats", "coupling"}
+    times = row.parts.model_dump(exclude={"step_ms", "ranks_ms", "nodes"})
     record: dict[str, Any] = {}
-    for name, value in row.model_dump(mode="json", exclude={"metrics", "peak_memory_mb"}).items():
+    for name, value in row.model_dump(mode="json", exclude=listed).items():
         if isinstance(value, dict):  # a spread
             record |= {name: value["median"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
         else:
             record[name] = value
-    return record | {"peak_memory_mb": max(row.peak_memory_mb, default=None)} | dict(row.metrics)
+    peaks = {"peak_memory_mb": max(row.peak_memory_mb, default=None)}
+    return record | times | peaks | {"same_training": row.same_training} | dict(row.metrics)
 
 
 def _remarks(rows: Sequence[Row]) -> Iterator[str]:
@@ -166,7 +192,7 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
     baseline, main = rows[0], rows[-1]
     if baseline.role != "baseline":
         yield "There is no baseline measurement, so no speedup is claimed."
-    elif main.repeats(baseline):
+    elif main.measures_again(baseline):
         yield f"The main trial and its baseline are both {main.title}, so no speedup is claimed."
     if any(row.is_one_replica_dp for row in rows):
         yield "dp with fewer than two GPUs is one replica; nothing runs in parallel, so no speedup is claimed for it."

@@ -5,23 +5,23 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from pipeline.events import ArtifactSaved, FirstStep, ModelSaved, Outbox
+from pipeline.training.collective import gather
 from pipeline.training.loader import to_device
 from pipeline.training.setup import Setup
-
-T = TypeVar("T")
 
 _WEIGHTS, _EXAMPLE = "model/weights.pt", "model/example.pt"
 
 
 def start(setup: Setup, outbox: Outbox) -> None:
     """All is built; training begins. Collective."""
-    devices = _gather(_device_name(setup), setup)
+    devices = gather(_device_name(setup), rank=setup.rank)
     if setup.rank.is_first:
         outbox.event(setup.started(tuple(devices)))
 
@@ -37,12 +37,29 @@ def first_step(setup: Setup, outbox: Outbox) -> None:
 def peak_memory_mb(setup: Setup) -> tuple[float, ...]:
     """Peak memory of each rank's devices in rank order: allocated on GPUs, resident on CPU. Collective."""
     if setup.device.type == "cuda":
-        devices = range(torch.cuda.device_count()) if setup.strategy.devices == "all" else [setup.device.index]
-        own = [torch.cuda.max_memory_allocated(device) / 2**20 for device in devices]
+        own = [torch.cuda.max_memory_allocated(device) / 2**20 for device in setup.gpus]
     else:
         unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there, in KiB on Linux
         own = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit]
-    return tuple(peak for peaks in _gather(own, setup) for peak in peaks)
+    return tuple(peak for peaks in gather(own, rank=setup.rank) for peak in peaks)
+
+
+def gradient_mb(model: nn.Module) -> float:
+    """Size of all gradients of one replica."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
+
+
+def coupling_layers(model: nn.Module) -> tuple[str, ...]:
+    """Kinds of layers whose result depends on how a global batch is dealt to ranks.
+
+    Batch statistics are those of a rank's share, and each rank draws its own dropout masks.
+    """
+    coupled = (
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)
+    )
+    return tuple(dict.fromkeys(type(module).__name__ for module in coupled))
 
 
 def model(setup: Setup, outbox: Outbox) -> None:
@@ -80,11 +97,3 @@ def _device_name(setup: Setup) -> str:
     if setup.device.type == "cuda":
         return f"{setup.rank.node} {setup.device} {torch.cuda.get_device_name(setup.device)}"
     return f"{setup.rank.node} cpu, {threads} {'thread' if threads == 1 else 'threads'}"
-
-
-def _gather(value: T, setup: Setup) -> list[T]:
-    if setup.rank.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * setup.rank.world_size
-    dist.all_gather_object(values, value)
-    return values

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from pipeline.contract import Rank
+from pipeline.contract import Rank, Trial
 from pipeline.errors import TrainingError
 from pipeline.events import Metrics, Outbox, Point
 from pipeline.training.clock import Clock
+from pipeline.training.gauge import GpuGauge
 from pipeline.training.order import Order
 
 
@@ -21,13 +22,16 @@ class Meter:
     device once in a flush instead of once in a step.
     """
 
-    trial: str
+    trial: Trial
     rank: Rank
     order: Order
     clock: Clock
+    gauge: GpuGauge
     outbox: Outbox
     latest: dict[str, float] = field(default_factory=dict)
     """The latest value of every metric."""
+    first_losses: tuple[float, ...] = ()
+    """Of as many steps as a measurement takes."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _norms: list[torch.Tensor] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
@@ -55,6 +59,9 @@ class Meter:
             columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
         lap = self.clock.lap(steps=len(losses), samples=self._samples)
         self._losses, self._norms, self._rates, self._samples = [], [], [], 0
+        self.gauge.read()
+        measure = self.trial.experiment.measure
+        self.first_losses = (*self.first_losses, *columns["train/loss"])[: measure.total_steps]
         first = step - len(losses) + 1
         points = [Point(name, first + i, value) for name, column in columns.items() for i, value in enumerate(column)]
         points.append(Point("throughput/samples_per_second", step, lap.samples_per_second))
@@ -66,7 +73,14 @@ class Meter:
         """Report points of any metrics; ``step`` and ``epoch`` (counted from 1) say how far training is."""
         self.latest.update({point.name: point.value for point in points})
         if self.rank.is_first and points:
-            event = Metrics(time=time.time(), trial=self.trial, step=step, epoch=epoch, points=tuple(points))
+            event = Metrics(
+                time=time.time(),
+                trial=self.trial.name,
+                step=step,
+                epoch=epoch,
+                points=tuple(points),
+                repeat=self.trial.repeat,
+            )
             self.outbox.event(event)
 
     def _stop_if_not_finite(self, losses: list[float], *, first: int) -> None:

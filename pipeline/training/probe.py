@@ -1,59 +1,83 @@
-"""How much of a step is waiting: for gradients of other ranks, and for data.
+"""Where the time of a step goes: computing, waiting for gradients of other ranks, waiting for data, the rest.
 
 Measured by leaving it out, not by a profiler, which changes what it measures: steps with gradient exchange against
-steps without, and steps with the real loader against steps on a batch held in memory, in turn (A B C A B C ...) so
-that drift hits all alike. A step here is a forward and a backward of one micro-batch: a real step exchanges gradients
-once and loads each of its micro-batches. The optimizer doesn't step, so the weights stay as they are; buffers are put
-back.
+steps without, steps with the real loader against steps on a batch held in memory, steps with the optimizer against
+steps without, in turn (A B C A B C ...) so that drift hits all alike. The learning rate is zero meanwhile, and buffers
+are put back, so the model stays as it is.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from pipeline.training.clock import synchronize
-from pipeline.training.loader import to_device
+from pipeline.contract import StepParts
+from pipeline.training.clock import spread, synchronize
+from pipeline.training.collective import barrier, gather
 from pipeline.training.order import Draw
 from pipeline.training.setup import Setup
+from pipeline.training.step import Stream, gradients, optimizer_step
 
 ROUNDS = 7
-SLOT_SECONDS = 0.25  # long enough for the clock, short enough that the whole takes a few seconds
+SLOT_SECONDS = 0.2  # long enough for the clock, short enough that the whole takes a few seconds
+
+Times = dict[str, list[float]]
+"""Milliseconds of a step, by variant, one for each round."""
 
 
-class Waits(NamedTuple):
-    """Milliseconds of one step. ``exposed_communication_ms`` is None with a single process."""
-
-    exposed_communication_ms: float | None
-    data_wait_ms: float
-
-
-def probe(setup: Setup, *, step_ms: float) -> Waits:
-    """Measure the waits of a trained setup, whose steps take about ``step_ms``. Collective."""
-    micro_batches = setup.micro_batches
-    steps = _agree(max(1, min(10, int(SLOT_SECONDS * 1000 * micro_batches / step_ms))), setup)
+def probe(setup: Setup, *, step_ms: float) -> StepParts:
+    """Measure the parts of a step, whole steps of which take about ``step_ms``. Collective."""
+    # A rank with more steps than the others would wait for ever.
+    steps = min(gather(max(1, min(10, int(SLOT_SECONDS * 1000 / step_ms))), rank=setup.rank))
     buffers = [buffer.clone() for buffer in setup.model.buffers()]
-    batches = _endless(setup)
-    held = next(batches)
-    variants: dict[str, Callable[[], None]] = {
-        "held": lambda: _step(setup, held),
-        "loaded": lambda: _step(setup, next(batches)),
+    rates = [group["lr"] for group in setup.optimizer.param_groups]
+    scheduler, setup.scheduler = setup.scheduler, None
+    for group in setup.optimizer.param_groups:
+        group["lr"] = 0.0
+    setup.wrapped.train()
+    try:
+        times = _measure(setup, steps=steps)
+    finally:
+        setup.scheduler = scheduler
+        for group, rate in zip(setup.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for buffer, before in zip(setup.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    ranks = gather((times, setup.rank.node), rank=setup.rank)
+    return _parts([times for times, _ in ranks], nodes=tuple(node for _, node in ranks))
+
+
+def _measure(setup: Setup, *, steps: int) -> Times:
+    stream = _endless(setup)
+    held = list(one_step(stream))
+    variants: dict[str, Callable[[], object]] = {
+        "computed": lambda: _without_optimizer(setup, iter(held), exchange=False),
+        "loaded": lambda: _without_optimizer(setup, stream, exchange=True),
+        "whole": lambda: optimizer_step(setup, stream, step=0),
     }
     if setup.rank.world_size > 1:
-        variants["unsynced"] = lambda: _unsynced_step(setup, held)
-    times: dict[str, list[float]] = {name: [] for name in variants}
+        variants["exchanged"] = lambda: _without_optimizer(setup, iter(held), exchange=True)
+        variants["alone"] = lambda: _without_optimizer(setup, stream, exchange=False)
+    times: Times = {name: [] for name in variants}
     for _ in range(ROUNDS):
         for name, step in variants.items():
             times[name].append(_slot(setup, step, steps=steps))
-    for buffer, before in zip(setup.model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
-    return Waits(
-        exposed_communication_ms=_excess(times["held"], times["unsynced"]) if "unsynced" in times else None,
-        data_wait_ms=_excess(times["loaded"], times["held"]) * micro_batches,
+    return times
+
+
+def _parts(ranks: list[Times], *, nodes: tuple[str, ...]) -> StepParts:
+    """The parts from all ranks' times: ranks wait for each other, so the slowest one's time is the step's."""
+    slowest = {name: [max(times) for times in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+    exchanged = slowest.get("exchanged")
+    return StepParts(
+        step_ms=spread(slowest["whole"]),
+        compute_ms=median(slowest["computed"]),
+        exposed_communication_ms=_excess(exchanged, slowest["computed"]) if exchanged else None,
+        data_wait_ms=_excess(slowest["loaded"], exchanged or slowest["computed"]),
+        rest_ms=_excess(slowest["whole"], slowest["loaded"]),
+        ranks_ms=tuple(median(rank.get("alone", rank["loaded"])) for rank in ranks),
+        nodes=nodes,
     )
 
 
@@ -62,11 +86,10 @@ def _excess(longer: list[float], shorter: list[float]) -> float:
     return max(0.0, median(a - b for a, b in zip(longer, shorter, strict=True)))
 
 
-def _slot(setup: Setup, step: Callable[[], None], *, steps: int) -> float:
+def _slot(setup: Setup, step: Callable[[], object], *, steps: int) -> float:
     """Milliseconds of one step, over some."""
     step()  # the first after a change of variant pays for what the one before left running
-    if setup.rank.world_size > 1:
-        dist.barrier()
+    barrier(setup.rank)
     synchronize(setup.device)
     start = time.perf_counter()
     for _ in range(steps):
@@ -75,31 +98,37 @@ def _slot(setup: Setup, step: Callable[[], None], *, steps: int) -> float:
     return 1000 * (time.perf_counter() - start) / steps
 
 
-def _step(setup: Setup, batch: tuple[Draw, Any]) -> None:
-    draw, data = batch
-    with setup.autocast():
-        output = setup.task(setup.wrapped, to_device(data, device=setup.device, dtype=setup.input_dtype))
-    setup.scaler.scale(output.loss * draw.weight).backward()  # type: ignore[no-untyped-call]
+def _without_optimizer(setup: Setup, stream: Stream, *, exchange: bool) -> None:
+    gradients(setup, stream, exchange=exchange)
     setup.optimizer.zero_grad(set_to_none=True)
 
 
-def _unsynced_step(setup: Setup, batch: tuple[Draw, Any]) -> None:
-    with setup.strategy.accumulate(setup.wrapped):
-        _step(setup, batch)
+def one_step(stream: Stream) -> Iterator[tuple[Draw, Any]]:
+    """The micro-batches of the next step."""
+    for draw, batch in stream:
+        yield draw, batch
+        if draw.is_last:
+            return
 
 
-def _endless(setup: Setup) -> Iterator[tuple[Draw, Any]]:
+def unused_parameters(setup: Setup) -> int:
+    """Trainable parameters that a step leaves without gradient. Collective."""
+    gradients(setup, _endless(setup))
+    unused = sum(parameter.requires_grad and parameter.grad is None for parameter in setup.model.parameters())
+    setup.optimizer.zero_grad(set_to_none=True)
+    return unused
+
+
+def _endless(setup: Setup) -> Stream:
     """Micro-batches for ever, without the smaller last global batch of an epoch."""
     full_batches = max(1, setup.order.samples // setup.order.global_batch_size)
     for epoch in count():
-        draws = setup.draws(epoch)
-        yield from setup.train_loader.batches(islice(draws, full_batches * setup.micro_batches))
+        yield from setup.train_loader.batches(_first(full_batches, setup.draws(epoch)))
 
 
-def _agree(steps: int, setup: Setup) -> int:
-    """The smallest number of all ranks: a rank with more steps would wait for ever."""
-    if setup.rank.world_size == 1:
-        return steps
-    agreed = torch.tensor(steps, device=setup.device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    return int(agreed)
+def _first(steps: int, draws: Iterable[Draw]) -> Iterator[Draw]:
+    for draw in draws:
+        yield draw
+        steps -= draw.is_last
+        if not steps:
+            return

@@ -81,6 +81,13 @@ class Setup:
         return steps % self.order.steps_per_epoch % self.experiment.train.log_every_steps == 0
 
     @property
+    def gpus(self) -> list[int]:
+        """CUDA indices of this rank's devices; empty on CPU."""
+        if self.device.type == "cpu":
+            return []
+        return list(range(torch.cuda.device_count())) if self.strategy.devices == "all" else [self.device.index]
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches in one step of each rank."""
         return self.experiment.train.gradient_accumulation

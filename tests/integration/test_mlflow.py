@@ -22,7 +22,7 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from pipeline.contract import Rank, Spread, TrialResult
+from pipeline.contract import Rank, Spread, StepParts, TrialResult
 from pipeline.errors import ResourceError, UsageError
 from pipeline.events import (
     AnyEvent,
@@ -148,8 +148,16 @@ def finished(trial: str, *, memory: tuple[float, ...]) -> Finished:
         steps=20,
         samples_per_second=Spread(median=640.0, low=600.0, high=650.0, windows=3),
         step_ms=Spread(median=12.5, low=12.0, high=13.0, windows=3),
-        data_wait_ms=0.25,
+        parts=StepParts(
+            step_ms=Spread(median=12.6, low=12.0, high=13.0, windows=3),
+            compute_ms=11.0,
+            data_wait_ms=0.25,
+            rest_ms=1.25,
+            ranks_ms=(12.5,),
+            nodes=("node-1",),
+        ),
         peak_memory_mb=memory,
+        gradient_mb=2.8,
     )
     return Finished(time=T0 + 50, trial=trial, result=result, time_to_first_step_s=2.5)
 

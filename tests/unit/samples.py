@@ -1,7 +1,7 @@
 """Trials and what they measured, made up so that ratios can be worked out by hand."""
 
 from pipeline.config.schema import Component, Experiment, Train
-from pipeline.contract import Role, Spread, Trial, TrialResult
+from pipeline.contract import Role, Spread, StepParts, Trial, TrialResult
 from pipeline.events import Finished
 from pipeline.speedup.report import Report
 
@@ -27,14 +27,28 @@ def spread(median: float, *, noise: float = 0.0, windows: int = 3) -> Spread:
     return Spread(median=median, low=median - noise, high=median + noise, windows=windows)
 
 
-def finished(name: str, throughput: Spread, *, communication: float | None = None, **more: object) -> Finished:
+def parts(*, step_ms: float, communication: float | None = None, data_wait: float = 0.25) -> StepParts:
+    return StepParts(
+        step_ms=spread(step_ms),
+        compute_ms=step_ms - (communication or 0) - data_wait - 1,
+        exposed_communication_ms=communication,
+        data_wait_ms=data_wait,
+        rest_ms=1,
+        ranks_ms=(step_ms,) * (1 if communication is None else 2),
+        nodes=("node-1",) * (1 if communication is None else 2),
+    )
+
+
+def finished(
+    name: str, throughput: Spread, *, communication: float | None = None, data_wait: float = 0.25, **more: object
+) -> Finished:
     result = TrialResult(
         trial=name,
         steps=24,
         samples_per_second=throughput,
         step_ms=spread(64_000 / throughput.median),
-        exposed_communication_ms=communication,
-        **{"data_wait_ms": 0.25, "peak_memory_mb": (410.0, 402.5), **more},
+        parts=parts(step_ms=64_000 / throughput.median, communication=communication, data_wait=data_wait),
+        **{"peak_memory_mb": (410.0, 402.5), "gradient_mb": 2.8, **more},
     )
     return Finished(time=0.0, trial=name, result=result, time_to_first_step_s=6.24)
 

@@ -10,6 +10,7 @@ from pipeline.contract import Rank, Spread
 from pipeline.errors import TrainingError
 from pipeline.events import Metrics, Point
 from pipeline.training.clock import Clock, Lap, spread
+from pipeline.training.gauge import GpuGauge
 from pipeline.training.meter import Meter
 from pipeline.training.order import Order
 
@@ -94,7 +95,7 @@ ORDER = Order(samples=10, global_batch_size=4, seed=0)
 def meter(outbox: toys.Kept, *, rank: int = 0) -> Meter:
     clock = Clock(device=CPU, warmup_steps=0)
     clock.resume()
-    return Meter(trial="main", rank=Rank(rank=rank), order=ORDER, clock=clock, outbox=outbox)
+    return Meter(trial=toys.trial(), rank=Rank(rank=rank), order=ORDER, clock=clock, gauge=GpuGauge([]), outbox=outbox)
 
 
 def add(to: Meter, *losses: float, norm: float | None = None) -> None:

@@ -91,10 +91,11 @@ def test_probing_leaves_weights_and_buffers_alone(parts: int) -> None:
     trial = toys.trial(model={"_target_": "toys.batch_norm_net"}, train={"gradient_accumulation": parts})
     setup = build(trial, rank=Rank())
     before = {name: value.clone() for name, value in setup.model.state_dict().items()}
-    waits = probe(setup, step_ms=1e6)
+    measured = probe(setup, step_ms=1e6)
 
     assert all(torch.equal(value, before[name]) for name, value in setup.model.state_dict().items())
     assert "1.num_batches_tracked" in before
     assert all(parameter.grad is None for parameter in setup.model.parameters())
-    assert waits.exposed_communication_ms is None
-    assert waits.data_wait_ms >= 0
+    assert measured.exposed_communication_ms is None
+    assert measured.data_wait_ms >= 0
+    assert len(measured.ranks_ms) == len(measured.nodes) == 1

@@ -123,13 +123,8 @@ def test_without_a_baseline_there_is_no_speedup() -> None:
 
 
 def test_without_the_main_trial_there_is_nothing_to_report() -> None:
-    with pytest.raises(ValueError, match=r"main trial is not among those that finished \(baseline\)"):
+    with pytest.raises(ValueError, match=r"nothing to report: only baseline finished"):
         Report.of([MAIN, BASELINE], [finished("baseline", spread(100))], hardware=HARDWARE)
-
-
-def test_a_retried_trial_counts_with_its_last_result() -> None:
-    ends = [finished("main", spread(150)), finished("main", spread(190)), finished("baseline", spread(100))]
-    assert Report.of([MAIN, BASELINE], ends, hardware=HARDWARE).speedup == pytest.approx(1.9)
 
 
 def test_the_report_survives_json() -> None:
@@ -169,7 +164,7 @@ def test_the_chart_is_a_png_as_high_as_its_rows_need(tmp_path: Path, count: int)
 
 
 def test_the_chart_takes_names_that_look_like_formulas_and_noise_below_zero(tmp_path: Path) -> None:
-    ends = [finished("main", spread(190), communication=-0.4, data_wait_ms=-0.2)]
+    ends = [finished("main", spread(190), communication=-0.4, data_wait=-0.2)]
     save_chart(Report.of([MAIN], ends, hardware=r"$\frac{1}$ cores"), tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 20_000
 

@@ -252,8 +252,8 @@ def test_the_result_holds_the_latest_metrics() -> None:
     assert result.steps == 2 * STEPS
     assert result.metrics["train/loss"] == outbox.series("train/loss")[-1]
     assert result.metrics["validation/loss"] == outbox.series("validation/loss")[-1]
-    assert result.exposed_communication_ms is None
-    assert result.data_wait_ms >= 0
+    assert result.parts.exposed_communication_ms is None
+    assert result.parts.data_wait_ms >= 0
     assert len(result.peak_memory_mb) == 1
     assert result.peak_memory_mb[0] > 10
 

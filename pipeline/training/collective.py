@@ -1,0 +1,24 @@
+"""What ranks tell each other, apart from gradients and losses. Every rank must call these."""
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from pipeline.contract import Rank
+
+T = TypeVar("T")
+
+
+def gather(value: T, *, rank: Rank) -> list[T]:
+    """Each rank's value, in rank order, on every rank."""
+    if rank.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier(rank: Rank) -> None:
+    """Wait for all ranks."""
+    if rank.world_size > 1:
+        dist.barrier()
