@@ -38,5 +38,10 @@ def cause(failures: Sequence[Failed], losses: Mapping[int, str]) -> PipelineErro
     return TrainingError(where + first.error, first.traceback)
 
 
+def only_lost_workers(failures: Sequence[Failed], losses: Mapping[int, str]) -> bool:
+    """Whether no rank has failed by itself: workers ended without a word, and the others noticed."""
+    return bool(losses) and all(_is_collateral(failure) for failure in failures)
+
+
 def _is_collateral(failure: Failed) -> bool:
     return any(sign in failure.error for sign in _COLLATERAL)

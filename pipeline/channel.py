@@ -24,6 +24,7 @@ from pipeline.events import AnyEvent, event_from_json, event_to_json
 Receive = Callable[[AnyEvent], None]
 
 _EVENT, _FILE, _CHUNK, _END = b"e", b"f", b"c", b"z"
+_STOP = b"s"
 _CHUNK_BYTES = 2**22
 
 
@@ -45,6 +46,8 @@ class Inbox:
         self._listener = Listener((host, 0), backlog=128)  # all workers may come at once
         self.address = Address(host=host, port=self._listener.address[1], key=self._key)
         self._readers: list[threading.Thread] = []
+        self._connections: list[Connection[bytes, bytes]] = []
+        self._stop_asked = False
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -62,6 +65,13 @@ class Inbox:
         self._accepting.join(timeout=5.0)
         self._listener.close()
 
+    def ask_to_stop(self) -> None:
+        """Ask all workers to stop, those that haven't connected yet as soon as they do."""
+        self._stop_asked = True
+        for connection in tuple(self._connections):
+            with suppress(OSError, ValueError):  # it has ended by itself
+                connection.send_bytes(_STOP)
+
     def _accept(self) -> None:
         while not self._closed:
             try:
@@ -77,6 +87,9 @@ class Inbox:
         with connection:
             if not _knows(self._key, connection):
                 return
+            self._connections.append(connection)
+            if self._stop_asked:
+                connection.send_bytes(_STOP)
             messages = _messages(connection)
             for message in messages:
                 if message[:1] == _EVENT:
@@ -138,6 +151,7 @@ class ChannelOutbox:
         self._sender = threading.Thread(target=self._send, name="outbox", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="outbox-watcher", daemon=True)
         self._closing = False
+        self.stop_asked = False
         self._sender.start()
         self._watcher.start()
 
@@ -185,11 +199,10 @@ class ChannelOutbox:
         sent.set()
 
     def _watch(self) -> None:
-        try:
-            self._connection.recv_bytes()  # the driver never sends: this ends when it hangs up
-        except (EOFError, OSError):
-            if not self._closing:
-                self._driver_is_gone()
+        for message in _messages(self._connection):
+            self.stop_asked |= message == _STOP
+        if not self._closing:
+            self._driver_is_gone()
 
     @staticmethod
     def _driver_is_gone() -> None:

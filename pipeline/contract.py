@@ -41,8 +41,16 @@ class Trial(Frozen):
     """Which of several equal measurements this is, from 0; all have the same name."""
     scaling: Scaling = "strong"
     """Whether the global batch is that of the baseline (strong) or the batch of each worker is (weak)."""
+    variant: str = ""
+    """What sets it apart from others of the same strategy and size, e.g. "static_graph"."""
+    checkpoints: str = ""
+    """Absolute folder, or fsspec address, of this trial's checkpoints; empty: none are saved."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint there, from the beginning if there is none."""
     profile: bool = False
     """Record a torch.profiler trace of a few steps once everything is measured."""
+    max_batch_size: int | None = None
+    """Only for tuning: the largest batch of one device to try; None goes as far as memory or data allow."""
 
     @property
     def is_measurement(self) -> bool:
@@ -54,12 +62,20 @@ class Trial(Frozen):
         """What stands in tables, e.g. "ddp x 2"."""
         if self.role == "reference":
             return f"{self.strategy}, {self.cpus_per_worker} cores"
-        return f"{self.strategy} x {self.replicas}" if self.replicas > 1 else self.strategy
+        title = f"{self.strategy} x {self.replicas}" if self.replicas > 1 else self.strategy
+        remarks = ", ".join(filter(None, ["weak" if self.scaling == "weak" else "", self.variant]))
+        return f"{title} ({remarks})" if remarks else title
 
     @property
     def replicas(self) -> int:
         """Copies of the model that compute side by side."""
         return self.workers * max(1, self.devices_per_worker)
+
+    @property
+    def device_batch_size(self) -> int:
+        """Samples of the largest micro-batch of one device, as the experiment declares it."""
+        train = self.experiment.train
+        return -(-train.global_batch_size // (self.replicas * train.gradient_accumulation))
 
 
 class Rank(Frozen):
@@ -143,15 +159,25 @@ class AllReduce(Frozen):
     ms: float
 
 
+class Gradient(Frozen):
+    """One trainable parameter's gradient."""
+
+    bytes: int
+    ready: float
+    """Fraction of the backward pass after which it is there."""
+
+
 class Costs(Frozen):
     """What a prediction of scaling needs, measured by a trial whose role is probe."""
 
     curve: tuple[BatchCost, ...]
     """By batch size, ascending."""
     optimizer_ms: float
-    """Clipping, optimizer step and zeroing of gradients."""
-    gradient_bytes: tuple[int, ...]
-    """Size of each trainable parameter's gradient in the order in which backward comes by them: last layers first."""
+    """All of a step that is not loading, forward and backward: clipping, optimizer; 0 with several workers."""
+    gradients: tuple[Gradient, ...]
+    """Of all trainable parameters, in reverse order of registration."""
+    buffer_bytes: int = 0
+    """Size of all buffers of the model, which DDP keeps equal on all ranks."""
     all_reduces: tuple[AllReduce, ...] = ()
     """Measured between the workers of the trial, all at once; empty with one process."""
     world_size: int
@@ -188,3 +214,28 @@ class TrialResult(Frozen):
     """The last value of each metric of the training, e.g. "validation/accuracy"."""
     costs: Costs | None = None
     """Only from a trial whose role is probe."""
+
+
+class BatchCandidate(Frozen):
+    """One batch size that was tried."""
+
+    batch_size: int
+    """Samples of one device's micro-batch."""
+    fits: bool
+    """Whether all ranks have the memory for it."""
+    samples_per_second: Spread | None = None
+    """Throughput over all workers on batches held in memory, gradients exchanged after each; None if it doesn't fit."""
+    peak_memory_mb: tuple[float, ...] = ()
+    """Per device on GPUs (allocated for this size), per process on CPU (resident, the most so far), ranks in order."""
+
+
+class BatchSizes(Frozen):
+    """What a trial whose role is tuning found."""
+
+    candidates: tuple[BatchCandidate, ...]
+    """All that were tried, ascending."""
+    largest_that_fits: int | None
+    """None if memory never ran out: at least the largest candidate fits. 0 if none does."""
+    recommended: int | None
+    """The smallest whose throughput is close to the best; None if not even the smallest candidate fits."""
+    train_samples: int

@@ -82,6 +82,10 @@ class TrainingError(PipelineError):
         return type(self), (str(self), self.details)
 
 
+class Stopped(Exception):
+    """Training has ended early, all ranks together and after a checkpoint, because the driver asked for it."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, as an exception that user code can't catch by accident, like Ctrl-C."""
 

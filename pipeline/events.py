@@ -4,13 +4,14 @@ Workers know nothing of MLflow, terminals or reports: they emit events.
 """
 
 from collections.abc import Mapping
+from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from pipeline.config.schema import Frozen
-from pipeline.contract import Rank, Role, Status, TrialResult
+from pipeline.contract import BatchSizes, Rank, Role, Status, TrialResult
 from pipeline.errors import Problem
 
 
@@ -119,6 +120,41 @@ class Failed(Event):
     problems: tuple[Problem, ...] = ()
 
 
+class Phase(IntEnum):
+    """What a rank is doing, in the order in which it does it in each step."""
+
+    BUILDING = 0
+    READING = 1
+    FORWARD = 2
+    BACKWARD = 3
+    UPDATING = 4
+    REPORTING = 5
+    EVALUATING = 6
+    SAVING = 7
+    WAITING = 8
+    """For other ranks, outside of the passes."""
+    ENDED = 9
+
+
+class Heartbeat(Event):
+    """A rank lives; sent about once a second. For the launcher alone: it is neither journaled nor shown."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+    rank: Rank
+    pid: int
+    process_started: float
+    """When the process was started, as the node's system counts; with the pid it names one process for good."""
+    step: int
+    """The optimizer step it is in, or did last, counted from 1; 0 before the first."""
+    phase: Phase
+    idle_s: float
+    """Seconds in which it has done nothing that counts as progress, such as a batch."""
+    is_stuck: bool = False
+    """Whether that is too long, by its own judgement."""
+    stack: str
+    """Where its training thread is, from user code up, as in a traceback."""
+
+
 class Finished(Event):
     """Rank 0 has ended its trial."""
 
@@ -126,6 +162,13 @@ class Finished(Event):
     result: TrialResult
     time_to_first_step_s: float | None = None
     """Seconds from the launch to the end of the first step; the driver's clock, filled in by the driver."""
+
+
+class BatchSizesFound(Event):
+    """Rank 0 has ended a trial that looked for a batch size."""
+
+    kind: Literal["batch_sizes_found"] = "batch_sizes_found"
+    sizes: BatchSizes
 
 
 class ArtifactSaved(Event):
@@ -144,6 +187,33 @@ class ModelSaved(Event):
     """Path inside the run's folder of the state dict."""
     example: str
     """Path inside the run's folder of one small batch of model inputs, as the model takes them."""
+
+
+class CheckpointSaved(Event):
+    """A checkpoint is whole."""
+
+    kind: Literal["checkpoint_saved"] = "checkpoint_saved"
+    step: int
+    """Optimizer steps done."""
+    path: str
+    """Its folder's path or address."""
+    megabytes: float
+    seconds: float
+    """From the decision to save until it was whole."""
+    blocked_seconds: float
+    """The part of it in which training stood still."""
+
+
+class Resumed(Event):
+    """Training goes on from a checkpoint."""
+
+    kind: Literal["resumed"] = "resumed"
+    step: int
+    """Optimizer steps done before; the next one reported is step + 1."""
+    epoch: int
+    """Epochs done before."""
+    checkpoint: str
+    """Its folder's path or address."""
 
 
 class RunClosed(Event):
@@ -166,9 +236,13 @@ AnyEvent = Annotated[
     | SystemMetrics
     | Warned
     | Failed
+    | Heartbeat
     | Finished
+    | BatchSizesFound
     | ArtifactSaved
     | ModelSaved
+    | CheckpointSaved
+    | Resumed
     | RunClosed,
     Field(discriminator="kind"),
 ]
@@ -192,6 +266,10 @@ def event_from_json(line: bytes | str) -> AnyEvent:
 
 class Outbox(Protocol):
     """A worker's only way to the driver."""
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether the driver wants the training to end early, as soon as all ranks can."""
 
     def event(self, event: AnyEvent) -> None:
         """Send an event; returns at once."""

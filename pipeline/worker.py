@@ -8,8 +8,10 @@ import argparse
 import gc
 import os
 import random
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -26,11 +28,15 @@ import pipeline
 from pipeline import registry
 from pipeline.channel import Address, ChannelOutbox
 from pipeline.contract import Rank, Trial
-from pipeline.errors import ExperimentError, TrainingError
-from pipeline.events import AnyEvent, Failed, Finished, Outbox, event_to_json
+from pipeline.errors import ExperimentError, Stopped, TrainingError
+from pipeline.events import AnyEvent, BatchSizesFound, Failed, Finished, Outbox, event_to_json
 from pipeline.system_metrics import SystemSampler
+from pipeline.training import batch_size
 from pipeline.training.loop import train
 from pipeline.training.order import mix
+
+_REQUEST_S = 1.0
+"""How long the driver's request to stop may take to come after SIGTERM."""
 
 
 class WorkerFailed(Exception):
@@ -48,12 +54,14 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox) -> None:
     samples = rank.local_rank == 0 and not trial.is_measurement
     try:
         with _process_group(trial, rank=rank), SystemSampler(rank, outbox) if samples else nullcontext():
-            result = train(trial, rank=rank, outbox=outbox)
+            end = _carried_out(trial, rank=rank, outbox=outbox)
+    except Stopped:  # the driver, which asked for it, doesn't wait for a result
+        return
     except (Exception, SystemExit) as error:  # user code may call exit()
         outbox.event(_failed(trial, rank=rank, error=error))
         raise WorkerFailed from error
     if rank.is_first:
-        outbox.event(Finished(time=time.time(), trial=trial.name, result=result))
+        outbox.event(end)
 
 
 def rank_from_environment() -> Rank:
@@ -65,6 +73,15 @@ def rank_from_environment() -> Rank:
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         node=socket.gethostname(),
     )
+
+
+def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | BatchSizesFound:
+    """Do what the trial is for."""
+    if trial.role == "tuning":
+        sizes = batch_size.find(trial, rank=rank)
+        return BatchSizesFound(time=time.time(), trial=trial.name, sizes=sizes)
+    result = train(trial, rank=rank, outbox=outbox)
+    return Finished(time=time.time(), trial=trial.name, result=result)
 
 
 def _prepare(trial: Trial, *, rank: Rank) -> None:
@@ -121,11 +138,27 @@ def _own_traceback(error: BaseException) -> str:
 class _PrintingOutbox:
     """For a rank that is replayed by hand: events as JSON lines on standard output, files left alone."""
 
+    stop_asked = False
+
     def event(self, event: AnyEvent) -> None:
         sys.stdout.write(event_to_json(event).decode() + "\n")
 
     def file(self, path: Path, name: str) -> None:
         """Nobody waits for it."""
+
+
+def _leave_sigterm_to_the_driver(outbox: ChannelOutbox) -> None:
+    """A whole job gets SIGTERM; the driver then asks the workers to stop. Without such a request it ends this one."""
+    own = os.getpid()
+
+    def handle(*_: object) -> None:
+        if os.getpid() != own:  # a loader process has inherited this handler
+            os._exit(143)
+        timer = threading.Timer(_REQUEST_S, lambda: None if outbox.stop_asked else os._exit(143))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, handle)
 
 
 def main() -> None:
@@ -141,6 +174,7 @@ def main() -> None:
             run(trial, rank=rank, outbox=_PrintingOutbox())
             return
         with ChannelOutbox(Address.model_validate_json(arguments.channel.read_text())) as outbox:
+            _leave_sigterm_to_the_driver(outbox)
             run(trial, rank=rank, outbox=outbox)
     except WorkerFailed:
         traceback.print_exc()  # into this rank's log file

@@ -1,5 +1,6 @@
 """The experiment file as frozen, strict types. Field descriptions end up in the JSON Schema that editors read."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -120,9 +121,35 @@ class Parallel(Frozen):
     """Longest wait until all workers have been placed and have met."""
     timeout_s: PositiveFloat = 300.0
     """Longest wait in a collective operation before a missing rank is reported."""
+    max_failures: NotNegative = 0
+    """How often training goes on from the newest checkpoint after workers were lost, e.g. killed."""
+    grace_s: PositiveFloat = 25.0
+    """Longest wait for a checkpoint after SIGTERM; schedulers kill a job some 30 s after it."""
     options: Mapping[str, Any] = {}
     """The strategy's own options; ddp: sync_batch_norm, bucket_cap_mb, gradient_as_bucket_view, static_graph,
-    find_unused_parameters."""
+    find_unused_parameters, communication_hook (none, fp16, bf16, powersgd), powersgd_rank, powersgd_start_step."""
+
+
+class Checkpoint(Frozen):
+    """When and where the state of training is saved: at the end of each epoch and of the run, and as written here."""
+
+    every_steps: Positive | None = None
+    """Steps between two checkpoints inside an epoch."""
+    every_minutes: PositiveFloat | None = None
+    """Longest time between two checkpoints; looked at whenever metrics are reported."""
+    keep: NotNegative = 2
+    """Newest checkpoints to keep; 0 saves none, and training can't be resumed."""
+    best: Annotated[str, Field(pattern=r"^validation/.")] | None = None
+    """A metric such as validation/accuracy: the checkpoint with its best value is kept besides."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether small or large values of ``best`` are good; auto: small if its name ends in loss or error."""
+    directory: str | None = None
+    """Folder or address (s3://bucket/folder) with one folder for each run; default: the run's own folder."""
+
+    @property
+    def minimizes(self) -> bool:
+        """Whether small values of ``best`` are good."""
+        return self.mode == "min" or (self.mode == "auto" and (self.best or "").endswith(("loss", "error")))
 
 
 class Comparison(Frozen):
@@ -197,6 +224,7 @@ class Experiment(Frozen):
     scheduler: Component | None = None
     """Called with the optimizer; may use ${total_steps} and ${steps_per_epoch}."""
     train: Train
+    checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()
     compare: Annotated[tuple[Comparison, ...], Field(min_length=1)] = (Comparison(strategy="single"),)
     """What the run is compared with; the first entry is the baseline of the speedup."""
@@ -228,6 +256,11 @@ def _contradictions(experiment: Experiment) -> list[Problem]:
         )
     if "loss" in experiment.metrics:
         problems.append(Problem("metrics.loss", "validation/loss is reported anyway; give this metric another name"))
+    if experiment.checkpoint.best is not None and not _is_reported(experiment.checkpoint.best, experiment):
+        known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
+        problems.append(
+            Problem("checkpoint.best", f"is {experiment.checkpoint.best}, which isn't measured; choose one of {known}")
+        )
     for i, entry in enumerate(experiment.compare):
         if train.global_batch_size < (entry.workers or 1):
             problems.append(
@@ -246,3 +279,11 @@ def _contradictions(experiment: Experiment) -> list[Problem]:
             )
         )
     return problems
+
+
+def _is_reported(metric: str, experiment: Experiment) -> bool:
+    """Whether evaluation has a metric of this name; one with a value for each class is numbered: accuracy_0."""
+    name = metric.removeprefix("validation/")
+    return name == "loss" or any(
+        name == known or re.fullmatch(rf"{re.escape(known)}_\d+", name) for known in experiment.metrics
+    )

@@ -5,7 +5,7 @@ import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
@@ -13,6 +13,7 @@ from pipeline.channel import Receive, inside
 from pipeline.config.schema import Parallel
 from pipeline.contract import Trial
 from pipeline.events import AnyEvent
+from pipeline.launchers.stopping import StopRequest
 from pipeline.resources import Resources
 
 
@@ -28,6 +29,8 @@ class Session:
     """Where the workers run."""
     verbose: bool = False
     """Whether to let the launcher's and the workers' output through to the terminal."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Asks the workers to end early."""
 
     def log_folder(self, trial: Trial) -> Path:
         """Where the workers of a trial write what they print."""
@@ -42,6 +45,11 @@ class DirectOutbox:
     def __init__(self, session: Session) -> None:
         self._session = session
 
+    @property
+    def stop_asked(self) -> bool:
+        """Whether the run's own process was asked to stop."""
+        return self._session.stop.asked
+
     def event(self, event: AnyEvent) -> None:
         """Hand the event over."""
         self._session.receive(event)
@@ -53,6 +61,8 @@ class DirectOutbox:
 
 class NoOutbox:
     """For ranks whose driver hears everything from rank 0."""
+
+    stop_asked = False
 
     def event(self, event: AnyEvent) -> None:
         """Nobody listens."""
@@ -78,6 +88,8 @@ class Launcher(Protocol):
 
     many_processes: ClassVar[bool]
     """Whether it can run more than one worker."""
+
+    session: Session
 
     def __init__(self, session: Session) -> None: ...
 

@@ -17,7 +17,7 @@ class Launcher:
     many_processes = False
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self.session = session
 
     def __enter__(self) -> Self:
         return self
@@ -33,4 +33,4 @@ class Launcher:
     def launch(self, trial: Trial) -> None:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
         with suppress(worker.WorkerFailed):  # it has been reported
-            worker.run(trial, rank=Rank(node=socket.gethostname()), outbox=DirectOutbox(self._session))
+            worker.run(trial, rank=Rank(node=socket.gethostname()), outbox=DirectOutbox(self.session))

@@ -29,12 +29,12 @@ class Launcher:
     many_processes = True
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self.session = session
         self._address = cluster.cluster_address(session.parallel)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(cluster.connected(self._address, verbose=self._session.verbose))
+            stack.enter_context(cluster.connected(self._address, verbose=self.session.verbose))
             self._stack = stack.pop_all()
         return self
 
@@ -51,9 +51,10 @@ class Launcher:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
         cluster.await_room(trial)
         host = cluster.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
-        inbox = Inbox(host=host, receive=self._session.receive, folder=self._session.folder)
+        inbox = Inbox(host=host, receive=self.session.receive, folder=self.session.folder)
         patience = f"{trial.experiment.parallel.start_timeout_s:g}"
-        with inbox, environment(RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=patience):
+        stoppable = self.session.stop.telling(inbox.ask_to_stop)
+        with inbox, stoppable, environment(RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=patience):
             error = _fit(self._trainer(trial, inbox.address))
         if isinstance(error, WorkerGroupError):
             raise WorkersLost({rank: _how(failure) for rank, failure in error.worker_failures.items()})
@@ -69,7 +70,7 @@ class Launcher:
             train_loop_config={
                 "trial": trial.model_dump_json(),
                 "channel": address.model_dump_json(),
-                "logs": None if self._session.verbose else str(self._session.log_folder(trial).resolve()),
+                "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
             torch_config=TorchConfig(
                 backend="nccl" if trial.device == "cuda" else "gloo", timeout_s=int(parallel.timeout_s)
@@ -81,7 +82,7 @@ class Launcher:
             ),
             run_config=RunConfig(
                 name=trial.name,
-                storage_path=str((self._session.folder / "ray").resolve()),
+                storage_path=str((self.session.folder / "ray").resolve()),
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
         )

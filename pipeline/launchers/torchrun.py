@@ -32,7 +32,7 @@ class Launcher:
     many_processes = True
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self.session = session
 
     def __enter__(self) -> Self:
         return self
@@ -50,21 +50,22 @@ class Launcher:
         if outer_rank() is not None:
             rank = worker.rank_from_environment() if trial.workers > 1 else Rank()
             with suppress(worker.WorkerFailed):  # it has been reported
-                worker.run(trial, rank=rank, outbox=DirectOutbox(self._session))
+                worker.run(trial, rank=rank, outbox=DirectOutbox(self.session))
             return
         # What it would say on stderr about a failed rank, the rank and the driver say better.
         logging.getLogger("torch.distributed.elastic").setLevel(
-            logging.INFO if self._session.verbose else logging.CRITICAL
+            logging.INFO if self.session.verbose else logging.CRITICAL
         )
-        folder = self._session.folder / "trials"
+        folder = self.session.folder / "trials"
         folder.mkdir(exist_ok=True)
         assignment, channel = folder / f"{trial.name}.json", folder / f"{trial.name}.channel"
         assignment.write_text(trial.model_dump_json(indent=1))
-        inbox = Inbox(host=_LOOPBACK, receive=self._session.receive, folder=self._session.folder)
+        inbox = Inbox(host=_LOOPBACK, receive=self.session.receive, folder=self.session.folder)
         try:
             # The agent sets TORCHELASTIC_SIGNALS_TO_HANDLE in this process.
             with (
                 inbox,
+                self.session.stop.telling(inbox.ask_to_stop),
                 own_signals(),
                 environment(OMP_NUM_THREADS=str(trial.cpus_per_worker), TORCHELASTIC_SIGNALS_TO_HANDLE=None),
             ):
@@ -83,14 +84,15 @@ class Launcher:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=trial.workers,
-            run_id=f"{self._session.folder.name}-{trial.name}",
+            run_id=f"{self.session.folder.name}-{trial.name}",
             rdzv_backend="c10d",
             rdzv_endpoint=f"{_LOOPBACK}:0",
             rdzv_configs={"join_timeout": trial.experiment.parallel.start_timeout_s},
             local_addr=_LOOPBACK,
             max_restarts=0,
             monitor_interval=0.1,
-            logs_specs=_RankLogs(log_dir=None if self._session.verbose else str(self._session.log_folder(trial))),
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is the driver's, which lets the workers finish
+            logs_specs=_RankLogs(log_dir=None if self.session.verbose else str(self.session.log_folder(trial))),
         )
 
 

@@ -3,22 +3,20 @@
 A failure is not shown here: the command line prints it once everything has ended.
 """
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import rich.console
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from pipeline import events
 from pipeline.contract import Trial
 from pipeline.events import AnyEvent, Finished, FirstStep, Metrics, Started, TrialOpened
+from pipeline.recording.tables import PrintableTable, headed, laid_out
 
 _LINE_EVERY_S = 5.0
 _LOSS, _THROUGHPUT, _VALIDATION = "train/loss", "throughput/samples_per_second", "validation/"
@@ -30,6 +28,8 @@ class Console:
     def __init__(self, *, stdout: rich.console.Console, trials: Sequence[Trial]) -> None:
         self._stdout = stdout
         self._trials = {trial.name: trial for trial in trials}
+        self._total = len(trials)
+        self._opened = 0
         self._display: _Live | _Lines | None = None
         self._label = ""
 
@@ -38,7 +38,8 @@ class Console:
         match event:
             case TrialOpened():
                 self.close()
-                self._label = f"{event.trial}: {event.title}"
+                self._opened += 1
+                self._label = self._title(event)
                 display = _Live if self._stdout.is_interactive else _Lines
                 self._display = display(self._stdout, self._label, waiting=_waiting(self._trials.get(event.trial)))
             case events.Warned():
@@ -50,6 +51,11 @@ class Console:
                 self.close()
             case Started() | FirstStep() | Metrics() if self._display:
                 self._display.show(event)
+
+    def _title(self, event: TrialOpened) -> str:
+        """A run's few trials are called by their roles, the many of a comparison are counted."""
+        is_run = any(trial.role == "main" for trial in self._trials.values())
+        return f"{event.trial}: {event.title}" if is_run else f"[{self._opened}/{self._total}] {event.title}"
 
     def close(self) -> None:
         """Take the live display down and give the terminal back; may be called again."""
@@ -173,29 +179,26 @@ class Printable(Protocol):
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """Lines above the table, the title first."""
+        """Lines above the tables, the title first."""
 
     @property
-    def cells(self) -> tuple[tuple[str, ...], ...]:
-        """The table, header first, the main trial last."""
+    def tables(self) -> Sequence[PrintableTable]:
+        """What was measured, the result first."""
 
     @property
     def closing(self) -> tuple[str, ...]:
-        """Lines below the table, the result first."""
+        """Lines below the tables, the result first."""
+
+    @property
+    def advised(self) -> tuple[str, ...]:
+        """Lines at the end, what to change; often none."""
 
 
 def print_report(report: Printable, *, stdout: rich.console.Console) -> None:
-    """Print the final table with what it means below; it fits 80 columns, and nothing is cut off."""
-    header, *rows = report.cells
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, name in enumerate(header):
-        lines = textwrap.fill(name, 8, break_long_words=False)
-        table.add_column(lines, justify="right" if index else "left", vertical="bottom", overflow="fold")
-    for cells in rows:
-        table.add_row(*map(Text, cells), style="bold" if cells is rows[-1] else "")
-    below = [textwrap.fill(line, stdout.width, subsequent_indent="  ") for line in report.closing]
-    stdout.print(_headed(report.opening), "", table, "", _headed(below), sep="\n")
-
-
-def _headed(lines: Sequence[str]) -> Text:
-    return Text("\n").join(Text(line, style="" if index else "bold") for index, line in enumerate(lines))
+    """Print the final tables with what they mean below."""
+    stdout.print(headed(report.opening, width=stdout.width))
+    for table in report.tables:
+        stdout.print("", *laid_out(table, width=stdout.width), sep="\n")
+    stdout.print("", headed(report.closing, width=stdout.width), sep="\n")
+    if report.advised:
+        stdout.print("", headed(["Advice", *report.advised], width=stdout.width), sep="\n")

@@ -2,16 +2,17 @@
 
 import logging
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.events import AnyEvent, RunOpened
+from pipeline.events import AnyEvent
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.mlflow_run import MlflowRun
-from pipeline.recording.store import without_credentials
+from pipeline.recording.store import redacted, without_credentials
 
 _ENVIRONMENT = {
     # MLflow's own defaults let one call to a dead server block for four minutes; we try again ourselves.
@@ -24,46 +25,89 @@ _ENVIRONMENT = {
 _TRY_AGAIN = {401, 403, 408, 429}  # credentials can be mended while the run goes on
 
 
+class Outage:
+    """Tells once when MLflow stops taking results or files, and once when it takes them again.
+
+    Args:
+        what: "results" or "files".
+        uri: of the store; may be empty.
+        place: where they wait.
+        warn: told.
+    """
+
+    def __init__(self, what: str, *, uri: str, place: Path, warn: Callable[[str], None]) -> None:
+        self.reason = ""
+        """Why MLflow doesn't take them; empty if it does."""
+        self._what = what
+        self._at = f" at {without_credentials(uri)}" if uri else ""
+        self._place = place
+        self._warn = warn
+
+    def begin(self, reason: str) -> None:
+        """MLflow doesn't take them."""
+        if not self.reason:
+            waiting = f"nothing is lost, they wait in {self._place}"
+            self._warn(f"MLflow{self._at} takes no {self._what} ({reason}); {waiting}")
+        self.reason = reason
+
+    def end(self) -> None:
+        """MLflow takes them."""
+        if self.reason:
+            self._warn(f"MLflow takes {self._what} again; those that waited are there now")
+        self.reason = ""
+
+
 class Delivery:
-    """Writes events to MLflow. Used by one thread.
+    """Writes events and files to MLflow. Used by one thread.
 
     Args:
         folder: the run's folder.
-        warn: told once when MLflow stops taking events, once when it takes them again, and of each kind of refusal.
+        warn: told once when MLflow stops taking events or files, once when it takes them again, and of each kind of
+            refusal.
+        uri: the store, credentials included; empty for the one that the events name.
     """
 
-    def __init__(self, *, folder: Path, warn: Callable[[str], None]) -> None:
-        self.run = MlflowRun(folder=folder, warn=warn)
-        self.trouble = ""
-        """Why the last attempt failed; empty if it didn't."""
+    def __init__(self, *, folder: Path, warn: Callable[[str], None], uri: str = "") -> None:
+        self.run = MlflowRun(folder=folder, warn=warn, uri=uri)
         self.refused = 0
         """Events that MLflow will never take."""
         self._warn = warn
         self._told: set[str] = set()
-        self._uri = ""
+        self._results = Outage("results", uri=uri, place=folder / FILE_NAME, warn=warn)
+        self._files = Outage("files", uri=uri, place=folder, warn=warn)
+
+    @property
+    def trouble(self) -> str:
+        """Why the last attempt failed; empty if it didn't."""
+        return self._results.reason or self._files.reason
 
     def attempt(self, events: Sequence[AnyEvent]) -> bool:
         """Write events; False if they must be written again later."""
-        self._uri = next((event.tracking_uri for event in events if isinstance(event, RunOpened)), self._uri)
         try:
             self._write(events)
         except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
             self.fail(error)
             return False
-        if self.trouble:
-            self._warn("MLflow takes results again; those that waited are there now")
-        self.trouble = ""
+        self._results.end()
+        return True
+
+    def upload(self) -> bool:
+        """Upload the files that are due; False if there are some that must be tried again later."""
+        while uploads := self.run.uploads:
+            try:
+                self.run.upload(uploads[0])
+            except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
+                if _is_outage(error):
+                    self._files.begin(_reason(error))
+                    return False
+                self._refuse(uploads[0], _reason(error))
+            uploads.popleft()
+        self._files.end()
         return True
 
     def fail(self, error: Exception) -> None:
         """Take note that events could not be written; the first time in a row, tell."""
-        reason = self._reason(error)
-        if not self.trouble:
-            self._warn(
-                f"MLflow at {without_credentials(self._uri)} takes no results ({reason}); nothing is lost, "
-                f"they wait in {self.run.folder / FILE_NAME}"
-            )
-        self.trouble = reason
+        self._results.begin(_reason(error))
 
     def _write(self, events: Sequence[AnyEvent]) -> None:
         """Write all events; if MLflow refuses one of them for good, all the others."""
@@ -76,20 +120,13 @@ class Delivery:
                 for event in events:
                     self._write([event])
             else:
-                self._refuse(events[0], self._reason(error))
+                self._refuse(events[0], _reason(error))
 
     def _refuse(self, event: AnyEvent, reason: str) -> None:
         self.refused += 1
         if reason not in self._told:
             self._told.add(reason)
             self._warn(f"MLflow refuses a {event.kind} event: {reason}")
-
-    def _reason(self, error: BaseException) -> str:
-        """The first cause in one line; what MLflow wraps around it names no more than the address."""
-        while cause := error.__cause__ or error.__context__:
-            error = cause
-        line = (str(error) or type(error).__name__).partition("\n")[0]
-        return line.replace(self._uri, without_credentials(self._uri))[:300] if self._uri else line[:300]
 
 
 @contextmanager
@@ -128,11 +165,31 @@ class _NotHere(logging.Filter):
         return record.thread != self._thread
 
 
+def _reason(error: BaseException) -> str:
+    """The first cause in one line; what MLflow wraps around it names no more than the address."""
+    hint = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" if _http_status(error) == 401 else ""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    line = (str(error) or type(error).__name__).partition("\n")[0]
+    return redacted(line)[:300] + hint
+
+
 def _is_outage(error: Exception) -> bool:
     """Whether the same event may be taken later, in contrast to one that MLflow finds wrong."""
+    from sqlalchemy.exc import OperationalError
+
+    if (status := _http_status(error)) is not None:
+        return status >= 500 or status in _TRY_AGAIN
+    return isinstance(error, OSError | OperationalError)
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The server's answer, or the one that MLflow's own client would give for what happened."""
+    if "mlflow" not in sys.modules:  # it can't be imported: that is the error
+        return None
     from mlflow.exceptions import MlflowException
+    from requests import HTTPError
 
     if isinstance(error, MlflowException):
-        code = error.get_http_status_code()
-        return code >= 500 or code in _TRY_AGAIN
-    return isinstance(error, OSError)
+        return int(error.get_http_status_code())
+    return error.response.status_code if isinstance(error, HTTPError) and error.response is not None else None

@@ -1,6 +1,8 @@
 """The journal of a run: one event a line, appended and never changed. It is the truth; trackers are copies of it."""
 
 import fcntl
+import json
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from pydantic import ValidationError
 
 from pipeline.errors import UsageError
 from pipeline.events import AnyEvent, RunClosed, event_from_json, event_to_json
+from pipeline.recording.appender import Appender
 
 FILE_NAME = "events.jsonl"
 """Name of the journal in a run's folder."""
@@ -18,13 +21,15 @@ class Journal:
     """Appends events to a file. An appended event survives a killed driver, a closed journal a power failure.
 
     The file stays locked while it is open, so that nobody writes to it twice and readers know whether its run goes on.
+    On a full disk events wait in memory until there is room again.
 
     Raises:
         UsageError: another process writes to this journal.
+        OSError: the file can't be opened.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._file = Appender(path)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -34,23 +39,28 @@ class Journal:
             ) from None
         _cut_torn_line(path)
 
+    @property
+    def trouble(self) -> str:
+        """Why events can't be written now, and what becomes of them; empty if they can."""
+        return self._file.trouble
+
+    @property
+    def missing(self) -> int:
+        """Appended events that aren't in the file."""
+        return self._file.missing
+
     def append(self, event: AnyEvent) -> None:
         """Write one event to the operating system; to the disk too if it ends the run.
 
         Raises:
-            OSError: the disk is full; what could not be written is kept and written before the next event.
+            ValueError: the journal has been closed.
         """
-        self._file.write(event_to_json(event) + b"\n")
-        self._file.flush()
+        self._file.append(event_to_json(event) + b"\n")
         if isinstance(event, RunClosed):
-            os.fsync(self._file.fileno())
+            self._file.sync()
 
     def close(self) -> None:
         """Write everything to the disk and unlock; may be called twice."""
-        if self._file.closed:
-            return
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
 
 
@@ -76,6 +86,12 @@ def read(path: Path) -> Iterator[AnyEvent]:
                 yield event
 
 
+def ending(path: Path) -> RunClosed | None:
+    """How the run has ended; None if it goes on, or if its driver was killed. Doesn't read the whole journal."""
+    event = _parsed(_last_line(path)[1])
+    return event if isinstance(event, RunClosed) else None
+
+
 def is_open(path: Path) -> bool:
     """Whether a running process writes to this journal."""
     with path.open("rb") as file:
@@ -93,8 +109,25 @@ def _parsed(line: bytes) -> AnyEvent | None:
         return None
 
 
+def _last_line(path: Path) -> tuple[int, bytes]:
+    """Where the last line begins, and the line, whole or torn."""
+    if not path.stat().st_size:
+        return 0, b""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        start = content.rfind(b"\n", 0, len(content) - 1) + 1
+        return start, content[start:]
+
+
 def _cut_torn_line(path: Path) -> None:
     """Without it, the first event appended to a torn line would be lost with it."""
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    start, line = _last_line(path)
+    if not (line.endswith(b"\n") and _is_json(line)):  # an event of another version of this project is whole, too
+        os.truncate(path, start)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

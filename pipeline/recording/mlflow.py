@@ -6,35 +6,25 @@ What isn't through at the end is in the journal, and `sync` sends it later.
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Thread
 
-from pipeline.config.schema import Frozen
 from pipeline.errors import UsageError
 from pipeline.events import AnyEvent, Metrics, RunClosed, RunOpened, SystemMetrics
 from pipeline.recording import journal
 from pipeline.recording.delivery import Delivery, quiet
-from pipeline.recording.store import run_link
+from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.store import run_link, with_credentials
 
 _BATCH_POINTS = 1000
 _BATCH_S = 1.0
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts during an outage; the last one again and again
+_UPLOAD_PAUSE_S = 5.0
 _LAST_ATTEMPTS = 3  # once the run has ended, nobody waits longer for a store that is down
-
-
-class TrackingOutcome(Frozen):
-    """Where the results of a run ended up."""
-
-    experiment_id: str
-    """MLflow's id of the experiment; empty if MLflow never answered."""
-    run_id: str
-    """MLflow's id of the main run; empty if MLflow never answered."""
-    delivered: bool
-    """Whether everything is in MLflow that it will ever take."""
-    message: str = ""
-    """What is missing and the command that sends it. Empty if nothing is, or after `sync` where to see it."""
 
 
 class MlflowSubscriber:
@@ -43,14 +33,19 @@ class MlflowSubscriber:
     Args:
         folder: the run's folder, where the journal and the artifacts are.
         warn: told of trouble, from the background thread; once when it begins and once when it ends.
+        uri: the store, credentials included; empty for the one that the events name.
+        known: events that a continued run has in its journal. They are sent first: some may not have arrived, and
+            those that have change nothing.
     """
 
-    def __init__(self, *, folder: Path, warn: Callable[[str], None]) -> None:
+    def __init__(self, *, folder: Path, warn: Callable[[str], None], uri: str = "", known: int = 0) -> None:
         self._folder = folder
+        self._known = known
         self._queue: SimpleQueue[AnyEvent | None] = SimpleQueue()
         self._closing = Flag()
-        self._delivery = Delivery(folder=folder, warn=warn)
-        self._waiting: list[AnyEvent] = []
+        self._delivery = Delivery(folder=folder, warn=warn, uri=uri)
+        self._waiting = known
+        self._upload_at = 0.0
         self._thread = Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
@@ -58,62 +53,74 @@ class MlflowSubscriber:
         """Take an event from any thread; returns at once and never raises."""
         self._queue.put(event)
 
-    def close(self, timeout_s: float = 60.0) -> TrackingOutcome:
-        """Wait until MLflow has everything, ``timeout_s`` seconds at most. The last call to this object."""
-        self._closing.set()
-        self._queue.put(None)
+    def close(self, timeout_s: float = 60.0) -> TrackingOutcome | None:
+        """Wait until MLflow has everything, or won't take it; no events may come after that.
+
+        Returns:
+            What has become of the results; None if ``timeout_s`` seconds are over first. Then it may be called again.
+        """
+        if not self._closing.is_set():
+            self._closing.set()
+            self._queue.put(None)
         self._thread.join(timeout_s)
-        trouble = self._delivery.trouble or (
-            "it took longer than the run could wait" if self._thread.is_alive() else ""
-        )
-        waiting = len(self._waiting) + max(0, self._queue.qsize() - 1)  # the last one is our None
-        return _outcome(self._delivery, folder=self._folder, trouble=trouble, waiting=waiting)
+        return None if self._thread.is_alive() else self.outcome
+
+    @property
+    def outcome(self) -> TrackingOutcome:
+        """What has become of the results by now."""
+        busy = "the run didn't wait any longer" if self._thread.is_alive() else ""
+        waiting = self._waiting + max(0, self._queue.qsize() - 1)  # the last one is our None
+        trouble = self._delivery.trouble or busy
+        return TrackingOutcome.of(self._delivery, folder=self._folder, trouble=trouble, waiting=waiting)
 
     def _work(self) -> None:
         try:
             with quiet():
-                self._deliver_all()
+                if self._deliver_all():
+                    _persist(self._delivery.upload, ending=self._closing)
         except Exception as error:  # noqa: BLE001 - MLflow can't even be imported; training doesn't need it
             self._delivery.fail(error)
 
-    def _deliver_all(self) -> None:
-        while batch := self._next_batch():
-            self._waiting = batch
-            if not self._deliver(batch):
-                return
-            self._waiting = []
+    def _deliver_all(self) -> bool:
+        """Send events until the run ends; False if the last ones can't be sent."""
+        for earlier in _batches(self._earlier()):
+            if not _persist(partial(self._delivery.attempt, earlier), ending=self._closing):
+                return False
+            self._waiting -= len(earlier)
+        self._waiting = 0
+        while (batch := self._next_batch()) is not None:
+            self._waiting = len(batch)
+            if batch and not _persist(partial(self._delivery.attempt, batch), ending=self._closing):
+                return False
+            self._waiting = 0
+            if time.monotonic() >= self._upload_at and not self._delivery.upload():
+                self._upload_at = time.monotonic() + _UPLOAD_PAUSE_S  # results don't wait for files
+        return True
 
-    def _next_batch(self) -> list[AnyEvent]:
-        """Events of about a second; none after the end."""
+    def _earlier(self) -> Iterator[AnyEvent]:
+        """What a continued run has in its journal; that it was over is over."""
+        known = islice(journal.read(self._folder / journal.FILE_NAME), self._known) if self._known else ()
+        return (event for event in known if not isinstance(event, RunClosed))
+
+    def _next_batch(self) -> list[AnyEvent] | None:
+        """Events of about a second, none if files are due first; None after the end."""
         batch: list[AnyEvent] = []
-        points, deadline = 0, None
+        points, deadline = 0, self._upload_at if self._delivery.run.uploads else None
         while points < _BATCH_POINTS:
             try:
                 event = self._queue.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Empty:
                 break
             if event is None:
-                if batch:
-                    self._queue.put(None)  # the end comes after this batch
+                if not batch:
+                    return None
+                self._queue.put(None)  # the end comes after this batch
                 break
+            if not batch:
+                deadline = time.monotonic() + _BATCH_S
             batch.append(event)
             points += _size(event)
-            deadline = deadline or time.monotonic() + _BATCH_S
         return batch
-
-    def _deliver(self, batch: list[AnyEvent]) -> bool:
-        """Try until it works, or the run has ended and it still doesn't."""
-        attempts, last_attempts = 0, 0
-        while not self._delivery.attempt(batch):
-            if self._closing.is_set():
-                last_attempts += 1
-                if last_attempts == _LAST_ATTEMPTS:
-                    return False
-                time.sleep(_PAUSES_S[0])
-            else:
-                self._closing.wait(_PAUSES_S[min(attempts, len(_PAUSES_S) - 1)])
-            attempts += 1
-        return True
 
 
 def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
@@ -131,33 +138,45 @@ def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
         raise UsageError(
             f"{folder}: this run is still going on and sends its results itself; sync it when it has ended"
         )
-    opened = next((event for event in events if isinstance(event, RunOpened)), None)
-    if opened is None:
+    opened = [event for event in events if isinstance(event, RunOpened)]
+    if not opened:
         raise UsageError(f"{path}: nothing to send, the run ended before it began")
-    delivery = Delivery(folder=folder, warn=warn)
+    uri = with_credentials(opened[-1].tracking_uri)
+    delivery = Delivery(folder=folder, warn=warn, uri=uri)
+    ending = Flag()
+    ending.set()
     with quiet():
-        for batch in _batches([*events, *_closing(events)]):
-            if not any(_attempts(delivery, batch)):
-                break
-    outcome = _outcome(delivery, folder=folder, trouble=delivery.trouble, waiting=len(events))
+        batches = _batches(_ended_once(events))
+        if all(_persist(partial(delivery.attempt, batch), ending=ending) for batch in batches):
+            _persist(delivery.upload, ending=ending)
+    outcome = TrackingOutcome.of(delivery, folder=folder, trouble=delivery.trouble, waiting=len(events))
     if outcome.message:
         return outcome
-    link = run_link(opened.tracking_uri, outcome.experiment_id, outcome.run_id)
+    link = run_link(uri, outcome.experiment_id, outcome.run_id)
     return outcome.model_copy(update={"message": f"all of {folder} is in MLflow: {link}"})
 
 
-def _attempts(delivery: Delivery, batch: list[AnyEvent]) -> Iterator[bool]:
-    for attempt in range(_LAST_ATTEMPTS):
-        if attempt:
+def _persist(attempt: Callable[[], bool], *, ending: Flag) -> bool:
+    """Try until it works, or the run has ended and it still doesn't."""
+    attempts, last_attempts = 0, 0
+    while not attempt():
+        if ending.is_set():
+            last_attempts += 1
+            if last_attempts == _LAST_ATTEMPTS:
+                return False
             time.sleep(_PAUSES_S[0])
-        yield delivery.attempt(batch)
+        else:
+            ending.wait(_PAUSES_S[min(attempts, len(_PAUSES_S) - 1)])
+        attempts += 1
+    return True
 
 
-def _closing(events: list[AnyEvent]) -> list[AnyEvent]:
+def _ended_once(events: list[AnyEvent]) -> Iterator[AnyEvent]:
+    """The events of a run that may have been continued, or killed."""
     last = events[-1]
-    if isinstance(last, RunClosed):
-        return []
-    return [RunClosed(time=last.time, status="KILLED", message="The driver was killed before it could end the run.")]
+    yield from (event for event in events if event is last or not isinstance(event, RunClosed))
+    if not isinstance(last, RunClosed):
+        yield RunClosed(time=last.time, status="KILLED", message="The driver was killed before it could end the run.")
 
 
 def _batches(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
@@ -175,20 +194,3 @@ def _batches(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
 
 def _size(event: AnyEvent) -> int:
     return len(event.points) if isinstance(event, Metrics | SystemMetrics) else 1
-
-
-def _outcome(delivery: Delivery, *, folder: Path, trouble: str, waiting: int) -> TrackingOutcome:
-    message = ""
-    if trouble:
-        message = (
-            f"{waiting} events aren't in MLflow ({trouble}); they are in {folder / journal.FILE_NAME}, "
-            f"send them with: pipeline sync {folder}"
-        )
-    elif delivery.refused:
-        message = f"MLflow refused {delivery.refused} events; they are in {folder / journal.FILE_NAME}"
-    return TrackingOutcome(
-        experiment_id=delivery.run.experiment_id,
-        run_id=delivery.run.run_id,
-        delivered=not trouble,
-        message=message,
-    )

@@ -1,5 +1,6 @@
 """What each event means in MLflow. Writing the same event twice changes nothing, so any failure may be retried."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import singledispatchmethod
 from pathlib import PurePosixPath
@@ -21,6 +22,7 @@ from pipeline.events import (
     TrialOpened,
 )
 from pipeline.recording import mlflow_entities as entities
+from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
 from pipeline.recording.model import log_model
 from pipeline.recording.store import artifact_root
 
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-RUN_TAG = "pipeline.run"
-TRIAL_TAG = "pipeline.trial"
 MAIN = "main"
 """The trial that events belong to unless they say otherwise; its run is the parent of all others."""
 
@@ -44,24 +44,31 @@ class MlflowRun:
 
     MLflow runs are found again by their tags; a metric point carries the time of its event, and of equal points
     MLflow keeps one. That is why a replay adds nothing.
+
+    Args:
+        folder: the run's folder.
+        warn: told of what the run's results lack.
+        uri: the store, credentials included; empty for the one that the events name.
     """
 
-    def __init__(self, *, folder: "Path", warn: Callable[[str], None]) -> None:
+    def __init__(self, *, folder: "Path", warn: Callable[[str], None], uri: str = "") -> None:
         self.folder = folder
+        self.uri = uri
         self.experiment_id = ""
         self.run_id = ""
         """Empty until MLflow has answered."""
+        self.uploads: deque[ArtifactSaved | ModelSaved] = deque()
+        """Files that MLflow should have by now. Metrics don't wait for them."""
         self._warn = warn
-        self._name = ""
         self._client: MlflowClient
+        self._runs: TaggedRuns
         self._children: dict[str, str] = {}
-        self._running: set[str] = set()
         self._errors: dict[str, str] = {}
         self._models: list[ModelSaved] = []
         self._points: dict[str, list[Metric]] = {}
 
     def write(self, events: Iterable[AnyEvent]) -> None:
-        """Write events in order, their metrics in as few calls as MLflow allows.
+        """Write events in order, their metrics in as few calls as MLflow allows; files are put into `uploads`.
 
         Raises:
             Exception: whatever MLflow raises; the same events may be written again.
@@ -71,6 +78,24 @@ class MlflowRun:
             self._write(event)
         self._flush()
 
+    def upload(self, event: ArtifactSaved | ModelSaved) -> None:
+        """Upload what an event of `uploads` names.
+
+        Raises:
+            Exception: whatever MLflow raises; it may be tried again.
+        """
+        if isinstance(event, ModelSaved):
+            log_model(self._client, event, run_id=self.run_id, folder=self.folder, warn=self._warn)
+            return
+        run_id, path = self._run(event), PurePosixPath(event.path)
+        if not (self.folder / path).exists():
+            self._warn(f"{self.folder / path} is gone; it is missing among the run's artifacts in MLflow")
+            return
+        self._client.log_artifact(run_id, str(self.folder / path), str(path.parent) if path.parent.name else None)
+        if path.name.endswith("_table.json"):
+            marked = self._client.get_run(run_id).data.tags.get(_TABLES_TAG, "[]")
+            self._client.set_tag(run_id, _TABLES_TAG, entities.marked_table(marked, str(path)))
+
     @singledispatchmethod
     def _write(self, event: Event) -> None:
         """Other events (FirstStep, Warned) have no place in MLflow; they are in the journal and the log."""
@@ -79,11 +104,13 @@ class MlflowRun:
     def _(self, event: RunOpened) -> None:
         from mlflow import MlflowClient
 
-        self._client = MlflowClient(tracking_uri=event.tracking_uri, registry_uri=event.tracking_uri)
-        self._name = event.run
-        self.experiment_id = self._experiment(event.tracking_experiment, root=artifact_root(event.tracking_uri))
+        uri = self.uri or event.tracking_uri
+        self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self.experiment_id = experiment_id(self._client, event.tracking_experiment, root=artifact_root(uri))
+        self._runs = TaggedRuns(self._client, name=event.run, experiment=self.experiment_id)
         tags = {"mlflow.source.name": "pipeline", "mlflow.source.type": "LOCAL", **event.tags}
-        self.run_id = self._open(event, trial=MAIN, title=event.run, tags=tags)
+        self.run_id = self._runs.open(event, trial=MAIN, title=event.run, tags=tags)
+        self._errors = {}
         self._describe(self.run_id, params=event.params)
 
     @_write.register
@@ -94,9 +121,8 @@ class MlflowRun:
             self._describe(self.run_id, params=event.params, tags=event.tags)
             return
         tags = {"mlflow.parentRunId": self.run_id, "role": event.role, **event.tags}
-        run_id = self._open(event, trial=event.trial, title=event.title, tags=tags)
+        run_id = self._runs.open(event, trial=event.trial, title=event.title, tags=tags)
         self._children[event.trial] = run_id
-        self._running.add(run_id)
         self._describe(run_id, params=event.params)
 
     @_write.register
@@ -120,23 +146,17 @@ class MlflowRun:
             return
         self._add(event, entities.figures(event))
         if event.trial in self._children:
-            self._end(self._run(event), event, status="FINISHED")
+            self._runs.end(self._run(event), event, status="FINISHED")
 
     @_write.register
     def _(self, event: Failed) -> None:
         message = f"rank {event.rank.rank} on {event.rank.node}: {event.error.partition(chr(10))[0]}"
-        self._describe(self._run(event), tags={"error": self._errors.setdefault(event.trial, message)})
+        self._describe(self._run(event), tags={ERROR_TAG: self._errors.setdefault(event.trial, message)})
 
     @_write.register
     def _(self, event: ArtifactSaved) -> None:
-        run_id, path = self._run(event), PurePosixPath(event.path)
-        if not (self.folder / path).exists():
-            self._warn(f"{self.folder / path} is gone; it is missing among the run's artifacts in MLflow")
-            return
-        self._client.log_artifact(run_id, str(self.folder / path), str(path.parent) if path.parent.name else None)
-        if path.name.endswith("_table.json"):
-            marked = self._client.get_run(run_id).data.tags.get(_TABLES_TAG, "[]")
-            self._client.set_tag(run_id, _TABLES_TAG, entities.marked_table(marked, str(path)))
+        if not any(isinstance(due, ArtifactSaved) and due.path == event.path for due in self.uploads):
+            self.uploads.append(event)
 
     @_write.register
     def _(self, event: ModelSaved) -> None:
@@ -145,43 +165,14 @@ class MlflowRun:
 
     @_write.register
     def _(self, event: RunClosed) -> None:
-        for model in self._models:
-            log_model(self._client, model, run_id=self.run_id, folder=self.folder, warn=self._warn)
+        self.uploads.extend(model for model in self._models if model not in self.uploads)
         if note := "\n\n".join(part for part in (event.message, event.summary) if part):
             self._describe(self.run_id, tags={"mlflow.note.content": note})
-        for run_id in (*self._running, self.run_id):
-            self._end(run_id, event, status=event.status)
+        self._runs.end(self.run_id, event, status=event.status)
+        self._runs.end_all(event)
 
     def _run(self, event: Event) -> str:
         return self._children.get(event.trial, self.run_id)
-
-    def _experiment(self, name: str, *, root: str | None) -> str:
-        from mlflow.exceptions import MlflowException
-
-        if found := self._client.get_experiment_by_name(name):
-            return str(found.experiment_id)
-        try:
-            return str(self._client.create_experiment(name, artifact_location=root))
-        except MlflowException:
-            if found := self._client.get_experiment_by_name(name):  # another run has created it meanwhile
-                return str(found.experiment_id)
-            raise
-
-    def _open(self, event: Event, *, trial: str, title: str, tags: Mapping[str, str]) -> str:
-        """Id of the MLflow run with our two tags, created unless it exists."""
-        ours = {RUN_TAG: self._name, TRIAL_TAG: trial}
-        where = " and ".join(f"tags.`{name}` = '{value}'" for name, value in ours.items())
-        if found := self._client.search_runs([self.experiment_id], filter_string=where, max_results=1):
-            run_id = str(found[0].info.run_id)
-            self._client.update_run(run_id, status="RUNNING")
-            return run_id
-        given = {tag.key: tag.value for tag in entities.tags({**tags, **ours})}
-        time = entities.milliseconds(event)
-        return str(self._client.create_run(self.experiment_id, time, given, title).info.run_id)
-
-    def _end(self, run_id: str, event: Event, *, status: str) -> None:
-        self._client.set_terminated(run_id, status=status, end_time=entities.milliseconds(event))
-        self._running.discard(run_id)
 
     def _describe(
         self, run_id: str, *, params: Mapping[str, str] | None = None, tags: Mapping[str, str] | None = None

@@ -1,13 +1,18 @@
 """The one place that all events of a run pass through: first into the journal, then to its subscribers."""
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.events import AnyEvent, Failed, Finished, FirstStep, TrialOpened
-from pipeline.recording.journal import FILE_NAME, Journal
+from pipeline.contract import BatchSizes
+from pipeline.events import AnyEvent, BatchSizesFound, Failed, Finished, FirstStep, Started, TrialOpened
+from pipeline.recording.journal import FILE_NAME, Journal, read
+from pipeline.recording.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 
 class Subscriber(Protocol):
@@ -18,40 +23,106 @@ class Subscriber(Protocol):
 
 
 class Recorder:
-    """Writes a run's events down and hands them on. Its methods may be called from any thread."""
+    """Writes a run's events down and hands them on. Its methods may be called from any thread.
 
-    def __init__(self, folder: Path, *, subscribers: Sequence[Subscriber]) -> None:
+    In a folder with a journal it continues that run: the trials that have ended are known, and points of steps that
+    are done again are dropped. Of a trial that is opened again only the new end counts.
+
+    Args:
+        folder: the run's folder.
+        subscribers: get each event once it is in the journal.
+        warn: told once when the journal can't be written, and once when it can again. Training goes on meanwhile.
+
+    Raises:
+        UsageError: another process writes to the journal, or it is damaged.
+        OSError: the journal can't be opened.
+    """
+
+    def __init__(
+        self, folder: Path, *, subscribers: Sequence[Subscriber], warn: Callable[[str], None] = _log.warning
+    ) -> None:
         self.folder = folder
         self.finished: list[Finished] = []
         """The ends of the trials so far."""
         self.failures: list[Failed] = []
         """The failures of the trial that was opened last, in the order of their arrival."""
+        self.started: Started | None = None
+        """The start of the trial that was opened last."""
+        self.batch_sizes: BatchSizes | None = None
+        """What the trial that was opened last found, if that is what it looked for."""
+        self.has_ended = False
+        """Whether the trial that was opened last has come to its end."""
         self.summary = ""
         """What came out, in Markdown; set once it is known."""
+        self.known = 0
+        """Events that the journal had before."""
         self._journal = Journal(folder / FILE_NAME)
-        self._subscribers = subscribers
+        self._progress = self._earlier()
+        self._subscribers = list(subscribers)
+        self._warn = warn
+        self._told = ""
         self._lock = threading.Lock()
         self._opened_at = 0.0
         self._time_to_first_step: float | None = None
 
+    @property
+    def missing(self) -> int:
+        """Events that aren't in the journal because it can't be written."""
+        return self._journal.missing
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Hand the events from now on to one more."""
+        with self._lock:
+            self._subscribers.append(subscriber)
+
     def receive(self, event: AnyEvent) -> None:
         """Record an event."""
         with self._lock:
-            event = self._noted(event)
-            self._journal.append(event)
+            new = self._progress.new(event)
+            if new is None:
+                return
+            noted = self._noted(new)
+            self._journal.append(noted)
+            self._tell_trouble()
             for subscriber in self._subscribers:
-                subscriber.receive(event)
+                subscriber.receive(noted)
 
     def close(self) -> None:
         """No more events."""
         with self._lock:
             self._journal.close()
 
+    def _earlier(self) -> Progress:
+        """Continue what the journal has."""
+        try:
+            events = list(read(self.folder / FILE_NAME))
+        except BaseException:
+            self._journal.close()
+            raise
+        self.known = len(events)
+        ends = {(end.result.trial, end.result.repeat): end for end in events if isinstance(end, Finished)}
+        self.finished = list(ends.values())
+        return Progress(events)
+
+    def _tell_trouble(self) -> None:
+        trouble = self._journal.trouble
+        if trouble and trouble != self._told:
+            self._warn(f"{self.folder / FILE_NAME} can't be written: {trouble}; training goes on")
+        elif self._told and not trouble:
+            lost = f"; {self.missing} events are missing in it" if self.missing else ", nothing is missing"
+            self._warn(f"{self.folder / FILE_NAME} is written again{lost}")
+        self._told = trouble
+
     def _noted(self, event: AnyEvent) -> AnyEvent:
         """The event, completed by what only the driver's clock knows."""
         match event:
             case TrialOpened():
-                self._opened_at, self._time_to_first_step, self.failures = time.monotonic(), None, []
+                self._opened_at, self._time_to_first_step = time.monotonic(), None
+                self.failures, self.started, self.batch_sizes, self.has_ended = [], None, None, False
+                again = (event.trial, event.repeat)
+                self.finished = [end for end in self.finished if (end.result.trial, end.result.repeat) != again]
+            case Started():
+                self.started = event
             case FirstStep():
                 self._time_to_first_step = time.monotonic() - self._opened_at
             case Failed():
@@ -59,4 +130,7 @@ class Recorder:
             case Finished():
                 event = event.model_copy(update={"time_to_first_step_s": self._time_to_first_step})
                 self.finished.append(event)
+                self.has_ended = True
+            case BatchSizesFound():
+                self.batch_sizes, self.has_ended = event.sizes, True
         return event

@@ -1,72 +1,82 @@
 """A recorded run: its folder, its journal and its subscribers, from the first event to the last."""
 
 import logging
-import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import IO, cast
 
 import rich.console
 
-from pipeline.config.summary import flatten, to_yaml
+from pipeline.config.summary import flatten
 from pipeline.contract import Status, Trial
 from pipeline.errors import PipelineError, ResourceError
 from pipeline.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.plan import Plan
-from pipeline.recording import provenance
+from pipeline.recording import folder as folders
+from pipeline.recording import journal, provenance
+from pipeline.recording.appender import Log
 from pipeline.recording.console import Console
-from pipeline.recording.mlflow import MlflowSubscriber, TrackingOutcome
+from pipeline.recording.mlflow import MlflowSubscriber
+from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import check_store, resolve_uri, run_link, without_credentials
 
 LOG_NAME = "log.txt"
 _DRAIN_SECONDS = 60.0
+_SILENT_SECONDS = 5.0  # of the drain; then a user is told what the run waits for
 
 
 @contextmanager
-def recorded(plan: Plan, *, terminal: rich.console.Console, tracked: bool = True) -> Iterator[Recorder]:
+def recorded(
+    plan: Plan, *, terminal: rich.console.Console, tracked: bool = True, folder: Path | None = None
+) -> Iterator[Recorder]:
     """A recorder for the events of a run. The run is closed with the status that the block ends in.
 
     Args:
         plan: what will run.
         terminal: where progress is shown.
         tracked: whether the run goes to the tracking store, too, or to its folder only.
+        folder: that of a run which goes on: its journal is continued, its run in the tracking store is opened again.
+            By default a new run begins.
 
     Raises:
-        ResourceError: the run's folder or the tracking store can't be written.
+        ResourceError: the run's folder or the tracking store can't be written; at the end, if the disk had no room for
+            all that belongs into the folder.
+        UsageError: the run that is to go on hasn't ended.
     """
     uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None
-    folder = _create_folder(plan)
-
-    def warn(message: str) -> None:
-        terminal.print(message, style="yellow", markup=False, highlight=False)
-
-    if warning:
-        warn(warning)
-    with (folder / LOG_NAME).open("w", encoding="utf-8") as log, _logging_to(folder / LOG_NAME):
-        tracker = MlflowSubscriber(folder=folder, warn=warn) if tracked else None
-        consoles = [
-            Console(stdout=console, trials=plan.trials)
-            for console in (terminal, rich.console.Console(file=log, width=120))
-        ]
-        recorder = Recorder(folder, subscribers=[*([tracker] if tracker else []), *consoles])
-        status: Status = "FINISHED"
-        message = ""
-        try:
-            _open(plan, recorder, uri=uri)
-            yield recorder
-        except BaseException as error:
-            status, message = _status(error)
-            raise
-        finally:
-            for console in consoles:
-                console.close()
-            _close(recorder, status=status, message=message)
-            outcome = tracker.close(timeout_s=_DRAIN_SECONDS) if tracker else None
-            terminal.print(_where_to_look(folder, uri, outcome), markup=False, highlight=False, soft_wrap=True)
+    folder = folder or folders.create(plan)
+    with folders.explained(folder), closing(Log(folder / LOG_NAME)) as log, _logging_to(log):
+        warn = _teller(terminal)
+        if warning:
+            warn(warning)
+        consoles = [Console(stdout=each, trials=plan.trials) for each in (terminal, _console(log))]
+        with closing(Recorder(folder, subscribers=consoles, warn=warn)) as recorder:
+            files = folders.describe(plan.experiment, folder)
+            tracker = MlflowSubscriber(folder=folder, warn=warn, uri=uri, known=recorder.known) if tracked else None
+            if tracker:
+                recorder.subscribe(tracker)
+            status: Status = "FINISHED"
+            message = ""
+            try:
+                _open(plan, recorder, uri=uri, files=files)
+                with folders.explained(folder):
+                    yield recorder
+            except BaseException as error:
+                status, message = _status(error)
+                raise
+            finally:
+                for console in consoles:
+                    console.close()
+                _close(recorder, status=status, message=message)
+                _drain(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
+                if status != "FINISHED" and (missing := _missing(recorder, log, tracker)):
+                    warn(missing)
+    if missing := _missing(recorder, log, tracker):
+        raise ResourceError(missing)
 
 
 def open_trial(trial: Trial, recorder: Recorder) -> None:
@@ -89,44 +99,74 @@ def artifact(name: str, recorder: Recorder) -> None:
     recorder.receive(ArtifactSaved(time=time.time(), path=name))
 
 
-def _create_folder(plan: Plan) -> Path:
-    root = Path(plan.experiment.tracking.directory)
-    command = "" if plan.command == "run" else f"{plan.command}-"
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{plan.experiment.name}-{command}{secrets.token_hex(2)}"
-    try:
-        (root / name).mkdir(parents=True)
-    except OSError as error:
-        raise ResourceError(
-            f"tracking.directory: {root} can't be written: {error.strerror}; name another folder"
-        ) from error
-    return root / name
+def _teller(terminal: rich.console.Console) -> Callable[[str], None]:
+    """Warnings stand out on the terminal, and are in the log, too."""
+
+    def warn(message: str) -> None:
+        terminal.print(message, style="yellow", markup=False, highlight=False)
+        logging.getLogger(__name__).warning(message)
+
+    return warn
 
 
-def _open(plan: Plan, recorder: Recorder, *, uri: str) -> None:
+def _console(log: Log) -> rich.console.Console:
+    return rich.console.Console(file=cast("IO[str]", log), width=120)
+
+
+def _open(plan: Plan, recorder: Recorder, *, uri: str, files: Sequence[str]) -> None:
     experiment = plan.experiment
-    tracking = experiment.tracking.model_copy(update={"uri": without_credentials(experiment.tracking.uri)})
-    shown = experiment.model_copy(update={"tracking": tracking})
     recorder.receive(
         RunOpened(
             time=time.time(),
             run=recorder.folder.name,
-            tracking_uri=uri,
+            tracking_uri=without_credentials(uri),
             tracking_experiment=experiment.tracking.experiment or experiment.name,
             tags=provenance.run_tags(plan),
-            params=flatten(shown),
+            params=flatten(folders.shown(experiment)),
             trials=tuple(dict.fromkeys(trial.name for trial in plan.trials)),
         )
     )
-    (recorder.folder / "experiment.yaml").write_text(to_yaml(shown), encoding="utf-8")
-    provenance.write_environment(recorder.folder / "environment.txt")
-    artifact("experiment.yaml", recorder)
-    artifact("environment.txt", recorder)
+    for name in files:
+        artifact(name, recorder)
 
 
 def _close(recorder: Recorder, *, status: Status, message: str) -> None:
     artifact(LOG_NAME, recorder)
     recorder.receive(RunClosed(time=time.time(), status=status, message=message, summary=recorder.summary))
-    recorder.close()
+
+
+def _drain(
+    tracker: MlflowSubscriber | None,
+    recorder: Recorder,
+    *,
+    terminal: rich.console.Console,
+    uri: str,
+    warn: Callable[[str], None],
+) -> None:
+    """Wait until the tracking store has everything, Ctrl-C or a minute at most, and say where to look."""
+    try:
+        if tracker and tracker.close(timeout_s=_SILENT_SECONDS) is None:
+            warn(
+                f"waiting until MLflow has everything, {_DRAIN_SECONDS:.0f} seconds at most; Ctrl-C ends the wait, "
+                f"pipeline sync {recorder.folder} sends the rest later"
+            )
+            tracker.close(timeout_s=_DRAIN_SECONDS - _SILENT_SECONDS)
+    finally:
+        recorder.close()
+        outcome = tracker.outcome if tracker else None
+        terminal.print(_where_to_look(recorder.folder, uri, outcome), markup=False, highlight=False, soft_wrap=True)
+
+
+def _missing(recorder: Recorder, log: Log, tracker: MlflowSubscriber | None) -> str:
+    """What the run's folder lacks, in a sentence; empty if it has everything."""
+    parts = [f"{recorder.missing} events in {journal.FILE_NAME}"] * bool(recorder.missing)
+    parts += [f"{log.missing} lines in {LOG_NAME}"] * bool(log.missing)
+    if not parts:
+        return ""
+    rest = "MLflow has all results" if tracker and tracker.outcome.delivered else "what MLflow lacks of it is lost"
+    if not (recorder.folder / journal.FILE_NAME).exists():
+        return f"{recorder.folder} was deleted while its run went on; {rest}"
+    return f"{recorder.folder} lacks {' and '.join(parts)}, the disk was full to the end; {rest}"
 
 
 def _status(error: BaseException) -> tuple[Status, str]:
@@ -147,9 +187,9 @@ def _where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> s
 
 
 @contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
+def _logging_to(log: Log) -> Iterator[None]:
     """Warnings and messages of libraries go to the run's log, not to the terminal."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -157,4 +197,3 @@ def _logging_to(path: Path) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        handler.close()

@@ -1,19 +1,22 @@
 """Where MLflow keeps its runs: a SQLite file, a server, or another database that MLflow knows."""
 
 import os
+import re
 import sqlite3
 import tempfile
 import urllib.error
 import urllib.request
 from contextlib import closing
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from pipeline.errors import ResourceError
 
 _SQLITE = "sqlite:///"
 _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _HEALTH_TIMEOUT_S = 3
+_SECRET = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 _TRAINING_VIEW = "?workflowType=machine_learning"  # without it, MLflow's menu is that for GenAI
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where ``pipeline ui`` serves unless told otherwise."""
@@ -44,9 +47,29 @@ def is_server(uri: str) -> bool:
 
 
 def without_credentials(uri: str) -> str:
-    """The URI as it may be shown: user name and password removed."""
+    """The URI as it may be shown and written down: user name and password removed."""
     parts = urlsplit(uri)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+    if parts.netloc and _SECRET.search(parts.query):  # databases take them there, too
+        kept = [(name, value) for name, value in parse_qsl(parts.query) if not _SECRET.search(name)]
+        parts = parts._replace(query=urlencode(kept))
+    elif "@" not in parts.netloc:
+        return uri
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def with_credentials(uri: str) -> str:
+    """A store's URI as the environment has it: with what `without_credentials` has removed.
+
+    MLFLOW_TRACKING_URI is taken if it names the same store. MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD
+    need nothing done: MLflow adds them itself.
+    """
+    current = os.environ.get("MLFLOW_TRACKING_URI", "")
+    return current if without_credentials(current) == uri else uri
+
+
+def redacted(text: str) -> str:
+    """A text without the credentials of any address in it."""
+    return _CREDENTIALS.sub("", text)
 
 
 def check_store(uri: str) -> str | None:

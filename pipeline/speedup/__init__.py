@@ -6,9 +6,10 @@ number of cores, so N workers have N times the cores of one; the reference shows
 them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.config.schema import Frozen
 from pipeline.contract import Role, Scaling, Spread, StepParts, Trial, TrialResult
@@ -33,6 +34,8 @@ class Row(Frozen):
     """The trial's, e.g. "ddp x 2"."""
     role: Role
     strategy: str
+    options: Mapping[str, Any] = {}
+    """The strategy's own options."""
     workers: int
     """Processes (world size)."""
     replicas: int
@@ -42,6 +45,8 @@ class Row(Frozen):
     """Cores of all workers together."""
     scaling: Scaling = "strong"
     global_batch_size: int
+    steps: int
+    """Optimizer steps of one measurement, or of the whole training."""
     samples_per_second: Spread
     """Over the windows of one measurement, or over the repeats' medians."""
     repeats: tuple[float, ...]
@@ -93,8 +98,10 @@ class Row(Frozen):
             gpu_utilization=tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
             time_to_first_step_s=median(waits) if waits else None,
             loss_tolerance=LOSS_TOLERANCE[trial.experiment.train.precision],
-            **trial.model_dump(include={"role", "strategy", "workers", "device", "scaling"}),
-            **results[0].model_dump(include={"gradient_mb", "unused_parameters", "coupling", "losses", "metrics"}),
+            **trial.model_dump(include={"role", "strategy", "options", "workers", "device", "scaling"}),
+            **results[0].model_dump(
+                include={"steps", "gradient_mb", "unused_parameters", "coupling", "losses", "metrics"}
+            ),
         )
 
     def against(self, baseline: "Row") -> "Row":
@@ -155,7 +162,8 @@ class Row(Frozen):
         if self.global_batch_size != baseline.global_batch_size:
             return []
         pairs = zip(self.losses, baseline.losses, strict=False)  # training that ends early has fewer
-        return [abs(own - base) / max(1.0, abs(base)) for own, base in pairs]
+        differences = [abs(own - base) / max(1.0, abs(base)) for own, base in pairs]
+        return [math.inf if math.isnan(difference) else difference for difference in differences]
 
 
 class Unmeasured(Frozen):
@@ -205,8 +213,8 @@ def _parts(results: Sequence[TrialResult]) -> StepParts:
 
 def _ratios(row: Row, baseline: Row) -> Spread:
     """Throughput over the baseline's; repeats are compared in pairs, since the machine drifts."""
-    if len(row.repeats) == len(baseline.repeats) > 1:
-        ratios = [own / base for own, base in zip(row.repeats, baseline.repeats, strict=True)]
+    if min(len(row.repeats), len(baseline.repeats)) > 1:  # an interrupted comparison has more of the baseline
+        ratios = [own / base for own, base in zip(row.repeats, baseline.repeats, strict=False)]
         return Spread(median=median(ratios), low=min(ratios), high=max(ratios), windows=len(ratios))
     own, base = row.samples_per_second, baseline.samples_per_second
     return Spread(

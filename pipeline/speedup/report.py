@@ -1,23 +1,14 @@
 """The report of a run: its trials side by side, and the remarks without which the figures would mislead."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.config.schema import Frozen
-from pipeline.contract import Role, Spread, Trial
+from pipeline.contract import Role, Trial
 from pipeline.events import Finished
-from pipeline.speedup import Advice, Row, Unmeasured
-
-HEADER = ("strategy", "devices", "samples/s", "speedup", "efficiency", "exposed comm. ms", "data wait ms")
-"""Names of the columns of `Report.cells`."""
-
-METHOD = (
-    "Strong scaling: every trial trains the same global batches. Throughput is that of the steady state, without "
-    "warm-up, evaluation and checkpoints: the median of several windows, ± half of their range. Speedup is throughput "
-    "over the baseline's; efficiency is speedup over the ratio of replicas. Each worker has a fixed number of cores: "
-    "N workers have N times the cores of one. Exposed communication is what a step waits for gradients on top of "
-    "computing, data wait what it is longer with the real loader than with a batch held in memory."
-)
+from pipeline.speedup import Advice, Row, Unmeasured, records, summary, tables
+from pipeline.speedup.remarks import remarks
+from pipeline.speedup.tables import Table
 
 _ORDER: tuple[Role, ...] = ("baseline", "reference", "cell", "main")
 
@@ -31,6 +22,8 @@ class Report(Frozen):
     """Baseline first, then references by replicas, then the cells of a comparison, the main training last."""
     unmeasured: tuple[Unmeasured, ...] = ()
     """Cells of a comparison that have no figures."""
+    order: tuple[str, ...]
+    """Names of all rows and unmeasured cells as they stand in tables."""
     remarks: tuple[str, ...] = ()
     """What a reader must know about the figures."""
     advice: tuple[Advice, ...] = ()
@@ -44,10 +37,18 @@ class Report(Frozen):
         *,
         hardware: str,
         unmeasured: Sequence[Unmeasured] = (),
+        order: Sequence[str] = (),
     ) -> "Report":
         """The report of trials, each of which finished once or several times.
 
         A trial that didn't finish and isn't among the unmeasured is left out, with a remark.
+
+        Args:
+            trials: all that were planned; of repeats, the first one counts.
+            finished: what came out of them.
+            hardware: what they ran on, in words.
+            unmeasured: cells without figures.
+            order: names of the cells as they were asked for; by default those of the trials, then the unmeasured.
 
         Raises:
             ValueError: no trial finished, or not the main one of a run, so there is nothing to report.
@@ -60,26 +61,38 @@ class Report(Frozen):
         mains = [trial.name for trial in once.values() if trial.role == "main"]
         if not rows or any(name not in ends for name in mains):
             raise ValueError(f"nothing to report: only {', '.join(ends) or 'no trial'} finished")
-        rows.sort(key=lambda row: (_ORDER.index(row.role), row.scaling, row.replicas))
+        entries = _sorted([*rows, *unmeasured], order=order)
+        rows = [entry for entry in entries if isinstance(entry, Row)]
         if rows[0].role == "baseline":
             rows = [rows[0], *(row.against(rows[0]) for row in rows[1:])]
         told = {cell.trial for cell in unmeasured}
         missing = [f"{name} ({trial.title})" for name, trial in once.items() if name not in ends and name not in told]
-        remarks = (*(f"{trial} did not finish; it is left out." for trial in missing), *_remarks(rows))
-        return cls(
+        report = cls(
             name=next(iter(once.values())).experiment.name,
             rows=tuple(rows),
-            unmeasured=tuple(unmeasured),
-            remarks=remarks,
+            unmeasured=tuple(entry for entry in entries if isinstance(entry, Unmeasured)),
+            order=tuple(entry.trial for entry in entries),
             hardware=hardware,
         )
+        left_out = (f"{trial} did not finish; it is left out." for trial in missing)
+        return report.model_copy(update={"remarks": (*left_out, *remarks(rows, main=report.main))})
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether this is about a matrix of measurements instead of one training."""
+        return self.rows[-1].role != "main"
+
+    @property
+    def entries(self) -> tuple[Row | Unmeasured, ...]:
+        """All rows and unmeasured cells as they stand in tables."""
+        named: dict[str, Row | Unmeasured] = {row.trial: row for row in self.rows}
+        named |= {cell.trial: cell for cell in self.unmeasured}
+        return tuple(named[name] for name in self.order)
 
     @property
     def main(self) -> Row:
-        """The training of a run; of a comparison, the fastest cell that has a speedup, or else the last."""
-        if self.rows[-1].role == "main":
-            return self.rows[-1]
-        return max(self.rows, key=lambda row: (row.role == "cell", row.speedup or 0.0))
+        """The row that the result is about, see `pipeline.speedup.summary.best`."""
+        return summary.best(self.rows)
 
     @property
     def speedup(self) -> float | None:
@@ -94,39 +107,48 @@ class Report(Frozen):
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        main = self.main
-        rate = f"{main.title} does {amount(main.samples_per_second.median)} samples/s"
-        if main.speedup is None:
-            return f"{rate}; no speedup is claimed."
-        interval = f"{main.speedup_low:.2f}x to {main.speedup_high:.2f}x"
-        ratio = f"{main.speedup:.2f}x the throughput of {self.rows[0].title} ({interval})"
-        return f"{rate}: {ratio}, scaling efficiency {main.efficiency:.0%}."
+        return summary.headline(self.rows)
 
     @property
     def outcome(self) -> str:
-        """What the main trial reached: validation metrics, time to the first step, peak memory."""
-        main = self.main
-        parts = [f"{name} {value:.4g}" for name, value in main.metrics.items() if name.startswith("validation/")]
-        if main.time_to_first_step_s is not None:
-            parts.append(f"first step after {main.time_to_first_step_s:.1f} s")
-        if main.peak_memory_mb:
-            parts.append(f"peak memory {amount(max(main.peak_memory_mb))} MB")
-        return ", ".join(parts)
+        """What the main training reached and what it took; nothing of a comparison's short measurements."""
+        return "" if self.is_comparison else summary.outcome(self.main)
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """Lines above the table in the terminal, the title first."""
+        """Lines above the tables in the terminal, the title first."""
         return self.name, self.hardware
 
     @property
     def closing(self) -> tuple[str, ...]:
-        """Lines below the table in the terminal, the result first."""
+        """Lines below the tables in the terminal, the result first."""
         return (self.headline, *filter(None, [self.outcome]), *(f"- {remark}" for remark in self.remarks))
 
     @property
-    def cells(self) -> tuple[tuple[str, ...], ...]:
-        """The table as text, header first: the same words in the terminal, in Markdown and on the page."""
-        return (HEADER, *map(_cells, self.rows))
+    def advised(self) -> tuple[str, ...]:
+        """The advice in numbered lines, what was measured first, then what to do."""
+        return summary.advised(self.advice)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """What the terminal shows."""
+        shown = (self.results, self.step_parts)
+        return (*shown, self.resources) if self.is_comparison else shown
+
+    @property
+    def results(self) -> Table:
+        """Throughput, speedup and efficiency."""
+        return tables.results(self.entries, main=self.main, has_intervals=self.is_comparison)
+
+    @property
+    def step_parts(self) -> Table:
+        """Where a step's time goes."""
+        return tables.step_parts(self.rows)
+
+    @property
+    def resources(self) -> Table:
+        """Memory and time to the first step."""
+        return tables.resources(self.rows)
 
     def to_json(self) -> str:
         """The whole report; `Report.model_validate_json` reads it back."""
@@ -134,87 +156,36 @@ class Report(Frozen):
 
     def markdown(self) -> str:
         """A short summary for the run's description."""
-        header, *body = ("| " + " | ".join(cells) + " |" for cells in self.cells)
-        table = "\n".join([header, "|---" + "|--:" * (len(HEADER) - 1) + "|", *body])
-        remarks = "\n".join(f"- {remark}" for remark in self.remarks)
-        parts = [f"**{self.headline}**", table, self.outcome, remarks, f"{self.hardware}. {METHOD}"]
+        table = self.results
+        header, *body = ("| " + " | ".join(cells) + " |" for cells in (table.header, *table.rows))
+        lines = "\n".join([header, "|---" + "|--:" * (len(table.header) - 1) + "|", *body])
+        remarks = "\n".join(f"- {remark}" for remark in (*table.notes, *self.remarks))
+        advice = "\n".join(self.advised)
+        parts = [f"**{self.headline}**", lines, self.outcome, remarks, advice, f"{self.hardware}."]
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def table(self) -> dict[str, list[Any]]:
-        """Columns for MLflow's ``log_table``: one entry per row, spreads and metrics flat, None where unknown."""
-        records = [_record(row) for row in self.rows]
-        columns = dict.fromkeys(column for record in records for column in record)
-        return {column: [record.get(column) for record in records] for column in columns}
+        """Columns for MLflow's ``log_table``."""
+        return records.columns(self.entries)
 
 
-def amount(value: float) -> str:
-    """Three significant digits, or whole numbers with separators, e.g. "0.92" or "1,310"."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    return (
-        row.title,
-        row.devices,
-        _with_spread(row.samples_per_second),
-        "baseline" if row.role == "baseline" else "-" if row.speedup is None else f"{row.speedup:.2f}x",
-        shown(row.efficiency, ".0%"),
-        shown(row.parts.exposed_communication_ms, ".1f"),
-        shown(row.parts.data_wait_ms, ".1f"),
+def comparison_json(report: Report) -> str:
+    """A comparison for programs, see `pipeline.speedup.records.ComparisonRecord`."""
+    reference = next((row for row in report.rows if row.role == "reference"), None)
+    record = records.ComparisonRecord(
+        cells=tuple(records.CellRecord.of(entry) for entry in report.entries if entry != reference),
+        reference=records.CellRecord.of(reference) if reference else None,
+        **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks")},
     )
+    return record.model_dump_json(indent=2)
 
 
-def _with_spread(spread: Spread) -> str:
-    if spread.windows < 2:
-        return amount(spread.median)
-    return f"{amount(spread.median)} ± {amount((spread.high - spread.low) / 2)}"
+def _sorted(entries: Sequence[Row | Unmeasured], *, order: Sequence[str]) -> list[Row | Unmeasured]:
+    def place(entry: Row | Unmeasured) -> tuple[int, str, int]:
+        role = entry.role if isinstance(entry, Row) else "cell"
+        if isinstance(entry, Row) and role == "reference":
+            return _ORDER.index(role), entry.scaling, entry.replicas
+        asked = order.index(entry.trial) if entry.trial in order else len(order)
+        return _ORDER.index(role), entry.scaling, asked
 
-
-def _record(row: Row) -> dict[str, Any]:
-    """One flat record of a row."""
-    listed = {"metrics", "parts", "peak_memory_mb", "gpu_utilization", "losses", "repeats", "coupling"}
-    times = row.parts.model_dump(exclude={"step_ms", "ranks_ms", "nodes"})
-    record: dict[str, Any] = {}
-    for name, value in row.model_dump(mode="json", exclude=listed).items():
-        if isinstance(value, dict):  # a spread
-            record |= {name: value["median"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
-        else:
-            record[name] = value
-    peaks = {"peak_memory_mb": max(row.peak_memory_mb, default=None)}
-    return record | times | peaks | {"same_training": row.same_training} | dict(row.metrics)
-
-
-def _remarks(rows: Sequence[Row]) -> Iterator[str]:
-    """What a reader must know; nothing where the figures speak for themselves."""
-    baseline, main = rows[0], rows[-1]
-    if baseline.role != "baseline":
-        yield "There is no baseline measurement, so no speedup is claimed."
-    elif main.measures_again(baseline):
-        yield f"The main trial and its baseline are both {main.title}, so no speedup is claimed."
-    if any(row.is_one_replica_dp for row in rows):
-        yield "dp with fewer than two GPUs is one replica; nothing runs in parallel, so no speedup is claimed for it."
-    yield from (_all_cores(main, row) for row in rows if _has_all_cores(row, main))
-    for row in rows:
-        if row.efficiency is not None and not row.is_resolved:
-            interval = f"{row.speedup:.2f}x ({row.speedup_low:.2f}x to {row.speedup_high:.2f}x)"
-            yield f"The speedup of {row.title}, {interval}, is not resolved: within the noise of these windows."
-    if any(row.samples_per_second.windows < 2 for row in rows):
-        yield "Some throughput was measured in a single window, so its noise is unknown."
-
-
-def _has_all_cores(row: Row, main: Row) -> bool:
-    """Whether the row is one replica with the cores that the main trial shares among several."""
-    one_on_cpu = row.role == "reference" and row.device == "cpu" and row.replicas == 1
-    return one_on_cpu and main.replicas > 1 and row.cpus >= main.cpus
-
-
-def _all_cores(main: Row, reference: Row) -> str:
-    own, other = main.samples_per_second, reference.samples_per_second
-    remark = (
-        f"One process with all {reference.devices} does {amount(other.median)} samples/s: "
-        f"on this machine {main.title} is {own.median / other.median:.2f}x that."
-    )
-    return remark if own.low > other.high else f"{remark} Data parallelism pays when devices are separate."
+    return sorted(entries, key=place)  # stable

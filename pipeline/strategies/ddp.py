@@ -3,12 +3,17 @@
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704.
 """
 
-from contextlib import AbstractContextManager
-from typing import Annotated, Literal, cast
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Any, Literal, cast
 
+import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -29,6 +34,15 @@ class Options(Frozen):
     """Promise that every step uses the same parameters in the same order."""
     find_unused_parameters: bool = False
     """Search for parameters without a gradient in each step; costs time, needed when some are skipped."""
+    communication_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """What is sent of the gradients: all bits, 16 of them (bf16: GPUs only), or factors of low rank (powersgd)."""
+    powersgd_rank: Annotated[int, Field(gt=0)] = 1
+    """Rank of powersgd's factors: more is closer to the gradient and slower."""
+    powersgd_start_step: Annotated[int, Field(ge=2)] = 3  # torch refuses less; 3 is the default of measure.warmup_steps
+    """Steps that send whole gradients before powersgd begins; more of them keep more of the accuracy."""
+
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class Strategy(base.Strategy):
@@ -37,12 +51,19 @@ class Strategy(base.Strategy):
     Options = Options
     processes = "many"
     needs_process_group = True
+    _knows_graph = False
 
     @override
     @classmethod
     def refuse(cls, options: Frozen, *, device: Literal["cpu", "cuda"]) -> str | None:
-        if cast(Options, options).sync_batch_norm and device == "cpu":
+        ddp = cast(Options, options)
+        if ddp.sync_batch_norm and device == "cpu":
             return "sync_batch_norm needs GPUs: torch's SyncBatchNorm refuses CPU; remove it"
+        if ddp.communication_hook == "bf16" and device == "cpu":
+            return "communication_hook: bf16 needs GPUs: torch sends bf16 over NCCL only; write fp16 or powersgd"
+        changed = ddp.model_fields_set & {"powersgd_rank", "powersgd_start_step"}
+        if changed and ddp.communication_hook != "powersgd":
+            return f"{min(changed)} changes nothing without communication_hook: powersgd; add that, or remove it"
         return None
 
     @override
@@ -50,7 +71,7 @@ class Strategy(base.Strategy):
         options = cast(Options, self.options)
         if options.sync_batch_norm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=options.bucket_cap_mb,
@@ -58,6 +79,10 @@ class Strategy(base.Strategy):
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
         )
+        if options.communication_hook != "none":
+            state, hook = _hook(options, device=self.device)
+            wrapped.register_comm_hook(state, hook)
+        return wrapped
 
     @property
     @override
@@ -66,6 +91,11 @@ class Strategy(base.Strategy):
 
     @override
     def accumulate(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+        # torch learns a static graph from its first backward and fails if that one keeps its gradients to itself. To
+        # exchange once more changes no result: averages that are averaged again stay what they are.
+        if cast(Options, self.options).static_graph and not self._knows_graph:
+            self._knows_graph = True
+            return nullcontext()
         return cast(AbstractContextManager[None], cast(DistributedDataParallel, wrapped).no_sync())
 
     @override
@@ -76,3 +106,27 @@ class Strategy(base.Strategy):
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
         return module
+
+
+def _hook(options: Options, *, device: torch.device) -> tuple[PowerSGDState | None, Hook]:
+    """What torch calls with each bucket of gradients, and the state that it is called with."""
+    if options.communication_hook != "powersgd":
+        return None, fp16_compress_hook if options.communication_hook == "fp16" else bf16_compress_hook
+    state = PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=options.powersgd_rank,
+        start_powerSGD_iter=options.powersgd_start_step,
+        orthogonalization_epsilon=1e-8,  # torch's 0 turns a gradient that is all zeros into NaN
+    )
+    return state, powerSGD_hook if device.type == "cuda" else _powersgd_in_order
+
+
+def _powersgd_in_order(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PowerSGD, one bucket after the other.
+
+    Its second and third all-reduce start when the one before is done. NCCL queues them in the order of the code; with
+    gloo other buckets come in between, in another order on each rank, which would add up what doesn't belong together.
+    """
+    done = powerSGD_hook(state, bucket)
+    done.wait()
+    return done

@@ -8,10 +8,13 @@ from itertools import chain
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeline.contract import Rank, Trial, TrialResult
+from pipeline.errors import Stopped
 from pipeline.events import Outbox, Point
-from pipeline.training import announce
+from pipeline.training import announce, trace
+from pipeline.training.checkpoints.keeper import Keeper, placed
 from pipeline.training.clock import Clock, spread
 from pipeline.training.collective import gather
+from pipeline.training.costs import costs
 from pipeline.training.evaluation import evaluate
 from pipeline.training.gauge import GpuGauge
 from pipeline.training.meter import Meter
@@ -26,19 +29,25 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
     Raises:
         ExperimentError: the experiment can't be trained as it is written.
         TrainingError: training failed, e.g. the loss is not finite.
+        Stopped: the driver asked for it; the newest checkpoint is of the last step.
     """
-    setup = build(trial, rank=rank)
+    setup = build(placed(trial, rank=rank), rank=rank)
     clock = Clock(device=setup.device, warmup_steps=trial.experiment.measure.warmup_steps)
     meter = Meter(trial=trial, rank=rank, order=setup.order, clock=clock, gauge=GpuGauge(setup.gpus), outbox=outbox)
+    keeper = Keeper(setup, meter=meter, outbox=outbox)
     announce.start(setup, outbox)
-    for epoch in range(setup.epochs):
-        train_epoch(setup, epoch=epoch, meter=meter)
-        if not trial.is_measurement:
-            end_epoch(setup, epoch=epoch, meter=meter)
+    with keeper:
+        start = keeper.resume()
+        for epoch in range(start // setup.order.steps_per_epoch, setup.epochs):
+            train_epoch(setup, epoch=epoch, start=start, meter=meter, keeper=keeper)
+            if not trial.is_measurement:
+                end_epoch(setup, epoch=epoch, meter=meter, keeper=keeper)
+                if meter.stop_agreed:
+                    raise Stopped
     if not trial.is_measurement:
         announce.model(setup, outbox)
     memory = announce.peak_memory_mb(setup)
-    return TrialResult(
+    result = TrialResult(
         trial=trial.name,
         repeat=trial.repeat,
         steps=setup.steps,
@@ -52,34 +61,46 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
         coupling=announce.coupling_layers(setup.model),
         losses=meter.first_losses,
         metrics=meter.latest,
+        costs=costs(setup) if trial.role == "probe" else None,
     )
+    if trial.profile:
+        trace.record(setup, outbox)
+    return result
 
 
-def train_epoch(setup: Setup, *, epoch: int, meter: Meter) -> None:
-    """Train one epoch (counted from 0), or what is left of the trial's steps."""
+def train_epoch(setup: Setup, *, epoch: int, start: int, meter: Meter, keeper: Keeper) -> None:
+    """Train one epoch (counted from 0), or what is left of it after ``start`` steps, or of the trial's steps."""
     setup.wrapped.train()
     first = epoch * setup.order.steps_per_epoch
-    stream = setup.train_loader.batches(setup.draws(epoch))
+    last = min(first + setup.order.steps_per_epoch, setup.steps)
+    begin = max(first, start)
+    stream = setup.train_loader.batches(setup.draws(epoch, first=begin - first))
     meter.clock.resume()
-    for step in range(first, min(first + setup.order.steps_per_epoch, setup.steps)):
+    for step in range(begin, last):
         loss, norm, rate = optimizer_step(setup, stream, step=step)
         meter.add(loss, norm=norm, rate=rate, samples=setup.order.batch_size(step - first))
-        if step == 0:
+        if step == start:
             announce.first_step(setup, meter.outbox)
         if setup.is_report_due(step + 1):
             meter.flush(step=step + 1, epoch=epoch + 1)
+            if step + 1 < last and (meter.stop_agreed or keeper.is_due(step + 1)):  # an epoch's end has its own
+                keeper.save(step=step + 1)
+                if meter.stop_agreed:
+                    raise Stopped
+                meter.clock.resume()
 
 
-def end_epoch(setup: Setup, *, epoch: int, meter: Meter) -> None:
-    """Evaluate if it is time to, and move an epoch-wise scheduler on."""
+def end_epoch(setup: Setup, *, epoch: int, meter: Meter, keeper: Keeper) -> None:
+    """Evaluate if it is time to, move an epoch-wise scheduler on, and save."""
     last = epoch + 1 == setup.epochs
+    step = setup.order.steps_per_epoch * (epoch + 1)
     values: dict[str, float] = {}
     if last or (epoch + 1) % setup.experiment.train.evaluate_every_epochs == 0:
         values = evaluate(setup)
-        step = setup.order.steps_per_epoch * (epoch + 1)
         meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch + 1)
     if setup.scheduler is not None and setup.experiment.train.scheduler_interval == "epoch":
         if not isinstance(setup.scheduler, ReduceLROnPlateau):
             setup.scheduler.step()
         elif values:
             setup.scheduler.step(values["validation/loss"])
+    keeper.save(step=step, metric=values.get(setup.experiment.checkpoint.best or ""))

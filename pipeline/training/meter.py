@@ -1,7 +1,9 @@
 """The loss of every step without waiting for the device in every step."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from pipeline.contract import Rank, Trial
 from pipeline.errors import TrainingError
 from pipeline.events import Metrics, Outbox, Point
-from pipeline.training.clock import Clock
+from pipeline.training.clock import Clock, Lap
 from pipeline.training.gauge import GpuGauge
 from pipeline.training.order import Order
 
@@ -32,6 +34,8 @@ class Meter:
     """The latest value of every metric."""
     first_losses: tuple[float, ...] = ()
     """Of as many steps as a measurement takes."""
+    stop_agreed: bool = False
+    """Whether the driver has asked any rank to stop, as of the last flush: all ranks know it after the same step."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _norms: list[torch.Tensor] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
@@ -51,9 +55,11 @@ class Meter:
         Raises:
             TrainingError: a loss is NaN or infinite. All ranks see the same sums and raise together.
         """
-        losses = torch.stack(self._losses)
+        asked = torch.full_like(self._losses[0], float(self.outbox.stop_asked))
+        sums = torch.stack([*self._losses, asked])
         if self.rank.world_size > 1:
-            dist.all_reduce(losses)
+            dist.all_reduce(sums)
+        losses, self.stop_agreed = sums[:-1], bool(sums[-1])
         columns = {"train/loss": losses.tolist(), "train/learning_rate": self._rates}
         if self._norms:
             columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
@@ -82,6 +88,22 @@ class Meter:
                 repeat=self.trial.repeat,
             )
             self.outbox.event(event)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed training can't know: numbers and texts. Call it after a flush."""
+        lap = self.clock.steady[-1]
+        return {
+            "latest": dict(self.latest),
+            "first_losses": list(self.first_losses),
+            "lap": [lap.steps, lap.samples, lap.seconds],
+        }
+
+    def restore(self, state: Mapping[str, Any], *, is_over: bool) -> None:
+        """Go on from `state`; a training that is over has no more steps to time, so the saved pace is the one."""
+        self.latest = dict(state["latest"])
+        self.first_losses = tuple(state["first_losses"])
+        if is_over:
+            self.clock.laps.append(Lap(*state["lap"]))
 
     def _stop_if_not_finite(self, losses: list[float], *, first: int) -> None:
         for step, loss in enumerate(losses, start=first):

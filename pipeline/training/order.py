@@ -62,9 +62,11 @@ class Order:
         indices: list[int] = self.permutation(epoch)[start : start + self.global_batch_size].tolist()
         return indices
 
-    def draws(self, epoch: int, *, rank: int, world_size: int, micro_batches: int = 1) -> Iterator[Draw]:
-        """The micro-batches of one rank over an epoch, at least one for each step."""
-        for batch in torch.split(self.permutation(epoch), self.global_batch_size):
+    def draws(
+        self, epoch: int, *, rank: int, world_size: int, micro_batches: int = 1, first: int = 0
+    ) -> Iterator[Draw]:
+        """The micro-batches of one rank over an epoch from step ``first`` on, at least one for each step."""
+        for batch in torch.split(self.permutation(epoch)[first * self.global_batch_size :], self.global_batch_size):
             share = batch[rank::world_size]
             if not len(share):
                 yield Draw(epoch, batch[:1].tolist(), weight=0.0, is_last=True)

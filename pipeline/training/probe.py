@@ -7,8 +7,7 @@ are put back, so the model stays as it is.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -17,10 +16,13 @@ from pipeline.training.clock import spread, synchronize
 from pipeline.training.collective import barrier, gather
 from pipeline.training.order import Draw
 from pipeline.training.setup import Setup
+from pipeline.training.standstill import endless, standstill
 from pipeline.training.step import Stream, gradients, optimizer_step
 
 ROUNDS = 7
-SLOT_SECONDS = 0.2  # long enough for the clock, short enough that the whole takes a few seconds
+SLOT_SECONDS = 0.2  # long enough for the clock
+BUDGET_SECONDS = 8.0  # long steps are measured in fewer rounds
+FEWEST_ROUNDS = 3
 
 Times = dict[str, list[float]]
 """Milliseconds of a step, by variant, one for each round."""
@@ -28,28 +30,15 @@ Times = dict[str, list[float]]
 
 def probe(setup: Setup, *, step_ms: float) -> StepParts:
     """Measure the parts of a step, whole steps of which take about ``step_ms``. Collective."""
-    # A rank with more steps than the others would wait for ever.
-    steps = min(gather(max(1, min(10, int(SLOT_SECONDS * 1000 / step_ms))), rank=setup.rank))
-    buffers = [buffer.clone() for buffer in setup.model.buffers()]
-    rates = [group["lr"] for group in setup.optimizer.param_groups]
-    scheduler, setup.scheduler = setup.scheduler, None
-    for group in setup.optimizer.param_groups:
-        group["lr"] = 0.0
-    setup.wrapped.train()
-    try:
-        times = _measure(setup, steps=steps)
-    finally:
-        setup.scheduler = scheduler
-        for group, rate in zip(setup.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for buffer, before in zip(setup.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+    step_ms = max(gather(step_ms, rank=setup.rank))  # a rank with more steps than the others would wait for ever
+    with standstill(setup):
+        times = _measure(setup, step_ms=step_ms)
     ranks = gather((times, setup.rank.node), rank=setup.rank)
     return _parts([times for times, _ in ranks], nodes=tuple(node for _, node in ranks))
 
 
-def _measure(setup: Setup, *, steps: int) -> Times:
-    stream = _endless(setup)
+def _measure(setup: Setup, *, step_ms: float) -> Times:
+    stream = endless(setup)
     held = list(one_step(stream))
     variants: dict[str, Callable[[], object]] = {
         "computed": lambda: _without_optimizer(setup, iter(held), exchange=False),
@@ -59,8 +48,10 @@ def _measure(setup: Setup, *, steps: int) -> Times:
     if setup.rank.world_size > 1:
         variants["exchanged"] = lambda: _without_optimizer(setup, iter(held), exchange=True)
         variants["alone"] = lambda: _without_optimizer(setup, stream, exchange=False)
+    steps = max(1, min(10, int(SLOT_SECONDS * 1000 / step_ms)))
+    round_ms = len(variants) * (steps + 1) * step_ms
     times: Times = {name: [] for name in variants}
-    for _ in range(ROUNDS):
+    for _ in range(max(FEWEST_ROUNDS, min(ROUNDS, int(BUDGET_SECONDS * 1000 / round_ms)))):
         for name, step in variants.items():
             times[name].append(_slot(setup, step, steps=steps))
     return times
@@ -113,22 +104,7 @@ def one_step(stream: Stream) -> Iterator[tuple[Draw, Any]]:
 
 def unused_parameters(setup: Setup) -> int:
     """Trainable parameters that a step leaves without gradient. Collective."""
-    gradients(setup, _endless(setup))
+    gradients(setup, endless(setup))
     unused = sum(parameter.requires_grad and parameter.grad is None for parameter in setup.model.parameters())
     setup.optimizer.zero_grad(set_to_none=True)
     return unused
-
-
-def _endless(setup: Setup) -> Stream:
-    """Micro-batches for ever, without the smaller last global batch of an epoch."""
-    full_batches = max(1, setup.order.samples // setup.order.global_batch_size)
-    for epoch in count():
-        yield from setup.train_loader.batches(_first(full_batches, setup.draws(epoch)))
-
-
-def _first(steps: int, draws: Iterable[Draw]) -> Iterator[Draw]:
-    for draw in draws:
-        yield draw
-        steps -= draw.is_last
-        if not steps:
-            return

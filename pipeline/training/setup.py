@@ -69,7 +69,7 @@ class Setup:
         return math.ceil(self.steps / self.order.steps_per_epoch)
 
     def is_report_due(self, steps: int) -> bool:
-        """Whether to report after that many steps: in regular intervals and at the end of an epoch.
+        """Whether to report after that many steps: in regular intervals, at the end of an epoch, before a checkpoint.
 
         A measurement reports after its warm-up and after each of its windows.
         """
@@ -78,7 +78,14 @@ class Setup:
             return True
         if self.trial.is_measurement:
             return steps >= measure.warmup_steps and (steps - measure.warmup_steps) % measure.steps == 0
+        if self.is_checkpoint_step(steps):
+            return True
         return steps % self.order.steps_per_epoch % self.experiment.train.log_every_steps == 0
+
+    def is_checkpoint_step(self, steps: int) -> bool:
+        """Whether ``checkpoint.every_steps`` asks for a checkpoint after that many steps."""
+        every = self.experiment.checkpoint.every_steps
+        return every is not None and bool(self.trial.checkpoints) and steps % every == 0
 
     @property
     def gpus(self) -> list[int]:
@@ -92,10 +99,14 @@ class Setup:
         """Micro-batches in one step of each rank."""
         return self.experiment.train.gradient_accumulation
 
-    def draws(self, epoch: int) -> Iterator[Draw]:
-        """The rank's micro-batches of an epoch, counted from 0."""
+    def draws(self, epoch: int, *, first: int = 0) -> Iterator[Draw]:
+        """The rank's micro-batches of an epoch from its step ``first`` on, both counted from 0."""
         return self.order.draws(
-            epoch, rank=self.rank.rank, world_size=self.rank.world_size, micro_batches=self.micro_batches
+            epoch,
+            rank=self.rank.rank,
+            world_size=self.rank.world_size,
+            micro_batches=self.micro_batches,
+            first=first,
         )
 
     @property

@@ -1,5 +1,10 @@
-"""What every strategy holds to, old or new: on the same global batches it reaches the same weights as ``single``."""
+"""What every strategy holds to, old or new: on the same global batches it reaches the same weights as ``single``.
 
+Options that lose bits of the gradients on purpose come close to that instead.
+"""
+
+import gc
+import importlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +21,9 @@ from pipeline.config.project import allowed_packages
 from pipeline.contract import Rank, Trial
 from pipeline.events import AnyEvent, Failed
 from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.models import MLP
+from pipeline.training.setup import build
+from pipeline.training.step import optimizer_step
 
 NAMES = registry.names("strategies")
 MANY = [name for name in NAMES if registry.load("strategies", name).Strategy.processes == "many"]
@@ -29,6 +37,24 @@ CASES = {
     "momentum": ["train.global_batch_size=16", "optimizer.momentum=0.9", "optimizer.weight_decay=0.01"],
 }
 """Overrides of the project's experiment, by name."""
+
+EXACT_OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "static_graph": {"static_graph": True},
+    "no views": {"gradient_as_bucket_view": False},
+    "unused": {"find_unused_parameters": True},
+}
+LOSSY_OPTIONS: dict[str, dict[str, Any]] = {
+    f"{hook}, {name}": {"communication_hook": hook} | options
+    for hook in ("fp16", "powersgd")
+    for name, options in EXACT_OPTIONS.items()
+}
+OPTIONS = EXACT_OPTIONS | LOSSY_OPTIONS
+"""ddp's options, by name; the communication hooks lose bits."""
+OPTION_CASES = ("one sample left", "accumulation")
+BUCKET_MB = 1
+LARGE = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [400, 400], num_classes: 3}"
+"""1.2 MiB of gradients in fp64, so that there are two buckets; large enough for powersgd to compress."""
 
 Weights = dict[str, torch.Tensor]
 
@@ -53,8 +79,9 @@ def trained(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return train
 
 
-def _trial(case: str, strategy: str, workers: int) -> Trial:
-    experiment = load("lab.yaml", ["train.precision=fp64", f"parallel.workers={workers}", *CASES[case]]).experiment
+def _trial(case: str, strategy: str, workers: int, *more: str) -> Trial:
+    overrides = ["train.precision=fp64", f"parallel.workers={workers}", *CASES[case], *more]
+    experiment = load("lab.yaml", overrides).experiment
     return Trial(
         name=case,
         role="main",
@@ -161,3 +188,112 @@ def test_ddp_refuses_sync_batch_norm_on_cpu() -> None:
     assert refusal is not None
     assert "remove it" in refusal
     assert strategy.refuse(strategy.Options(sync_batch_norm=True), device="cuda") is None
+
+
+# Options of ddp
+
+
+@pytest.fixture(scope="module")
+def reached(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Weights]]:
+    """The weights of both ranks by option and case; "start" are those of a training without learning."""
+    folder = tmp_path_factory.mktemp("options")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project)
+        patch.syspath_prepend(project)
+        trials = {
+            f"{name}/{case}": _large(case, "optimizer.lr=0.0" if name == "start" else "").model_copy(
+                update={"strategy": "ddp", "options": OPTIONS.get(name, {}) | {"bucket_cap_mb": BUCKET_MB}}
+            )
+            for name in ("start", *OPTIONS)
+            for case in OPTION_CASES
+        }
+        torch.multiprocessing.spawn(_take_steps, args=(trials, folder), nprocs=2)
+    return {
+        (name, case): [torch.load(folder / name / case / f"{rank}.pt") for rank in range(2)]
+        for name in ("start", *OPTIONS)
+        for case in OPTION_CASES
+    }
+
+
+def _large(case: str, *overrides: str) -> Trial:
+    return _trial(case, "ddp", 2, LARGE, "train.epochs=1", *filter(None, overrides))
+
+
+def _take_steps(rank: int, trials: dict[str, Trial], folder: Path) -> None:
+    """The steps of each trial, without all that is measured and reported besides."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for name, trial in trials.items():
+        setup = build(trial, rank=Rank(rank=rank, local_rank=rank, world_size=2, local_world_size=2))
+        for epoch in range(setup.epochs):
+            stream = setup.train_loader.batches(setup.draws(epoch))
+            for step in range(setup.order.steps_per_epoch):
+                optimizer_step(setup, stream, step=epoch * setup.order.steps_per_epoch + step)
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        torch.save(setup.model.state_dict(), folder / name / f"{rank}.pt")
+        del setup, stream
+        gc.collect()
+    dist.destroy_process_group()
+
+
+Reached = dict[tuple[str, str], list[Weights]]
+
+
+@pytest.mark.parametrize("case", OPTION_CASES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_both_ranks_have_the_same_weights(reached: Reached, name: str, case: str) -> None:
+    assert _distance(*reached[name, case]) == 0
+
+
+@pytest.mark.parametrize("case", OPTION_CASES)
+@pytest.mark.parametrize("name", EXACT_OPTIONS)
+def test_options_that_lose_nothing_change_nothing(reached: Reached, name: str, case: str) -> None:
+    plain = reached["default", case][0]
+    assert _distance(reached[name, case][0], plain) <= TOLERANCE
+    assert _distance(plain, reached["start", case][0]) > 1e-2
+
+
+@pytest.mark.parametrize("case", OPTION_CASES)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name.startswith("fp16")])
+def test_fp16_gradients_are_off_by_fp16s_rounding(reached: Reached, name: str, case: str) -> None:
+    """Each step's rounding is half a bit of 11, and the steps' errors may add up to a few times that."""
+    plain = reached["default", case][0]
+    moved = _distance(plain, reached["start", case][0])
+    assert 0 < _distance(reached[name, case][0], plain) < 10 * 2**-11 * moved
+
+
+@pytest.mark.parametrize("case", OPTION_CASES)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name.startswith("powersgd")])
+def test_powersgd_learns_nearly_as_much(reached: Reached, project: Path, name: str, case: str) -> None:
+    """It leaves most of a gradient for later steps, so the weights differ; a few steps bring most of the loss."""
+    start, plain, own = (_loss(reached[one, case][0], project) for one in ("start", "default", name))
+    assert own != plain
+    assert start - own > 0.6 * (start - plain) > 0
+
+
+def _loss(weights: Weights, project: Path) -> float:
+    """The loss of the large model on all training samples."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(project)
+        inputs, targets = importlib.import_module("lab").points()[0].tensors
+    model = MLP(4, hidden=[400, 400], num_classes=3).double()
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(model(inputs.double()), targets))
+
+
+def test_ddp_refuses_the_bf16_hook_on_cpu() -> None:
+    strategy: Any = registry.load("strategies", "ddp").Strategy
+    refusal = strategy.refuse(strategy.Options(communication_hook="bf16"), device="cpu")
+
+    assert refusal is not None
+    assert "write fp16" in refusal
+    assert strategy.refuse(strategy.Options(communication_hook="bf16"), device="cuda") is None
+
+
+def test_ddp_refuses_options_of_a_hook_that_is_off() -> None:
+    strategy: Any = registry.load("strategies", "ddp").Strategy
+
+    for options in (strategy.Options(powersgd_rank=2), strategy.Options(communication_hook="fp16", powersgd_rank=1)):
+        assert "powersgd_rank" in strategy.refuse(options, device="cpu")
+    assert strategy.refuse(strategy.Options(communication_hook="powersgd", powersgd_rank=2), device="cpu") is None

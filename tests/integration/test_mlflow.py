@@ -1,7 +1,6 @@
 """Results reach MLflow exactly once: in a SQLite file, through a server, through a server that dies and returns."""
 
 import json
-import os
 import signal
 import socket
 import sqlite3
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,6 +19,7 @@ import torch
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from stores import Server, wait_for
 
 from pipeline.contract import Rank, Spread, StepParts, TrialResult
 from pipeline.errors import ResourceError, UsageError
@@ -63,42 +62,6 @@ TABLE = {"columns": ["trial", "speedup"], "data": [["single", 1.0], ["ddp x 2", 
 """In the form that MLflow's table artifacts have."""
 
 
-class Server:
-    """An MLflow server that can be killed and started again on the same port and files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        with closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1"]
-        command += ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
-        command += ["--artifacts-destination", (self.folder / "mlartifacts").as_uri()]
-        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, cwd=self.folder, stdout=log, stderr=log, start_new_session=True
-            )
-        wait_for(self.answers)
-
-    def answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=2):
-                return True
-        except OSError:
-            return False
-
-    def kill(self) -> None:
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("server"))
@@ -116,13 +79,6 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def warnings_told() -> list[str]:
     return []
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 def opened(uri: str, run: str) -> RunOpened:

@@ -105,3 +105,17 @@ def _points(samples: int) -> TensorDataset:
 
 def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+class Hungry(Net):
+    """On rank ``rank``, batches of more than ``limit`` samples need more memory than any machine has."""
+
+    def __init__(self, limit: int, rank: int = 0) -> None:
+        super().__init__()
+        self.limit = limit
+        self.hungry = rank
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > self.limit and _rank() == self.hungry:
+            torch.empty(2**60, dtype=torch.uint8)
+        return self.linear(inputs)

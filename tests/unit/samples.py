@@ -1,25 +1,36 @@
 """Trials and what they measured, made up so that ratios can be worked out by hand."""
 
 from pipeline.config.schema import Component, Experiment, Train
-from pipeline.contract import Role, Spread, StepParts, Trial, TrialResult
+from pipeline.contract import Role, Scaling, Spread, StepParts, Trial, TrialResult
 from pipeline.events import Finished
+from pipeline.speedup import Unmeasured
 from pipeline.speedup.report import Report
 
 HARDWARE = "2 cores, 24 GiB, no GPU, Intel(R) Xeon(R) Processor @ 2.60GHz"
 
 
-def trial(name: str, role: Role, *, strategy: str = "single", workers: int = 1, cpus: int = 1, gpus: int = 0) -> Trial:
+def trial(
+    name: str,
+    role: Role,
+    *,
+    strategy: str = "single",
+    workers: int = 1,
+    cpus: int = 1,
+    gpus: int = 0,
+    scaling: Scaling = "strong",
+    batch: int = 64,
+) -> Trial:
     experiment = Experiment(
         name="resnet-digits",
         model=Component(_target_="pipeline.models.mlp"),
         data=Component(_target_="pipeline.data.digits"),
         loss=Component(_target_="torch.nn.CrossEntropyLoss"),
         optimizer=Component(_target_="torch.optim.SGD"),
-        train=Train(epochs=2, global_batch_size=64),
+        train=Train(epochs=2, global_batch_size=batch),
     )
     return Trial(
         name=name, role=role, experiment=experiment, strategy=strategy, launcher="inprocess", workers=workers,
-        devices_per_worker=gpus, device="cuda" if gpus else "cpu", cpus_per_worker=cpus,
+        devices_per_worker=gpus, device="cuda" if gpus else "cpu", cpus_per_worker=cpus, scaling=scaling,
     )  # fmt: skip
 
 
@@ -40,14 +51,21 @@ def parts(*, step_ms: float, communication: float | None = None, data_wait: floa
 
 
 def finished(
-    name: str, throughput: Spread, *, communication: float | None = None, data_wait: float = 0.25, **more: object
+    name: str,
+    throughput: Spread,
+    *,
+    communication: float | None = None,
+    data_wait: float = 0.25,
+    batch: int = 64,
+    **more: object,
 ) -> Finished:
+    step_ms = 1000 * batch / throughput.median
     result = TrialResult(
         trial=name,
         steps=24,
         samples_per_second=throughput,
-        step_ms=spread(64_000 / throughput.median),
-        parts=parts(step_ms=64_000 / throughput.median, communication=communication, data_wait=data_wait),
+        step_ms=spread(step_ms),
+        parts=parts(step_ms=step_ms, communication=communication, data_wait=data_wait),
         **{"peak_memory_mb": (410.0, 402.5), "gradient_mb": 2.8, **more},
     )
     return Finished(time=0.0, trial=name, result=result, time_to_first_step_s=6.24)
@@ -66,3 +84,44 @@ def report() -> Report:
         finished("baseline", spread(100, noise=5)),
     ]
     return Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE)
+
+
+LOSSES = (2.3, 2.1, 1.9, 1.7)
+DDP_2 = trial("ddp-2", "cell", strategy="ddp", workers=2)
+WEAK = trial("ddp-2-weak", "cell", strategy="ddp", workers=2, scaling="weak", batch=128)
+DDP_4 = Unmeasured(
+    trial="ddp-4",
+    title="ddp x 4",
+    strategy="ddp",
+    workers=4,
+    reason="4 workers with 1 core each need 4 cores; this machine has 2",
+)
+MEASURED: dict[str, tuple[float, ...]] = {
+    "baseline": (100, 110, 90),
+    "ddp-2": (190, 209, 180),
+    "ddp-2-weak": (195, 220, 171),
+    "reference": (150, 165, 135),
+}
+"""Samples/s of each repeat: ddp x 2 has speedups of 1.9, 1.9 and 2.0; weak, of 1.95, 2.0 and 1.9."""
+
+
+def comparison(*, losses: tuple[float, ...] = LOSSES, coupling: tuple[str, ...] = ()) -> Report:
+    """A baseline, ddp x 2 in strong and in weak scaling and a reference, 3 repeats each; ddp x 4 isn't measured.
+
+    Args:
+        losses: those of ddp x 2 in strong scaling; the others have `LOSSES`.
+        coupling: layers of the model that depend on how a batch is shared.
+    """
+    trials = [BASELINE, DDP_2, WEAK, ALL_CORES]
+    ends = [
+        finished(
+            one.name, spread(MEASURED[one.name][repeat]), batch=one.experiment.train.global_batch_size, repeat=repeat,
+            communication=21.5 if one.workers > 1 else None, coupling=coupling,
+            losses=losses if one is DDP_2 else LOSSES, peak_memory_mb=(410.0,) * one.workers,
+        )
+        for repeat in range(3)
+        for one in trials
+    ]  # fmt: skip
+    rounds = [one.model_copy(update={"repeat": repeat}) for repeat in range(3) for one in trials]
+    order = ["baseline", "ddp-2", "ddp-4", "ddp-2-weak"]
+    return Report.of(rounds, ends, hardware=HARDWARE, unmeasured=[DDP_4], order=order)

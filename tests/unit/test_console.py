@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 import rich.console
-from samples import BASELINE, HARDWARE, MAIN, finished, report, spread
+from samples import BASELINE, DDP_2, HARDWARE, MAIN, comparison, finished, report, spread
 
 from pipeline.contract import Rank
 from pipeline.events import AnyEvent, Failed, Finished, FirstStep, Metrics, Point, Started, TrialOpened, Warned
 from pipeline.recording.console import Console, print_report
+from pipeline.speedup import Advice
 from pipeline.speedup.report import Report
 
 RAY = MAIN.model_copy(update={"launcher": "ray"})
@@ -122,18 +123,25 @@ def lines_of(result: Report, *, width: int = 80) -> Iterator[str]:
     return (line.rstrip() for line in printed(stdout).splitlines())
 
 
-def test_the_table_fits_80_columns() -> None:
+def test_the_tables_of_a_run_fit_80_columns() -> None:
     assert "\n".join(lines_of(report())) == (
         f"""\
 resnet-digits
 {HARDWARE}
 
-                                                            exposed     data
-strategy         devices  samples/s   speedup  efficiency  comm. ms  wait ms
-────────────────────────────────────────────────────────────────────────────
-single            1 core    100 ± 5  baseline           -         -      0.2
-single, 2 cores  2 cores    180 ± 9     1.80x           -         -      0.2
-ddp x 2          2 cores    190 ± 2     1.90x         95%      21.5      0.2
+strategy         devices  samples/s   speedup  efficiency
+─────────────────────────────────────────────────────────
+single            1 core    100 ± 5  baseline           -
+single, 2 cores  2 cores    180 ± 9     1.80x           -
+ddp x 2          2 cores    190 ± 2     1.90x         95%
+
+Where a step's time goes, ms
+                                       exposed  data
+strategy                step  compute    comm.  wait  rest    sum
+─────────────────────────────────────────────────────────────────
+single           640.0 ± 0.0    638.8        -   0.2   1.0  640.0
+single, 2 cores  355.6 ± 0.0    354.3        -   0.2   1.0  355.6
+ddp x 2          336.8 ± 0.0    314.1     21.5   0.2   1.0  336.8
 
 ddp x 2 does 190 samples/s: 1.90x the throughput of single (1.79x to 2.02x),
   scaling efficiency 95%.
@@ -143,11 +151,41 @@ validation/accuracy 0.9735, first step after 6.2 s, peak memory 410 MB
     )
 
 
-def test_large_figures_fit_80_columns_and_a_narrow_terminal_cuts_nothing() -> None:
-    ends = [finished("baseline", spread(123_456, noise=1_234)), finished("main", spread(234_567, noise=2_345))]
-    result = Report.of([BASELINE, MAIN], ends, hardware=HARDWARE)
-    assert "234,567 ± 2,345" in "\n".join(lines_of(result))
-    narrow = list(lines_of(result, width=40))
-    assert max(map(len, narrow)) <= 40
-    assert not any("…" in line for line in narrow)
-    assert "".join("".join(narrow).split()).count("0.2") >= 2
+def test_a_comparison_ends_in_advice_and_keeps_what_was_not_measured() -> None:
+    advice = Advice(reason="Data wait is 14 ms of a 46 ms step", change="write loader.num_workers: 2")
+    lines = list(lines_of(comparison().model_copy(update={"advice": (advice,)})))
+    assert lines[3:15] == [
+        "                                                                    same",
+        "strategy         devices  samples/s            speedup  efficiency  loss",
+        "────────────────────────────────────────────────────────────────────────",
+        "single            1 core   100 ± 10           baseline           -     -",
+        "single, 2 cores  2 cores   150 ± 15  1.50x (1.50-1.50)           -   yes",
+        "ddp x 2          2 cores   190 ± 14  1.90x (1.90-2.00)         95%   yes",
+        "ddp x 4                -          -       not measured           -     -",
+        "ddp x 2 (weak)   2 cores   195 ± 24  1.95x (1.90-2.00)         98%     -",
+        "",
+        "ddp x 4 is not measured: 4 workers with 1 core each need 4 cores; this machine",
+        "  has 2.",
+        "",
+    ]
+    assert "Memory and start" in lines
+    assert lines[-3:] == ["", "Advice", "1. Data wait is 14 ms of a 46 ms step: write loader.num_workers: 2"]
+
+
+def test_only_the_row_that_the_result_is_about_is_stressed() -> None:
+    stdout = terminal()
+    print_report(comparison(), stdout=stdout)
+    bold = [line for line in printed(stdout).splitlines() if line.startswith("\x1b[1m")]
+    assert next(line for line in bold if "1.9" in line).startswith("\x1b[1mddp x 2 ")
+    assert not any("(weak)" in line for line in bold if "1.95x" in line)
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_large_figures_and_long_titles_fit_the_terminal_and_nothing_is_cut(width: int) -> None:
+    long = DDP_2.model_copy(update={"variant": "static_graph, bucket_cap_mb=100"})
+    ends = [finished("baseline", spread(123_456, noise=1_234)), finished("ddp-2", spread(234_567, noise=2_345))]
+    lines = list(lines_of(Report.of([BASELINE, long], ends, hardware=HARDWARE), width=width))
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+    if width == 80:
+        assert "234,567 ± 2,345" in "\n".join(lines)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from samples import finished, spread
 
 from pipeline import errors, events
-from pipeline.contract import Rank, Trial
+from pipeline.contract import BatchCandidate, BatchSizes, Rank, Trial
 from pipeline.errors import ExperimentError, Interrupted, Problem, TrainingError
 from pipeline.events import AnyEvent, Event, Failed, Finished, event_from_json, event_to_json
 
@@ -28,8 +28,17 @@ EVENTS: list[AnyEvent] = [
     events.Warned(time=1.0, message="two\nlines"),
     Failed(time=1.0, rank=Rank(rank=1, world_size=2), error="E", traceback="T", problems=(Problem("k", "m", "p:1"),)),
     finished("main", spread(2.0), communication=1.5, metrics={"a": 1.0}),
+    events.BatchSizesFound(
+        time=1.0,
+        sizes=BatchSizes(
+            candidates=(BatchCandidate(batch_size=8, fits=True, samples_per_second=spread(2.0), peak_memory_mb=(1.0,)),),
+            largest_that_fits=None, recommended=8, train_samples=50,
+        ),
+    ),
     events.ArtifactSaved(time=1.0, path="p"),
     events.ModelSaved(time=1.0, weights="w", example="e"),
+    events.CheckpointSaved(time=1.0, step=3, path="p/step-00000003", megabytes=0.5, seconds=2.0, blocked_seconds=0.1),
+    events.Resumed(time=1.0, step=3, epoch=1, checkpoint="p/step-00000003"),
     events.RunClosed(time=1.0, status="FAILED", message="m", summary="# s"),
 ]  # fmt: skip
 

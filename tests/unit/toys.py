@@ -6,7 +6,7 @@ Components name what stands here by ``_target_: toys.NAME``.
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -167,6 +167,22 @@ def noisy(samples: int = 12) -> tuple[Dataset[Any], None]:
     return _NoisyPairs(range(samples)), None
 
 
+class _Augmented(Plain):
+    """Regression samples with noise from three generators; counts what is read."""
+
+    read: ClassVar[list[int]] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        inputs, targets = self.samples[index]
+        return inputs + 0.1 * torch.rand(3) + 0.1 * random.random() + 0.1 * float(np.random.rand()), targets
+
+
+def augmented() -> tuple[Dataset[Any], Dataset[Any]]:
+    train, validation = regression()
+    return _Augmented(train), validation  # type: ignore[return-value]
+
+
 class _NoisyPairs(Noisy):
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index)[:3], torch.tensor([float(index)])
@@ -181,6 +197,18 @@ def dropout_net() -> nn.Module:
 
 def batch_norm_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def wide_net() -> nn.Module:
+    """About 40 kB of weights in fp64."""
+    return nn.Sequential(nn.Linear(3, 1000), nn.Linear(1000, 1))
+
+
+def rich_net() -> nn.Module:
+    """With buffers, dropout, and a parameter that gets no gradient."""
+    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+    net[0].register_parameter("unused", nn.Parameter(torch.ones(2)))
+    return net
 
 
 def frozen_net() -> nn.Module:
@@ -230,6 +258,17 @@ class DrawsInEvaluation(BrokenModel):
             torch.rand(1)
         outputs: Tensor = self.layer(nn.functional.dropout(inputs, training=self.training))
         return outputs
+
+
+class CodeInState(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler whose state can't be saved without pickle."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.secret = lambda: 1.0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 class Count(Metric):

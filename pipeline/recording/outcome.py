@@ -1,0 +1,50 @@
+"""Where the results of a run ended up, in figures and in words."""
+
+from pathlib import Path
+
+from pipeline.config.schema import Frozen
+from pipeline.recording.delivery import Delivery
+from pipeline.recording.journal import FILE_NAME
+
+
+class TrackingOutcome(Frozen):
+    """Where the results of a run ended up."""
+
+    experiment_id: str
+    """MLflow's id of the experiment; empty if MLflow never answered."""
+    run_id: str
+    """MLflow's id of the main run; empty if MLflow never answered."""
+    delivered: bool
+    """Whether everything is in MLflow that it will ever take."""
+    message: str = ""
+    """What is missing and the command that sends it. Empty if nothing is, or after a sync where to see it."""
+
+    @classmethod
+    def of(cls, delivery: Delivery, *, folder: Path, trouble: str, waiting: int) -> "TrackingOutcome":
+        """What became of a run's events.
+
+        Args:
+            delivery: has written them.
+            folder: the run's folder.
+            trouble: why some aren't in MLflow; empty if all are.
+            waiting: number of those that aren't.
+        """
+        return cls(
+            experiment_id=delivery.run.experiment_id,
+            run_id=delivery.run.run_id,
+            delivered=not trouble,
+            message=_missing(delivery, folder=folder, trouble=trouble, waiting=waiting),
+        )
+
+
+def _missing(delivery: Delivery, *, folder: Path, trouble: str, waiting: int) -> str:
+    if trouble:
+        files = len(delivery.run.uploads)
+        parts = [f"{waiting} events"] * bool(waiting) + [f"{files} files"] * bool(files)
+        return (
+            f"{' and '.join(parts) or 'some results'} aren't in MLflow ({trouble}); they are in {folder / FILE_NAME}, "
+            f"send them with: pipeline sync {folder}"
+        )
+    if delivery.refused:
+        return f"MLflow refused {delivery.refused} events; they are in {folder / FILE_NAME}"
+    return ""

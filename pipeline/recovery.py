@@ -1,0 +1,74 @@
+"""Going on with a run that was interrupted: which one, and whether the experiment is still the same."""
+
+from pathlib import Path
+
+from pipeline.config.load import ExperimentFile
+from pipeline.config.schema import Experiment
+from pipeline.config.summary import flatten
+from pipeline.errors import Problem, UsageError
+from pipeline.recording import journal
+from pipeline.recording.folder import RunState, newest, read_state, shown
+
+LATEST = "latest"
+"""The run of this experiment that began last."""
+
+_HOW_NOT_WHAT = ("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint.")
+"""Parts of an experiment that don't decide what is trained: they may change between two attempts."""
+
+
+def earlier(file: ExperimentFile, resume: str) -> RunState:
+    """The run that is meant by `LATEST`, an id, or a folder.
+
+    Raises:
+        UsageError: there is no such run, it is going on, or nothing is left to do.
+    """
+    experiment = file.experiment
+    directory = Path(experiment.tracking.directory)
+    folder = newest(directory, name=experiment.name) if resume == LATEST else _named(resume, directory)
+    if folder is None:
+        raise UsageError(f"--resume: {directory} has no run of {experiment.name}; start one without --resume")
+    state = read_state(folder)
+    if state.experiment.name != experiment.name:
+        raise UsageError(f"--resume: {folder} is a run of {state.experiment.name}, not of {experiment.name}")
+    if state.status == "RUNNING":
+        raise UsageError(f"--resume: {folder} is still going on in another process; wait for it, or stop it")
+    if state.status == "FINISHED":
+        raise UsageError(f"--resume: {folder} has finished; start a new run without --resume")
+    return state
+
+
+def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str]:
+    """What the experiment has now and had otherwise then, in words.
+
+    Raises:
+        ExperimentError: a change that makes another training of it, unless those are ``allowed``.
+    """
+    now, then = flatten(shown(file.experiment)), flatten(_relocated(state.experiment, file.experiment))
+    changed = {key: (then.get(key), now.get(key)) for key in now | then if then.get(key) != now.get(key)}
+    refused = [key for key in changed if not key.startswith(_HOW_NOT_WHAT)]
+    if refused and not allowed:
+        raise file.explain(
+            Problem(
+                key,
+                f"is {_value(changed[key][1])}, but was {_value(changed[key][0])} in {state.folder.name}; "
+                "put it back, or add --allow-changed",
+            )
+            for key in refused
+        )
+    return [f"{key} was {_value(before)}, is {_value(after)}" for key, (before, after) in changed.items()]
+
+
+def _named(resume: str, directory: Path) -> Path:
+    for folder in (Path(resume), directory / resume):
+        if (folder / journal.FILE_NAME).is_file():
+            return folder
+    raise UsageError(f"--resume {resume}: no such run; name a folder of {directory}, or nothing for the newest")
+
+
+def _relocated(then: Experiment, now: Experiment) -> Experiment:
+    """Credentials and relative addresses of the store are no change of the experiment."""
+    return then.model_copy(update={"tracking": shown(now).tracking})
+
+
+def _value(text: str | None) -> str:
+    return "not there" if text is None else text

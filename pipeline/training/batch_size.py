@@ -1,0 +1,130 @@
+"""The batch size of a device: the largest that fits, and the smallest at which throughput stops growing.
+
+Sizes double until one doesn't fit, on CPU until that no longer pays; the gap below one that doesn't fit is bisected.
+What fits is then measured in turn. `pipeline.training.bench` tries and measures a size.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Protocol
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipeline.contract import BatchCandidate, BatchSizes, Rank, Trial
+from pipeline.errors import ExperimentError
+from pipeline.training.bench import TrialBench
+from pipeline.training.clock import spread
+from pipeline.training.setup import build
+
+CLOSE = 0.95
+"""A throughput is close to the best from that fraction of it on."""
+_PAYS = 1.05  # what the throughput has to grow by
+_FIRST_WINDOWS = 3  # enough to know when to stop
+_ROUNDS = 5
+
+
+class Bench(Protocol):
+    """Where batch sizes are tried. Its methods are collective and return the same on all ranks."""
+
+    def fits(self, batch_size: int) -> bool:
+        """Whether all ranks have the memory for steps on micro-batches of that size."""
+        ...
+
+    def rate(self, batch_size: int) -> float:
+        """Samples per second over all workers, in one window; only for sizes that fit."""
+        ...
+
+    def peak_memory_mb(self) -> tuple[float, ...]:
+        """Peak memory since the last size was found to fit, ranks in order."""
+        ...
+
+
+def find(trial: Trial, *, rank: Rank) -> BatchSizes:
+    """Try the batch sizes of a trial. Collective; all ranks return the same.
+
+    Raises:
+        ExperimentError: the experiment can't be trained as it is written, or has fewer samples than devices.
+    """
+    setup = build(trial, rank=rank)
+    samples = setup.order.samples
+    if not (share := samples // trial.replicas):
+        raise ExperimentError.of(
+            "data", f"{trial.replicas} devices can't share a training set of size {samples}; use fewer parallel.workers"
+        )
+    most = min(share, trial.max_batch_size or share)
+    # Batch norm refuses the statistics of a single value.
+    smallest = min(most, 2 if any(isinstance(module, _BatchNorm) for module in setup.model.modules()) else 1)
+    search = Search(TrialBench(setup), smallest=smallest, most=most, until_flat=setup.device.type == "cpu")
+    return outcome(search.run(also=trial.device_batch_size), train_samples=samples)
+
+
+def outcome(candidates: Sequence[BatchCandidate], *, train_samples: int) -> BatchSizes:
+    """What candidates, in ascending order, come to."""
+    fitting = {one.batch_size: one.samples_per_second.median for one in candidates if one.samples_per_second}
+    best = max(fitting.values(), default=0.0)
+    return BatchSizes(
+        candidates=tuple(candidates),
+        largest_that_fits=max(fitting, default=0) if len(fitting) < len(candidates) else None,
+        recommended=next((size for size, rate in fitting.items() if rate >= CLOSE * best), None),
+        train_samples=train_samples,
+    )
+
+
+class Search:
+    """Which sizes to try. On every rank the same, since it depends on nothing but what the bench says."""
+
+    def __init__(self, bench: Bench, *, smallest: int, most: int, until_flat: bool) -> None:
+        """``most`` is the largest to try; ``until_flat`` ends earlier, where two doublings in a row gain little."""
+        self._bench = bench
+        self._smallest, self._most, self._until_flat = smallest, most, until_flat
+        self._refused: list[int] = []
+        self._rates: dict[int, float] = {}
+        self._peaks: dict[int, tuple[float, ...]] = {}
+
+    def run(self, *, also: int) -> list[BatchCandidate]:
+        """All that were tried, ascending, and ``also`` that one if something larger fits."""
+        size = self._smallest
+        while self._fits(size) and size < self._most and not self._is_flat():
+            size = min(2 * size, self._most)
+        if self._refused:
+            self._bisect()
+        if self._smallest <= also < max(self._rates, default=0):
+            self._fits(also)
+        refused = [BatchCandidate(batch_size=size, fits=False) for size in self._refused]
+        return sorted([*self._measured(), *refused], key=lambda one: one.batch_size)
+
+    def _fits(self, size: int) -> bool:
+        if size in self._rates:
+            return True
+        if not self._bench.fits(size):
+            self._refused.append(size)
+            return False
+        self._rates[size] = median([self._bench.rate(size) for _ in range(_FIRST_WINDOWS)])
+        self._peaks[size] = self._bench.peak_memory_mb()
+        return True
+
+    def _is_flat(self) -> bool:
+        rates = list(self._rates.values())[-3:]
+        return self._until_flat and len(rates) == 3 and all(after < _PAYS * before for before, after in pairwise(rates))
+
+    def _bisect(self) -> None:
+        """Close in on the largest that fits, to an eighth of the last power of two that does."""
+        low, high = max(self._rates, default=self._smallest - 1), self._refused[0]
+        grain = max(1, low // 8)
+        while high - low > grain:
+            middle = low + max(1, (high - low) // 2 // grain) * grain
+            low, high = (middle, high) if self._fits(middle) else (low, middle)
+
+    def _measured(self) -> list[BatchCandidate]:
+        """All that fit, measured in turn so that drift of the machine hits all alike."""
+        rates: dict[int, list[float]] = {size: [] for size in sorted(self._rates)}
+        for _ in range(_ROUNDS):
+            for size, windows in rates.items():
+                windows.append(self._bench.rate(size))
+        return [
+            BatchCandidate(
+                batch_size=size, fits=True, samples_per_second=spread(windows), peak_memory_mb=self._peaks[size]
+            )
+            for size, windows in rates.items()
+        ]

@@ -1,0 +1,164 @@
+"""Tries and measures batch sizes on the model of a trial.
+
+A size is first tried without exchange of gradients: a rank that runs out of memory in an all-reduce would leave the
+others waiting there for ever. The ranks agree on what happened, and take steps together only if it fits on all.
+The learning rate is zero meanwhile.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pipeline.training import announce
+from pipeline.training.clock import synchronize
+from pipeline.training.collective import barrier, gather
+from pipeline.training.loader import to_device
+from pipeline.training.order import Draw
+from pipeline.training.setup import Setup
+from pipeline.training.step import optimizer_step
+
+_WINDOW_SECONDS = 0.2  # long enough for the clock, short enough that the whole takes less than a minute
+_TRIES = 2  # the second step of a training needs what the first one has left, such as the optimizer's state
+_READ = 256  # samples; more are repeated, since reading images would take longer than all the rest
+_SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # of the CPU's allocator, CUDA, cuBLAS and cuDNN
+
+T = TypeVar("T")
+
+
+class TrialBench:
+    """A `pipeline.training.batch_size.Bench` that trains the model of a trial, and leaves its weights as they are."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Collective."""
+        self._setup = setup
+        self._samples: tuple[int, Any] = (0, None)
+        setup.scheduler = None
+        for group in setup.optimizer.param_groups:
+            group["lr"] = 0.0
+        setup.wrapped.train()
+        self._clear()
+        self._synced = [module for module in setup.wrapped.modules() if isinstance(module, nn.SyncBatchNorm)]
+        self._alone = _group_of_one() if self._synced else None
+
+    def fits(self, batch_size: int) -> bool:
+        """As `batch_size.Bench` has it."""
+        batch = _unless_out_of_memory(partial(self._placed, batch_size))
+        # A forward pass may begin with an exchange of buffers: it begins on all ranks or on none.
+        fits = self._agreed(batch is not None) and self._agreed(self._survives(batch))
+        del batch
+        if not fits:
+            self._clear()
+        elif self._setup.device.type == "cuda":
+            for device in self._setup.gpus:
+                torch.cuda.reset_peak_memory_stats(device)
+        return fits
+
+    def rate(self, batch_size: int) -> float:
+        """As `batch_size.Bench` has it."""
+        batch = self._batch(batch_size)
+        seconds = self._seconds(batch, steps=1)  # it also pays for what the size before left running
+        if steps := int(_WINDOW_SECONDS / seconds):
+            seconds = self._seconds(batch, steps=steps) / steps
+        return batch_size * self._setup.trial.replicas / seconds
+
+    def peak_memory_mb(self) -> tuple[float, ...]:
+        """As `batch_size.Bench` has it."""
+        return announce.peak_memory_mb(self._setup)
+
+    def _agreed(self, fits: bool) -> bool:
+        return all(gather(fits, rank=self._setup.rank))
+
+    def _placed(self, batch_size: int) -> Any:
+        return to_device(self._batch(batch_size), device=self._setup.device, dtype=self._setup.input_dtype)
+
+    def _survives(self, batch: Any) -> bool:
+        groups = [module.process_group for module in self._synced]
+        for module in self._synced:
+            module.process_group = self._alone
+        try:
+            return bool(_unless_out_of_memory(partial(self._steps_alone, batch)))
+        finally:
+            for module, group in zip(self._synced, groups, strict=True):
+                module.process_group = group
+
+    def _steps_alone(self, batch: Any) -> bool:
+        """Whole steps, optimizer included, on this rank's own gradients."""
+        for _ in range(_TRIES):
+            self._step(batch, exchange=False)
+        synchronize(self._setup.device)
+        return True
+
+    def _step(self, batch: Any, *, exchange: bool) -> None:
+        draw = Draw(0, [], weight=1 / self._setup.rank.world_size, is_last=exchange)
+        optimizer_step(self._setup, iter([(draw, batch)]), step=0)
+
+    def _seconds(self, batch: Any, *, steps: int) -> float:
+        """What steps take on the slowest rank."""
+        barrier(self._setup.rank)
+        synchronize(self._setup.device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._step(batch, exchange=True)
+        synchronize(self._setup.device)
+        return max(gather(time.perf_counter() - start, rank=self._setup.rank))
+
+    def _clear(self) -> None:
+        """Free what a step that failed has left; what it left half made must not be used again."""
+        setup = self._setup
+        setup.optimizer.zero_grad(set_to_none=True)
+        setup.optimizer.state.clear()
+        # At a scale of 1, fp16's gradients don't overflow: the optimizer would skip its step, and not need its memory.
+        enabled = setup.scaler.is_enabled()
+        setup.scaler = torch.amp.GradScaler(setup.device.type, init_scale=1.0, enabled=enabled)
+        gc.collect()
+        if setup.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _batch(self, batch_size: int) -> Any:
+        """Training samples of this rank as one micro-batch of all its devices, on the CPU, pinned like the loader's."""
+        size = batch_size * max(1, self._setup.trial.devices_per_worker)
+        read = min(size, _READ)
+        if self._samples[0] < read:
+            self._samples = read, self._read(read)
+        count, samples = self._samples
+        if all(isinstance(leaf, Tensor) and leaf.shape[:1] == (count,) for leaf in tree_leaves(samples)):
+            index = torch.arange(size) % count
+            batch = tree_map(lambda leaf: leaf[index], samples)
+            return tree_map(Tensor.pin_memory, batch) if self._setup.device.type == "cuda" else batch
+        return self._read(size)  # a collate function's own form: can't be cut
+
+    def _read(self, count: int) -> Any:
+        rank, samples = self._setup.rank, self._setup.order.samples
+        return self._setup.train_loader.read([(rank.rank + rank.world_size * i) % samples for i in range(count)])
+
+
+def _group_of_one() -> dist.ProcessGroup | None:
+    """This rank's own process group; None where there are none at all. Collective."""
+    if not dist.is_initialized():
+        return None
+    group: dist.ProcessGroup = dist.new_subgroups(group_size=1)[0]  # type: ignore[no-untyped-call]
+    return group
+
+
+def _unless_out_of_memory(work: Callable[[], T]) -> T | None:
+    """What work returns; None if there is too little memory for it."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not is_out_of_memory(error):
+            raise
+    return None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means that there is too little memory, on a GPU or on CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

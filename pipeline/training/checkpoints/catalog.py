@@ -1,0 +1,76 @@
+"""Which checkpoints there are, whether they are whole, and which to keep."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.config.schema import Checkpoint
+from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, parse, sha256, step_of
+from pipeline.training.checkpoints.storage import Storage
+
+
+class Entry(NamedTuple):
+    """A checkpoint's folder; one that isn't complete has no manifest."""
+
+    name: str
+    manifest: Manifest | None
+
+
+def entries(storage: Storage) -> list[Entry]:
+    """All checkpoints, the newest first. Reads manifests only, so what lies beside them may still be damaged.
+
+    Raises:
+        OSError: the storage can't be read (or an exception of its own kind).
+    """
+    steps = {name: step for name in storage.folders() if (step := step_of(name)) is not None}
+    names = sorted(steps, key=steps.__getitem__, reverse=True)
+    return [Entry(name, _manifest(storage, name)) for name in names]
+
+
+def damage(manifest: Manifest, folder: Path) -> str | None:
+    """What is wrong with a checkpoint whose files lie in a local folder; None if it is whole."""
+    for file in manifest.files:
+        path = folder / file.name
+        if not path.is_file():
+            return f"{file.name} is missing"
+        if (size := path.stat().st_size) != file.size:
+            return f"{file.name} has {size} bytes instead of {file.size}"
+        with path.open("rb") as content:
+            if sha256(content) != file.sha256:
+                return f"{file.name} has another checksum than when it was written"
+    return None
+
+
+def verify(storage: Storage, entry: Entry) -> str | None:
+    """What is wrong with a checkpoint, wherever it lies; None if it is whole. Reads all of it.
+
+    Raises:
+        OSError: the storage can't be read (or an exception of its own kind).
+    """
+    if entry.manifest is None:
+        return "it has no valid manifest, so it was never completed, or was damaged"
+    with storage.fetched(entry.name) as folder:
+        return damage(entry.manifest, folder)
+
+
+def best(manifests: Iterable[Manifest], options: Checkpoint) -> Manifest | None:
+    """The one with the best value of ``checkpoint.best``, the earliest of several; None if none has one."""
+    rated = [one for one in manifests if one.metric is not None and one.metric == one.metric]  # NaN is not
+    sign = 1 if options.minimizes else -1
+    return min(rated, key=lambda one: (sign * (one.metric or 0.0), one.step), default=None)
+
+
+def kept(manifests: Iterable[Manifest], options: Checkpoint) -> set[str]:
+    """Names of those to keep: the newest, and the best."""
+    newest = sorted(manifests, key=lambda one: one.step, reverse=True)
+    names = {one.name for one in newest[: options.keep]}
+    top = best(newest, options) if options.best else None
+    return names | ({top.name} if top else set())
+
+
+def _manifest(storage: Storage, name: str) -> Manifest | None:
+    try:
+        with storage.open(f"{name}/{FILE_NAME}") as file:
+            return parse(file.read())
+    except FileNotFoundError:
+        return None

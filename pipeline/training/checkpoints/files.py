@@ -1,0 +1,103 @@
+"""A state's files. Safetensors and JSON: loading them never executes code.
+
+One file with all tensors where every rank holds all of them, else a file from each rank, written by
+torch.distributed.checkpoint. Its reader reads both, at any world size.
+"""
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from pipeline.training.checkpoints.manifest import VALUES, StoredFile, sha256
+from pipeline.training.checkpoints.state import State, empty_like, is_sharded
+from pipeline.training.setup import Setup
+
+_TENSORS = "state.safetensors"
+
+
+def write_whole(state: State, folder: Path) -> tuple[StoredFile, ...]:
+    """Write a state of which this rank holds all; returns what was written.
+
+    Raises:
+        OSError: the disk is full or gone (safetensors has an error of its own for that, too).
+    """
+    save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, folder / _TENSORS)
+    _sync(folder / _TENSORS)
+    _write_values(state, folder)
+    return _listed(folder, [_TENSORS, VALUES])
+
+
+def write_shards(state: State, folder: Path, *, group: dist.ProcessGroup) -> tuple[StoredFile, ...]:
+    """Write this rank's part of a state; returns what was written. Collective.
+
+    Raises:
+        OSError: some rank couldn't write; raised on all of them.
+    """
+    # These take more than a second to import, and only sharded strategies need them.
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        save(dict(state.tensors), storage_writer=writer, process_group=group)
+    except CheckpointException as error:  # which is no Exception
+        raise OSError(str(error)) from error
+    rank = dist.get_rank(group)
+    names = [path.name for path in folder.glob(f"shard-{rank + 1:05d}-*")]
+    if rank == 0:
+        _write_values(state, folder)
+        names.append(VALUES)
+    return _listed(folder, names)
+
+
+def _write_values(state: State, folder: Path) -> None:
+    (folder / VALUES).write_text(json.dumps(state.values), encoding="utf-8")
+    _sync(folder / VALUES)
+
+
+def read(setup: Setup, folder: Path) -> State:
+    """The state in a folder; of a sharded model this rank's part of it. Collective for a sharded model."""
+    values = json.loads((folder / VALUES).read_text(encoding="utf-8"))
+    if (folder / _TENSORS).exists() and not is_sharded(setup):
+        with safe_open(folder / _TENSORS, framework="pt") as file:
+            return State({name: file.get_tensor(name) for name in file.keys()}, values)  # noqa: SIM118 (no mapping)
+    return _read_shards(setup, folder, values)
+
+
+def _read_shards(setup: Setup, folder: Path, values: object) -> State:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    described = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    shapes = {
+        name: (meta.size, meta.properties.dtype)
+        for name, meta in described.items()
+        if isinstance(meta, TensorStorageMetadata)
+    }
+    tensors = empty_like(setup, shapes)
+    with warnings.catch_warnings():  # that one process loads is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not is_sharded(setup))
+    return State(tensors, values)
+
+
+def _listed(folder: Path, names: list[str]) -> tuple[StoredFile, ...]:
+    return tuple(_described(folder / name) for name in names)
+
+
+def _described(path: Path) -> StoredFile:
+    with path.open("rb") as file:
+        return StoredFile(name=path.name, size=path.stat().st_size, sha256=sha256(file))
+
+
+def _sync(path: Path) -> None:
+    """On the disk, not only in the system's memory."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

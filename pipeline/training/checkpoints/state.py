@@ -1,0 +1,134 @@
+"""The state of training: taken from what trains, and put back.
+
+Parameters of the optimizer are known by their names in the model, so any strategy and any world size can go on from
+it. torch's own `get_state_dict` names them, too, but takes an optimizer step whenever the optimizer has no state yet
+(plain SGD never has any) and refuses parameters that have none (unused ones), so names are given here.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import ExperimentError
+from pipeline.training.checkpoints.values import Json, join, split
+from pipeline.training.setup import Setup
+
+
+class State(NamedTuple):
+    """Tensors by name, which may be DTensors, and all the rest."""
+
+    tensors: Mapping[str, Tensor]
+    values: Json
+
+
+def snapshot(setup: Setup) -> State:
+    """The state of one rank, copied to the CPU, where training can't change it. The device is waited for.
+
+    Raises:
+        ExperimentError: a part has state that can't be saved.
+    """
+    state = _view(setup)
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.tensors.items()}
+    return State(copies, state.values)
+
+
+def check(setup: Setup) -> None:
+    """Find out early what can't be saved.
+
+    Raises:
+        ExperimentError: a part has state that can't be saved.
+    """
+    _view(setup)
+
+
+def _view(setup: Setup) -> State:
+    """The state with the tensors that training goes on to change."""
+    parts = {
+        "model": setup.model.state_dict(),
+        "optimizer": _named(setup),
+        "scheduler": setup.scheduler.state_dict() if setup.scheduler is not None else None,
+        "scaler": setup.scaler.state_dict(),
+    }
+    tensors: dict[str, Tensor] = {}
+    values = {name: split(part, name=name, tensors=tensors) for name, part in parts.items()}
+    return State(tensors, values)
+
+
+def restore(setup: Setup, state: State) -> None:
+    """Put a state back.
+
+    Raises:
+        ExperimentError: model, optimizer or scheduler are others than those of the checkpoint.
+    """
+    parts = join(state.values, state.tensors)
+    _load("model", setup.model, parts["model"])
+    _load("optimizer", setup.optimizer, _numbered(setup, parts["optimizer"]))
+    if (setup.scheduler is None) != (parts["scheduler"] is None):
+        raise ExperimentError.of("scheduler", "is in only one of experiment and checkpoint; make them the same")
+    if setup.scheduler is not None:
+        _load("scheduler", setup.scheduler, parts["scheduler"])
+    if setup.scaler.is_enabled() and parts["scaler"]:
+        _load("scaler", setup.scaler, parts["scaler"])
+
+
+def is_sharded(setup: Setup) -> bool:
+    """Whether each rank holds a part of the parameters (FSDP's DTensors), instead of all of them."""
+    return any(hasattr(parameter, "device_mesh") for parameter in setup.model.parameters())
+
+
+def _load(key: str, part: Any, state: Any) -> None:
+    try:
+        part.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:  # what torch raises if it doesn't fit
+        place = "train.precision" if key == "scaler" else key
+        raise ExperimentError.of(place, f"is another one than in the checkpoint: {error}") from error
+
+
+def _named(setup: Setup) -> dict[str, Any]:
+    """The optimizer's state with names for its numbers; its numbers count the parameters of all groups."""
+    state = setup.optimizer.state_dict()
+    names = _names(setup)
+    return {
+        **state,
+        "state": {names[number]: own for number, own in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def _numbered(setup: Setup, state: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {name: number for number, name in enumerate(_names(setup))}
+    saved = {name for group in state["param_groups"] for name in group["params"]}
+    if missing := sorted(saved ^ numbers.keys()):
+        raise ExperimentError.of(
+            "model", f"has other parameters than in the checkpoint, for instance {', '.join(missing[:3])}"
+        )
+    return {
+        **state,
+        "state": {numbers[name]: own for name, own in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def _names(setup: Setup) -> list[str]:
+    """Of the optimizer's parameters, in its order."""
+    names = {id(parameter): name for name, parameter in setup.model.named_parameters()}
+    return [names[id(parameter)] for group in setup.optimizer.param_groups for parameter in group["params"]]
+
+
+def empty_like(setup: Setup, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Tensors to load into, by name: sharded as the parameter that they belong to, if they have its shape."""
+    parameters = dict(setup.model.named_parameters())
+
+    def place(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        owner = parameters.get(name.split("/")[1 if name.startswith("model/") else 2])
+        if owner is not None and hasattr(owner, "device_mesh") and owner.size() == size:
+            return torch.empty_like(owner, dtype=dtype)
+        return torch.empty(size, dtype=dtype)
+
+    return {name: place(name, size, dtype) for name, (size, dtype) in shapes.items()}

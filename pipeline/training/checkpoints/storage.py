@@ -1,0 +1,128 @@
+"""Where checkpoints lie: a folder, or any address that fsspec knows (s3://bucket/x, gs://..., memory://...)."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import BinaryIO, cast
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from pipeline.errors import ExperimentError
+
+_KEY = "checkpoint.directory"
+
+
+def address_of(directory: str | None, *, run: Path) -> str:
+    """Where the checkpoints of a run lie.
+
+    Args:
+        directory: ``checkpoint.directory``; None for the run's own folder.
+        run: the run's folder, whose name is its id.
+    """
+    if directory is None:
+        return str(run.resolve() / "checkpoints")
+    if "://" in directory:
+        return f"{directory.rstrip('/')}/{run.name}"
+    return str(Path(directory).expanduser().resolve() / run.name)
+
+
+class Storage:
+    """A place for checkpoints, one folder each; all names are relative to it.
+
+    Whatever goes wrong with the storage itself comes out as the file system's own exception.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Open an address; nothing is created or contacted.
+
+        Raises:
+            ExperimentError: there is no such protocol, or its package isn't installed.
+        """
+        self.address = address
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(address)
+        except ImportError as error:
+            reason = str(error).rstrip(".")
+            raise ExperimentError.of(_KEY, f"{address} needs a package: {reason} (on every node)") from error
+        except ValueError as error:
+            raise ExperimentError.of(
+                _KEY, f"{address}: {error}; write a folder, or an address such as s3://bucket/folder"
+            ) from error
+        self.is_local = isinstance(self._fs, LocalFileSystem)
+
+    def place(self, name: str) -> str:
+        """The address of a file or folder."""
+        return f"{self.address.rstrip('/')}/{name}"
+
+    def folders(self) -> list[str]:
+        """Names of all folders."""
+        self._fs.invalidate_cache()  # others write here, too
+        try:
+            entries = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        return [entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory"]
+
+    def open(self, name: str) -> BinaryIO:
+        """A file to read from."""
+        return cast(BinaryIO, self._fs.open(self._path(name), "rb"))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file whole or not at all."""
+        if not self.is_local:
+            self._fs.pipe_file(self._path(name), content)  # one object, which appears when it is complete
+            return
+        path = Path(self._path(name))
+        partial = path.with_name(f".{path.name}.partial")
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        _sync(path.parent)
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder, if it is there."""
+        with suppress(FileNotFoundError):
+            self._fs.rm(self._path(name), recursive=True)
+
+    @contextmanager
+    def staging(self, folder: str) -> Iterator[Path]:
+        """A local folder whose files are in ``folder`` after the block."""
+        if self.is_local:
+            path = Path(self._path(folder))
+            path.mkdir(parents=True, exist_ok=True)
+            yield path
+            _sync(path)
+            _sync(path.parent)
+            return
+        with TemporaryDirectory(prefix="checkpoint-") as temporary:
+            yield Path(temporary)
+            for file in sorted(Path(temporary).iterdir()):
+                self._fs.put_file(str(file), self._path(f"{folder}/{file.name}"))
+
+    @contextmanager
+    def fetched(self, folder: str) -> Iterator[Path]:
+        """A local folder with the files of ``folder``; for reading."""
+        if self.is_local:
+            yield Path(self._path(folder))
+            return
+        with TemporaryDirectory(prefix="checkpoint-") as temporary:
+            for path in self._fs.find(self._path(folder)):
+                self._fs.get_file(path, str(Path(temporary) / path.rsplit("/", 1)[-1]))
+            yield Path(temporary)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+
+def _sync(folder: Path) -> None:
+    """Names in a folder survive a power failure, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,75 @@
+"""State as two parts that need no pickle: tensors by name, and JSON for all the rest, exact to the bit.
+
+Mappings with other keys than strings and counters (MultiStepLR has one) keep their type.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.errors import ExperimentError
+
+_TENSOR, _TUPLE, _COUNTER, _PAIRS = "$tensor", "$tuple", "$counter", "$pairs"
+
+Json = Any
+"""What `json` writes and reads; floats come back as they were, infinity and NaN, too."""
+
+
+def split(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Json:
+    """The JSON of any state; its tensors go into ``tensors``, named after their place: "optimizer/layer.weight/step".
+
+    Raises:
+        ExperimentError: there is something that JSON can't hold; names the part of the experiment.
+    """
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {_TENSOR: name}
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Real):  # Python's numbers and NumPy's
+        return int(value) if isinstance(value, Integral) else float(value)
+
+    def inner(item: Any, key: object) -> Json:
+        return split(item, name=f"{name}/{key}", tensors=tensors)
+
+    if isinstance(value, list):
+        return [inner(item, index) for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_TUPLE: [inner(item, index) for index, item in enumerate(value)]}
+    if isinstance(value, Counter):
+        return {_COUNTER: [[inner(key, "key"), count] for key, count in value.items()]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: inner(item, key) for key, item in value.items()}
+        return {_PAIRS: [[inner(key, "key"), inner(item, key)] for key, item in value.items()]}
+    raise _unsaveable(name, value)
+
+
+def join(value: Json, tensors: Mapping[str, Tensor]) -> Any:
+    """The state again."""
+    if isinstance(value, list):
+        return [join(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$tensor": name}:
+            return tensors[name]
+        case {"$tuple": items}:
+            return tuple(join(item, tensors) for item in items)
+        case {"$counter": pairs}:
+            return Counter({join(key, tensors): count for key, count in pairs})
+        case {"$pairs": pairs}:
+            return {join(key, tensors): join(item, tensors) for key, item in pairs}
+    return {key: join(item, tensors) for key, item in value.items()}
+
+
+def _unsaveable(name: str, value: Any) -> ExperimentError:
+    part, _, place = name.partition("/")
+    return ExperimentError.of(
+        part,
+        f"its state holds a {type(value).__name__} ({place}), which a checkpoint can't hold without executing code "
+        "when it is loaded; give it a state_dict() of numbers, texts and tensors, or write checkpoint.keep: 0",
+    )

@@ -1,0 +1,64 @@
+"""Measure in rounds what ranks do side by side, all-reduces of several sizes among it."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipeline.contract import AllReduce
+from pipeline.training.clock import synchronize
+from pipeline.training.collective import barrier, gather
+from pipeline.training.setup import Setup
+
+BUDGET_SECONDS = 2.5  # for each kind of measurement
+ROUNDS, FEWEST_ROUNDS = 15, 3
+SMALLEST_BYTES, LARGEST_BYTES, SIZES = 4 * 2**10, 32 * 2**20, 6
+LARGEST_AT_LEAST = 2**20  # else small models would say nothing about bandwidth
+
+Key = TypeVar("Key")
+Measured = TypeVar("Measured")
+
+
+def in_turn(variants: Mapping[Key, Callable[[], Measured]], *, setup: Setup) -> dict[Key, list[Measured]]:
+    """What each variant returns in each of some rounds; ranks begin each one together. Collective."""
+    seconds = 0.0
+    for _ in range(2):  # the first time pays for much that later ones don't
+        barrier(setup.rank)
+        start = time.perf_counter()
+        for measure in variants.values():
+            measure()
+        seconds = max(gather(time.perf_counter() - start, rank=setup.rank))
+    results: dict[Key, list[Measured]] = {key: [] for key in variants}
+    for _ in range(max(FEWEST_ROUNDS, min(ROUNDS, int(BUDGET_SECONDS / seconds)))):
+        for key, measure in variants.items():
+            barrier(setup.rank)
+            results[key].append(measure())
+    return results
+
+
+def all_reduces(setup: Setup) -> tuple[AllReduce, ...]:
+    """All-reduces between all ranks, from small ones to that of all gradients."""
+    gradients = sum(p.numel() * p.element_size() for p in setup.model.parameters() if p.requires_grad)
+    largest = min(LARGEST_BYTES, max(LARGEST_AT_LEAST, gradients))
+    step = (largest / SMALLEST_BYTES) ** (1 / (SIZES - 1))
+    tensors = [
+        torch.zeros(round(SMALLEST_BYTES * step**i) // 4, dtype=torch.float32, device=setup.device)
+        for i in range(SIZES)
+    ]
+
+    def exchange(tensor: torch.Tensor) -> float:
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        synchronize(setup.device)
+        return 1e3 * (time.perf_counter() - start)
+
+    times = in_turn({4 * len(tensor): partial(exchange, tensor) for tensor in tensors}, setup=setup)
+    ranks = gather(times, rank=setup.rank)
+    return tuple(
+        AllReduce(bytes=size, ms=median(max(round_) for round_ in zip(*(rank[size] for rank in ranks), strict=True)))
+        for size in times
+    )

@@ -1,0 +1,173 @@
+"""What this rank is doing, told once a second, and whether it still does anything.
+
+A rank that hangs can't say so itself, so a thread beside training does: it sends heartbeats with the training thread's
+stack, and ends the process when training has stood still for ``parallel.timeout_s``. A stopped process sends nothing,
+which the launcher notices, see `pipeline.launchers._vigil`.
+
+Progress is what training marks: each micro-batch read, each pass, each evaluated batch. So a step or an evaluation may
+take as long as it likes, as long as no single batch takes ``parallel.timeout_s``. Building, the first step (where
+compilers work) and saving are never called a hang: there, other ranks give up waiting, if there are any.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import psutil
+import torch
+
+import pipeline
+from pipeline.contract import Rank, Trial
+from pipeline.events import Heartbeat, Outbox, Phase, Warned
+
+INTERVAL_S = 1.0
+GRACE_S = 2.0
+"""A rank that waits for a stuck one gets an error from its collective; it may end by that instead."""
+
+DOING = {
+    Phase.BUILDING: "building the experiment",
+    Phase.READING: "reading data",
+    Phase.FORWARD: "in the forward pass",
+    Phase.BACKWARD: "in the backward pass",
+    Phase.UPDATING: "updating the weights",
+    Phase.REPORTING: "reporting metrics",
+    Phase.EVALUATING: "evaluating",
+    Phase.SAVING: "saving",
+    Phase.WAITING: "waiting for other ranks",
+    Phase.ENDED: "ending",
+}
+_MUST_GO_ON = frozenset((Phase.READING, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATING, Phase.EVALUATING))
+_MACHINERY = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pipeline, torch, threading))
+
+
+class _Activity:
+    """Written by the training thread alone and read by the watch: plain attributes, no lock, no system call."""
+
+    __slots__ = ("marks", "phase", "step", "steps")
+
+    def __init__(self) -> None:
+        self.phase, self.step, self.steps, self.marks = Phase.BUILDING, 0, 0, 0
+
+
+_now = _Activity()  # one process is one rank
+
+
+def mark(phase: Phase) -> None:
+    """Say what is done from here on; each call counts as progress."""
+    _now.phase = phase
+    _now.marks += 1
+
+
+def mark_step(step: int) -> None:
+    """Say that an optimizer step of the training begins, counted from 0."""
+    _now.step = step + 1
+    _now.steps += 1
+
+
+class Watch:
+    """Watches the thread that enters it, until it leaves.
+
+    Args:
+        end: ends this process for good, if it may be ended; such a rank sends heartbeats. Without it, in the driver's
+            own process, a user may be in a debugger: there is one warning instead.
+    """
+
+    def __init__(self, trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | None) -> None:
+        self._trial = trial
+        self._rank = rank
+        self._outbox = outbox
+        self._end = end
+        self._timeout_s = trial.experiment.parallel.timeout_s
+        self._interval_s = min(INTERVAL_S, self._timeout_s / 10)
+        self._idle_s = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        _now.__init__()  # type: ignore[misc] # a process may train more than once
+        self._watched = threading.get_ident()
+        self._process_started = psutil.Process().create_time()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._end is not None:
+            mark(Phase.ENDED)
+            self._idle_s = 0.0
+            self._outbox.event(self._heartbeat())
+
+    def _run(self) -> None:
+        marks, before = -1, time.monotonic()
+        while not self._done.wait(self._interval_s):
+            now = time.monotonic()
+            # A process that was stopped for an hour and goes on has not been idle for an hour.
+            self._idle_s += min(now - before, 2 * self._interval_s)
+            if _now.marks != marks:
+                marks, self._idle_s = _now.marks, 0.0
+            before = now
+            if self._end is not None:
+                self._outbox.event(self._heartbeat())
+            self._judge()
+
+    def _judge(self) -> None:
+        if self._end is None:
+            if self._timeout_s <= self._idle_s < self._timeout_s + self._interval_s and _now.phase in _MUST_GO_ON:
+                self._warn()
+        elif self._is_stuck() and self._idle_s >= self._timeout_s + GRACE_S:
+            sys.stderr.write(f"{stuck(self._heartbeat())}\n{self._stack()}")
+            for child in psutil.Process().children(recursive=True):  # loader processes outlive a parent that is ended
+                child.kill()
+            self._end()
+
+    def _is_stuck(self) -> bool:
+        return self._idle_s >= self._timeout_s and _now.phase in _MUST_GO_ON and _now.steps > 1
+
+    def _warn(self) -> None:
+        message = f"{stuck(self._heartbeat())}; it goes on waiting, Ctrl-C ends it. It is at\n{self._stack()}"
+        self._outbox.event(Warned(time=time.time(), trial=self._trial.name, message=message.rstrip()))
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            time=time.time(),
+            trial=self._trial.name,
+            rank=self._rank,
+            pid=os.getpid(),
+            process_started=self._process_started,
+            step=_now.step,
+            phase=_now.phase,
+            idle_s=self._idle_s,
+            is_stuck=self._is_stuck(),
+            stack=self._stack(),
+        )
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._watched)
+        return _from_user_code(frame) if frame is not None else ""
+
+
+def stuck(heartbeat: Heartbeat) -> str:
+    """A sentence on a rank that stands still."""
+    return (
+        f"no progress for {heartbeat.idle_s:.0f} s: {doing(heartbeat)}; "
+        "if a batch may take that long, raise parallel.timeout_s"
+    )
+
+
+def doing(heartbeat: Heartbeat) -> str:
+    """What a rank does and where, e.g. "reading data in step 7"."""
+    return f"{DOING[heartbeat.phase]}{f' in step {heartbeat.step}' if heartbeat.step else ''}"
+
+
+def _from_user_code(frame: FrameType) -> str:
+    """The frames of a thread from the first that is neither this project's nor a library's below it."""
+    stack = traceback.extract_stack(frame)
+    own = next((i for i, entry in enumerate(stack) if not entry.filename.startswith(_MACHINERY)), 0)
+    return "".join(stack[own:].format() if isinstance(stack[own:], traceback.StackSummary) else [])

@@ -1,0 +1,512 @@
+"""The tracking store and the disk fail for real while a run records itself: nothing is lost, nothing is there twice."""
+
+import io
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import rich.console
+from mlflow import MlflowClient
+from mlflow.entities import Run, ViewType
+from stores import Proxy, Server
+
+from pipeline.config.load import load
+from pipeline.contract import Status
+from pipeline.errors import ResourceError, UsageError
+from pipeline.events import ArtifactSaved, Metrics, Point, RunClosed, SystemMetrics
+from pipeline.plan import Plan, make_plan
+from pipeline.recording import journal
+from pipeline.recording.folder import newest, read_state
+from pipeline.recording.mlflow import sync
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.run import artifact, open_trial, recorded
+from pipeline.resources import Resources
+
+pytestmark = [
+    pytest.mark.faults,
+    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
+]
+
+MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+DOWN, UP = "takes no results (", "takes results again"
+NO_FILES, FILES = "takes no files (", "takes files again"
+FULL, ROOM = "events.jsonl can't be written: the disk is full", "is written again, nothing is missing"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")  # of a server that hangs; ours is 30 seconds
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0.1")
+    with Proxy(server) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    path = tmp_path / "disk"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], check=True)
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def plan_of(uri: str, directory: Path) -> Plan:
+    overrides = [f"tracking.uri={uri}", f"tracking.directory={directory}"]
+    overrides += ["parallel.launcher=inprocess", "parallel.workers=1", "parallel.strategy=single"]
+    return make_plan(load(MLP, overrides).experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
+
+
+class Training:
+    """Sends what training sends, from step 1 on, one event in some milliseconds."""
+
+    def __init__(self, plan: Plan, recorder: Recorder, *, steps: int = 0) -> None:
+        self.recorder = recorder
+        self.steps = steps
+        self.longest_s = 0.0
+        """The longest that an event was held up."""
+        open_trial(plan.main, recorder)
+
+    def step(self) -> None:
+        self.steps += 1
+        points = (Point("train/loss", self.steps, 1 / self.steps), Point("train/learning_rate", self.steps, 0.1))
+        begin = time.monotonic()
+        self.recorder.receive(Metrics(time=time.time(), step=self.steps, epoch=1, points=points))
+        self.longest_s = max(self.longest_s, time.monotonic() - begin)
+        time.sleep(0.003)
+
+    def go_on(self, *, steps: int = 100) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Train until something has happened, and at least some steps more."""
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, "waited in vain"
+            self.step()
+        self.go_on(steps=50)
+
+
+class Recording:
+    """A recorded run in this process, and what its terminal shows."""
+
+    def __init__(self, uri: str, directory: Path) -> None:
+        self.plan = plan_of(uri, directory)
+        self.directory = directory
+        self._terminal = io.StringIO()
+
+    @contextmanager
+    def training(self, folder: Path | None = None, *, steps: int = 0) -> Iterator[Training]:
+        terminal = rich.console.Console(file=self._terminal, width=1000)
+        with recorded(self.plan, terminal=terminal, folder=folder) as recorder:
+            yield Training(self.plan, recorder, steps=steps)
+
+    @property
+    def shown(self) -> str:
+        return self._terminal.getvalue()
+
+    @property
+    def folder(self) -> Path:
+        (folder,) = self.directory.iterdir()
+        return folder
+
+    def says(self, text: str) -> Callable[[], bool]:
+        return lambda: text in self.shown
+
+    def assert_told_once(self, *texts: str) -> None:
+        assert [self.shown.count(text) for text in texts] == [1] * len(texts), self.shown
+        assert [self.shown.index(text) for text in texts] == sorted(self.shown.index(text) for text in texts)
+
+
+def only_run(client: MlflowClient, folder: Path) -> Run:
+    experiments = client.search_experiments()
+    (run,) = client.search_runs(
+        [experiment.experiment_id for experiment in experiments],
+        filter_string=f"tags.`pipeline.run` = '{folder.name}'",
+        run_view_type=ViewType.ACTIVE_ONLY,
+    )
+    return run
+
+
+def assert_all_is_there(uri: str, folder: Path, *, status: Status = "FINISHED", steps: int = 0) -> None:
+    """MLflow has every point of the journal, and each once; every file; and the right status."""
+    client = MlflowClient(uri)
+    run = only_run(client, folder)
+    events = list(journal.read(folder / journal.FILE_NAME))
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for event in events:
+        for point in event.points if isinstance(event, Metrics | SystemMetrics) else ():
+            expected.setdefault(point.name, []).append((point.step, point.value))
+    if steps:
+        assert [step for step, _ in expected["train/loss"]] == list(range(1, steps + 1))
+    for name, points in expected.items():
+        history = client.get_metric_history(run.info.run_id, name)
+        assert sorted((point.step, point.value) for point in history) == sorted(points), name
+    files = {event.path for event in events if isinstance(event, ArtifactSaved)}
+    assert {entry.path for entry in client.list_artifacts(run.info.run_id)} == files
+    assert run.info.status == status
+
+
+class Bad(NamedTuple):
+    """What befalls the requests to the store while a run goes on."""
+
+    fault: Any
+    where: str = ""
+    down: str = DOWN
+    up: str = UP
+
+
+BAD_DAYS = {
+    "500s": Bad("fails"),
+    "hangs": Bad("hangs"),
+    "loses its answers": Bad("loses answers"),
+    "files are refused": Bad("fails", "/mlflow-artifacts/", NO_FILES, FILES),
+    "files hang": Bad("hangs", "/mlflow-artifacts/", NO_FILES, FILES),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_DAYS.values(), ids=BAD_DAYS.keys())
+def test_a_store_that_fails_for_a_while(proxy: Proxy, tmp_path: Path, bad: Bad) -> None:
+    run = Recording(proxy.uri, tmp_path)
+    with run.training() as training:
+        training.until(lambda: "train/loss" in metrics_of(proxy, run.folder))
+        proxy.fault, proxy.where = bad.fault, bad.where
+        (run.folder / "more.txt").write_text("more")
+        artifact("more.txt", training.recorder)
+        training.until(run.says(bad.down))
+        if bad.where:  # results don't wait for files
+            latest = training.steps
+            training.until(lambda: metrics_of(proxy, run.folder)["train/loss"] < 1 / latest)
+        proxy.fault = ""
+        training.until(run.says(bad.up))
+
+    assert proxy.struck
+    assert training.longest_s < 1  # the store was silent for seconds
+    run.assert_told_once(bad.down, bad.up)
+    assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
+
+
+def metrics_of(proxy: Proxy, folder: Path) -> dict[str, float]:
+    with suppress(ValueError):
+        return dict(only_run(MlflowClient(f"http://{proxy.target.netloc}"), folder).data.metrics)
+    return {}
+
+
+def test_a_store_that_fails_from_the_start_and_creates_runs_without_saying_so(proxy: Proxy, tmp_path: Path) -> None:
+    """Each attempt to create the run succeeds and isn't answered."""
+    proxy.fault, proxy.where = "loses answers", "/runs/create"
+    run = Recording(proxy.uri, tmp_path)
+    with run.training() as training:
+        training.until(run.says(DOWN))
+        training.until(lambda: proxy.struck >= 2)
+        proxy.fault = ""
+        training.until(run.says(UP))
+
+    run.assert_told_once(DOWN, UP)
+    assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
+
+
+def test_a_slow_store_slows_nothing_down(proxy: Proxy, tmp_path: Path) -> None:
+    proxy.fault = "slow"
+    run = Recording(proxy.uri, tmp_path)
+    with run.training() as training:
+        training.until(lambda: proxy.struck >= 8)
+        proxy.delay_s = 0.2  # so that the test ends some day
+
+    assert training.longest_s < 0.5  # half of the time that each of its answers takes
+    assert "takes no" not in run.shown
+    assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
+
+
+def test_a_server_that_is_down_at_the_start_and_killed_in_the_middle(server: Server, tmp_path: Path) -> None:
+    run = Recording(server.uri, tmp_path)
+    server.kill()
+    try:
+        with run.training() as training:
+            training.until(run.says(DOWN))
+            server.start()
+            training.until(run.says(UP))
+            server.kill()
+            training.until(lambda: run.shown.count(DOWN) == 2)
+            server.start()
+            training.until(lambda: run.shown.count(UP) == 2)
+    finally:
+        if not server.process:
+            server.start()
+
+    assert "doesn't answer" in run.shown  # before anything began
+    assert (run.shown.count(DOWN), run.shown.count(UP)) == (2, 2)
+    assert_all_is_there(server.uri, run.folder, steps=training.steps)
+
+
+def test_a_database_that_another_process_has_locked(tmp_path: Path) -> None:
+    path = tmp_path / "mlflow.db"
+    run = Recording(f"sqlite:///{path}?timeout=0.5", tmp_path / "runs")
+    with run.training() as training:
+        training.until(lambda: path.exists() and has_runs(path))
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            training.until(run.says(DOWN))
+            other.execute("ROLLBACK")
+        training.until(run.says(UP))
+
+    run.assert_told_once(DOWN, UP)
+    assert_all_is_there(f"sqlite:///{path}", run.folder, steps=training.steps)
+
+
+def has_runs(path: Path) -> bool:
+    with closing(sqlite3.connect(path)) as database, suppress(sqlite3.OperationalError):
+        return bool(database.execute("SELECT count(*) FROM runs").fetchone()[0])
+    return False
+
+
+def fill(disk: Path) -> None:
+    with (disk / "ballast").open("ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+
+
+def test_a_disk_without_room_for_artifacts(small_disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "mlartifacts").symlink_to(small_disk)
+    run = Recording(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "runs")
+    fill(small_disk)
+    with run.training() as training:
+        training.until(run.says(NO_FILES))
+        (small_disk / "ballast").unlink()
+        training.until(run.says(FILES))
+
+    run.assert_told_once(NO_FILES, FILES)
+    assert_all_is_there(f"sqlite:///{tmp_path}/mlflow.db", run.folder, steps=training.steps)
+
+
+def test_a_full_disk_is_written_to_again_when_it_has_room(proxy: Proxy, small_disk: Path) -> None:
+    run = Recording(proxy.uri, small_disk / "runs")
+    with run.training() as training:
+        training.go_on()
+        fill(small_disk)
+        training.until(run.says(FULL))
+        arrived = training.steps
+        training.until(lambda: metrics_of(proxy, run.folder).get("train/loss", 1) < 1 / arrived)  # MLflow goes on
+        (small_disk / "ballast").unlink()
+        training.go_on()
+
+    run.assert_told_once(FULL, ROOM)
+    assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
+
+
+def test_a_disk_that_stays_full_is_an_error_at_the_end_and_mlflow_has_everything(
+    proxy: Proxy, small_disk: Path
+) -> None:
+    run = Recording(proxy.uri, small_disk / "runs")
+
+    def train() -> None:
+        with run.training() as training:
+            training.go_on()
+            fill(small_disk)
+            training.until(run.says(FULL))
+
+    with pytest.raises(ResourceError, match=r"lacks \d+ events in events.jsonl.*MLflow has all results") as raised:
+        train()
+
+    assert raised.value.exit_code == 3
+    run.assert_told_once(FULL)
+    client = MlflowClient(proxy.uri)
+    mlflow_run = only_run(client, run.folder)
+    steps = sorted(point.step for point in client.get_metric_history(mlflow_run.info.run_id, "train/loss"))
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > len(list(journal.read(run.folder / journal.FILE_NAME)))  # which has only whole lines
+    assert mlflow_run.info.status == "FINISHED"
+
+
+def test_a_full_disk_is_found_before_training(command: Any, small_disk: Path, tmp_path: Path) -> None:
+    fill(small_disk)
+    more = (f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={small_disk}/runs")
+    ended = command("run", "lab.yaml", "--no-baseline", *more)
+
+    assert ended.code == 3
+    assert "the disk is full; make room" in ended.stderr
+    assert "Traceback" not in ended.output
+    assert "step" not in ended.stdout
+
+
+def test_a_file_that_does_not_fit_is_an_error_with_its_name(small_disk: Path) -> None:
+    run = Recording("sqlite:///unused.db", small_disk / "runs")
+    with (
+        pytest.raises(ResourceError, match="the disk is full; make room"),
+        recorded(run.plan, terminal=rich.console.Console(file=io.StringIO()), tracked=False),
+    ):
+        (run.folder / "report.html").write_bytes(bytes(2**21))
+
+
+def test_a_folder_that_is_deleted_under_way(proxy: Proxy, tmp_path: Path) -> None:
+    run = Recording(proxy.uri, tmp_path)
+    gone: list[Path] = []
+
+    def train() -> None:
+        with run.training() as training:
+            gone.append(run.folder)
+            training.until(lambda: "train/loss" in metrics_of(proxy, gone[0]))
+            shutil.rmtree(gone[0])
+            training.until(run.says("it was deleted"))
+
+    with pytest.raises(ResourceError, match="was deleted while its run went on; MLflow has all results"):
+        train()
+
+    run.assert_told_once("it was deleted")
+    client = MlflowClient(proxy.uri)
+    history = client.get_metric_history(only_run(client, gone[0]).info.run_id, "train/loss")
+    assert sorted(point.step for point in history) == list(range(1, len(history) + 1))
+
+
+SECRET = "pl4nted-passw0rd"
+
+
+def test_a_password_is_in_no_file_and_sync_takes_it_from_the_environment(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with_password = proxy.uri.replace("://", f"://me:{SECRET}@")
+    run = Recording(with_password, tmp_path)
+    with run.training() as training:
+        proxy.password = SECRET
+        training.until(lambda: "train/loss" in metrics_of(proxy, run.folder))
+        proxy.fault = "fails"
+        training.until(run.says(DOWN))
+        training.go_on()
+    proxy.fault = ""
+
+    assert "send them with: pipeline sync" in run.shown
+    texts = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    assert run.folder / journal.FILE_NAME in texts
+    assert [path for path, text in texts.items() if SECRET.encode() in text] == []
+    assert SECRET not in run.shown
+    refused = sync(run.folder, warn=[].append)
+    assert "MLFLOW_TRACKING_PASSWORD" in refused.message
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", with_password)
+    assert sync(run.folder, warn=[].append).delivered
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRET)
+    assert sync(run.folder, warn=[].append).delivered
+    assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1]]
+from test_outages import Recording
+
+run = Recording(sys.argv[2], Path(sys.argv[3]))
+with run.training() as training:
+    training.until(run.says("takes no results ("))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_driver_is_continued_without_gaps_and_double_points(proxy: Proxy, tmp_path: Path) -> None:
+    proxy.fault, proxy.where = "fails", "/runs/log-batch"
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(Path(__file__).parent), proxy.uri, str(tmp_path)], check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    proxy.fault = ""
+    run = Recording(proxy.uri, tmp_path)
+    before = list(journal.read(run.folder / journal.FILE_NAME))
+    with (run.folder / journal.FILE_NAME).open("ab") as file:
+        file.write(b'{"kind":"metrics","ti')  # what a killed driver may leave
+
+    assert newest(tmp_path, name="mlp-digits") == run.folder
+    state = read_state(run.folder)
+    assert (state.status, state.experiment, state.opened) == ("KILLED", run.plan.experiment, before[0])
+    with run.training(run.folder, steps=30) as training:  # from a checkpoint at step 30
+        assert read_state(run.folder).status == "RUNNING"
+        with pytest.raises(UsageError, match="still going on"), run.training(run.folder):
+            pass
+        training.go_on(steps=len(before) + 100)
+
+    assert read_state(run.folder).status == "FINISHED"
+    assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
+    assert sync(run.folder, warn=[].append).delivered  # a replay of a continued run adds nothing
+    assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
+
+
+def test_the_end_of_a_run_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.recording.run._DRAIN_SECONDS", 2.0)
+    monkeypatch.setattr("pipeline.recording.run._SILENT_SECONDS", 0.5)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    run = Recording(proxy.uri, tmp_path)
+    with run.training() as training:
+        training.until(lambda: "train/loss" in metrics_of(proxy, run.folder))
+        proxy.fault = "hangs"
+        training.until(lambda: proxy.struck > 0)
+        begin = time.monotonic()
+
+    assert time.monotonic() - begin < 10  # two, and a request takes 20
+    run.assert_told_once("waiting until MLflow has everything", f"send them with: pipeline sync {run.folder}")
+    proxy.fault = ""
+    assert sync(run.folder, warn=[].append).delivered
+    assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
+
+
+def test_ctrl_c_ends_the_wait_for_a_store_that_hangs(proxy: Proxy, project: Path, tmp_path: Path, start: Any) -> None:
+    """A whole run, whose files hang at its end."""
+    proxy.fault, proxy.where = "hangs", "/mlflow-artifacts/"
+    more = [f"tracking.uri={proxy.uri}", f"tracking.directory={tmp_path}"]
+    environment = {**os.environ, "MLFLOW_HTTP_REQUEST_TIMEOUT": "300"}
+    process = start("run", "lab.yaml", "--no-baseline", *more, cwd=project, env=environment)
+    shown = ""
+    while "waiting until MLflow has everything" not in shown:
+        line = process.stdout.readline()
+        assert line, shown + process.stderr.read()
+        shown += line
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=20)
+
+    (folder,) = tmp_path.iterdir()
+    assert process.returncode == 130, stdout + stderr
+    assert f"pipeline sync {folder}" in stdout
+    assert "Traceback" not in stdout + stderr
+    assert isinstance(journal.ending(folder / journal.FILE_NAME), RunClosed)
+    proxy.fault = ""
+    assert sync(folder, warn=[].append).delivered
+    assert_all_is_there(proxy.uri, folder)
+
+
+def test_a_whole_run_while_the_store_is_out_of_order(proxy: Proxy, tmp_path: Path, start: Any) -> None:
+    """Two workers train; the server is out of order when it begins, and well again before it ends."""
+    proxy.fault = "fails"
+    more = ["--no-baseline", f"tracking.uri={proxy.uri}", f"tracking.directory={tmp_path}", "train.epochs=4"]
+    process = start("run", MLP, *more, cwd=tmp_path.parent)
+    shown = ""
+    for line in process.stdout:
+        shown += line
+        if "main: ddp x 2: step" in line:
+            proxy.fault = ""
+
+    assert process.wait(60) == 0, shown + process.stderr.read()
+    assert shown.count(DOWN) == shown.count(UP) == 1
+    (folder,) = tmp_path.iterdir()
+    assert_all_is_there(proxy.uri, folder)

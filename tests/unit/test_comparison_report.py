@@ -1,0 +1,137 @@
+"""Comparisons against figures worked out by hand: pairs of repeats, cells without figures, losses, and their JSON."""
+
+import json
+from typing import Any
+
+import pytest
+from samples import BASELINE, DDP_2, DDP_4, HARDWARE, LOSSES, WEAK, comparison, finished, spread
+
+from pipeline.contract import Spread
+from pipeline.speedup.report import Report, comparison_json
+
+
+def test_a_comparison_pairs_its_repeats() -> None:
+    ddp = comparison().main
+    assert ddp.trial == "ddp-2"  # weak scaling has the higher speedup, but trains something else
+    assert (ddp.speedup, ddp.speedup_low, ddp.speedup_high) == pytest.approx((1.9, 1.9, 2.0))
+    assert ddp.efficiency == pytest.approx(0.95)
+    assert ddp.samples_per_second == Spread(median=190, low=180, high=209, windows=3)
+    weak = comparison().rows[-1]
+    assert (weak.speedup, weak.speedup_low, weak.speedup_high) == pytest.approx((1.95, 1.9, 2.0))
+
+
+def test_the_tables_of_a_comparison_keep_the_order_and_the_cells_that_are_not_measured() -> None:
+    table = comparison().results
+    assert table.rows == (
+        ("single", "1 core", "100 ± 10", "baseline", "-", "-"),
+        ("single, 2 cores", "2 cores", "150 ± 15", "1.50x (1.50-1.50)", "-", "yes"),
+        ("ddp x 2", "2 cores", "190 ± 14", "1.90x (1.90-2.00)", "95%", "yes"),
+        ("ddp x 4", "-", "-", "not measured", "-", "-"),
+        ("ddp x 2 (weak)", "2 cores", "195 ± 24", "1.95x (1.90-2.00)", "98%", "-"),
+    )
+    assert table.emphasis == 2
+    assert table.notes == (
+        "ddp x 4 is not measured: 4 workers with 1 core each need 4 cores; this machine has 2.",
+    )  # fmt: skip
+
+
+def test_without_an_order_unmeasured_cells_follow_those_that_are_measured() -> None:
+    ends = [finished(one.name, spread(100)) for one in (BASELINE, DDP_2, WEAK)]
+    result = Report.of([BASELINE, WEAK, DDP_2], ends, hardware=HARDWARE, unmeasured=[DDP_4])
+    assert [entry.trial for entry in result.entries] == ["baseline", "ddp-2", "ddp-4", "ddp-2-weak"]
+
+
+def compared(throughput: tuple[float, ...], *, weak: float = 0) -> Report:
+    ends = [finished("baseline", spread(100)) for _ in throughput]
+    ends += [finished("ddp-2", spread(rate)) for rate in throughput]
+    ends += [finished("ddp-2-weak", spread(weak), batch=128) for _ in throughput if weak]
+    return Report.of([BASELINE, DDP_2, WEAK][: 3 if weak else 2], ends, hardware=HARDWARE)
+
+
+@pytest.mark.parametrize(
+    ("throughput", "start"),
+    [
+        ((180, 190, 200), "ddp x 2 does 190 samples/s: 1.90x the throughput of single (1.80x to 2.00x), scaling"),
+        ((80, 90, 95), "Nothing is faster than single. ddp x 2 does 90 samples/s: 0.90x"),
+        ((95, 103, 110), "Nothing is clearly faster than single. ddp x 2 does 103 samples/s: 1.03x"),
+    ],
+)
+def test_the_headline_says_whether_anything_beats_the_baseline(throughput: tuple[float, ...], start: str) -> None:
+    assert compared(throughput).headline.startswith(start)
+
+
+def test_the_headline_names_the_fastest_of_several() -> None:
+    assert compared((180, 190, 200), weak=250).headline.startswith("Fastest with strong scaling: ddp x 2 does 190")
+
+
+def test_a_comparison_of_which_only_the_baseline_was_reached_claims_nothing() -> None:
+    result = Report.of([BASELINE, DDP_2], [finished("baseline", spread(100))], hardware=HARDWARE, unmeasured=[DDP_4])
+    assert result.headline == "single does 100 samples/s; no speedup is claimed."
+    assert result.remarks == ("ddp-2 (ddp x 2) did not finish; it is left out.",)
+
+
+def test_other_losses_have_the_layers_for_their_reason() -> None:
+    result = comparison(losses=(2.3, 2.121, 1.9, 1.7), coupling=("BatchNorm2d", "Dropout"))
+    # 0.021 of 2.1, which is above 1
+    assert result.remarks[0] == (
+        "The loss of ddp x 2 differs from that of single by up to 0.01 in the first 3 steps: "
+        "BatchNorm2d uses each worker's share of the batch, Dropout draws in each worker by itself."
+    )
+    assert result.headline.endswith(", with other losses.")
+    assert result.results.rows[2][-1] == "no"
+
+
+def test_other_losses_without_a_reason_are_a_warning() -> None:
+    (warning, *_) = comparison(losses=(2.3, 2.121, 1.9, 1.7)).remarks
+    assert warning.startswith("Warning: The loss of ddp x 2 differs")
+    assert "rounding explains 0.001, and no layer" in warning
+
+
+def test_losses_that_drift_apart_later_are_explained_by_rounding() -> None:
+    result = comparison(losses=(2.3, 2.1, 1.9, 1.9), coupling=("BatchNorm2d",))
+    assert result.remarks[0].startswith("The loss of ddp x 2 differs from that of single by up to 0.118, but not in")
+    assert result.results.rows[2][-1] == "at first"
+
+
+def test_the_same_losses_need_no_remark_and_weak_scaling_is_explained() -> None:
+    assert comparison().main.losses == LOSSES
+    all_cores, weak = comparison().remarks
+    assert all_cores.startswith("One process with all 2 cores does 150 samples/s")
+    assert weak.startswith("Weak scaling gives every replica the baseline's batch")
+
+
+def cells_of(result: Report) -> Any:
+    return json.loads(comparison_json(result))["cells"]
+
+
+def test_the_json_of_a_comparison_has_every_cell_in_the_order_asked_for() -> None:
+    baseline, ddp, larger, weak = cells_of(comparison())
+    assert (baseline["speedup"], baseline["efficiency"], baseline["role"]) == (1.0, 1.0, "baseline")
+    assert (ddp["speedup"], ddp["speedup_low"], ddp["speedup_high"]) == pytest.approx((1.9, 1.9, 2.0))
+    assert (ddp["samples_per_second"], ddp["spread"]) == (190, {"low": 180, "high": 209})
+    assert (ddp["measured"], ddp["reason"], ddp["exposed_communication_ms"]) == (True, None, 21.5)
+    assert (ddp["peak_memory_mb"], ddp["largest_loss_difference"]) == ([410, 410], 0)
+    assert (weak["scaling"], weak["largest_loss_difference"]) == ("weak", None)
+    assert (larger["measured"], larger["reason"]) == (False, DDP_4.reason)
+    known = {"strategy", "workers", "scaling", "title", "role", "measured", "reason"}
+    assert {name for name, value in larger.items() if value is not None} == known
+    assert list(larger) == list(ddp)
+
+
+def test_the_reference_stands_beside_the_cells() -> None:
+    document = json.loads(comparison_json(comparison()))
+    assert document["reference"]["speedup"] == pytest.approx(1.5)
+    assert document["reference"]["efficiency"] is None
+    assert list(document) == ["cells", "reference", "advice", "name", "hardware", "remarks"]
+    assert json.loads(comparison_json(compared((190,))))["reference"] is None
+
+
+def test_a_loss_that_diverged_is_no_number_in_json() -> None:
+    assert cells_of(comparison(losses=(float("nan"),) * 4))[1]["largest_loss_difference"] is None
+
+
+def test_the_table_for_mlflow_has_the_cells_that_are_not_measured() -> None:
+    table = comparison().table()
+    assert table["title"][3] == "ddp x 4"
+    assert table["reason"] == [None, None, None, DDP_4.reason, None]
+    assert table["speedup"][3] is None

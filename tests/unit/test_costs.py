@@ -1,0 +1,161 @@
+"""What a probe measures of a step."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from torch import nn
+
+from pipeline.contract import Rank
+from pipeline.errors import ExperimentError
+from pipeline.training.costs import costs, sizes
+from pipeline.training.exchange import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces
+from pipeline.training.loop import train
+from pipeline.training.readiness import gradients
+from pipeline.training.setup import build
+
+SLEEP_S = 0.02
+
+
+class SlowBackward(torch.autograd.Function):
+    """Passes on what it is given; the way back takes a while."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        threading.Event().wait(SLEEP_S)
+        return gradient
+
+
+class LateGradient(nn.Module):
+    """Most of its backward pass lies between the gradients of its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.last = nn.Linear(5, 1)
+        self.unused = nn.Linear(7, 1, bias=False)
+
+    def forward(self, inputs):
+        return self.last(SlowBackward.apply(self.first(inputs)))
+
+
+class SlowData(toys.Plain):
+    """Each sample takes a while to load."""
+
+    def __getitem__(self, index):
+        threading.Event().wait(SLEEP_S / 10)
+        return super().__getitem__(index)
+
+
+def slow_data():
+    return SlowData([(torch.ones(3), torch.ones(1))] * 16), None
+
+
+def setup_of(**sections):
+    trial = toys.trial(max_steps=2, **sections)
+    allowed = (*trial.allowed, "test_costs")
+    return build(trial.model_copy(update={"role": "probe", "allowed": allowed}), rank=Rank())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("pipeline.training.exchange.BUDGET_SECONDS", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("largest", "smallest", "expected"),
+    [
+        (1, 1, [1]),
+        (8, 1, [1, 2, 4, 8]),
+        (10, 1, [1, 2, 3, 5, 10]),
+        (128, 1, [1, 2, 8, 32, 64, 128]),
+        (1024, 2, [2, 8, 32, 256, 512, 1024]),
+    ],
+)
+def test_sizes_are_halves(largest, smallest, expected):
+    assert sizes(largest, smallest=smallest, count=6) == expected
+
+
+def test_only_a_probe_measures_costs():
+    trial = toys.trial(max_steps=2)
+    assert train(trial, rank=Rank(), outbox=toys.Kept()).costs is None
+    probed = train(trial.model_copy(update={"role": "probe"}), rank=Rank(), outbox=toys.Kept()).costs
+    assert probed is not None
+    assert [cost.samples for cost in probed.curve] == [1, 2, 4, 8]
+    assert all(cost.forward_ms > 0 and cost.backward_ms > 0 and cost.data_ms > 0 for cost in probed.curve)
+    assert probed.world_size == 1
+    assert probed.all_reduces == ()
+
+
+def test_micro_batches_are_measured():
+    found = costs(setup_of(train={"gradient_accumulation": 2}))
+    assert [cost.samples for cost in found.curve] == [1, 2, 4]
+
+
+def test_loading_is_measured_for_each_size():
+    curve = costs(setup_of(data={"_target_": "test_costs.slow_data"})).curve
+    assert curve[-1].samples == 8
+    for cost in curve:  # never less than it sleeps
+        assert cost.data_ms >= cost.samples * SLEEP_S * 100 * 0.99
+
+
+def test_the_model_stays_as_it_is():
+    setup = setup_of(
+        model={"_target_": "toys.batch_norm_net"},
+        scheduler={"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5},
+    )
+    before = {name: value.clone() for name, value in setup.model.state_dict().items()}
+    scheduler = setup.scheduler
+    found = costs(setup)
+    assert all(torch.equal(before[name], value) for name, value in setup.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in setup.model.parameters())
+    assert [group["lr"] for group in setup.optimizer.param_groups] == [0.05]
+    assert setup.scheduler is scheduler
+    assert found.buffer_bytes == 2 * 4 * 8 + 8  # mean and variance in fp64, and a counter
+
+
+def test_batch_norm_is_never_given_a_single_sample():
+    found = costs(setup_of(model={"_target_": "toys.batch_norm_net"}))
+    assert [cost.samples for cost in found.curve] == [2, 4, 8]
+
+
+def test_a_dataset_smaller_than_the_batch_is_refused():
+    with pytest.raises(ExperimentError, match="22 samples, fewer than the global batch of 23"):
+        costs(setup_of(train={"global_batch_size": 23}))
+
+
+def test_gradients_are_timed_where_they_arise():
+    model = LateGradient()
+    backward = partial(_backward, model)
+    found = gradients(model, backward, device=torch.device("cpu"))
+    assert [gradient.bytes for gradient in found] == [7 * 4, 4, 5 * 4, 5 * 4, 15 * 4]  # the last layer first
+    unused, *last, bias, weight = [gradient.ready for gradient in found]
+    assert unused == 1  # it never comes
+    assert max(last) < 0.5 < min(bias, weight) <= 1
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def _backward(model, between):
+    loss = model(torch.ones(2, 3)).sum()
+    between()
+    loss.backward()
+
+
+def test_all_reduces_between_ranks(tmp_path):
+    # A group of one says nothing about time, but which sizes are measured; test_predict.py has two workers.
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        found = all_reduces(setup_of())
+    finally:
+        dist.destroy_process_group()
+    assert [one.bytes for one in found][:1] == [SMALLEST_BYTES]
+    assert [one.bytes for one in found][-1:] == [LARGEST_AT_LEAST]
+    assert [one.bytes for one in found] == sorted(one.bytes for one in found)
+    assert all(one.ms > 0 for one in found)

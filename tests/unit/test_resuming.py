@@ -1,0 +1,215 @@
+"""A training that stopped after any step goes on as if it hadn't: the same losses, bit for bit."""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import torch
+import torch.distributed as dist
+import toys
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
+
+from pipeline import registry
+from pipeline.contract import Rank, TrialResult
+from pipeline.errors import ExperimentError
+from pipeline.events import Resumed, Warned
+from pipeline.training import loop
+from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.checkpoints.values import join, split
+from pipeline.training.loop import train
+from pipeline.training.order import Order
+
+EVERY: dict[str, Any] = {"every_steps": 1, "keep": 100}
+STEPS = 6
+"""Two epochs of three steps."""
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"_target_": "torch.optim.SGD", "lr": 0.05},
+    "momentum": {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "AdamW": {"_target_": "torch.optim.AdamW", "lr": 0.01, "amsgrad": True},
+}
+_SCHEDULERS = "torch.optim.lr_scheduler"
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "cosine, each step": {
+        "scheduler": {"_target_": f"{_SCHEDULERS}.CosineAnnealingLR", "T_max": "${total_steps}"},
+        "train": {"lr_scaling": {"rule": "linear", "base_batch_size": 4, "warmup_steps": 4}},
+    },
+    "plateau, each epoch": {
+        "scheduler": {"_target_": f"{_SCHEDULERS}.ReduceLROnPlateau", "patience": 0, "threshold": 10.0},
+        "train": {"scheduler_interval": "epoch", "clip_grad_norm": 0.5},
+    },
+    "one cycle": {
+        "scheduler": {"_target_": f"{_SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": "${total_steps}"},
+    },
+    "milestones": {
+        "scheduler": {"_target_": f"{_SCHEDULERS}.MultiStepLR", "milestones": [2, 4, 4]},
+        "train": {"gradient_accumulation": 2},
+    },
+}
+
+Resume = Callable[[int], tuple[TrialResult, toys.Kept]]
+
+
+@pytest.fixture(params=registry.names("strategies"))
+def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each strategy in one process, with what it needs."""
+    name: str = request.param
+    if not registry.load("strategies", name).Strategy.needs_process_group:
+        yield name
+        return
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield name
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured behind the last step takes ten times as long as the training of a toy."""
+    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts())
+
+
+def run(
+    folder: Path, *, resume: bool = False, strategy: str = "single", precision: str = "fp32", **sections: Any
+) -> tuple[TrialResult, toys.Kept]:
+    sections["train"] = {"precision": precision, **sections.get("train", {})}
+    trial = toys.trial(**{"checkpoint": EVERY, **sections})
+    options = {"find_unused_parameters": True} if strategy == "ddp" else {}
+    update = {"checkpoints": str(folder), "resume": resume, "strategy": strategy, "options": options}
+    trial = trial.model_copy(update=update)
+    outbox = toys.Kept()
+    return train(trial, rank=Rank(), outbox=outbox), outbox
+
+
+def until(step: int, *, folder: Path, to: Path) -> Path:
+    """What a training that was killed after a step has left."""
+    to.mkdir()
+    for name in map(folder_name, range(1, step + 1)):
+        shutil.copytree(folder / name, to / name)
+    return to
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_training_resumed_after_any_step_is_the_same(
+    tmp_path: Path, strategy: str, optimizer: str, scheduler: str
+) -> None:
+    sections = {
+        "model": {"_target_": "toys.rich_net"}, "data": {"_target_": "toys.augmented"},
+        "optimizer": OPTIMIZERS[optimizer], **SCHEDULERS[scheduler],
+    }  # fmt: skip
+    whole, expected = run(tmp_path / "whole", strategy=strategy, **sections)
+    assert len(set(expected.series("train/loss"))) == STEPS
+    for step in range(1, STEPS + 1):
+        folder = until(step, folder=tmp_path / "whole", to=tmp_path / f"until {step}")
+        result, outbox = run(folder, resume=True, strategy=strategy, **sections)
+
+        assert [event.step for event in outbox.events if isinstance(event, Resumed)] == [step]
+        for name in ("train/loss", "train/learning_rate", "train/gradient_norm", "validation/loss"):
+            assert outbox.points(name) == [point for point in expected.points(name) if point.step > step]
+        assert result.losses == whole.losses
+        assert result.metrics["validation/loss"] == whole.metrics["validation/loss"]
+        for name, weights in expected.files["model/weights.pt"].items():
+            assert torch.equal(weights, outbox.files["model/weights.pt"][name]), name
+
+
+def test_the_next_checkpoints_are_the_same(tmp_path: Path) -> None:
+    """Everything that is state: what a resumed training saves is what the other one saved, to the byte."""
+    sections = {"optimizer": OPTIMIZERS["AdamW"], **SCHEDULERS["one cycle"], "precision": "fp64"}
+    run(tmp_path / "whole", **sections)
+    run(until(2, folder=tmp_path / "whole", to=tmp_path / "again"), resume=True, **sections)
+
+    for step in range(3, STEPS + 1):
+        one, other = (tmp_path / side / folder_name(step) / "state.safetensors" for side in ("whole", "again"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_only_the_samples_that_are_left_are_read(tmp_path: Path) -> None:
+    read = toys._Augmented.read
+    sections: dict[str, Any] = {"data": {"_target_": "toys.augmented"}, "tracking": {"log_model": False}}
+    run(tmp_path / "whole", **sections)
+    folder = until(2, folder=tmp_path / "whole", to=tmp_path / "again")
+    read.clear()
+    run(folder, resume=True, **sections)
+
+    left = [toys.SAMPLES - 2 * 8, toys.SAMPLES]  # of each epoch
+    order = Order(samples=toys.SAMPLES, global_batch_size=8, seed=3)
+    assert read[1 : 1 + left[0]] == order.global_batch(0, 2)  # the first one read is for the data's digest
+    assert Counter(read[1 + left[0] : 1 + sum(left)]) == Counter(range(toys.SAMPLES))
+
+
+@given(
+    st.builds(Order, samples=st.integers(1, 70), global_batch_size=st.integers(1, 20), seed=st.integers(0, 99)),
+    st.data(),
+)
+def test_draws_from_a_step_on_are_the_last_of_all(order: Order, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, order.steps_per_epoch - 1))
+    world_size = data.draw(st.integers(1, 5))
+    rank = data.draw(st.integers(0, world_size - 1))
+    everything = list(order.draws(1, rank=rank, world_size=world_size, micro_batches=2))
+    left = list(order.draws(1, rank=rank, world_size=world_size, micro_batches=2, first=first))
+
+    assert left == everything[len(everything) - len(left) :]
+    assert sum(draw.is_last for draw in left) == order.steps_per_epoch - first
+
+
+class TestAnotherExperiment:
+    @pytest.mark.parametrize(
+        ("sections", "key", "message"),
+        [
+            ({"train": {"global_batch_size": 4}}, "train.global_batch_size", "is 4, but the checkpoint's steps have 8"),
+            ({"data": {"_target_": "toys.regression", "samples": 30}}, "data", "has 4 steps in an epoch, but 3 when"),
+            ({"model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}}, "model", "size mismatch"),
+            ({"model": {"_target_": "toys.batch_norm_net"}}, "model", "is another one than in the checkpoint"),
+            ({"scheduler": SCHEDULERS["milestones"]["scheduler"]}, "scheduler", "is in only one of experiment and"),
+        ],
+    )  # fmt: skip
+    def test_is_refused(self, tmp_path: Path, sections: dict[str, Any], key: str, message: str) -> None:
+        run(tmp_path)
+        with pytest.raises(ExperimentError, match=message) as error:
+            run(tmp_path, resume=True, **sections)
+        assert [problem.key for problem in error.value.problems] == [key]
+
+    def test_with_other_data_is_warned_of(self, tmp_path: Path) -> None:
+        run(tmp_path)
+        data = {"_target_": "toys.regression", "validation": 9}
+        _, outbox = run(tmp_path, resume=True, data=data, train={"epochs": 3})
+
+        (warning,) = (event.message for event in outbox.events if isinstance(event, Warned))
+        assert "the data is not the same as when step-00000006 was saved" in warning
+
+
+class TestState:
+    def test_survives_json_exactly(self) -> None:
+        value = {
+            "floats": [0.1 + 0.2, float("inf"), 5e-324, -0.0], "tuple": (1, (True, None)), "empty": [{}, ()],
+            "numbered": {1: "a", (2, 3): "b"}, "counter": Counter({30: 2}), "$tensor": "a text",
+            "tensors": [torch.ones(2), {"deep": torch.tensor(3)}],
+        }  # fmt: skip
+        tensors: dict[str, torch.Tensor] = {}
+        again = join(split(value, name="x", tensors=tensors), tensors)
+
+        assert tensors.keys() == {"x/tensors/0", "x/tensors/1/deep"}
+        assert again["tensors"][1]["deep"] is value["tensors"][1]["deep"]  # type: ignore[index]
+        assert repr({**again, "tensors": 0}) == repr({**value, "tensors": 0})
+
+    def test_that_needs_code_is_refused_before_training(self, tmp_path: Path) -> None:
+        outbox = toys.Kept()
+        trial = toys.trial(scheduler={"_target_": "toys.CodeInState"}).model_copy(update={"checkpoints": str(tmp_path)})
+        with pytest.raises(
+            ExperimentError, match=r"scheduler: its state holds a function \(secret\).*checkpoint.keep: 0"
+        ):
+            train(trial, rank=Rank(), outbox=outbox)
+        assert "started" not in outbox.kinds()
+
+    def test_of_the_loss_scaler_is_kept(self, tmp_path: Path) -> None:
+        _, expected = run(tmp_path / "whole", precision="fp16")
+        _, outbox = run(until(4, folder=tmp_path / "whole", to=tmp_path / "a"), resume=True, precision="fp16")
+
+        assert outbox.series("train/loss") == expected.series("train/loss")[4:]
