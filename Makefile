@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 run: $(STAMP)  ## Install, then run the main experiment: ResNet-18, two DDP workers under Ray, with its measured speedup
 	$(BIN)/pipeline run experiments/resnet.yaml
@@ -17,6 +17,12 @@ ui: $(STAMP)  ## Browse the results in the MLflow UI on loopback
 
 test: $(STAMP)  ## Run all tests
 	$(BIN)/python -m pytest
+
+test-faults: $(STAMP)  ## Kill, stop, starve and fill for real; part of make test, too
+	$(BIN)/python -m pytest -m faults
+
+bench: $(STAMP)  ## Measure what the documentation claims: reported speedups against a hand-written script
+	$(BIN)/python benchmarks/speedup.py
 
 check: $(STAMP)  ## Everything that a change must pass: format, lint, types, layers, tests
 	$(BIN)/ruff format --check .
@@ -36,4 +42,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $(STAMP)
 
-.PHONY: help run ui test check install clean
+.PHONY: help run ui test test-faults bench check install clean

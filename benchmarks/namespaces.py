@@ -22,6 +22,8 @@ from statistics import median
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from pipeline.contract import Link
 from pipeline.errors import ResourceError
 
@@ -84,6 +86,12 @@ class Network:
     def inside(self, worker: int, command: Sequence[str]) -> list[str]:
         """The command line that runs a command where that worker is."""
         return ["ip", "netns", "exec", self.namespace(worker), *command]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the delay line has computed."""
+        times = psutil.Process(self._line.pid).cpu_times() if self._line else None
+        return float(times.user + times.system) if times else 0.0
 
     @property
     def _hub(self) -> str:

@@ -5,14 +5,17 @@ from collections.abc import Mapping, Sequence
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.events import Failed
 
+_IN_VAIN = ("Timed out waiting", "Watchdog caught collective operation timeout")
+"""What gloo and NCCL say when another rank hasn't come in ``parallel.timeout_s``."""
+
 _COLLATERAL = (
+    *_IN_VAIN,
     "DistBackendError",
     "DistNetworkError",
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "Connection refused",
-    "Timed out waiting",
 )
 """What ranks say when another one has gone."""
 
@@ -41,6 +44,11 @@ def cause(failures: Sequence[Failed], losses: Mapping[int, str]) -> PipelineErro
 def only_lost_workers(failures: Sequence[Failed], losses: Mapping[int, str]) -> bool:
     """Whether no rank has failed by itself: workers ended without a word, and the others noticed."""
     return bool(losses) and all(_is_collateral(failure) for failure in failures)
+
+
+def waited_in_vain(failure: Failed) -> bool:
+    """Whether a rank gave up waiting for another one, which may hang."""
+    return any(sign in failure.error for sign in _IN_VAIN)
 
 
 def _is_collateral(failure: Failed) -> bool:

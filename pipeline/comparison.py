@@ -9,15 +9,15 @@ from pipeline.config.load import ExperimentFile
 from pipeline.contract import Trial
 from pipeline.errors import ExperimentError, PipelineError, ResourceError, TrainingError, UsageError
 from pipeline.events import Metrics, Point
+from pipeline.execution import execute, explained, launcher_of, prepare
 from pipeline.launchers.base import Launcher, outer_rank
 from pipeline.matrix import Cell, Matrix, Wanted, make_matrix
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, recorded
-from pipeline.runner import execute, explained, launcher_of, prepare
+from pipeline.runner import advised
 from pipeline.speedup import Row, Unmeasured, publish
-from pipeline.speedup.advise import advise
 from pipeline.speedup.report import Report
 
 NOT_REACHED = "the comparison ended before it was measured"
@@ -96,15 +96,14 @@ class _Comparison:
     def report(self) -> Report:
         """Set the cells side by side: terminal, files, tracker."""
         plan = self._matrix.plan
-        report = Report.of(
+        measured = Report.of(
             plan.trials,
             self._recorder.finished,
             hardware=provenance.hardware(plan),
             unmeasured=[self._unmeasured(cell) for cell in self._matrix.cells if not self._is_measured(cell)],
             order=[cell.name for cell in self._matrix.cells],
         )
-        advice = advise(report, experiment=plan.experiment, cores=plan.resources.cpus // plan.resources.nodes)
-        report = report.model_copy(update={"advice": advice})
+        report = advised(measured, plan)
         print_report(report, stdout=self._terminal)
         for name in publish.save(report, self._recorder.folder):
             artifact(name, self._recorder)

@@ -11,6 +11,7 @@ from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.contract import Costs, Link, Scaling, TrialResult
 from pipeline.errors import ExperimentError, ResourceError, UsageError
+from pipeline.execution import execute, explained, launcher_of, prepare
 from pipeline.launchers.base import outer_rank
 from pipeline.plan import Plan, Planner
 from pipeline.recording import provenance
@@ -18,7 +19,6 @@ from pipeline.recording.console import print_report
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, recorded
 from pipeline.resources import Resources
-from pipeline.runner import execute, explained, launcher_of, prepare
 from pipeline.speedup.forecast import Check, Forecast
 from pipeline.speedup.link import fit
 from pipeline.speedup.scaling import Workload

@@ -2,27 +2,24 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 import rich.console
 
-from pipeline import blame, preflight, recovery, registry, worker
+from pipeline import preflight, recovery, worker
 from pipeline.config.load import ExperimentFile
 from pipeline.contract import Trial
-from pipeline.errors import ExperimentError, UsageError
-from pipeline.events import Metrics, Point, Warned
-from pipeline.launchers.base import Launcher, NoOutbox, Session, WorkersLost, outer_rank
-from pipeline.launchers.stopping import gracefully
+from pipeline.errors import UsageError
+from pipeline.events import Metrics, Point
+from pipeline.execution import execute, explained, launcher_of, prepare
+from pipeline.launchers.base import NoOutbox, outer_rank
 from pipeline.plan import Plan, describe, make_plan
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import artifact, open_trial, recorded
-from pipeline.resources import Resources
+from pipeline.recording.run import artifact, recorded
 from pipeline.speedup import publish
+from pipeline.speedup.advise import advise
 from pipeline.speedup.report import Report
 from pipeline.training.checkpoints.storage import Storage, address_of
 
@@ -85,27 +82,6 @@ def make(file: ExperimentFile, *, with_baseline: bool) -> Plan:
         return make_plan(file.experiment, resources, allowed=allowed, with_baseline=with_baseline)
 
 
-def prepare(file: ExperimentFile) -> tuple[tuple[str, ...], Resources]:
-    """Check what the file names; the packages that it may name, and what there is to run it on.
-
-    Raises:
-        ExperimentError: the file is wrong.
-        ResourceError: the cluster can't be reached.
-    """
-    allowed = preflight.check(file)
-    parallel = file.experiment.parallel
-    return allowed, registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
-
-
-@contextmanager
-def explained(file: ExperimentFile) -> Iterator[None]:
-    """Problems that come up inside get their line in the file."""
-    try:
-        yield
-    except ExperimentError as error:
-        raise file.explain(error.problems) from None
-
-
 def dry_run(file: ExperimentFile, *, with_baseline: bool) -> str:
     """The plan in words. Loads the data to count its samples, starts nothing.
 
@@ -119,48 +95,10 @@ def dry_run(file: ExperimentFile, *, with_baseline: bool) -> str:
     return describe(plan, steps_per_epoch=steps, train_samples=train, validation_samples=validation)
 
 
-def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: ExperimentFile) -> None:
-    """Run one trial to its end. Training goes on from its newest checkpoint when workers are lost, if it may.
-
-    Raises:
-        ExperimentError: the experiment turned out to be wrong once it was built.
-        TrainingError: a rank failed; carries the first one's own error.
-        ResourceError: the workers can't be placed.
-        Terminated: SIGTERM, after a checkpoint.
-    """
-    parallel = trial.experiment.parallel
-    for attempt in count(1):
-        losses = _attempt(trial, launcher=launcher, recorder=recorder)
-        if recorder.has_ended and not (recorder.failures or losses):
-            return
-        error = blame.cause(recorder.failures, losses)
-        may_go_on = attempt <= parallel.max_failures and trial.checkpoints
-        if not (may_go_on and blame.only_lost_workers(recorder.failures, losses)):
-            raise file.explain(error.problems) if isinstance(error, ExperimentError) else error
-        message = f"{error}; going on from the newest checkpoint (failure {attempt} of {parallel.max_failures})"
-        recorder.receive(Warned(time=time.time(), trial=trial.name, message=message))
-        trial = trial.model_copy(update={"resume": True})
-
-
-def _attempt(trial: Trial, *, launcher: Launcher, recorder: Recorder) -> Mapping[int, str]:
-    """Launch a trial once; returns how workers were lost, by rank."""
-    open_trial(trial, recorder)
-    session = launcher.session
-    with gracefully(session.stop, grace_s=session.parallel.grace_s, is_worth_it=lambda: _is_training(trial, recorder)):
-        try:
-            launcher.launch(trial)
-        except WorkersLost as lost:
-            return lost.losses
-    return {}
-
-
-def _is_training(trial: Trial, recorder: Recorder) -> bool:
-    return not trial.is_measurement and recorder.started is not None
-
-
 def report(plan: Plan, recorder: Recorder, *, stdout: rich.console.Console) -> None:
     """Set the trials side by side: terminal, files, tracker."""
-    result = Report.of(plan.trials, recorder.finished, hardware=provenance.hardware(plan))
+    measured = Report.of(plan.trials, recorder.finished, hardware=provenance.hardware(plan))
+    result = advised(measured, plan)
     print_report(result, stdout=stdout)
     for name in publish.save(result, recorder.folder):
         artifact(name, recorder)
@@ -170,6 +108,12 @@ def report(plan: Plan, recorder: Recorder, *, stdout: rich.console.Console) -> N
         points = (Point("speedup", step, result.speedup), Point("efficiency", step, result.efficiency))
         epochs = plan.experiment.train.epochs
         recorder.receive(Metrics(time=time.time(), trial=plan.main.name, step=step, epoch=epochs, points=points))
+
+
+def advised(report: Report, plan: Plan) -> Report:
+    """The report with what to change."""
+    cores = plan.resources.cpus // plan.resources.nodes
+    return report.model_copy(update={"advice": advise(report, experiment=plan.experiment, cores=cores)})
 
 
 def follow(plan: Plan) -> None:
@@ -184,13 +128,6 @@ def follow(plan: Plan) -> None:
                 worker.run(trial, rank=worker.rank_from_environment(), outbox=NoOutbox())
             except worker.WorkerFailed as error:
                 raise error.__cause__ or error from None
-
-
-def launcher_of(plan: Plan, recorder: Recorder, *, verbose: bool) -> Launcher:
-    """The plan's launcher, a context manager, whose workers talk to the recorder."""
-    parallel = plan.experiment.parallel
-    kind: type[Launcher] = registry.load("launchers", parallel.launcher).Launcher
-    return kind(Session(folder=recorder.folder, receive=recorder.receive, parallel=parallel, verbose=verbose))
 
 
 def _placed(trial: Trial, folder: Path, *, resume: bool) -> Trial:

@@ -10,11 +10,11 @@ from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Frozen
 from pipeline.contract import BatchCandidate, BatchSizes, Spread, Trial
 from pipeline.errors import ResourceError, UsageError
+from pipeline.execution import execute, explained, launcher_of, prepare
 from pipeline.launchers.base import outer_rank
 from pipeline.plan import Plan, Planner
 from pipeline.recording import provenance
 from pipeline.recording.run import recorded
-from pipeline.runner import execute, explained, launcher_of, prepare
 from pipeline.speedup.batch_advice import Advice, advise
 from pipeline.speedup.tables import amount
 

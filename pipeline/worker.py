@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -34,6 +36,7 @@ from pipeline.system_metrics import SystemSampler
 from pipeline.training import batch_size
 from pipeline.training.loop import train
 from pipeline.training.order import mix
+from pipeline.training.watch import Watch
 
 _REQUEST_S = 1.0
 """How long the driver's request to stop may take to come after SIGTERM."""
@@ -43,8 +46,14 @@ class WorkerFailed(Exception):
     """The rank failed and has told the driver why."""
 
 
-def run(trial: Trial, *, rank: Rank, outbox: Outbox) -> None:
+def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | None = None) -> None:
     """Train a trial on this rank; what comes out, an error included, goes to the driver.
+
+    Args:
+        trial: what to do.
+        rank: this process among the workers.
+        outbox: the way to the driver.
+        end: ends this process when it hangs; None in the driver's own process, where that is only told.
 
     Raises:
         WorkerFailed: after the failure has been reported.
@@ -53,15 +62,19 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox) -> None:
     # One sampler for each node; a measurement is short and shouldn't be disturbed.
     samples = rank.local_rank == 0 and not trial.is_measurement
     try:
-        with _process_group(trial, rank=rank), SystemSampler(rank, outbox) if samples else nullcontext():
-            end = _carried_out(trial, rank=rank, outbox=outbox)
+        with (
+            Watch(trial, rank=rank, outbox=outbox, end=end),
+            _process_group(trial, rank=rank),
+            SystemSampler(rank, outbox) if samples else nullcontext(),
+        ):
+            outcome = _carried_out(trial, rank=rank, outbox=outbox)
     except Stopped:  # the driver, which asked for it, doesn't wait for a result
         return
     except (Exception, SystemExit) as error:  # user code may call exit()
         outbox.event(_failed(trial, rank=rank, error=error))
         raise WorkerFailed from error
     if rank.is_first:
-        outbox.event(end)
+        outbox.event(outcome)
 
 
 def rank_from_environment() -> Rank:
@@ -147,6 +160,14 @@ class _PrintingOutbox:
         """Nobody waits for it."""
 
 
+def end_process(outbox: ChannelOutbox) -> None:
+    """End this process, whatever its other threads do, once the driver has all that was said."""
+    outbox.close()
+    for child in psutil.Process().children(recursive=True):  # a loader process that hangs would outlive it
+        child.kill()
+    os._exit(1)
+
+
 def _leave_sigterm_to_the_driver(outbox: ChannelOutbox) -> None:
     """A whole job gets SIGTERM; the driver then asks the workers to stop. Without such a request it ends this one."""
     own = os.getpid()
@@ -175,7 +196,7 @@ def main() -> None:
             return
         with ChannelOutbox(Address.model_validate_json(arguments.channel.read_text())) as outbox:
             _leave_sigterm_to_the_driver(outbox)
-            run(trial, rank=rank, outbox=outbox)
+            run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox))
     except WorkerFailed:
         traceback.print_exc()  # into this rank's log file
         sys.exit(1)

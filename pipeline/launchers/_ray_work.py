@@ -7,6 +7,7 @@ there first, for nothing, and then by the workers.
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def work(config: dict[str, Any]) -> None:
     if config["logs"]:
         _redirect_output(Path(config["logs"]), rank=rank)
     with ChannelOutbox(Address.model_validate_json(config["channel"])) as outbox:
-        worker.run(trial, rank=rank, outbox=outbox)
+        worker.run(trial, rank=rank, outbox=outbox, end=partial(worker.end_process, outbox))
 
 
 def _redirect_output(folder: Path, *, rank: Rank) -> None:

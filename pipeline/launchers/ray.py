@@ -19,6 +19,7 @@ from pipeline.contract import Trial
 from pipeline.errors import ResourceError
 from pipeline.launchers import _ray_cluster as cluster
 from pipeline.launchers._ray_work import work
+from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import Session, WorkersLost, environment
 from pipeline.resources import Resources
 
@@ -51,10 +52,11 @@ class Launcher:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
         cluster.await_room(trial)
         host = cluster.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
-        inbox = Inbox(host=host, receive=self.session.receive, folder=self.session.folder)
+        vigil = Vigil(trial, receive=self.session.receive)
+        inbox = Inbox(host=host, receive=vigil.receive, folder=self.session.folder)
         patience = f"{trial.experiment.parallel.start_timeout_s:g}"
         stoppable = self.session.stop.telling(inbox.ask_to_stop)
-        with inbox, stoppable, environment(RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=patience):
+        with vigil, inbox, stoppable, environment(RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=patience):
             error = _fit(self._trainer(trial, inbox.address))
         if isinstance(error, WorkerGroupError):
             raise WorkersLost({rank: _how(failure) for rank, failure in error.worker_failures.items()})

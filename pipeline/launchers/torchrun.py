@@ -20,6 +20,7 @@ from pipeline.channel import Address, Inbox
 from pipeline.config.schema import Parallel
 from pipeline.contract import Rank, Trial
 from pipeline.errors import Terminated
+from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import DirectOutbox, Session, WorkersLost, environment, outer_rank, own_signals
 from pipeline.resources import Resources
 
@@ -60,10 +61,12 @@ class Launcher:
         folder.mkdir(exist_ok=True)
         assignment, channel = folder / f"{trial.name}.json", folder / f"{trial.name}.channel"
         assignment.write_text(trial.model_dump_json(indent=1))
-        inbox = Inbox(host=_LOOPBACK, receive=self.session.receive, folder=self.session.folder)
+        vigil = Vigil(trial, receive=self.session.receive)
+        inbox = Inbox(host=_LOOPBACK, receive=vigil.receive, folder=self.session.folder)
         try:
             # The agent sets TORCHELASTIC_SIGNALS_TO_HANDLE in this process.
             with (
+                vigil,
                 inbox,
                 self.session.stop.telling(inbox.ask_to_stop),
                 own_signals(),

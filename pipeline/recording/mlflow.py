@@ -43,11 +43,11 @@ class MlflowSubscriber:
         self._known = known
         self._queue: SimpleQueue[AnyEvent | None] = SimpleQueue()
         self._closing = Flag()
+        self._done = Flag()  # is_alive() is wrong once Ctrl-C has interrupted a join()
         self._delivery = Delivery(folder=folder, warn=warn, uri=uri)
         self._waiting = known
         self._upload_at = 0.0
-        self._thread = Thread(target=self._work, name="mlflow", daemon=True)
-        self._thread.start()
+        Thread(target=self._work, name="mlflow", daemon=True).start()
 
     def receive(self, event: AnyEvent) -> None:
         """Take an event from any thread; returns at once and never raises."""
@@ -62,13 +62,12 @@ class MlflowSubscriber:
         if not self._closing.is_set():
             self._closing.set()
             self._queue.put(None)
-        self._thread.join(timeout_s)
-        return None if self._thread.is_alive() else self.outcome
+        return self.outcome if self._done.wait(timeout_s) else None
 
     @property
     def outcome(self) -> TrackingOutcome:
         """What has become of the results by now."""
-        busy = "the run didn't wait any longer" if self._thread.is_alive() else ""
+        busy = "" if self._done.is_set() else "the run didn't wait any longer"
         waiting = self._waiting + max(0, self._queue.qsize() - 1)  # the last one is our None
         trouble = self._delivery.trouble or busy
         return TrackingOutcome.of(self._delivery, folder=self._folder, trouble=trouble, waiting=waiting)
@@ -80,6 +79,8 @@ class MlflowSubscriber:
                     _persist(self._delivery.upload, ending=self._closing)
         except Exception as error:  # noqa: BLE001 - MLflow can't even be imported; training doesn't need it
             self._delivery.fail(error)
+        finally:
+            self._done.set()
 
     def _deliver_all(self) -> bool:
         """Send events until the run ends; False if the last ones can't be sent."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.contract import BatchSizes
-from pipeline.events import AnyEvent, BatchSizesFound, Failed, Finished, FirstStep, Started, TrialOpened
+from pipeline.events import AnyEvent, BatchSizesFound, Failed, Finished, FirstStep, Metrics, Started, TrialOpened
 from pipeline.recording.journal import FILE_NAME, Journal, read
 from pipeline.recording.progress import Progress
 
@@ -52,6 +52,10 @@ class Recorder:
         """What the trial that was opened last found, if that is what it looked for."""
         self.has_ended = False
         """Whether the trial that was opened last has come to its end."""
+        self.last_progress: float | None = None
+        """When steps were last reported that were new, in seconds of the monotonic clock."""
+        self.first_progress: float | None = None
+        """The same, for the first time since a trial was opened."""
         self.summary = ""
         """What came out, in Markdown; set once it is known."""
         self.known = 0
@@ -119,10 +123,14 @@ class Recorder:
             case TrialOpened():
                 self._opened_at, self._time_to_first_step = time.monotonic(), None
                 self.failures, self.started, self.batch_sizes, self.has_ended = [], None, None, False
+                self.first_progress = None
                 again = (event.trial, event.repeat)
                 self.finished = [end for end in self.finished if (end.result.trial, end.result.repeat) != again]
             case Started():
                 self.started = event
+            case Metrics():
+                self.last_progress = time.monotonic()
+                self.first_progress = self.first_progress or self.last_progress
             case FirstStep():
                 self._time_to_first_step = time.monotonic() - self._opened_at
             case Failed():

@@ -103,7 +103,8 @@ def _teller(terminal: rich.console.Console) -> Callable[[str], None]:
     """Warnings stand out on the terminal, and are in the log, too."""
 
     def warn(message: str) -> None:
-        terminal.print(message, style="yellow", markup=False, highlight=False)
+        wraps = terminal.is_interactive  # a log file gets its lines whole
+        terminal.print(message, style="yellow", markup=False, highlight=False, soft_wrap=not wraps)
         logging.getLogger(__name__).warning(message)
 
     return warn

@@ -10,7 +10,6 @@ all-reduce of 4 KiB takes 20.8 ms with 2 workers, 41.7 with 3, 62.4 with 4.
 import math
 import re
 from collections.abc import Sequence
-from itertools import combinations
 from typing import Literal
 
 from pipeline.contract import AllReduce, Link
@@ -68,13 +67,15 @@ def broadcast_ms(link: Link, size: float, *, workers: int, backend: Backend) -> 
 
 
 def fit(measured: Sequence[AllReduce], *, workers: int, backend: Backend) -> Link:
-    """The link on which all-reduces among ``workers`` would take about what was measured, for two sizes or more.
+    """The link on which all-reduces among ``workers`` would take about what was measured.
 
-    Smallest sum of relative errors, not of their squares, so that one bad measurement doesn't count for much. Such a
-    line goes through two of the points, or through the origin and one.
+    It takes exactly as long for the largest size, which is most like a bucket of gradients; for the others the sum of
+    relative errors is smallest, not that of their squares, so that one bad measurement doesn't count for much. Such a
+    line goes through one of them, or through the origin.
     """
-    lines = [line for pair in combinations(measured, 2) if (line := _through(*pair))]
-    lines += [(0.0, point.ms / point.bytes) for point in measured]
+    *others, largest = sorted(measured, key=lambda one: one.bytes)
+    lines = [line for other in others if (line := _through(other, largest))]
+    lines.append((0.0, largest.ms / largest.bytes))
     constant, slope = min(lines, key=lambda line: sum(abs(line[0] + line[1] * p.bytes - p.ms) / p.ms for p in measured))
     per_hop = latency_ms(Link(latency_us=1.0, bandwidth_gbit=1.0), workers=workers, backend=backend)
     per_byte = transfer_ms(Link(latency_us=0.0, bandwidth_gbit=1.0), 1.0, workers=workers)

@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from pipeline.contract import Rank
+from pipeline.events import Phase
+from pipeline.training.watch import mark
 
 T = TypeVar("T")
 
@@ -13,6 +15,7 @@ def gather(value: T, *, rank: Rank) -> list[T]:
     """Each rank's value, in rank order, on every rank."""
     if rank.world_size == 1:
         return [value]
+    mark(Phase.WAITING)
     values: list[Any] = [None] * rank.world_size
     dist.all_gather_object(values, value)
     return values
@@ -21,4 +24,5 @@ def gather(value: T, *, rank: Rank) -> list[T]:
 def barrier(rank: Rank) -> None:
     """Wait for all ranks."""
     if rank.world_size > 1:
+        mark(Phase.WAITING)
         dist.barrier()

@@ -3,20 +3,25 @@
 import torch
 import torch.distributed as dist
 
+from pipeline.events import Phase
 from pipeline.training.loader import to_device
 from pipeline.training.order import evaluation_draws
 from pipeline.training.setup import Setup
+from pipeline.training.watch import mark
 
 
 def evaluate(setup: Setup) -> dict[str, float]:
     """Loss and metrics over the whole validation set, by name ("validation/loss"). Collective; empty without a set."""
     if setup.validation_loader is None:
         return {}
+    mark(Phase.EVALUATING)
     module = setup.strategy.evaluation_module(setup.wrapped, setup.model)
     module.eval()
     loss = _over_own_samples(setup, module)
     if setup.rank.world_size > 1:
+        mark(Phase.WAITING)
         dist.all_reduce(loss)
+    mark(Phase.EVALUATING)
     values = {"validation/loss": loss.item()}
     for name, value in setup.metrics.compute().items():
         if value.numel() == 1:
@@ -44,4 +49,5 @@ def _over_own_samples(setup: Setup, module: torch.nn.Module) -> torch.Tensor:
             output = setup.task(module, to_device(batch, device=setup.device, dtype=setup.input_dtype))
         total += output.loss.double() * draw.weight
         setup.metrics.update(output.outputs, output.targets)
+        mark(Phase.EVALUATING)
     return total

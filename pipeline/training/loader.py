@@ -86,11 +86,16 @@ def length(dataset: Dataset[Any], *, what: str) -> int:
     Raises:
         ExperimentError: it is empty, or not map-style.
     """
-    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)  # which inherits one
-    if not (indexed and hasattr(dataset, "__len__")):
+    streams = isinstance(dataset, IterableDataset)  # which inherits a __getitem__
+    if streams or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        instead = (
+            ". A stream has no order that can be dealt to any number of workers and resumed exactly, so none is taken; "
+            "give each sample an index and read it when it is asked for"
+        )
         raise ExperimentError.of(
             "data",
-            f"the {what} set is {_article(type(dataset).__name__)}; it needs __len__ and __getitem__ (map-style)",
+            f"the {what} set is {_article(type(dataset).__name__)}; it needs __len__ and __getitem__ (map-style)"
+            f"{instead if streams else ''}",
         )
     if not (samples := len(cast(Sized, dataset))):
         raise ExperimentError.of("data", f"the {what} set is empty; it needs at least one sample")

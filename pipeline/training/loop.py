@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeline.contract import Rank, Trial, TrialResult
 from pipeline.errors import Stopped
-from pipeline.events import Outbox, Point
+from pipeline.events import Outbox, Phase, Point
 from pipeline.training import announce, trace
 from pipeline.training.checkpoints.keeper import Keeper, placed
 from pipeline.training.clock import Clock, spread
@@ -18,9 +18,11 @@ from pipeline.training.costs import costs
 from pipeline.training.evaluation import evaluate
 from pipeline.training.gauge import GpuGauge
 from pipeline.training.meter import Meter
+from pipeline.training.nonfinite import check_weights
 from pipeline.training.probe import probe, unused_parameters
 from pipeline.training.setup import Setup, build
 from pipeline.training.step import optimizer_step
+from pipeline.training.watch import mark, mark_step
 
 
 def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
@@ -45,6 +47,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
                 if meter.stop_agreed:
                     raise Stopped
     if not trial.is_measurement:
+        meter.finiteness.summarize()
         announce.model(setup, outbox)
     memory = announce.peak_memory_mb(setup)
     result = TrialResult(
@@ -77,13 +80,18 @@ def train_epoch(setup: Setup, *, epoch: int, start: int, meter: Meter, keeper: K
     stream = setup.train_loader.batches(setup.draws(epoch, first=begin - first))
     meter.clock.resume()
     for step in range(begin, last):
-        loss, norm, rate = optimizer_step(setup, stream, step=step)
+        mark_step(step)
+        loss, norm, rate, is_skipped = optimizer_step(setup, stream, step=step)
+        mark(Phase.REPORTING)
         meter.add(loss, norm=norm, rate=rate, samples=setup.order.batch_size(step - first))
+        meter.finiteness.note(step + 1, is_skipped=is_skipped)
         if step == start:
             announce.first_step(setup, meter.outbox)
-        if setup.is_report_due(step + 1):
+        if setup.is_report_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)
             if step + 1 < last and (meter.stop_agreed or keeper.is_due(step + 1)):  # an epoch's end has its own
+                check_weights(setup, step=step + 1)
+                mark(Phase.SAVING)
                 keeper.save(step=step + 1)
                 if meter.stop_agreed:
                     raise Stopped
@@ -94,6 +102,7 @@ def end_epoch(setup: Setup, *, epoch: int, meter: Meter, keeper: Keeper) -> None
     """Evaluate if it is time to, move an epoch-wise scheduler on, and save."""
     last = epoch + 1 == setup.epochs
     step = setup.order.steps_per_epoch * (epoch + 1)
+    check_weights(setup, step=step)
     values: dict[str, float] = {}
     if last or (epoch + 1) % setup.experiment.train.evaluate_every_epochs == 0:
         values = evaluate(setup)
@@ -103,4 +112,5 @@ def end_epoch(setup: Setup, *, epoch: int, meter: Meter, keeper: Keeper) -> None
             setup.scheduler.step()
         elif values:
             setup.scheduler.step(values["validation/loss"])
+    mark(Phase.SAVING)
     keeper.save(step=step, metric=values.get(setup.experiment.checkpoint.best or ""))

@@ -1,6 +1,7 @@
 """The loss of every step without waiting for the device in every step."""
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +10,17 @@ import torch
 import torch.distributed as dist
 
 from pipeline.contract import Rank, Trial
-from pipeline.errors import TrainingError
-from pipeline.events import Metrics, Outbox, Point
+from pipeline.events import Metrics, Outbox, Phase, Point
 from pipeline.training.clock import Clock, Lap
 from pipeline.training.gauge import GpuGauge
+from pipeline.training.nonfinite import Finiteness
 from pipeline.training.order import Order
+from pipeline.training.watch import mark
+
+SKIPPED = "train/skipped_steps"
+_SENT_AGAIN = 100
+"""Latest reports that a checkpoint keeps: a driver that was killed may not have written down what it was sent. It knows
+what it has."""
 
 
 @dataclass(kw_only=True)
@@ -40,6 +47,11 @@ class Meter:
     _norms: list[torch.Tensor] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
     _samples: int = 0
+    _skipped_before: int = 0
+    _sent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_SENT_AGAIN))
+
+    def __post_init__(self) -> None:
+        self.finiteness = Finiteness(trial=self.trial, rank=self.rank, order=self.order, outbox=self.outbox)
 
     def add(self, loss: torch.Tensor, *, norm: torch.Tensor | None, rate: float, samples: int) -> None:
         """One step: this rank's weighted loss (scalar), the global gradient norm if known, lr, global batch size."""
@@ -53,12 +65,17 @@ class Meter:
         """Report all steps since the last flush, up to ``step`` in ``epoch``, both counted from 1. Collective.
 
         Raises:
-            TrainingError: a loss is NaN or infinite. All ranks see the same sums and raise together.
+            TrainingError: a loss or gradient is NaN or infinite. All ranks see the same sums and raise together.
         """
         asked = torch.full_like(self._losses[0], float(self.outbox.stop_asked))
-        sums = torch.stack([*self._losses, asked])
+        own = torch.stack([*self._losses, asked])
+        sums = own.clone()
         if self.rank.world_size > 1:
-            dist.all_reduce(sums)
+            mark(Phase.WAITING)
+            parts = [torch.empty_like(own) for _ in range(self.rank.world_size)]
+            dist.all_gather(parts, own)
+            # Not an all-reduce: its rounding would depend on how many steps are reported together.
+            sums = torch.stack(parts).double().sum(0)
         losses, self.stop_agreed = sums[:-1], bool(sums[-1])
         columns = {"train/loss": losses.tolist(), "train/learning_rate": self._rates}
         if self._norms:
@@ -72,8 +89,11 @@ class Meter:
         points = [Point(name, first + i, value) for name, column in columns.items() for i, value in enumerate(column)]
         points.append(Point("throughput/samples_per_second", step, lap.samples_per_second))
         points.append(Point("time/step_ms", step, lap.step_ms))
+        if self.trial.experiment.train.on_nonfinite == "skip":
+            points.append(Point(SKIPPED, step, self._skipped_before + len(self.finiteness.skipped)))
         self.send(points, step=step, epoch=epoch)
-        self._stop_if_not_finite(columns["train/loss"], first=first)
+        norms = columns.get("train/gradient_norm", [])
+        self.finiteness.judge(columns["train/loss"], norms=norms, own=own, first=first)
 
     def send(self, points: list[Point], *, step: int, epoch: int) -> None:
         """Report points of any metrics; ``step`` and ``epoch`` (counted from 1) say how far training is."""
@@ -87,6 +107,7 @@ class Meter:
                 points=tuple(points),
                 repeat=self.trial.repeat,
             )
+            self._sent.append(event)
             self.outbox.event(event)
 
     def state(self) -> dict[str, Any]:
@@ -96,23 +117,16 @@ class Meter:
             "latest": dict(self.latest),
             "first_losses": list(self.first_losses),
             "lap": [lap.steps, lap.samples, lap.seconds],
+            "sent": [event.model_dump(mode="json") for event in self._sent],
         }
 
     def restore(self, state: Mapping[str, Any], *, is_over: bool) -> None:
         """Go on from `state`; a training that is over has no more steps to time, so the saved pace is the one."""
         self.latest = dict(state["latest"])
         self.first_losses = tuple(state["first_losses"])
+        for event in map(Metrics.model_validate, state["sent"] if self.rank.is_first else ()):
+            self._sent.append(event)
+            self.outbox.event(event)
+        self._skipped_before = int(self.latest.get(SKIPPED, 0))
         if is_over:
             self.clock.laps.append(Lap(*state["lap"]))
-
-    def _stop_if_not_finite(self, losses: list[float], *, first: int) -> None:
-        for step, loss in enumerate(losses, start=first):
-            if not abs(loss) < float("inf"):
-                epoch, index = divmod(step - 1, self.order.steps_per_epoch)
-                samples = self.order.global_batch(epoch, index)
-                raise TrainingError(
-                    f"the loss is {loss} in step {step} (epoch {epoch + 1}); "
-                    f"its global batch is samples {', '.join(map(str, samples[:8]))}"
-                    f"{f' ... ({len(samples)} in all)' if len(samples) > 8 else ''}. "
-                    "Try a lower learning rate, train.clip_grad_norm, or train.precision: fp32"
-                )

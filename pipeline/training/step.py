@@ -2,38 +2,56 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from pipeline.errors import ExperimentError
+from pipeline.events import Phase
+from pipeline.training import lone_sample, nonfinite
 from pipeline.training.learning_rate import warmup_factor
 from pipeline.training.loader import to_device
 from pipeline.training.order import Draw, mix
 from pipeline.training.setup import Setup
+from pipeline.training.watch import mark
 
 Stream = Iterator[tuple[Draw, Any]]
 """A rank's micro-batches, in order."""
 
 
-def optimizer_step(setup: Setup, stream: Stream, *, step: int) -> tuple[Tensor, Tensor | None, float]:
-    """One optimizer step, counted from 0, on this rank's next micro-batches.
+class StepResult(NamedTuple):
+    """What came of one optimizer step."""
 
-    Returns this rank's part of the global batch's mean loss (scalar, on the device), the gradient norm before
-    clipping if it is clipped, and the learning rate.
-    """
+    loss: Tensor
+    """This rank's part of the global batch's mean loss, scalar, on the device."""
+    norm: Tensor | None
+    """The gradient norm before clipping, if it is clipped."""
+    rate: float
+    """Learning rate."""
+    is_skipped: bool
+    """Whether the weights were left as they are because something was not finite; the same on all ranks."""
+
+
+def optimizer_step(setup: Setup, stream: Stream, *, step: int) -> StepResult:
+    """One optimizer step, counted from 0, on this rank's next micro-batches."""
     # Dropout and the like draw from here: the same in a resumed step, different on each rank.
     _seed(mix(setup.experiment.seed, "step", step, setup.rank.rank), device=setup.device)
+    buffers = nonfinite.Buffers(setup) if nonfinite.skips(setup) else None
     total = gradients(setup, stream)
+    mark(Phase.UPDATING)
     norm = _clip(setup)
     scale = setup.scaler.get_scale()
-    rate = _step_optimizer(setup, step=step)
-    skipped = setup.scaler.get_scale() < scale  # fp16: gradients overflowed, so the optimizer did nothing
-    if setup.scheduler is not None and setup.experiment.train.scheduler_interval == "step" and not skipped:
-        setup.scheduler.step()
-    return total, norm, rate
+    applies = setup.scaler.is_enabled() or buffers is None or nonfinite.is_finite(setup, norm)
+    rate = _step_optimizer(setup, step=step, applies=applies)
+    overflowed = setup.scaler.get_scale() < scale  # fp16: the optimizer did nothing
+    is_skipped = buffers is not None and (overflowed or not applies)
+    if buffers is not None and is_skipped:
+        buffers.restore()
+    if setup.scheduler is not None and setup.experiment.train.scheduler_interval == "step" and not overflowed:
+        nonfinite.advance_scheduler(setup.scheduler, is_skipped=is_skipped)
+    return StepResult(total, norm, rate, is_skipped)
 
 
 def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> Tensor:
@@ -42,15 +60,25 @@ def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> Tensor:
     Without ``exchange`` each rank keeps its own gradients. Returns this rank's part of the global batch's mean loss.
     """
     total = torch.zeros((), device=setup.device, dtype=setup.input_dtype)
+    mark(Phase.READING)
     for draw, batch in stream:
+        mark(Phase.FORWARD)
         # All micro-batches but the last keep their gradients to themselves: one exchange a step, not one each.
         with nullcontext() if draw.is_last and exchange else setup.strategy.accumulate(setup.wrapped):
-            loss = forward(setup, batch)
+            try:
+                loss = forward(setup, batch)
+            except ValueError as error:
+                if lone_sample.is_too_small(error, draw):
+                    raise lone_sample.explained(setup, draw) from error
+                raise
             # Weighted by its share of the global batch, the sum over micro-batches and ranks is the global mean.
-            setup.scaler.scale(loss * (draw.weight * setup.strategy.gradient_scale)).backward()  # type: ignore[no-untyped-call]
+            weight = nonfinite.poisoned(draw.weight * setup.strategy.gradient_scale, loss, setup=setup)
+            mark(Phase.BACKWARD)
+            setup.scaler.scale(loss * weight).backward()  # type: ignore[no-untyped-call]
         total += loss.detach() * draw.weight
         if draw.is_last:
             break
+        mark(Phase.READING)
     return total
 
 
@@ -80,15 +108,19 @@ def _clip(setup: Setup) -> Tensor | None:
     return clip_grad_norm_(setup.model.parameters(), limit)
 
 
-def _step_optimizer(setup: Setup, *, step: int) -> float:
-    """Step with the warm-up's learning rate, which works with any scheduler since it leaves no trace in it."""
+def _step_optimizer(setup: Setup, *, step: int, applies: bool) -> float:
+    """Step with the warm-up's learning rate, which works with any scheduler since it leaves no trace in it.
+
+    Unless the step ``applies``, weights and the optimizer's state stay as they are.
+    """
     train = setup.experiment.train
     factor = warmup_factor(train.lr_scaling, step=step, global_batch_size=train.global_batch_size)
     scheduled = [group["lr"] for group in setup.optimizer.param_groups]
     for group in setup.optimizer.param_groups:
         group["lr"] = group["lr"] * factor
-    setup.scaler.step(setup.optimizer)
-    setup.scaler.update()
+    if applies:
+        setup.scaler.step(setup.optimizer)
+        setup.scaler.update()
     setup.optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(setup.optimizer.param_groups, scheduled, strict=True):
         group["lr"] = rate

@@ -24,6 +24,7 @@ import torch
 
 import pipeline
 from pipeline.contract import Rank, Trial
+from pipeline.errors import Stopped
 from pipeline.events import Heartbeat, Outbox, Phase, Warned
 
 INTERVAL_S = 1.0
@@ -43,7 +44,8 @@ DOING = {
     Phase.ENDED: "ending",
 }
 _MUST_GO_ON = frozenset((Phase.READING, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATING, Phase.EVALUATING))
-_MACHINERY = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pipeline, torch, threading))
+_MACHINERY = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pipeline, torch))
+_FEW = 3  # frames
 
 
 class _Activity:
@@ -52,6 +54,9 @@ class _Activity:
     __slots__ = ("marks", "phase", "step", "steps")
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.phase, self.step, self.steps, self.marks = Phase.BUILDING, 0, 0, 0
 
 
@@ -86,11 +91,12 @@ class Watch:
         self._timeout_s = trial.experiment.parallel.timeout_s
         self._interval_s = min(INTERVAL_S, self._timeout_s / 10)
         self._idle_s = 0.0
+        self._warned = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
-        _now.__init__()  # type: ignore[misc] # a process may train more than once
+        _now.reset()  # a process may train more than once
         self._watched = threading.get_ident()
         self._process_started = psutil.Process().create_time()
         self._thread.start()
@@ -99,7 +105,7 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._done.set()
         self._thread.join()
-        if self._end is not None:
+        if self._end is not None and (kind is None or issubclass(kind, Stopped)):
             mark(Phase.ENDED)
             self._idle_s = 0.0
             self._outbox.event(self._heartbeat())
@@ -111,7 +117,7 @@ class Watch:
             # A process that was stopped for an hour and goes on has not been idle for an hour.
             self._idle_s += min(now - before, 2 * self._interval_s)
             if _now.marks != marks:
-                marks, self._idle_s = _now.marks, 0.0
+                marks, self._idle_s, self._warned = _now.marks, 0.0, False
             before = now
             if self._end is not None:
                 self._outbox.event(self._heartbeat())
@@ -119,18 +125,17 @@ class Watch:
 
     def _judge(self) -> None:
         if self._end is None:
-            if self._timeout_s <= self._idle_s < self._timeout_s + self._interval_s and _now.phase in _MUST_GO_ON:
+            if self._idle_s >= self._timeout_s and _now.phase in _MUST_GO_ON and not self._warned:
                 self._warn()
         elif self._is_stuck() and self._idle_s >= self._timeout_s + GRACE_S:
             sys.stderr.write(f"{stuck(self._heartbeat())}\n{self._stack()}")
-            for child in psutil.Process().children(recursive=True):  # loader processes outlive a parent that is ended
-                child.kill()
             self._end()
 
     def _is_stuck(self) -> bool:
         return self._idle_s >= self._timeout_s and _now.phase in _MUST_GO_ON and _now.steps > 1
 
     def _warn(self) -> None:
+        self._warned = True
         message = f"{stuck(self._heartbeat())}; it goes on waiting, Ctrl-C ends it. It is at\n{self._stack()}"
         self._outbox.event(Warned(time=time.time(), trial=self._trial.name, message=message.rstrip()))
 
@@ -167,7 +172,8 @@ def doing(heartbeat: Heartbeat) -> str:
 
 
 def _from_user_code(frame: FrameType) -> str:
-    """The frames of a thread from the first that is neither this project's nor a library's below it."""
+    """The frames below this project's from the first that is not a library's either; else the innermost few."""
     stack = traceback.extract_stack(frame)
-    own = next((i for i, entry in enumerate(stack) if not entry.filename.startswith(_MACHINERY)), 0)
-    return "".join(stack[own:].format() if isinstance(stack[own:], traceback.StackSummary) else [])
+    ours = next((i for i, entry in enumerate(stack) if entry.filename.startswith(_MACHINERY[0])), 0)
+    users = (i for i, entry in enumerate(stack) if i > ours and not entry.filename.startswith(_MACHINERY))
+    return "".join(traceback.format_list(stack[next(users, -_FEW) :]))

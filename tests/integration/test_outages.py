@@ -22,9 +22,10 @@ from stores import Proxy, Server
 from pipeline.config.load import load
 from pipeline.contract import Status
 from pipeline.errors import ResourceError, UsageError
-from pipeline.events import ArtifactSaved, Metrics, Point, RunClosed, SystemMetrics
+from pipeline.events import ArtifactSaved, Finished, Metrics, Point, RunClosed, SystemMetrics
 from pipeline.plan import Plan, make_plan
 from pipeline.recording import journal
+from pipeline.recording import mlflow_entities as entities
 from pipeline.recording.folder import newest, read_state
 from pipeline.recording.mlflow import sync
 from pipeline.recording.recorder import Recorder
@@ -53,8 +54,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")  # of a server that hangs; ours is 30 seconds
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0.1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")  # of a server that hangs; ours is 30 seconds
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr("pipeline.recording.mlflow._UPLOAD_PAUSE_S", 1.0)
     with Proxy(server) as proxy:
         yield proxy
 
@@ -80,8 +82,9 @@ def plan_of(uri: str, directory: Path) -> Plan:
 class Training:
     """Sends what training sends, from step 1 on, one event in some milliseconds."""
 
-    def __init__(self, plan: Plan, recorder: Recorder, *, steps: int = 0) -> None:
+    def __init__(self, plan: Plan, recorder: Recorder, *, shown: io.StringIO, steps: int = 0) -> None:
         self.recorder = recorder
+        self._shown = shown
         self.steps = steps
         self.longest_s = 0.0
         """The longest that an event was held up."""
@@ -103,8 +106,8 @@ class Training:
         """Train until something has happened, and at least some steps more."""
         deadline = time.monotonic() + 60
         while not condition():
-            assert time.monotonic() < deadline, "waited in vain"
-            self.step()
+            assert time.monotonic() < deadline, self._shown.getvalue()
+            self.go_on(steps=20)
         self.go_on(steps=50)
 
 
@@ -120,7 +123,7 @@ class Recording:
     def training(self, folder: Path | None = None, *, steps: int = 0) -> Iterator[Training]:
         terminal = rich.console.Console(file=self._terminal, width=1000)
         with recorded(self.plan, terminal=terminal, folder=folder) as recorder:
-            yield Training(self.plan, recorder, steps=steps)
+            yield Training(self.plan, recorder, shown=self._terminal, steps=steps)
 
     @property
     def shown(self) -> str:
@@ -139,13 +142,14 @@ class Recording:
         assert [self.shown.index(text) for text in texts] == sorted(self.shown.index(text) for text in texts)
 
 
+def runs_of(client: MlflowClient, folder: Path) -> list[Run]:
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    where = f"tags.`pipeline.run` = '{folder.name}'"
+    return list(client.search_runs(experiments, filter_string=where, run_view_type=ViewType.ACTIVE_ONLY))
+
+
 def only_run(client: MlflowClient, folder: Path) -> Run:
-    experiments = client.search_experiments()
-    (run,) = client.search_runs(
-        [experiment.experiment_id for experiment in experiments],
-        filter_string=f"tags.`pipeline.run` = '{folder.name}'",
-        run_view_type=ViewType.ACTIVE_ONLY,
-    )
+    (run,) = runs_of(client, folder)
     return run
 
 
@@ -156,7 +160,8 @@ def assert_all_is_there(uri: str, folder: Path, *, status: Status = "FINISHED", 
     events = list(journal.read(folder / journal.FILE_NAME))
     expected: dict[str, list[tuple[int, float]]] = {}
     for event in events:
-        for point in event.points if isinstance(event, Metrics | SystemMetrics) else ():
+        figures = tuple(entities.figures(event)) if isinstance(event, Finished) else ()
+        for point in event.points if isinstance(event, Metrics | SystemMetrics) else figures:
             expected.setdefault(point.name, []).append((point.step, point.value))
     if steps:
         assert [step for step, _ in expected["train/loss"]] == list(range(1, steps + 1))
@@ -208,9 +213,8 @@ def test_a_store_that_fails_for_a_while(proxy: Proxy, tmp_path: Path, bad: Bad) 
 
 
 def metrics_of(proxy: Proxy, folder: Path) -> dict[str, float]:
-    with suppress(ValueError):
-        return dict(only_run(MlflowClient(f"http://{proxy.target.netloc}"), folder).data.metrics)
-    return {}
+    found = runs_of(MlflowClient(f"http://{proxy.target.netloc}"), folder)
+    return dict(found[0].data.metrics) if found else {}
 
 
 def test_a_store_that_fails_from_the_start_and_creates_runs_without_saying_so(proxy: Proxy, tmp_path: Path) -> None:
@@ -231,7 +235,7 @@ def test_a_slow_store_slows_nothing_down(proxy: Proxy, tmp_path: Path) -> None:
     proxy.fault = "slow"
     run = Recording(proxy.uri, tmp_path)
     with run.training() as training:
-        training.until(lambda: proxy.struck >= 8)
+        training.until(lambda: proxy.struck >= 5)
         proxy.delay_s = 0.2  # so that the test ends some day
 
     assert training.longest_s < 0.5  # half of the time that each of its answers takes
@@ -261,17 +265,19 @@ def test_a_server_that_is_down_at_the_start_and_killed_in_the_middle(server: Ser
 
 
 def test_a_database_that_another_process_has_locked(tmp_path: Path) -> None:
+    """MLflow waits 20 seconds for a lock; training doesn't wait for MLflow."""
     path = tmp_path / "mlflow.db"
-    run = Recording(f"sqlite:///{path}?timeout=0.5", tmp_path / "runs")
+    run = Recording(f"sqlite:///{path}", tmp_path / "runs")
     with run.training() as training:
         training.until(lambda: path.exists() and has_runs(path))
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
-            training.until(run.says(DOWN))
+            before = training.steps
+            training.go_on(steps=500)
             other.execute("ROLLBACK")
-        training.until(run.says(UP))
 
-    run.assert_told_once(DOWN, UP)
+    assert training.steps == before + 500
+    assert training.longest_s < 1  # the lock was held for two
     assert_all_is_there(f"sqlite:///{path}", run.folder, steps=training.steps)
 
 
@@ -487,7 +493,7 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_hangs(proxy: Proxy, project: Path
 
     (folder,) = tmp_path.iterdir()
     assert process.returncode == 130, stdout + stderr
-    assert f"pipeline sync {folder}" in stdout
+    assert f"send them with: pipeline sync {folder}" in stdout, stdout
     assert "Traceback" not in stdout + stderr
     assert isinstance(journal.ending(folder / journal.FILE_NAME), RunClosed)
     proxy.fault = ""
@@ -496,14 +502,15 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_hangs(proxy: Proxy, project: Path
 
 
 def test_a_whole_run_while_the_store_is_out_of_order(proxy: Proxy, tmp_path: Path, start: Any) -> None:
-    """Two workers train; the server is out of order when it begins, and well again before it ends."""
+    """The server is out of order when it begins, and well again before it ends."""
     proxy.fault = "fails"
     more = ["--no-baseline", f"tracking.uri={proxy.uri}", f"tracking.directory={tmp_path}", "train.epochs=4"]
+    more += ["parallel.launcher=inprocess", "parallel.workers=1"]
     process = start("run", MLP, *more, cwd=tmp_path.parent)
     shown = ""
     for line in process.stdout:
         shown += line
-        if "main: ddp x 2: step" in line:
+        if "main: ddp: step" in line:
             proxy.fault = ""
 
     assert process.wait(60) == 0, shown + process.stderr.read()

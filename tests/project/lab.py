@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 
 import torch
 from torch import Tensor, nn
@@ -119,3 +121,112 @@ class Hungry(Net):
         if len(inputs) > self.limit and _rank() == self.hungry:
             torch.empty(2**60, dtype=torch.uint8)
         return self.linear(inputs)
+
+
+def slow_points(ms: float, samples: int = 64) -> tuple[Dataset[tuple[Tensor, Tensor]], None]:
+    """Points that take ``ms`` each to read."""
+    return _Slow(_points(samples), ms), None
+
+
+class Sluggish(Net):
+    """Takes ``ms`` for each batch, on rank ``rank`` or, if it is negative, on all."""
+
+    def __init__(self, ms: float, rank: int = -1, width: int = 1) -> None:
+        super().__init__()
+        self.wide = nn.Linear(CLASSES, width).requires_grad_(width > 1)
+        self.deep = nn.Linear(width, width).requires_grad_(width > 1)
+        self.ms = ms
+        self.slow = rank
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.slow in (-1, _rank()):
+            time.sleep(self.ms / 1000)
+        outputs = self.linear(inputs)
+        return outputs + self.deep(self.wide(outputs)).mean(dim=1, keepdim=True)
+
+
+class _Slow(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, points: TensorDataset, ms: float) -> None:
+        self.points = points
+        self.ms = ms
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.ms / 1000)
+        return self.points[index]
+
+
+class Patient(nn.Module):
+    """With dropout, and slow enough to be interrupted in the middle: ``ms`` for each batch."""
+
+    def __init__(self, ms: float = 8.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES))
+        self.ms = ms
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(self.ms / 1000)
+        outputs: Tensor = self.layers(inputs)
+        return outputs
+
+
+class Locked(TensorDataset):
+    """Deadlocks on rank ``rank`` when it has been asked for some samples."""
+
+    def __init__(self, samples: int, rank: int) -> None:
+        super().__init__(*_points(samples).tensors)
+        self.rank = rank
+        self.read = 0
+        self.lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        self.read += 1
+        if self.read > 40 and _rank() == self.rank:
+            self._wait_for_myself()
+        return super().__getitem__(index)
+
+    def _wait_for_myself(self) -> None:
+        with self.lock, self.lock:
+            raise AssertionError("nobody gets here")
+
+
+def locked(rank: int, samples: int = 50) -> tuple[Locked, None]:
+    return Locked(samples, rank), None
+
+
+def holed(index: int, value: float = float("nan")) -> tuple[TensorDataset, None]:
+    """A sample with a value that is not finite, or that `Spiky` makes infinite."""
+    dataset = _points(50)
+    dataset.tensors[0][index, 1] = value
+    return dataset, None
+
+
+class Spiky(nn.CrossEntropyLoss):
+    """Infinite, with finite gradients, if an output is far off."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        spike = torch.where(outputs.detach().abs().max() > 1e3, float("inf"), 0.0)
+        return super().forward(outputs.clamp(-30, 30), targets) + spike
+
+
+class Unreadable(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        if index == 7:
+            raise OSError("no such image")
+        return super().__getitem__(index)
+
+
+def unreadable(where: str) -> tuple[TensorDataset, TensorDataset]:
+    """One sample of the training or the validation set can't be read."""
+    broken = Unreadable(*_points(50).tensors)
+    return (broken, _points(20)) if where == "training" else (_points(50), broken)
+
+
+class Steep(nn.CrossEntropyLoss):
+    """Finite, with gradients that are not."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(outputs, targets) + (0 * outputs.sum()).sqrt()

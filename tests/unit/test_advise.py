@@ -46,9 +46,7 @@ def measured(
 ) -> Finished:
     """A measurement at ``rate`` samples/s; all else is as quick as can be."""
     batch = trial.experiment.train.global_batch_size
-    end = samples.finished(
-        trial.name, spread(rate, noise=noise), batch=batch, data_wait=data_wait, **{"steps": 100, **more}
-    )
+    end = samples.finished(trial.name, spread(rate, noise=noise), batch=batch, data_wait=data_wait)
     own = {
         "exposed_communication_ms": communication if trial.workers > 1 else None,
         "ranks_ms": tuple(ranks) or (1000 * batch / rate,) * trial.workers,
@@ -56,7 +54,7 @@ def measured(
         **({} if compute is None else {"compute_ms": compute}),
     }
     parts = end.result.parts.model_copy(update=own)
-    return end.model_copy(update={"result": end.result.model_copy(update={"parts": parts})})
+    return end.model_copy(update={"result": end.result.model_copy(update={"steps": 100, **more, "parts": parts})})
 
 
 def advised(
@@ -90,31 +88,30 @@ def test_a_run_without_baseline_is_advised_too() -> None:
 
 
 def everything_wrong() -> list[Advice]:
-    trial = CUDA_2.model_copy(update={"options": {"find_unused_parameters": True}})
     declared = experiment(
-        parallel__options={"find_unused_parameters": True}, train__lr_scaling={"base_batch_size": 32}, name="lab"
-    )
+        parallel__options={"find_unused_parameters": True}, parallel__cpus_per_worker=1,
+        train__lr_scaling={"base_batch_size": 32},
+    )  # fmt: skip
     return run(
-        trial=trial, declared=declared, communication=110, data_wait=150, gradient_mb=1000, ranks=(90, 900),
-        nodes=SPREAD_OUT,
+        trial=SEARCHING, declared=declared, communication=110, data_wait=150, gradient_mb=100, ranks=(90, 900),
+        nodes=SPREAD_OUT, cores=8,
     )  # fmt: skip
 
 
 def test_at_most_five_the_most_valuable_first() -> None:
-    """Of steps of 337 ms a rank loses 810, data 150, the hook saves 55 (half of 110), the batch 55."""
+    """Of steps of 337 ms a rank loses 810, data 150, idle cores about 100, a hook and the batch half of 110."""
     advice = everything_wrong()
     assert len(advice) == MOST == 5
     assert "rank 1" in advice[0].reason
     assert [one.key for one in advice[1:]] == [
-        "loader.num_workers", "parallel.options.communication_hook", "train.global_batch_size",
-        "parallel.options.find_unused_parameters",
+        "loader.num_workers", "parallel.cpus_per_worker", "parallel.options.communication_hook",
+        "train.global_batch_size",
     ]  # fmt: skip
 
 
 def test_the_list_writes_each_key_once() -> None:
     changes = " ".join(one.change for one in everything_wrong())
-    for key in ("train.lr_scaling:", "train.global_batch_size:", "parallel.options.find_unused_parameters:"):
-        assert changes.count(key) == 1
+    assert changes.count("train.lr_scaling:") == changes.count("train.global_batch_size:") == 1
 
 
 @pytest.mark.parametrize(
@@ -156,10 +153,8 @@ def test_one_process_with_all_cores_is_faster() -> None:
     (one,) = tiny(single=30_000)
     assert "single, 2 cores is 4.69x as fast as ddp x 2 (30,000 and 6,400 samples/s)" in one.reason
     assert "8 ms are exchange of gradients, too much for a model this small" in one.reason
-    assert (
-        one.change == "write parallel.strategy: single, parallel.workers: 1, parallel.cpus_per_worker: 2"
-        and one.key == "parallel.strategy"
-    )
+    assert one.change == "write parallel.strategy: single, parallel.workers: 1, parallel.cpus_per_worker: 2"
+    assert one.key == "parallel.strategy"
 
 
 @pytest.mark.parametrize(("single", "noise"), [(5_000, 0.0), (6_600, 0.0), (8_000, 1_500.0)])
@@ -215,7 +210,7 @@ def test_what_else_is_said_is_about_the_better_row() -> None:
 
 
 def test_a_slow_link_that_a_hook_can_mend_is_no_reason_to_leave() -> None:
-    """At 1280 ms a step, 1000 of them for 100 MB over 0.8 Gbit/s, powersgd would leave 380: faster than single."""
+    """At 1280 ms a step, 1000 of them for 100 MB over 0.8 Gbit/s, powersgd would leave 430: faster than single."""
     slow = {"rate": 50, "communication": 1_000, "nodes": SPREAD_OUT, "gradient_mb": 100}
     advice = run(**slow)
     assert about("communication_hook: powersgd", advice)

@@ -74,3 +74,10 @@ def test_a_mistake_in_the_experiment_is_no_training_error() -> None:
     error = blame.cause([failed(1, "model: wrong", problems=problems)], {1: "ended with exit code 1"})
     assert isinstance(error, ExperimentError)
     assert error.problems == problems
+
+
+def test_who_waited_in_vain_may_know_of_a_hang() -> None:
+    assert blame.waited_in_vain(failed(0, "RuntimeError: Timed out waiting 5000ms for recv operation to complete"))
+    assert blame.waited_in_vain(failed(0, "DistBackendError: Watchdog caught collective operation timeout: WorkNCCL"))
+    assert not blame.waited_in_vain(failed(0, BY_PEER))
+    assert not blame.waited_in_vain(failed(0, "ValueError: mine"))

@@ -2,7 +2,8 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     },
 }
 
-Resume = Callable[[int], tuple[TrialResult, toys.Kept]]
+PAIRS = [("SGD", "none"), *product(["momentum", "AdamW"], [name for name in SCHEDULERS if name != "none"])]
 
 
 @pytest.fixture(params=registry.names("strategies"))
@@ -72,7 +73,7 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured behind the last step takes ten times as long as the training of a toy."""
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts())
+    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
 
 
 def run(
@@ -95,8 +96,12 @@ def until(step: int, *, folder: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def after(step: int, outbox: toys.Kept, name: str) -> list[Any]:
+    """The points behind a step; a resumed training also repeats some from before it."""
+    return [point for point in outbox.points(name) if point.step > step]
+
+
+@pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 def test_a_training_resumed_after_any_step_is_the_same(
     tmp_path: Path, strategy: str, optimizer: str, scheduler: str
 ) -> None:
@@ -112,7 +117,7 @@ def test_a_training_resumed_after_any_step_is_the_same(
 
         assert [event.step for event in outbox.events if isinstance(event, Resumed)] == [step]
         for name in ("train/loss", "train/learning_rate", "train/gradient_norm", "validation/loss"):
-            assert outbox.points(name) == [point for point in expected.points(name) if point.step > step]
+            assert after(step, outbox, name) == after(step, expected, name)
         assert result.losses == whole.losses
         assert result.metrics["validation/loss"] == whole.metrics["validation/loss"]
         for name, weights in expected.files["model/weights.pt"].items():
@@ -212,4 +217,4 @@ class TestState:
         _, expected = run(tmp_path / "whole", precision="fp16")
         _, outbox = run(until(4, folder=tmp_path / "whole", to=tmp_path / "a"), resume=True, precision="fp16")
 
-        assert outbox.series("train/loss") == expected.series("train/loss")[4:]
+        assert after(4, outbox, "train/loss") == after(4, expected, "train/loss")

@@ -28,6 +28,8 @@ SAMPLES = 22
 class Kept:
     """An outbox that keeps events, and the content of files by name."""
 
+    stop_asked = False
+
     def __init__(self) -> None:
         self.events: list[AnyEvent] = []
         self.files: dict[str, Any] = {}

@@ -17,13 +17,14 @@ from pipeline.training.checkpoints.saver import Job, Saver
 from pipeline.training.checkpoints.state import State, check, is_sharded, restore, snapshot
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.meter import Meter
-from pipeline.training.setup import Setup
+from pipeline.training.setup import Setup, device_of
 
 
 def placed(trial: Trial, *, rank: Rank) -> Trial:
     """The trial with rank 0's place for checkpoints, which it alone may know. Collective."""
     if trial.is_measurement:
         return trial
+    device_of(trial, rank=rank)  # chooses the GPU through which ranks talk
     update = from_first(lambda: {"checkpoints": trial.checkpoints, "resume": trial.resume}, rank=rank)
     return trial.model_copy(update=update)
 
@@ -78,6 +79,8 @@ class Keeper:
             if self._setup.rank.is_first:
                 self._warn(f"no whole checkpoint in {self._storage.address}: training starts from the beginning")
             return 0
+        if self._setup.rank.world_size > 2:
+            resuming.settle(self._setup)
         restore(self._setup, found.state)
         self._meter.restore(found.state.values["meter"], is_over=found.manifest.step == self._setup.steps)
         if self._saver is not None:

@@ -12,6 +12,7 @@ from pipeline.training.checkpoints.manifest import Manifest
 from pipeline.training.checkpoints.state import State, is_sharded
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.setup import Setup
+from pipeline.training.step import gradients
 
 Warn = Callable[[str], None]
 
@@ -53,6 +54,23 @@ def newest(setup: Setup, storage: Storage, *, warn: Warn) -> Found | None:
     if setup.rank.is_first and manifest.data_digest != setup.data_digest:
         warn(f"the data is not the same as when {manifest.name} was saved: other arguments, sizes or first sample")
     return Found(manifest=manifest, older=older, state=_shared(setup, storage, manifest, states))
+
+
+def settle(setup: Setup) -> None:
+    """Take a step's gradients once and forget them, before a state is restored. Collective.
+
+    DistributedDataParallel lays out its buckets anew after its first backward pass, and over three or more ranks the
+    rounding of a sum depends on the bucket. So the first step of a resumed training gets the buckets that it would
+    have had without the interruption.
+    """
+    buffers = [buffer.clone() for buffer in setup.model.buffers()]  # some are in no checkpoint
+    setup.wrapped.train()
+    everything = list(setup.draws(0))
+    last = next(number for number, draw in enumerate(everything) if draw.is_last)
+    gradients(setup, setup.train_loader.batches(everything[: last + 1]))
+    setup.optimizer.zero_grad(set_to_none=True)
+    for buffer, before in zip(setup.model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
 
 
 def _choose(

@@ -1,0 +1,37 @@
+"""BatchNorm on a micro-batch of one sample, which has no variance: what to write instead."""
+
+from pipeline.errors import ExperimentError
+from pipeline.training.order import Draw
+from pipeline.training.setup import Setup
+
+_SIGN = "Expected more than 1 value per channel when training"
+"""What torch says in batch_norm."""
+
+
+def is_too_small(error: ValueError, draw: Draw) -> bool:
+    """Whether torch refused batch statistics of one sample."""
+    return len(draw.indices) == 1 and _SIGN in str(error)
+
+
+def explained(setup: Setup, draw: Draw) -> ExperimentError:
+    """Says which rank has one sample only, why, and which global batch size would do."""
+    order, rank, parts = setup.order, setup.rank, setup.micro_batches
+    batch = round(1 / draw.weight) if draw.weight else order.samples % order.global_batch_size
+    needed = 2 * rank.world_size * parts
+    split = f"{parts} micro-batches of each of " if parts > 1 else ""
+    sizes = [size for size in range(1, order.samples + 1) if _smallest(size, order.samples) >= needed]
+    if sizes:
+        closest = min(sizes, key=lambda size: abs(size - order.global_batch_size))
+        remedy = f"write {closest}, which leaves at least 2 everywhere"
+    else:
+        remedy = f"there are only {order.samples} samples: use fewer workers or micro-batches"
+    return ExperimentError.of(
+        "train.global_batch_size",
+        f"rank {rank.rank} gets one sample of a global batch of {batch}, dealt to {split}{rank.world_size} workers; "
+        f"BatchNorm can't take statistics of one: {remedy}, or use a layer without them, such as GroupNorm",
+    )
+
+
+def _smallest(size: int, samples: int) -> int:
+    """The smallest global batch of an epoch."""
+    return min(size, samples % size or size)

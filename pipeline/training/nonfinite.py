@@ -1,0 +1,165 @@
+"""Losses, gradients and weights that are NaN or infinite: who is to blame, and what is done about it."""
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from warnings import catch_warnings, filterwarnings
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipeline.contract import Rank, Trial
+from pipeline.errors import TrainingError
+from pipeline.events import Outbox, Warned
+from pipeline.training.collective import gather
+from pipeline.training.order import Order
+from pipeline.training.setup import Setup
+
+MOST_IN_A_ROW = 10
+HALVINGS = 16
+"""With fp16 the scaler's first scale of 2^16 may be too large by all of it, which is no fault of the data."""
+REMEDY = "Try a lower learning rate, train.clip_grad_norm, or train.precision: fp32"
+
+
+def poisoned(weight: float, loss: Tensor, *, setup: Setup) -> float | Tensor:
+    """The weight of a loss; NaN if the loss is not finite and such steps are skipped.
+
+    So a loss that is infinite with finite gradients reaches all ranks with the gradients, without another exchange.
+    """
+    return weight + 0 * loss.detach() if skips(setup) else weight
+
+
+def skips(setup: Setup) -> bool:
+    """Whether a step whose loss or gradient is not finite is left out."""
+    return setup.experiment.train.on_nonfinite == "skip"
+
+
+def is_finite(setup: Setup, norm: Tensor | None) -> bool:
+    """Whether all gradients are finite; ``norm`` is their norm if it is known. The host waits for the device."""
+    if norm is None:
+        gradients = [parameter.grad for parameter in setup.model.parameters() if parameter.grad is not None]
+        norm = get_total_norm(gradients, norm_type=float("inf"))
+    return bool(torch.isfinite(norm))
+
+
+class Buffers:
+    """A model's buffers as they were, such as BatchNorm's statistics, which a forward pass changes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._buffers = list(setup.model.buffers())
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    def restore(self) -> None:
+        """Undo what has happened to them."""
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(before)
+
+
+def advance_scheduler(scheduler: LRScheduler, *, is_skipped: bool) -> None:
+    """The learning rate is a function of the samples, so it goes on when a step is left out."""
+    with catch_warnings() if is_skipped else nullcontext():
+        if is_skipped:  # torch takes it for a mistake if the very first step of the optimizer is left out
+            filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        scheduler.step()
+
+
+def check_weights(setup: Setup, *, step: int) -> None:
+    """Before a checkpoint after ``step`` steps. Collective.
+
+    Raises:
+        TrainingError: a weight is not finite, though the losses so far were.
+    """
+    weights = [weight.detach() for weight in setup.model.parameters() if weight.is_floating_point()]
+    finite = bool(torch.isfinite(get_total_norm(weights, norm_type=float("inf"))))
+    if not all(gather(finite, rank=setup.rank)):
+        raise TrainingError(
+            f"weights are not finite after step {step}, though its loss is: a gradient was not finite in that step or "
+            "shortly before. train.on_nonfinite: skip leaves out such steps. " + REMEDY
+        )
+
+
+@dataclass(kw_only=True)
+class Finiteness:
+    """Judges the steps since the last report. All ranks call it alike, with the same sums."""
+
+    trial: Trial
+    rank: Rank
+    order: Order
+    outbox: Outbox
+    skipped: list[int] = field(default_factory=list)
+    """Steps that were left out since training started or was resumed, counted from 1."""
+    _in_a_row: int = 0
+    _has_told: bool = False
+
+    def note(self, step: int, *, is_skipped: bool) -> None:
+        """One more step, counted from 1."""
+        self._in_a_row = self._in_a_row + 1 if is_skipped else 0
+        if is_skipped:
+            self.skipped.append(step)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether too many steps in a row were left out."""
+        return self._in_a_row >= MOST_IN_A_ROW + HALVINGS * (self.trial.experiment.train.precision == "fp16")
+
+    def judge(self, losses: Sequence[float], *, norms: Sequence[float], own: Tensor, first: int) -> None:
+        """Look at the losses and gradient norms (none if unknown) of all steps from ``first`` on, counted from 1.
+
+        ``own`` is this rank's share of each loss, shape (steps,). Collective.
+
+        Raises:
+            TrainingError: one is not finite and may not be left out, or too many were left out.
+        """
+        if self.trial.experiment.train.on_nonfinite == "skip":
+            if self.skipped and not self._has_told:
+                self._tell_first(losses, own=own, first=first)
+            if self.is_exhausted:
+                steps = self.skipped[-self._in_a_row :]
+                raise TrainingError(
+                    f"{len(steps)} steps in a row were skipped because they were not finite: {some(steps)}. {REMEDY}"
+                )
+            return
+        if self.trial.experiment.train.precision == "fp16":
+            norms = ()  # the scaler finds its scale by making gradients overflow
+        for index, (loss, norm) in enumerate(zip_longest(losses, norms, fillvalue=0.0)):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
+                raise TrainingError(f"the {what} in {self._where(first + index, own[index])}. {REMEDY}")
+
+    def summarize(self) -> None:
+        """Tell what was left out, once training is over."""
+        if len(self.skipped) > 1:
+            self._warn(f"{len(self.skipped)} steps were skipped because they were not finite: {some(self.skipped)}")
+
+    def _tell_first(self, losses: Sequence[float], *, own: Tensor, first: int) -> None:
+        self._has_told, step = True, self.skipped[0]
+        loss = losses[step - first]
+        what = "gradients are not finite" if math.isfinite(loss) else f"the loss is {loss}"
+        self._warn(f"{what} in {self._where(step, own[step - first])}; that step is skipped, as others will be")
+
+    def _where(self, step: int, share: Tensor) -> str:
+        """The step, and the samples that may be to blame. Collective."""
+        epoch, index = divmod(step - 1, self.order.steps_per_epoch)
+        batch = self.order.global_batch(epoch, index)
+        finite = gather(bool(torch.isfinite(share)), rank=self.rank)
+        blamed = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+        where = f"step {step} (epoch {epoch + 1}); "
+        if self.rank.world_size == 1 or not blamed:
+            return f"{where}its global batch is samples {some(batch)}"
+        shares = (f"of rank {rank}, samples {some(batch[rank :: self.rank.world_size])}" for rank in blamed)
+        return f"{where}not finite is the share {', '.join(shares)}"
+
+    def _warn(self, message: str) -> None:
+        if self.rank.is_first:
+            self.outbox.event(Warned(time=time.time(), trial=self.trial.name, message=message))
+
+
+def some(numbers: Sequence[int]) -> str:
+    """The first few, and how many there are."""
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown} ... ({len(numbers)} in all)"

@@ -1,0 +1,201 @@
+"""Ranks that hang: what they say of themselves, and what the driver makes of it."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+import toys
+
+from pipeline.contract import Rank
+from pipeline.events import AnyEvent, Failed, Heartbeat, Phase, Warned, event_from_json, event_to_json
+from pipeline.launchers._vigil import Vigil
+from pipeline.training import watch
+from pipeline.training.watch import Watch, mark, mark_step
+
+PATIENCE_S = 30.0
+TIMEOUT_S = 0.4
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+
+
+def watching(outbox: toys.Kept, *, end: Callable[[], None] | None, timeout_s: float = TIMEOUT_S) -> Watch:
+    return Watch(toys.trial(parallel={"timeout_s": timeout_s}), rank=Rank(rank=1), outbox=outbox, end=end)
+
+
+def heartbeats(outbox: toys.Kept) -> list[Heartbeat]:
+    return [event for event in outbox.events if isinstance(event, Heartbeat)]
+
+
+def train_until(steps: int, phase: Phase) -> None:
+    for step in range(steps):
+        mark_step(step)
+        mark(phase)
+
+
+def the_users_own_code(ended: threading.Event) -> bool:
+    return ended.wait(PATIENCE_S)
+
+
+# A rank
+
+
+def test_a_rank_that_stands_still_says_where_and_ends() -> None:
+    outbox, ended = toys.Kept(), threading.Event()
+    with watching(outbox, end=ended.set):
+        train_until(3, Phase.READING)
+        assert the_users_own_code(ended)
+
+    last = next(heartbeat for heartbeat in heartbeats(outbox) if heartbeat.is_stuck)
+    assert (last.step, last.phase, last.rank.rank, last.pid) == (3, Phase.READING, 1, os.getpid())
+    assert last.idle_s >= TIMEOUT_S
+    assert "in the_users_own_code" in last.stack
+    assert psutil.Process().create_time() == last.process_started
+    assert "timeout_s" in watch.stuck(last)
+    assert "reading data in step 3" in watch.stuck(last)
+
+
+@pytest.mark.parametrize(
+    ("steps", "phase"), [(0, Phase.BUILDING), (1, Phase.FORWARD), (5, Phase.SAVING), (5, Phase.WAITING)]
+)
+def test_building_the_first_step_saving_and_waiting_take_as_long_as_they_like(steps: int, phase: Phase) -> None:
+    outbox, ended = toys.Kept(), threading.Event()
+    with watching(outbox, end=ended.set, timeout_s=0.2):
+        train_until(steps, phase)
+        assert not ended.wait(0.6)
+
+    assert max(heartbeat.idle_s for heartbeat in heartbeats(outbox)) > 0.2
+    assert not any(heartbeat.is_stuck for heartbeat in heartbeats(outbox))
+
+
+def test_a_long_step_of_many_batches_is_no_hang() -> None:
+    outbox, ended = toys.Kept(), threading.Event()
+    with watching(outbox, end=ended.set, timeout_s=5.0):
+        train_until(3, Phase.READING)
+        for _ in range(30):
+            time.sleep(0.05)
+            mark(Phase.FORWARD)
+
+    assert not ended.is_set()
+    assert max(heartbeat.idle_s for heartbeat in heartbeats(outbox)) < 5.0
+    assert outbox.events[-1].phase is Phase.ENDED
+
+
+def test_the_drivers_own_process_is_warned_once_and_left_alone() -> None:
+    outbox = toys.Kept()
+    with watching(outbox, end=None, timeout_s=0.2):
+        train_until(1, Phase.FORWARD)
+        the_users_own_code_takes(1.0)
+
+    (warned,) = outbox.events
+    assert isinstance(warned, Warned)
+    assert "in the forward pass in step 1" in warned.message
+    assert "in the_users_own_code_takes" in warned.message
+
+
+def the_users_own_code_takes(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_training_that_failed_does_not_say_that_it_ended() -> None:
+    outbox = toys.Kept()
+    with pytest.raises(ZeroDivisionError), watching(outbox, end=threading.Event().set):
+        raise ZeroDivisionError
+    assert all(heartbeat.phase is not Phase.ENDED for heartbeat in heartbeats(outbox))
+
+
+def test_a_heartbeat_survives_the_way() -> None:
+    heartbeat = beat(0)
+    assert event_from_json(event_to_json(heartbeat)) == heartbeat
+
+
+# The driver
+
+TIMED_OUT = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
+
+
+def beat(
+    rank: int, *, step: int = 7, phase: Phase = Phase.BACKWARD, node: str = "elsewhere", **more: object
+) -> Heartbeat:
+    where = Rank(rank=rank, world_size=3, node=node)
+    known = {"pid": 1, "process_started": 0.0, "idle_s": 0.0, "stack": f"frames of rank {rank}\n"} | more
+    return Heartbeat(time=0.0, rank=where, step=step, phase=phase, **known)
+
+
+def failed(rank: int, error: str = TIMED_OUT) -> Failed:
+    return Failed(time=0.0, rank=Rank(rank=rank, world_size=3, node="elsewhere"), error=error, traceback="")
+
+
+def verdicts(*events: AnyEvent, timeout_s: float = 300.0, wait_s: float = 0.0) -> list[Failed]:
+    """What is reported besides the ranks' own failures."""
+    received: list[AnyEvent] = []
+    vigil = Vigil(toys.trial(parallel={"timeout_s": timeout_s}), receive=received.append)
+    with vigil:
+        for event in events:
+            vigil.receive(event)
+        time.sleep(wait_s)
+    assert not any(isinstance(event, Heartbeat) for event in received)
+    return [event for event in received if isinstance(event, Failed) and event not in events]
+
+
+def test_the_rank_that_others_wait_for_is_to_blame() -> None:
+    (verdict,) = verdicts(beat(0), beat(1, phase=Phase.READING, idle_s=5.0), beat(2), failed(0))
+    assert (verdict.rank.rank, verdict.rank.node) == (1, "elsewhere")
+    assert verdict.error.startswith("no progress for 5 s: reading data in step 7; ")
+    assert verdict.traceback == "Stack of rank 1 (most recent call last):\nframes of rank 1\n"
+
+
+def test_a_step_behind_is_behind_whatever_it_does() -> None:
+    (verdict,) = verdicts(beat(0, step=8, phase=Phase.READING), beat(1, step=7, phase=Phase.SAVING), failed(0))
+    assert (verdict.rank.rank, "saving in step 7" in verdict.error) == (1, True)
+
+
+def test_a_rank_that_is_stuck_and_waits_blames_the_one_behind() -> None:
+    (verdict,) = verdicts(beat(1, phase=Phase.READING), beat(0, is_stuck=True, idle_s=300.0))
+    assert verdict.rank.rank == 1
+    (verdict,) = verdicts(beat(1, phase=Phase.READING, is_stuck=True), beat(0, is_stuck=True))
+    assert verdict.rank.rank == 1
+
+
+def test_no_rank_is_blamed_for_a_network_that_fails() -> None:
+    assert verdicts(beat(0), beat(1), beat(2), failed(0), failed(1), failed(2)) == []
+
+
+def test_no_rank_is_blamed_where_one_failed_by_itself() -> None:
+    assert verdicts(beat(0), beat(1, phase=Phase.READING), failed(2, "ValueError: mine"), failed(0)) == []
+
+
+def test_a_rank_that_is_not_heard_any_more_has_stopped() -> None:
+    (verdict,) = verdicts(beat(0, phase=Phase.ENDED), beat(1), timeout_s=0.5, wait_s=1.6)
+    assert (verdict.rank.rank, verdict.traceback.endswith("frames of rank 1\n")) == (1, True)
+    assert "its process stopped while in the backward pass in step 7" in verdict.error
+
+
+def test_a_process_that_is_gone_has_not_stopped() -> None:
+    """How it went, the launcher knows."""
+    here = socket.gethostname()
+    assert verdicts(beat(1, node=here, pid=2**22 + 1), timeout_s=0.5, wait_s=1.6) == []
+
+
+def test_a_stopped_process_is_killed_with_its_children_and_no_other() -> None:
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '100']); print(p.pid, flush=True); p.wait()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        itself = psutil.Process(process.pid)
+        itself.suspend()
+        more = {"node": socket.gethostname(), "pid": process.pid}
+        assert verdicts(beat(1, process_started=1.0, **more), timeout_s=0.5, wait_s=1.6) == []
+        assert itself.status() == psutil.STATUS_STOPPED  # another process got this pid
+        verdicts(beat(1, process_started=itself.create_time(), **more), timeout_s=0.5, wait_s=1.6)
+        assert process.wait(PATIENCE_S) < 0
+        psutil.wait_procs([child], timeout=PATIENCE_S)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
