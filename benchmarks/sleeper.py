@@ -1,4 +1,4 @@
-"""A network whose computing takes time but no core, as on a GPU: what is left to measure is exchange and its overlap."""
+"""A network whose computing takes time but no core, as on a GPU, so that exchange and overlap alone are measured."""
 
 import time
 

@@ -31,9 +31,12 @@ class Case:
         return self.row.cpus // self.row.workers
 
     def is_clear(self, ms: float) -> bool:
-        """Whether a part of a step is longer than the noise of the step."""
+        """Whether a part of a step, the median of several rounds, is longer than the noise of the step.
+
+        One round in which the machine did something else says nothing about a part that is most of the step.
+        """
         step = self.row.parts.step_ms
-        return ms > (step.high - step.low) / 2
+        return ms > min((step.high - step.low) / 2, step.median / 2)
 
 
 class Finding(Frozen):

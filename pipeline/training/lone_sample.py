@@ -17,8 +17,9 @@ def explained(setup: Setup, draw: Draw) -> ExperimentError:
     """Says which rank has one sample only, why, and which global batch size would do."""
     order, rank, parts = setup.order, setup.rank, setup.micro_batches
     batch = round(1 / draw.weight) if draw.weight else order.samples % order.global_batch_size
+    dealt = [f"{rank.world_size} workers"] * (rank.world_size > 1) + [f"{parts} micro-batches each"] * (parts > 1)
+    shared = f" ({', '.join(dealt)})" if dealt else ""
     needed = 2 * rank.world_size * parts
-    split = f"{parts} micro-batches of each of " if parts > 1 else ""
     sizes = [size for size in range(1, order.samples + 1) if _smallest(size, order.samples) >= needed]
     if sizes:
         closest = min(sizes, key=lambda size: abs(size - order.global_batch_size))
@@ -27,7 +28,7 @@ def explained(setup: Setup, draw: Draw) -> ExperimentError:
         remedy = f"there are only {order.samples} samples: use fewer workers or micro-batches"
     return ExperimentError.of(
         "train.global_batch_size",
-        f"rank {rank.rank} gets one sample of a global batch of {batch}, dealt to {split}{rank.world_size} workers; "
+        f"rank {rank.rank} gets one sample of a global batch of {batch}{shared}; "
         f"BatchNorm can't take statistics of one: {remedy}, or use a layer without them, such as GroupNorm",
     )
 

@@ -117,6 +117,7 @@ def attempt_in(project: Path, tmp_path: Path) -> Iterator[Callable[..., Attempt]
     made: list[Attempt] = []
 
     def make(*arguments: str, folder: str = "") -> Attempt:
+        (tmp_path / folder).mkdir(exist_ok=True)
         made.append(Attempt(project, tmp_path / folder, *arguments))
         return made[-1]
 
@@ -290,36 +291,34 @@ def _ray_workers(process: "subprocess.Popen[str]") -> Iterator[psutil.Process]:
             yield child
 
 
-class TestWhatCannotGoOn:
-    """Each refused in a sentence, before anything starts."""
+@pytest.fixture(scope="module")
+def killed(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Attempt:
+    attempt = Attempt(project, tmp_path_factory.mktemp("killed"))
+    process = attempt.start()
+    attempt.wait_for_step(8, process)
+    attempt.end()
+    return attempt
 
-    @pytest.fixture(scope="class")
-    def killed(self, project: Path, tmp_path_factory: pytest.TempPathFactory) -> Attempt:
-        attempt = Attempt(project, tmp_path_factory.mktemp("killed"))
-        process = attempt.start()
-        attempt.wait_for_step(8, process)
-        process.kill()
-        process.communicate()
-        return attempt
 
-    @pytest.mark.parametrize(
-        ("more", "told"),
-        [
-            (["optimizer.lr=0.2", "--resume"], "optimizer.lr: is 0.2, but was 0.1 in"),
-            (["--resume", "nowhere"], "--resume nowhere: no such run"),
-            (["name=other", "--resume"], "has no run of other; start one without --resume"),
-        ],
-    )
-    def test_it_is_refused(self, killed: Attempt, more: list[str], told: str) -> None:
-        ended = killed.run(*more)
-        assert ended.code == 2
-        assert told in ended.stderr
-        assert "Traceback" not in ended.stderr
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["optimizer.lr=0.2", "--resume"], "optimizer.lr: is 0.2, but was 0.1 in"),
+        (["--resume", "nowhere"], "--resume nowhere: no such run"),
+        (["name=other", "--resume"], "has no run of other; start one without --resume"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(killed: Attempt, more: list[str], told: str) -> None:
+    ended = killed.run(*more)
+    assert ended.code == 2
+    assert told in ended.stderr
+    assert "Traceback" not in ended.stderr
 
-    def test_an_allowed_change_is_told(self, killed: Attempt) -> None:
-        ended = killed.run("optimizer.lr=0.2", "train.epochs=10", "--resume", "--allow-changed")
-        assert ended.code == 0, ended.output
-        assert "note: optimizer.lr was 0.1, is 0.2" in ended.stdout
-        again = killed.run("--resume", killed.folder.name)
-        assert again.code == 2
-        assert "has finished; start a new run without --resume" in again.stderr
+
+def test_an_allowed_change_is_told(killed: Attempt) -> None:
+    ended = killed.run("optimizer.lr=0.2", "train.epochs=10", "--resume", "--allow-changed")
+    assert ended.code == 0, ended.output
+    assert "note: optimizer.lr was 0.1, is 0.2" in ended.stdout
+    again = killed.run("--resume", killed.folder.name)
+    assert again.code == 2
+    assert "has finished; start a new run without --resume" in again.stderr

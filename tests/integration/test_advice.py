@@ -66,7 +66,7 @@ def test_a_slow_loader(tmp_path: Path) -> None:
 
 
 def test_a_loader_that_is_quick_compared_with_the_model(tmp_path: Path) -> None:
-    assert advised(tmp_path, "model={_target_: lab.Sluggish, ms: 30.0}") == ()
+    assert advised(tmp_path, "model={_target_: lab.Sluggish, ms: 60.0}") == ()
 
 
 def test_a_tiny_model(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
         (["--workers", ""], "--workers : '' is not a number of workers"),
         (["train.global_batch_size=60"], "an epoch has 50 samples, fewer than the global batch of 60"),
         (["train.epochs=1"], "50 samples make 4 steps of 16 in 1 epochs; a measurement needs 8"),
-        (["--repeats", "0"], "0 is not in the range"),
+        (["--repeats", "0"], "should be greater than or equal to 1"),
     ],
 )
 def test_bad_wishes(command: Any, arguments: list[str], told: str) -> None:

@@ -260,11 +260,11 @@ def test_no_larger_batches(why: str) -> None:
     assert not about("train.global_batch_size", advice)
 
 
-def run_noisy(**main: Any) -> tuple[Advice, ...]:
-    """Steps that took between 187 and 487 ms."""
+def run_noisy(*, noise: float = 150, **main: Any) -> tuple[Advice, ...]:
+    """Steps of 337 ms, some of them that much longer or shorter."""
     end = measured(MAIN, 190, **main)
     parts = end.result.parts
-    noisy = parts.model_copy(update={"step_ms": spread(parts.step_ms.median, noise=150)})
+    noisy = parts.model_copy(update={"step_ms": spread(parts.step_ms.median, noise=noise)})
     return advised((MAIN, end.model_copy(update={"result": end.result.model_copy(update={"parts": noisy})})))
 
 
@@ -353,6 +353,11 @@ def test_loaders_that_can_t_get_more_have_to_get_faster() -> None:
 def test_little_waiting_for_data_is_none() -> None:
     assert run(data_wait=30) == []
     assert not run_noisy(data_wait=100)
+
+
+def test_a_wait_that_is_most_of_the_step_is_no_noise() -> None:
+    (one,) = run_noisy(noise=300, data_wait=200)
+    assert one.key == "loader.num_workers"
 
 
 def test_idle_cores_want_threads() -> None:

@@ -1,18 +1,23 @@
 """The journal keeps every appended event, whatever happens to the process that appended it."""
 
+import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, cast
 
 import pytest
+import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import UsageError
 from pipeline.events import AnyEvent, Metrics, Point, RunClosed, Warned, event_from_json, event_to_json
-from pipeline.recording.journal import FILE_NAME, Journal, is_open, read
+from pipeline.recording.appender import Log
+from pipeline.recording.journal import FILE_NAME, Journal, ending, is_open, read
 
 EVENTS: list[AnyEvent] = [
     Metrics(time=1.5, step=1, epoch=1, points=(Point("train/loss", 1, 0.5), Point("train/loss", 2, float("inf")))),
@@ -37,6 +42,19 @@ sys.stdin.read()
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / FILE_NAME
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of some hundred kilobytes, half of them in the file "ballast"."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=True)
+    (disk / "ballast").write_bytes(bytes(2**17))
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def write(path: Path, events: list[AnyEvent]) -> None:
@@ -129,3 +147,93 @@ def test_two_drivers_cannot_write_the_same_journal(path: Path) -> None:
         Journal(path)
     first.close()
     Journal(path).close()
+
+
+def test_the_ending_of_a_run_is_its_last_line(path: Path) -> None:
+    write(path, EVENTS[:-1])
+    assert ending(path) is None
+    write(path, EVENTS[-1:])
+    assert ending(path) == EVENTS[-1]
+    os.truncate(path, path.stat().st_size - 1)
+    assert ending(path) is None
+
+
+@pytest.mark.parametrize("torn", [b'{"kind":"warned","time":1', b"\0" * 4096, b'{"kind"\n'])
+def test_what_a_crash_has_left_is_cut_before_appending(path: Path, torn: bytes) -> None:
+    write(path, EVENTS[:1])
+    with path.open("ab") as file:
+        file.write(torn)
+    write(path, EVENTS[1:])
+    assert list(read(path)) == EVENTS
+
+
+def test_an_event_of_another_version_is_not_cut(path: Path) -> None:
+    write(path, EVENTS[:1])
+    with path.open("ab") as file:
+        file.write(b'{"kind":"from the future","time":1}\n')
+    before = path.read_bytes()
+    write(path, EVENTS[1:2])
+    assert path.read_bytes().startswith(before)
+
+
+def test_events_wait_for_room_in_order_and_none_is_torn(small_disk: Path) -> None:
+    journal = Journal(small_disk / FILE_NAME)
+    event = Warned(time=1.0, message="x" * 100)
+    appended: list[AnyEvent] = []
+    while not journal.trouble:
+        appended.append(event.model_copy(update={"time": float(len(appended))}))
+        journal.append(appended[-1])
+    assert journal.trouble.startswith("the disk is full")
+    assert journal.missing == 1
+    assert list(read(small_disk / FILE_NAME)) == appended[:-1]  # of the last one, a part is there
+
+    appended += [event, EVENTS[-1]]
+    for late in appended[-2:]:
+        journal.append(late)
+    assert journal.missing == 3
+    (small_disk / "ballast").unlink()
+    appended.append(EVENTS[0])
+    journal.append(EVENTS[0])
+    assert (journal.trouble, journal.missing) == ("", 0)
+    assert list(read(small_disk / FILE_NAME)) == appended
+    journal.close()
+
+
+def test_what_waits_in_memory_has_a_limit(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.recording.appender.LIMIT_BYTES", 10_000)
+    journal = Journal(small_disk / FILE_NAME)
+    large = Warned(time=1.0, message="x" * 4000)
+    while not journal.trouble:
+        journal.append(large)
+    for _ in range(3):
+        journal.append(large)
+    assert "memory is full, too" in journal.trouble
+    (small_disk / "ballast").unlink()
+    journal.append(EVENTS[0])
+    assert (journal.trouble, journal.missing) == ("", 2)
+    assert list(read(small_disk / FILE_NAME))[-2:] == [large, EVENTS[0]]
+    journal.close()
+
+
+def test_a_deleted_journal_is_trouble(path: Path) -> None:
+    journal = Journal(path)
+    journal.append(EVENTS[0])
+    path.unlink()
+    journal.append(EVENTS[1])
+    assert journal.trouble.startswith("it was deleted")
+    assert journal.missing == 1
+    journal.close()
+
+
+def test_a_log_never_fails(small_disk: Path) -> None:
+    log = Log(small_disk / "log.txt")
+    console, handler = rich.console.Console(file=cast("IO[str]", log)), logging.StreamHandler(log)
+    while not log.missing:
+        console.print("x" * 60)
+    handler.handle(logging.LogRecord("name", logging.INFO, "", 0, "said", None, None))
+    assert log.missing == 2
+    (small_disk / "ballast").unlink()
+    console.print("the end")
+    log.close()
+    handler.handle(logging.LogRecord("name", logging.INFO, "", 0, "too late", None, None))
+    assert (small_disk / "log.txt").read_text().splitlines()[-3:] == ["x" * 60, "said", "the end"]

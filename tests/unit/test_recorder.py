@@ -1,6 +1,7 @@
 """The one place that all events pass through."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,19 @@ import pytest
 from samples import finished, spread
 
 from pipeline.contract import Rank
-from pipeline.events import AnyEvent, Failed, Finished, FirstStep, TrialOpened, Warned
-from pipeline.recording.journal import FILE_NAME, read
+from pipeline.errors import UsageError
+from pipeline.events import (
+    AnyEvent,
+    Failed,
+    Finished,
+    FirstStep,
+    Metrics,
+    Point,
+    SystemMetrics,
+    TrialOpened,
+    Warned,
+)
+from pipeline.recording.journal import FILE_NAME, is_open, read
 from pipeline.recording.recorder import Recorder
 
 
@@ -62,7 +74,7 @@ def test_the_time_to_the_first_step_is_the_drivers(tmp_path: Path, monkeypatch: 
     now = 107.5
     recorder.receive(FirstStep(time=0.0))
     now = 110.0
-    recorder.receive(end)
+    recorder.receive(finished("baseline", spread(1.0)))
     recorder.receive(opened("main"))
     recorder.receive(end)
     recorder.close()
@@ -106,3 +118,104 @@ def test_events_come_from_any_thread_one_at_a_time(tmp_path: Path) -> None:
         thread.join()
     recorder.close()
     assert len(list(read(tmp_path / FILE_NAME))) == 80
+
+
+def metrics(*steps: int, trial: str = "main", repeat: int = 0, name: str = "train/loss") -> Metrics:
+    points = tuple(Point(name, step, 1 / step) for step in steps)
+    return Metrics(time=0.0, trial=trial, step=steps[-1], epoch=1, points=points, repeat=repeat)
+
+
+def load(*steps: int, node: str = "one") -> list[SystemMetrics]:
+    return [SystemMetrics(time=0.0, node=node, points=(Point(f"system/{node}/cpu", step, 1.0),)) for step in steps]
+
+
+def recorded(folder: Path, events: Sequence[AnyEvent]) -> Recorder:
+    """A session of a run."""
+    recorder = Recorder(folder, subscribers=[])
+    for event in events:
+        recorder.receive(event)
+    recorder.close()
+    return recorder
+
+
+def steps_in(folder: Path, *, trial: str = "main", name: str = "train/loss") -> list[int]:
+    events = [event for event in read(folder / FILE_NAME) if isinstance(event, Metrics | SystemMetrics)]
+    return [point.step for event in events if event.trial == trial for point in event.points if point.name == name]
+
+
+def test_steps_that_a_resumed_run_does_again_leave_no_second_points(tmp_path: Path) -> None:
+    recorded(tmp_path, [opened("main"), metrics(1, 2), metrics(3, 4), metrics(2, name="validation/loss")])
+    listener = Listener(tmp_path)
+    recorder = Recorder(tmp_path, subscribers=[listener])
+    again = [opened("main"), metrics(2, 3), metrics(2, name="validation/loss"), metrics(4, 5), metrics(6)]
+    for event in again:
+        recorder.receive(event)
+    recorder.close()
+
+    assert recorder.known == 4
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert steps_in(tmp_path, name="validation/loss") == [2]
+    assert listener.events == [
+        opened("main"),
+        Metrics(time=0.0, step=5, epoch=1, points=(Point("train/loss", 5, 1 / 5),)),
+        metrics(6),
+    ]
+
+
+def test_a_trial_that_starts_again_after_a_lost_worker_leaves_no_second_points(tmp_path: Path) -> None:
+    started_again = [metrics(1, 2, 3), metrics(2, 3, 4)]
+    recorded(tmp_path, [opened("main"), *started_again])
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_repeats_of_a_measurement_are_no_steps_done_again(tmp_path: Path) -> None:
+    repeats = [opened("cell").model_copy(update={"repeat": repeat}) for repeat in (0, 1)]
+    events = [repeats[0], metrics(1, 2, trial="cell"), repeats[1], metrics(1, 2, trial="cell", repeat=1)]
+    recorded(tmp_path, events)
+    assert steps_in(tmp_path, trial="cell") == [1, 2, 1, 2]
+
+
+def test_what_the_driver_says_about_a_finished_trial_is_kept_and_said_once(tmp_path: Path) -> None:
+    measured = [opened("cell"), metrics(1, 2, trial="cell"), finished("cell", spread(1.0))]
+    summary = metrics(2, trial="cell")
+    recorded(tmp_path, [*measured, summary])
+    assert steps_in(tmp_path, trial="cell") == [1, 2, 2]
+    recorded(tmp_path, [summary])  # a driver that was killed while it reported
+    assert steps_in(tmp_path, trial="cell") == [1, 2, 2]
+
+
+def test_samples_of_a_nodes_load_are_counted_on(tmp_path: Path) -> None:
+    recorded(tmp_path, [*load(0, 1, 2), *load(0, 1, node="two")])
+    recorded(tmp_path, [*load(0, 1), *load(0, node="two"), *load(2), *load(0, 1)])
+    assert steps_in(tmp_path, name="system/one/cpu") == list(range(8))
+    assert steps_in(tmp_path, name="system/two/cpu") == list(range(3))
+
+
+def test_trials_that_had_ended_are_known_and_one_that_is_done_again_counts_once(tmp_path: Path) -> None:
+    first, second = finished("baseline", spread(1.0)), finished("baseline", spread(2.0))
+    recorded(tmp_path, [opened("baseline"), first, opened("main")])
+    continued = recorded(tmp_path, [])
+    assert [end.result for end in continued.finished] == [first.result]
+    again = recorded(tmp_path, [opened("baseline"), second])
+    assert [end.result for end in again.finished] == [second.result]
+
+
+def test_a_damaged_journal_is_not_continued_and_not_locked(tmp_path: Path) -> None:
+    recorded(tmp_path, [opened("main")])
+    path = tmp_path / FILE_NAME
+    path.write_bytes(b"damaged\n" + path.read_bytes())
+    with pytest.raises(UsageError, match="damaged"):
+        Recorder(tmp_path, subscribers=[])
+    assert not is_open(path)
+
+
+def test_trouble_with_the_journal_is_told_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    recorder = Recorder(tmp_path, subscribers=[], warn=told.append)
+    (tmp_path / FILE_NAME).unlink()
+    for _ in range(3):
+        recorder.receive(Warned(time=1.0, message="x"))
+    recorder.close()
+    assert len(told) == 1
+    assert "it was deleted" in told[0]
+    assert recorder.missing == 3

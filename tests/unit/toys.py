@@ -158,6 +158,12 @@ def unreadable(index: int) -> tuple[Dataset[Any], None]:
     return Plain(pairs), None
 
 
+def unreadable_in(where: str) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Sample 5 of the training or of the validation set can't be read."""
+    broken, whole = unreadable(5)[0], Plain([(torch.ones(3), torch.ones(1))] * 8)
+    return (broken, whole) if where == "training" else (whole, broken)
+
+
 def holes(index: int) -> tuple[Dataset[Any], None]:
     """A NaN among the inputs."""
     dataset = _regression(SAMPLES, seed=0)
