@@ -241,8 +241,9 @@ def _markdown(results: Results) -> str:
     lines = [
         "# Predicted and measured speedup",
         "",
-        f"Made by `benchmarks/prediction.py` on {results.machine}. Workers with one thread each, gloo, strong scaling,",
-        "in network namespaces joined by a link that is shaped on each sender's side; latency is one way.",
+        f"Made by `benchmarks/prediction.py` on {results.machine}.",
+        "Workers with one thread each, gloo, strong scaling, in network namespaces joined by a link that",
+        "is shaped on each sender's side; latency is one way.",
         "",
         "| link | as TCP sees it |",
         "|---|---|",

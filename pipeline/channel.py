@@ -10,6 +10,7 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import AuthenticationError
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from pipeline.config.schema import Frozen
-from pipeline.events import AnyEvent, event_from_json, event_to_json
+from pipeline.events import AnyEvent, Warned, event_from_json, event_to_json
 
 Receive = Callable[[AnyEvent], None]
 
@@ -98,16 +99,41 @@ class Inbox:
                     self._store(messages, name=message[1:].decode())
 
     def _store(self, messages: Iterator[bytes], *, name: str) -> None:
+        """Write the file that follows, or read over it if it can't be written: the worker goes on either way."""
         path = inside(self._folder, name)
         partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
-            for message in messages:
-                if message[:1] == _END:
-                    break
-                file.write(message[1:])
-            else:
-                return  # the worker died in the middle
-        partial.replace(path)
+        content = _until_end(messages)
+        try:
+            with partial.open("wb") as file:
+                for chunk in content:
+                    file.write(chunk)
+            partial.replace(path)
+        except EOFError:
+            partial.unlink(missing_ok=True)  # the worker died in the middle
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            with suppress(EOFError):
+                for _ in content:
+                    pass
+            self._receive(not_kept(name, error))
+
+
+def not_kept(name: str, error: OSError) -> Warned:
+    """A file of a worker can't be written into the run's folder."""
+    return Warned(time=time.time(), message=f"{name} can't be kept: {error.strerror or error}")
+
+
+def _until_end(messages: Iterator[bytes]) -> Iterator[bytes]:
+    """The chunks of one file.
+
+    Raises:
+        EOFError: the worker ended before the file did.
+    """
+    for message in messages:
+        if message[:1] == _END:
+            return
+        yield message[1:]
+    raise EOFError
 
 
 def _knows(key: str, connection: "Connection[bytes, bytes]") -> bool:

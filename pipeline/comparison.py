@@ -105,12 +105,12 @@ class _Comparison:
         )
         report = advised(measured, plan)
         print_report(report, stdout=self._terminal)
-        for name in publish.save(report, self._recorder.folder):
-            artifact(name, self._recorder)
         self._recorder.summary = report.markdown()
         for row in report.rows:
             self._tell(row, trial=row.trial)
         self._tell(report.main, trial="main")
+        for name in publish.save(report, self._recorder.folder):  # last, since a disk may be full
+            artifact(name, self._recorder)
         return report
 
     def _check_sizes(self) -> None:

@@ -10,8 +10,8 @@ from pipeline.config.load import ExperimentFile
 from pipeline.contract import Trial
 from pipeline.errors import ExperimentError
 from pipeline.events import Warned
+from pipeline.launchers._stopping import gracefully
 from pipeline.launchers.base import Launcher, Session, WorkersLost
-from pipeline.launchers.stopping import gracefully
 from pipeline.plan import Plan
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import open_trial

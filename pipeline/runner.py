@@ -100,14 +100,14 @@ def report(plan: Plan, recorder: Recorder, *, stdout: rich.console.Console) -> N
     measured = Report.of(plan.trials, recorder.finished, hardware=provenance.hardware(plan))
     result = advised(measured, plan)
     print_report(result, stdout=stdout)
-    for name in publish.save(result, recorder.folder):
-        artifact(name, recorder)
     recorder.summary = result.markdown()
     if result.speedup is not None and result.efficiency is not None:
         step = next(end.result.steps for end in recorder.finished if end.result.trial == plan.main.name)
         points = (Point("speedup", step, result.speedup), Point("efficiency", step, result.efficiency))
         epochs = plan.experiment.train.epochs
         recorder.receive(Metrics(time=time.time(), trial=plan.main.name, step=step, epoch=epochs, points=points))
+    for name in publish.save(result, recorder.folder):  # last, since a disk may be full
+        artifact(name, recorder)
 
 
 def advised(report: Report, plan: Plan) -> Report:

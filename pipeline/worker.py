@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -36,7 +35,7 @@ from pipeline.system_metrics import SystemSampler
 from pipeline.training import batch_size
 from pipeline.training.loop import train
 from pipeline.training.order import mix
-from pipeline.training.watch import Watch
+from pipeline.training.watch import Watch, end_process
 
 _REQUEST_S = 1.0
 """How long the driver's request to stop may take to come after SIGTERM."""
@@ -160,14 +159,6 @@ class _PrintingOutbox:
         """Nobody waits for it."""
 
 
-def end_process(outbox: ChannelOutbox) -> None:
-    """End this process, whatever its other threads do, once the driver has all that was said."""
-    outbox.close()
-    for child in psutil.Process().children(recursive=True):  # a loader process that hangs would outlive it
-        child.kill()
-    os._exit(1)
-
-
 def _leave_sigterm_to_the_driver(outbox: ChannelOutbox) -> None:
     """A whole job gets SIGTERM; the driver then asks the workers to stop. Without such a request it ends this one."""
     own = os.getpid()
@@ -196,7 +187,7 @@ def main() -> None:
             return
         with ChannelOutbox(Address.model_validate_json(arguments.channel.read_text())) as outbox:
             _leave_sigterm_to_the_driver(outbox)
-            run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox))
+            run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close))
     except WorkerFailed:
         traceback.print_exc()  # into this rank's log file
         sys.exit(1)

@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from pipeline import registry
+from pipeline.config.secrets import without_credentials
 from pipeline.errors import ExperimentError, Problem
 
 
@@ -194,6 +195,11 @@ class Tracking(Frozen):
     log_model: bool = True
     """Log the trained model to MLflow; the weights stay in the run's folder in any case."""
 
+    @field_serializer("uri")
+    def _written_without_credentials(self, uri: str) -> str:
+        """They stay in the driver, which alone talks to the store: not in files, parameters or worker processes."""
+        return without_credentials(uri)
+
     @field_validator("uri")
     @classmethod
     def _no_file_store(cls, uri: str) -> str:
@@ -273,6 +279,14 @@ def _contradictions(experiment: Experiment) -> list[Problem]:
                     f"use at most {train.global_batch_size}",
                 )
             )
+    if parallel.options.get("communication_hook") == "powersgd" and train.precision == "fp16":
+        problems.append(
+            Problem(
+                "parallel.options.communication_hook",
+                "is powersgd, which would keep the infinities of fp16's overflows in what it sends later; "
+                "use train.precision: bf16, or communication_hook: fp16",
+            )
+        )
     share = train.global_batch_size // parallel.workers
     if share and train.gradient_accumulation > share:
         problems.append(

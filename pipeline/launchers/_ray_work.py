@@ -20,6 +20,7 @@ from pipeline.contract import Rank, Trial
 def work(config: dict[str, Any]) -> None:
     """Be one rank of a trial, in the process that Ray Train gave it."""
     from pipeline import worker
+    from pipeline.training.watch import end_process
 
     trial = Trial.model_validate_json(config["trial"])
     context = ray.train.get_context()
@@ -33,7 +34,7 @@ def work(config: dict[str, Any]) -> None:
     if config["logs"]:
         _redirect_output(Path(config["logs"]), rank=rank)
     with ChannelOutbox(Address.model_validate_json(config["channel"])) as outbox:
-        worker.run(trial, rank=rank, outbox=outbox, end=partial(worker.end_process, outbox))
+        worker.run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close))
 
 
 def _redirect_output(folder: Path, *, rank: Rank) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
-from pipeline.channel import Receive, inside
+from pipeline.channel import Receive, inside, not_kept
 from pipeline.config.schema import Parallel
 from pipeline.contract import Trial
 from pipeline.events import AnyEvent
-from pipeline.launchers.stopping import StopRequest
+from pipeline.launchers._stopping import StopRequest
 from pipeline.resources import Resources
 
 
@@ -56,7 +56,10 @@ class DirectOutbox:
 
     def file(self, path: Path, name: str) -> None:
         """Copy the file into the run's folder."""
-        shutil.copyfile(path, inside(self._session.folder, name))
+        try:
+            shutil.copyfile(path, inside(self._session.folder, name))
+        except OSError as error:  # a full disk is no failure of the training
+            self._session.receive(not_kept(name, error))
 
 
 class NoOutbox:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline.config.secrets import without_credentials
 from pipeline.events import AnyEvent
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.mlflow_run import MlflowRun
-from pipeline.recording.store import redacted, without_credentials
+from pipeline.recording.store import redacted
 
 _ENVIRONMENT = {
     # MLflow's own defaults let one call to a dead server block for four minutes; we try again ourselves.

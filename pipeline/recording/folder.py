@@ -10,13 +10,13 @@ from typing import Literal
 
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment, Frozen
+from pipeline.config.secrets import without_credentials
 from pipeline.config.summary import to_yaml
 from pipeline.contract import Status
 from pipeline.errors import ResourceError, UsageError
 from pipeline.events import RunOpened
 from pipeline.plan import Plan
 from pipeline.recording import journal, provenance
-from pipeline.recording.store import without_credentials
 
 EXPERIMENT_NAME = "experiment.yaml"
 ENVIRONMENT_NAME = "environment.txt"

@@ -9,6 +9,7 @@ from typing import IO, cast
 
 import rich.console
 
+from pipeline.config.secrets import without_credentials
 from pipeline.config.summary import flatten
 from pipeline.contract import Status, Trial
 from pipeline.errors import PipelineError, ResourceError
@@ -21,7 +22,7 @@ from pipeline.recording.console import Console
 from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.store import check_store, resolve_uri, run_link, without_credentials
+from pipeline.recording.store import check_store, resolve_uri, run_link
 
 LOG_NAME = "log.txt"
 _DRAIN_SECONDS = 60.0

@@ -8,14 +8,13 @@ import urllib.error
 import urllib.request
 from contextlib import closing
 from pathlib import Path
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from pipeline.config.secrets import without_credentials
 from pipeline.errors import ResourceError
 
 _SQLITE = "sqlite:///"
 _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _HEALTH_TIMEOUT_S = 3
-_SECRET = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 _TRAINING_VIEW = "?workflowType=machine_learning"  # without it, MLflow's menu is that for GenAI
 UI_ADDRESS = "http://127.0.0.1:5000"
@@ -44,17 +43,6 @@ def artifact_root(uri: str) -> str | None:
 def is_server(uri: str) -> bool:
     """Whether the store is reached over HTTP."""
     return uri.startswith(("http://", "https://"))
-
-
-def without_credentials(uri: str) -> str:
-    """The URI as it may be shown and written down: user name and password removed."""
-    parts = urlsplit(uri)
-    if parts.netloc and _SECRET.search(parts.query):  # databases take them there, too
-        kept = [(name, value) for name, value in parse_qsl(parts.query) if not _SECRET.search(name)]
-        parts = parts._replace(query=urlencode(kept))
-    elif "@" not in parts.netloc:
-        return uri
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def with_credentials(uri: str) -> str:

@@ -14,8 +14,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import IO
 
+from pipeline.config.secrets import without_credentials
 from pipeline.errors import ResourceError, UsageError
-from pipeline.recording.store import artifact_root, is_server, sqlite_path, without_credentials
+from pipeline.recording.store import artifact_root, is_server, sqlite_path
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 2.0

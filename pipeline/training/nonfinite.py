@@ -40,10 +40,10 @@ def skips(setup: Setup) -> bool:
 
 
 def is_finite(setup: Setup, norm: Tensor | None) -> bool:
-    """Whether all gradients are finite; ``norm`` is their norm if it is known. The host waits for the device."""
+    """Whether the norm of all gradients is finite; ``norm`` if it is known. The host waits for the device."""
     if norm is None:
         gradients = [parameter.grad for parameter in setup.model.parameters() if parameter.grad is not None]
-        norm = get_total_norm(gradients, norm_type=float("inf"))
+        norm = get_total_norm(gradients)
     return bool(torch.isfinite(norm))
 
 
@@ -75,6 +75,7 @@ def check_weights(setup: Setup, *, step: int) -> None:
         TrainingError: a weight is not finite, though the losses so far were.
     """
     weights = [weight.detach() for weight in setup.model.parameters() if weight.is_floating_point()]
+    # The largest one: a sum of squares overflows long before a weight does.
     finite = bool(torch.isfinite(get_total_norm(weights, norm_type=float("inf"))))
     if not all(gather(finite, rank=setup.rank)):
         raise TrainingError(

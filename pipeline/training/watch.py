@@ -158,6 +158,14 @@ class Watch:
         return _from_user_code(frame) if frame is not None else ""
 
 
+def end_process(close: Callable[[], None]) -> None:
+    """End this process, whatever its other threads do; ``close`` sends what the driver has yet to hear."""
+    close()
+    for child in psutil.Process().children(recursive=True):  # a loader process that hangs would outlive it
+        child.kill()
+    os._exit(1)
+
+
 def stuck(heartbeat: Heartbeat) -> str:
     """A sentence on a rank that stands still."""
     return (

@@ -59,8 +59,8 @@ def keys(advice: tuple[Advice, ...]) -> list[str]:
 
 
 def test_a_slow_loader(tmp_path: Path) -> None:
-    """Batches of 16 take 48 ms to read."""
-    advice = advised(tmp_path, "data={_target_: lab.slow_points, ms: 3.0}")
+    """Batches of 16 take 128 ms to read, much longer than another program on the machine would take a core."""
+    advice = advised(tmp_path, "data={_target_: lab.slow_points, ms: 8.0}")
 
     assert keys(advice) == ["loader.num_workers"]
 

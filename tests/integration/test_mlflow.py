@@ -1,4 +1,4 @@
-"""Results reach MLflow exactly once: in a SQLite file, through a server, through a server that dies and returns."""
+"""Results reach MLflow exactly once, in a SQLite file and through a server; stores that fail: test_outages.py."""
 
 import json
 import signal
@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,7 +18,7 @@ import torch
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from stores import Server, wait_for
+from stores import Server
 
 from pipeline.contract import Rank, Spread, StepParts, TrialResult
 from pipeline.errors import ResourceError, UsageError
@@ -321,44 +320,6 @@ def test_a_model_that_cannot_be_built_again_is_a_warning(
     assert client_of(database).get_run(outcome.run_id).info.status == "FINISHED"
     assert len(warnings_told) == 1
     assert "the model isn't logged" in warnings_told[0]
-
-
-def test_a_server_that_dies_and_returns_has_every_point_once(
-    server: Server, tmp_path: Path, warnings_told: list[str]
-) -> None:
-    subscriber = MlflowSubscriber(folder=tmp_path, warn=warnings_told.append)
-    subscriber.receive(opened(server.uri, "outage"))
-    sent, stop = 0, threading.Event()
-
-    def training() -> None:
-        nonlocal sent
-        while not stop.wait(0.002):
-            subscriber.receive(metrics(sent, names=5))
-            sent += 1
-
-    trainer = threading.Thread(target=training)
-    trainer.start()
-    try:
-        wait_for(lambda: sent > 500)
-        server.kill()
-        wait_for(lambda: len(warnings_told) == 1)
-        before = sent
-        wait_for(lambda: sent > before + 500)  # training doesn't notice
-    finally:
-        stop.set()
-        trainer.join()
-        server.start()
-    wait_for(lambda: len(warnings_told) == 2)
-    subscriber.receive(RunClosed(time=T0 + sent, status="FINISHED"))
-    outcome = subscriber.close(timeout_s=60)
-
-    assert outcome.delivered
-    assert "takes no results (" in warnings_told[0]
-    assert "takes results again" in warnings_told[1]
-    assert len(warnings_told) == 2
-    for name in range(5):
-        history = client_of(server.uri).get_metric_history(outcome.run_id, f"train/loss_{name}")
-        assert sorted(point.step for point in history) == list(range(sent))
 
 
 def test_what_a_dead_server_missed_is_sent_by_sync(server: Server, tmp_path: Path, warnings_told: list[str]) -> None:

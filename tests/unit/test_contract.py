@@ -27,11 +27,17 @@ EVENTS: list[AnyEvent] = [
     events.SystemMetrics(time=1.0, node="n", points=(events.Point("system/cpu", 0, 1.5),)),
     events.Warned(time=1.0, message="two\nlines"),
     Failed(time=1.0, rank=Rank(rank=1, world_size=2), error="E", traceback="T", problems=(Problem("k", "m", "p:1"),)),
+    events.Heartbeat(
+        time=1.0, rank=Rank(rank=1, world_size=2), pid=7, process_started=0.5, step=3, phase=events.Phase.BACKWARD,
+        idle_s=0.1, stack="  File ...",
+    ),
     finished("main", spread(2.0), communication=1.5, metrics={"a": 1.0}),
     events.BatchSizesFound(
         time=1.0,
         sizes=BatchSizes(
-            candidates=(BatchCandidate(batch_size=8, fits=True, samples_per_second=spread(2.0), peak_memory_mb=(1.0,)),),
+            candidates=(
+                BatchCandidate(batch_size=8, fits=True, samples_per_second=spread(2.0), peak_memory_mb=(1.0,)),
+            ),
             largest_that_fits=None, recommended=8, train_samples=50,
         ),
     ),

@@ -257,6 +257,10 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
         found = problems_of(GOOD.replace("size: 16", "size: 2"), "parallel.workers=4")
         assert found[0].startswith("e.yaml:14: train.global_batch_size: 2 samples can't be shared by 4 workers")
 
+    def test_powersgd_does_not_go_with_loss_scaling(self) -> None:
+        (found,) = problems_of(GOOD, "parallel.options.communication_hook=powersgd", "train.precision=fp16")
+        assert "use train.precision: bf16" in found
+
     @pytest.mark.parametrize(
         ("line", "expected"),
         [
