@@ -45,6 +45,8 @@ class Trial(Frozen):
     """What sets it apart from others of the same strategy and size, e.g. "static_graph"."""
     checkpoints: str = ""
     """Absolute folder, or fsspec address, of this trial's checkpoints; empty: none are saved."""
+    left_out: tuple[int, ...] = ()
+    """Steps, counted from 1, whose global batch is not trained on: they made a loss or gradient non-finite."""
     resume: bool = False
     """Go on from the newest whole checkpoint there, from the beginning if there is none."""
     profile: bool = False

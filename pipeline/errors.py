@@ -82,6 +82,18 @@ class TrainingError(PipelineError):
         return type(self), (str(self), self.details)
 
 
+class NonFiniteError(TrainingError):
+    """A loss, gradient or weight is NaN or infinite, on all ranks together."""
+
+    def __init__(self, message: str, step: int) -> None:
+        self.step = step
+        """Counted from 1."""
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.step)
+
+
 class Stopped(Exception):
     """Training has ended early, all ranks together and after a checkpoint, because the driver asked for it."""
 

@@ -118,6 +118,8 @@ class Failed(Event):
     traceback: str
     """The rank's own traceback, from user code up; empty for problems."""
     problems: tuple[Problem, ...] = ()
+    nonfinite_step: int | None = None
+    """The step, counted from 1, whose loss, gradients or weights are not finite, if that is what failed."""
 
 
 class Phase(IntEnum):

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
 
 from pipeline import blame, preflight, registry
 from pipeline.config.load import ExperimentFile
@@ -16,6 +15,9 @@ from pipeline.plan import Plan
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import open_trial
 from pipeline.resources import Resources
+
+MOST_ROLLBACKS = 3
+"""A training that is not finite again and again won't be mended by leaving out batches."""
 
 
 def prepare(file: ExperimentFile) -> tuple[tuple[str, ...], Resources]:
@@ -48,25 +50,43 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
         ResourceError: the workers can't be placed.
         Terminated: SIGTERM, after a checkpoint.
     """
-    parallel = trial.experiment.parallel
-    for attempt in count(1):
-        lost_at = recorder.last_progress
+    failures = 0
+    while True:
+        lost_at = recorder.last_progress if trial.resume else None
         losses = _attempt(trial, launcher=launcher, recorder=recorder)
-        if attempt > 1 and lost_at is not None and recorder.first_progress is not None:
+        if failures and lost_at is not None and recorder.first_progress is not None:
             idle = recorder.first_progress - lost_at
             _warn(f"training stood still for {idle:.0f} s until it was where it had been", trial, recorder)
         if recorder.has_ended and not (recorder.failures or losses):
             return
         error = blame.cause(recorder.failures, losses)
-        may_go_on = attempt <= parallel.max_failures and trial.checkpoints
-        if not (may_go_on and blame.only_lost_workers(recorder.failures, losses)):
+        if blame.only_lost_workers(recorder.failures, losses):
+            failures += 1
+        again = _next_attempt(trial, recorder, failures=failures, losses=losses)
+        if again is None:
             raise file.explain(error.problems) if isinstance(error, ExperimentError) else error
-        _warn(
-            f"{error}; going on from the newest checkpoint (failure {attempt} of {parallel.max_failures})",
-            trial,
-            recorder,
-        )
-        trial = trial.model_copy(update={"resume": True})
+        trial, why = again
+        _warn(f"{error}; {why}", trial, recorder)
+
+
+def _next_attempt(
+    trial: Trial, recorder: Recorder, *, failures: int, losses: Mapping[int, str]
+) -> tuple[Trial, str] | None:
+    """The trial to try after one that failed, and how to say so; None if it may not go on."""
+    experiment = trial.experiment
+    if not trial.checkpoints:
+        return None
+    most = experiment.parallel.max_failures
+    if blame.only_lost_workers(recorder.failures, losses) and failures <= most:
+        resumed = trial.model_copy(update={"resume": True})
+        return resumed, f"going on from the newest checkpoint (failure {failures} of {most})"
+    bad = next((f.nonfinite_step for f in recorder.failures if f.nonfinite_step is not None), None)
+    rolls_back = experiment.train.on_nonfinite == "rollback" and len(trial.left_out) < MOST_ROLLBACKS
+    if bad is not None and rolls_back:
+        resumed = trial.model_copy(update={"resume": True, "left_out": (*trial.left_out, bad)})
+        count = f"rollback {len(resumed.left_out)} of {MOST_ROLLBACKS}"
+        return resumed, f"going back to the newest checkpoint, without the batch of step {bad} ({count})"
+    return None
 
 
 def _attempt(trial: Trial, *, launcher: Launcher, recorder: Recorder) -> Mapping[int, str]:

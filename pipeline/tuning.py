@@ -15,7 +15,7 @@ from pipeline.launchers.base import outer_rank
 from pipeline.plan import Plan, Planner
 from pipeline.recording import provenance
 from pipeline.recording.run import recorded
-from pipeline.speedup.batch_advice import Advice, advise
+from pipeline.speedup.batch_advice import BatchAdvice, advise
 from pipeline.speedup.tables import amount
 
 
@@ -93,7 +93,7 @@ def _too_small(trial: Trial, sizes: BatchSizes) -> str:
     )
 
 
-def _show(plan: Plan, sizes: BatchSizes, advice: Advice, *, terminal: rich.console.Console) -> None:
+def _show(plan: Plan, sizes: BatchSizes, advice: BatchAdvice, *, terminal: rich.console.Console) -> None:
     (trial,) = plan.trials
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for name in ("batch of\na device", "global\nbatch", "samples/s", "peak MB\nper rank", ""):

@@ -29,7 +29,7 @@ import pipeline
 from pipeline import registry
 from pipeline.channel import Address, ChannelOutbox
 from pipeline.contract import Rank, Trial
-from pipeline.errors import ExperimentError, Stopped, TrainingError
+from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
 from pipeline.events import AnyEvent, BatchSizesFound, Failed, Finished, Outbox, event_to_json
 from pipeline.system_metrics import SystemSampler
 from pipeline.training import batch_size
@@ -134,7 +134,13 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     else:
         message, details = f"{type(error).__name__}: {error}", _own_traceback(error)
     return Failed(
-        time=time.time(), trial=trial.name, rank=rank, error=message, traceback=details, problems=tuple(problems)
+        time=time.time(),
+        trial=trial.name,
+        rank=rank,
+        error=message,
+        traceback=details,
+        problems=tuple(problems),
+        nonfinite_step=error.step if isinstance(error, NonFiniteError) else None,
     )
 
 

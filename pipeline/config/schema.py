@@ -78,9 +78,9 @@ class Train(Frozen):
     """bf16 and fp16 use autocast; fp64 is for proofs that two runs train the same."""
     clip_grad_norm: PositiveFloat | None = None
     """Clip the global gradient norm to this value."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When a loss or gradient is NaN or infinite. stop: end with an error, the checkpoint before stays the newest.
-    skip: leave the optimizer step of that global batch out; costs a look at all gradients in each step."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """When a loss or gradient is NaN or infinite: stop; skip that step; or go back to the newest checkpoint and leave
+    out that step's global batch, three times at most."""
     scheduler_interval: Literal["step", "epoch"] = "step"
     """When the scheduler advances."""
     lr_scaling: LearningRateScaling = LearningRateScaling()

@@ -12,26 +12,28 @@ from pipeline.contract import BatchSizes, Trial
 from pipeline.speedup.tables import amount
 
 
-class Advice(NamedTuple):
+class BatchAdvice(NamedTuple):
     """What to write in the file, and why."""
 
     change: tuple[str, ...]
     reason: str
 
 
-def advise(trial: Trial, sizes: BatchSizes, *, recommended: int) -> Advice:
+def advise(trial: Trial, sizes: BatchSizes, *, recommended: int) -> BatchAdvice:
     """What to write so that a device's batch is the recommended one.
 
     The global batch is kept where accumulation alone leads there; a larger one comes with a scaled learning rate.
     """
     train, replicas, declared = trial.experiment.train, trial.replicas, trial.device_batch_size
     if declared == recommended:
-        return Advice((), f"Nothing to change: the file's {_division(trial)} is the recommended size.")
+        return BatchAdvice((), f"Nothing to change: the file's {_division(trial)} is the recommended size.")
     grew = sizes.largest_that_fits is None and sizes.candidates[-1].batch_size == recommended
     if grew and declared > recommended:
-        return Advice((), f"The file's {_division(trial)} is larger than all that were tried: no reason to change it.")
+        return BatchAdvice(
+            (), f"The file's {_division(trial)} is larger than all that were tried: no reason to change it."
+        )
     if declared < recommended and not _is_resolved(sizes, declared, recommended):
-        return Advice((), f"Nothing to change: the file's {_division(trial)} is as fast within the spread.")
+        return BatchAdvice((), f"Nothing to change: the file's {_division(trial)} is as fast within the spread.")
     wanted = -(-train.global_batch_size // (recommended * replicas))
     accumulation = min(wanted, max(1, train.global_batch_size // trial.workers))
     split = train.model_copy(update={"gradient_accumulation": accumulation})
@@ -40,8 +42,8 @@ def advise(trial: Trial, sizes: BatchSizes, *, recommended: int) -> Advice:
     if after < recommended and (split == train or accumulation == 1):
         batch = recommended * replicas * accumulation
         change += [f"train.global_batch_size: {batch}", *_scaled_rate(trial)]
-        return Advice(tuple(change), _larger(trial, sizes, batch=batch))
-    return Advice(tuple(change), _other_split(trial, sizes, after=_with(trial, split)))
+        return BatchAdvice(tuple(change), _larger(trial, sizes, batch=batch))
+    return BatchAdvice(tuple(change), _other_split(trial, sizes, after=_with(trial, split)))
 
 
 def _is_resolved(sizes: BatchSizes, smaller: int, larger: int) -> bool:

@@ -5,8 +5,7 @@ side by side, the slowest one counts. Nothing but the model's buffers changes, a
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -22,6 +21,7 @@ from pipeline.training.exchange import all_reduces, in_turn
 from pipeline.training.order import Draw
 from pipeline.training.readiness import gradients
 from pipeline.training.setup import Setup
+from pipeline.training.standstill import standstill
 from pipeline.training.step import forward, optimizer_step
 
 SIZES_ALONE, SIZES_TOGETHER = 6, 2
@@ -47,7 +47,7 @@ def costs(setup: Setup) -> Costs:
             f"an epoch has {setup.order.samples} samples, fewer than the global batch of "
             f"{setup.order.global_batch_size}: a step can't be measured; lower train.global_batch_size",
         )
-    with _still(setup):
+    with standstill(setup):
         batch = setup.train_loader.read(list(range(_micro_batch(setup))))
         return Costs(
             curve=_curve(setup),
@@ -57,25 +57,6 @@ def costs(setup: Setup) -> Costs:
             all_reduces=all_reduces(setup) if setup.rank.world_size > 1 else (),
             world_size=setup.rank.world_size,
         )
-
-
-@contextmanager
-def _still(setup: Setup) -> Iterator[None]:
-    """Training steps inside leave the model as it is."""
-    buffers = [buffer.clone() for buffer in setup.model.buffers()]
-    rates = [group["lr"] for group in setup.optimizer.param_groups]
-    scheduler, setup.scheduler = setup.scheduler, None
-    for group in setup.optimizer.param_groups:
-        group["lr"] = 0.0
-    setup.wrapped.train()
-    try:
-        yield
-    finally:
-        setup.scheduler = scheduler
-        for group, rate in zip(setup.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for buffer, before in zip(setup.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
 
 
 def sizes(largest: int, *, smallest: int, count: int) -> list[int]:

@@ -86,7 +86,8 @@ class Meter:
         measure = self.trial.experiment.measure
         self.first_losses = (*self.first_losses, *columns["train/loss"])[: measure.total_steps]
         first = step - len(losses) + 1
-        points = [Point(name, first + i, value) for name, column in columns.items() for i, value in enumerate(column)]
+        count = self.finiteness.trusted(columns["train/loss"], first=first)
+        points = [Point(name, first + i, column[i]) for name, column in columns.items() for i in range(count)]
         points.append(Point("throughput/samples_per_second", step, lap.samples_per_second))
         points.append(Point("time/step_ms", step, lap.step_ms))
         if self.trial.experiment.train.on_nonfinite == "skip":

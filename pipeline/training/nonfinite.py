@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeline.contract import Rank, Trial
-from pipeline.errors import TrainingError
+from pipeline.errors import NonFiniteError, TrainingError
 from pipeline.events import Outbox, Warned
 from pipeline.training.collective import gather
 from pipeline.training.order import Order
@@ -78,9 +78,10 @@ def check_weights(setup: Setup, *, step: int) -> None:
     # The largest one: a sum of squares overflows long before a weight does.
     finite = bool(torch.isfinite(get_total_norm(weights, norm_type=float("inf"))))
     if not all(gather(finite, rank=setup.rank)):
-        raise TrainingError(
+        raise NonFiniteError(
             f"weights are not finite after step {step}, though its loss is: a gradient was not finite in that step or "
-            "shortly before. train.on_nonfinite: skip leaves out such steps. " + REMEDY
+            "shortly before. train.on_nonfinite: skip leaves out such steps. " + REMEDY,
+            step=step,
         )
 
 
@@ -108,6 +109,13 @@ class Finiteness:
         """Whether too many steps in a row were left out."""
         return self._in_a_row >= MOST_IN_A_ROW + HALVINGS * (self.trial.experiment.train.precision == "fp16")
 
+    def trusted(self, losses: Sequence[float], *, first: int) -> int:
+        """How many of the steps from ``first`` on, counted from 1, may be reported: those that won't be done again."""
+        if self.trial.experiment.train.on_nonfinite != "rollback":
+            return len(losses)
+        bad = (i for i, loss in enumerate(losses) if not math.isfinite(loss) and first + i not in self.trial.left_out)
+        return next(bad, len(losses))
+
     def judge(self, losses: Sequence[float], *, norms: Sequence[float], own: Tensor, first: int) -> None:
         """Look at the losses and gradient norms (none if unknown) of all steps from ``first`` on, counted from 1.
 
@@ -128,9 +136,10 @@ class Finiteness:
         if self.trial.experiment.train.precision == "fp16":
             norms = ()  # the scaler finds its scale by making gradients overflow
         for index, (loss, norm) in enumerate(zip_longest(losses, norms, fillvalue=0.0)):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if not (math.isfinite(loss) and math.isfinite(norm)) and first + index not in self.trial.left_out:
                 what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
-                raise TrainingError(f"the {what} in {self._where(first + index, own[index])}. {REMEDY}")
+                where = self._where(first + index, own[index])
+                raise NonFiniteError(f"the {what} in {where}. {REMEDY}", step=first + index)
 
     def summarize(self) -> None:
         """Tell what was left out, once training is over."""

@@ -38,12 +38,14 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int) -> StepResult:
     """One optimizer step, counted from 0, on this rank's next micro-batches."""
     # Dropout and the like draw from here: the same in a resumed step, different on each rank.
     _seed(mix(setup.experiment.seed, "step", step, setup.rank.rank), device=setup.device)
-    buffers = nonfinite.Buffers(setup) if nonfinite.skips(setup) else None
+    left_out = step + 1 in setup.trial.left_out  # computed all the same: ranks and loaders keep in step
+    buffers = nonfinite.Buffers(setup) if left_out or nonfinite.skips(setup) else None
     total = gradients(setup, stream)
     mark(Phase.UPDATING)
     norm = _clip(setup)
     scale = setup.scaler.get_scale()
-    applies = setup.scaler.is_enabled() or buffers is None or nonfinite.is_finite(setup, norm)
+    checked = nonfinite.skips(setup) and not setup.scaler.is_enabled()
+    applies = not left_out and not (checked and not nonfinite.is_finite(setup, norm))
     rate = _step_optimizer(setup, step=step, applies=applies)
     overflowed = setup.scaler.get_scale() < scale  # fp16: the optimizer did nothing
     is_skipped = buffers is not None and (overflowed or not applies)

@@ -12,7 +12,7 @@ from pipeline import worker
 from pipeline.contract import BatchCandidate, BatchSizes, Rank, Spread, Trial
 from pipeline.errors import ExperimentError
 from pipeline.events import BatchSizesFound, Failed
-from pipeline.speedup.batch_advice import Advice, advise
+from pipeline.speedup.batch_advice import BatchAdvice, advise
 from pipeline.training import bench
 from pipeline.training.batch_size import CLOSE, Search, find, outcome
 from pipeline.training.bench import TrialBench, is_out_of_memory
@@ -362,7 +362,7 @@ def advised(
     largest: int | None = None,
     noise: float = 0.0,
     **train: Any,
-) -> Advice:
+) -> BatchAdvice:
     def rate(size: int) -> Spread:
         return Spread(median=size, low=size * (1 - noise), high=size * (1 + noise), windows=5)
 
