@@ -212,6 +212,7 @@ def test_sigterm_writes_a_checkpoint_of_the_last_step(
     check(attempt, undisturbed)
 
 
+@pytest.mark.deep
 def test_a_damaged_newest_checkpoint_is_passed_over(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
 ) -> None:
@@ -253,6 +254,7 @@ def test_one_worker_goes_on_where_two_were(attempt_in: Callable[..., Attempt], d
     assert [loss for _, loss in attempt.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-12)
 
 
+@pytest.mark.deep
 def test_failures_beyond_the_limit_end_the_run(attempt_in: Callable[..., Attempt]) -> None:
     attempt = attempt_in(*DDP, "parallel.max_failures=1")
     process = attempt.start()
@@ -269,6 +271,7 @@ def test_failures_beyond_the_limit_end_the_run(attempt_in: Callable[..., Attempt
     assert "Traceback" not in stderr
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("launcher", ["ray"])
 def test_ray_replaces_a_killed_worker(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random, launcher: str

@@ -9,14 +9,14 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 TIMEOUT_S = 5.0
 ENDING_S = 40.0
 """For all that comes after: workers, launcher, tracking. The elastic agent alone would wait 30 s for a stopped one."""
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("ray", marks=pytest.mark.deep)])
 def test_a_stopped_rank_is_named_and_ended(project: Path, tmp_path: Path, start: Any, launcher: str) -> None:
     process = start("run", "lab.yaml", *overrides(tmp_path, launcher), cwd=project)
     wait_for(": step", process.stdout)

@@ -19,7 +19,7 @@ from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.training.order import Order
 from pipeline.training.setup import build
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 BATCH, EPOCHS, SAMPLES = 16, 2, 50
 ORDER = Order(samples=SAMPLES, global_batch_size=BATCH, seed=3)

@@ -13,8 +13,9 @@ LAB = "lab.yaml"
 LINK = ["--link", "10Gbit,50us"]
 
 
-def test_a_given_link_needs_one_worker(command, project):
-    ended = command("predict", LAB, *LINK, "--workers", "12")
+def test_a_given_link_needs_one_worker(command, tmp_path):
+    where = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs"]
+    ended = command("predict", LAB, *where, *LINK, "--workers", "12")
     assert ended.code == 0, ended.output
     assert "link       10 Gbit/s, 50 us, as given" in ended.stdout
     assert "Strong scaling" in ended.stdout
@@ -22,11 +23,11 @@ def test_a_given_link_needs_one_worker(command, project):
     assert "Not checked" in ended.stdout
     shown = ended.stdout.partition("lab: predicted")[2].partition("run      ")[0]
     assert max(map(len, shown.splitlines())) <= 80
-    (folder,) = (project / "runs").glob("*-predict-*")
+    (folder,) = (tmp_path / "runs").glob("*-predict-*")
     saved = Forecast.model_validate_json((folder / "prediction.json").read_text())
     assert [prediction.workers for prediction in saved.outlooks[0].predictions] == [1, 2, 4, 8, 12]
     assert saved.check is None
-    assert not (project / "mlflow.db").exists()  # a prediction isn't tracked
+    assert not (tmp_path / "mlflow.db").exists()  # a prediction isn't tracked
 
 
 def test_json_is_all_of_stdout_and_strong_scaling_ends_with_the_batch(command):
