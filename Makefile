@@ -18,7 +18,10 @@ ui: $(STAMP)  ## Browse the results in the MLflow UI on loopback
 test: $(STAMP)  ## Run all tests
 	$(BIN)/python -m pytest
 
-test-faults: $(STAMP)  ## Kill, stop, starve and fill for real; part of make test, too
+test-deep: $(STAMP)  ## Run what make test leaves out because it takes long
+	$(BIN)/python -m pytest -m deep
+
+test-faults: $(STAMP)  ## Kill, stop, starve and fill for real; the greater part is in make test, too
 	$(BIN)/python -m pytest -m faults
 
 bench: $(STAMP)  ## Measure what the documentation claims: reported speedups against a hand-written script
@@ -42,4 +45,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $(STAMP)
 
-.PHONY: help run ui test test-faults bench check install clean
+.PHONY: help run ui test test-deep test-faults bench check install clean

@@ -236,6 +236,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     check(attempt, undisturbed)
 
 
+@pytest.mark.deep
 def test_one_worker_goes_on_where_two_were(attempt_in: Callable[..., Attempt], draw: random.Random) -> None:
     """In fp64 and without dropout, whose masks each rank draws by itself."""
     exact = ["train.precision=fp64", "model._target_=lab.Sluggish", "model.ms=8"]

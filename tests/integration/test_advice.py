@@ -65,6 +65,7 @@ def test_a_slow_loader(tmp_path: Path) -> None:
     assert keys(advice) == ["loader.num_workers"]
 
 
+@pytest.mark.deep
 def test_a_loader_that_is_quick_compared_with_the_model(tmp_path: Path) -> None:
     assert advised(tmp_path, "model={_target_: lab.Sluggish, ms: 60.0}") == ()
 
@@ -155,5 +156,6 @@ def test_a_slow_link(nodes: tuple[str, str], tmp_path: Path) -> None:
     assert "powersgd" in advice[0].change
 
 
+@pytest.mark.deep
 def test_a_link_that_is_not_slow(nodes: tuple[str, str], tmp_path: Path) -> None:
     assert "parallel.options.communication_hook" not in keys(between(nodes, tmp_path))
