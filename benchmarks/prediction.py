@@ -39,6 +39,7 @@ from pipeline.speedup.link import fit
 from pipeline.speedup.scaling import predict
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "prediction.json"
 PATIENCE_S, IDLE_PATIENCE_S = 180, 20
 ATTEMPTS, DISTURBED = 2, 0.1
 LINKS = [Link(latency_us=us, bandwidth_gbit=gbit) for gbit in (0.1, 1.0) for us in (100, 5000)]
@@ -96,11 +97,20 @@ def main() -> None:
     results = Results(
         machine=f"{machine.processor}, {machine.summary}",
         raw_links=dict(_raw_links()),
-        cases=[case for workers, name in CASES if name in wanted for case in _cases(name, workers=workers)],
+        cases=[
+            *_kept(wanted),
+            *(c for workers, name in CASES if name in wanted for c in _cases(name, workers=workers)),
+        ],
         published=published.points(),
     )
-    (HERE / "results" / "prediction.json").write_text(results.model_dump_json(indent=1) + "\n")
+    RESULTS.write_text(results.model_dump_json(indent=1) + "\n")
     (HERE / "prediction.md").write_text(_markdown(results))
+
+
+def _kept(wanted: list[str]) -> list[Case]:
+    """What was found before of the workloads that are not measured again."""
+    before = Results.model_validate_json(RESULTS.read_text()).cases if RESULTS.exists() else []
+    return [case for case in before if case.workload not in wanted]
 
 
 def _raw_links() -> Iterator[tuple[str, Link]]:
