@@ -1,5 +1,6 @@
 """Ending a training in an orderly way when the system asks for it by SIGTERM: Slurm, Kubernetes, a spot machine."""
 
+import logging
 import os
 import signal
 import threading
@@ -7,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pipeline.errors import Terminated
+
+_log = logging.getLogger(__name__)
 
 
 class StopRequest:
@@ -59,10 +62,11 @@ def gracefully(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], b
     before = signal.signal(signal.SIGTERM, handle)
     try:
         yield
-    except Exception:
-        if stop.asked:  # ranks that lost each other on the way out
-            raise Terminated from None
-        raise
+    except Exception as error:
+        if not stop.asked:
+            raise
+        _log.warning("failed while it was being stopped", exc_info=error)  # into the run's log; SIGTERM is why it ends
+        raise Terminated from error
     finally:
         for timer in timers:
             timer.cancel()
