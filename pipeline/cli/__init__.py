@@ -1,0 +1,65 @@
+"""The command ``pipeline``: parse and print, nothing else.
+
+Commands import what they need when they run, so that ``--help`` answers at once and doesn't load torch.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from pipeline.cli import experiments, projects, results
+from pipeline.cli.arguments import show
+from pipeline.errors import PipelineError, Terminated
+
+app = typer.Typer(
+    help="Declarative experiments for data-parallel PyTorch training, with measured speedups.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(experiments.run)
+app.command()(experiments.compare)
+app.command("tune-batch")(experiments.tune_batch)
+app.command()(experiments.predict)
+app.command()(experiments.check)
+app.command()(results.ui)
+app.command()(results.sync)
+app.command()(projects.schema)
+app.command()(projects.new)
+
+
+def main() -> NoReturn:
+    """Entry point. Errors that are the user's to mend are shown without a traceback."""
+    signal.signal(signal.SIGTERM, _terminate)
+    _make_importable(Path.cwd())
+    try:
+        app(args=_with_latest(sys.argv[1:]), prog_name="pipeline")
+    except PipelineError as error:
+        show(error)
+        sys.exit(error.exit_code)
+    sys.exit(0)
+
+
+def _with_latest(arguments: list[str]) -> list[str]:
+    """``--resume`` may stand alone, which its option can't; an override or another option is no run."""
+    following = [*arguments[1:], "--"]
+    return [
+        "--resume=latest" if word == "--resume" and (next_.startswith("-") or "=" in next_) else word
+        for word, next_ in zip(arguments, following, strict=True)
+    ]
+
+
+def _make_importable(folder: Path) -> None:
+    """The project's own components, as for ``python -m``; here and in the processes that this one starts."""
+    sys.path.insert(0, str(folder))
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), inherited]))
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated

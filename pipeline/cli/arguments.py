@@ -1,0 +1,68 @@
+"""Arguments that several commands take, and how they end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from pipeline.errors import Interrupted, PipelineError, Terminated, TrainingError, UsageError
+
+FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="The experiment, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. train.epochs=2.", show_default=False),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Let the workers' and Ray's output through.")]
+
+
+class Scaling(StrEnum):
+    """What stays the same when workers are added."""
+
+    strong = "strong"
+    weak = "weak"
+    both = "both"
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM as errors with their exit codes."""
+    try:
+        yield
+    except Terminated:
+        raise Interrupted("terminated by SIGTERM", exit_code=143) from None
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted") from None
+
+
+def show(error: PipelineError) -> None:
+    """An error as a user sees it: what went wrong, and of training the failed rank's own traceback."""
+    if isinstance(error, TrainingError) and error.details:
+        typer.echo(error.details.rstrip(), err=True)
+    typer.echo(f"error: {error}" if "\n" not in str(error) else str(error), err=True)
+
+
+def strategies_of(text: str) -> tuple[str, ...]:
+    """The strategies of a list such as "single,ddp"."""
+    from pipeline import registry
+    from pipeline.config.nearest import did_you_mean
+
+    known = registry.names("strategies")
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
+            raise UsageError(f"--strategies {text}: no strategy is called {name!r}{hint}")
+    return names
+
+
+def counts_of(option: str, text: str) -> tuple[int, ...]:
+    """The numbers of a list such as "1,2,4"."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not (part.isascii() and part.isdecimal() and int(part) > 0):
+            raise UsageError(
+                f"{option} {text}: {part!r} is not a number of workers; write numbers from 1 on, e.g. 1,2,4"
+            )
+    return tuple(dict.fromkeys(map(int, parts)))

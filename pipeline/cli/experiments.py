@@ -1,0 +1,180 @@
+"""Commands that take an experiment: check it, run it, measure it."""
+
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.arguments import (
+    FileArgument,
+    Overrides,
+    Scaling,
+    Verbose,
+    counts_of,
+    interruptible,
+    show,
+    strategies_of,
+)
+from pipeline.errors import PipelineError
+
+
+def run(
+    file: FileArgument,
+    overrides: Overrides = None,
+    *,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
+    baseline: Annotated[bool, typer.Option(help="Measure the baseline that the speedup is relative to.")] = True,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="[RUN]", help="Go on with an interrupted run: the newest one of this experiment, or RUN."),
+    ] = None,
+    allow_changed: Annotated[
+        bool, typer.Option("--allow-changed", help="Resume although the experiment has changed.")
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run an experiment and report its speedup."""
+    import rich.console
+
+    from pipeline.config.load import load
+
+    experiment = load(file, overrides or [])  # before torch is imported: a typo is answered at once
+    from pipeline import runner
+
+    if dry_run:
+        typer.echo(runner.dry_run(experiment, with_baseline=baseline))
+        return
+    stdout = rich.console.Console(highlight=False)
+    with interruptible():
+        runner.run(
+            experiment,
+            with_baseline=baseline,
+            verbose=verbose,
+            stdout=stdout,
+            resume=resume,
+            allow_changed=allow_changed,
+        )
+
+
+def compare(
+    file: FileArgument,
+    overrides: Overrides = None,
+    *,
+    strategies: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Strategies; default: those of the file's compare.")
+    ] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Numbers of workers; default: those of the file's compare.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each cell, in turn with the others.")] = 3,
+    scaling: Annotated[
+        Scaling, typer.Option(help="strong: the same global batch; weak: the same batch for each worker.")
+    ] = Scaling.strong,
+    profile: Annotated[bool, typer.Option("--profile", help="Record a torch.profiler trace of each cell.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure strategies and numbers of workers side by side, in short trials taken in turn."""
+    import rich.console
+
+    from pipeline.config.load import load
+    from pipeline.matrix import Wanted
+
+    experiment = load(file, overrides or [])
+    wanted = Wanted(
+        strategies=strategies_of(strategies) if strategies is not None else (),
+        workers=counts_of("--workers", workers) if workers is not None else (),
+        scaling=scaling.value,
+        repeats=repeats,
+        profile=profile,
+    )
+    from pipeline.comparison import compare
+    from pipeline.speedup.report import comparison_json
+
+    with interruptible():
+        compare(
+            experiment,
+            wanted=wanted,
+            verbose=verbose,
+            terminal=rich.console.Console(highlight=False, stderr=as_json),
+            show=lambda report: typer.echo(comparison_json(report)) if as_json else None,
+        )
+
+
+def tune_batch(
+    file: FileArgument,
+    overrides: Overrides = None,
+    *,
+    most: Annotated[int | None, typer.Option("--max", min=1, help="Largest batch of one device to try.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find the batch size of a device: the smallest at which throughput stops growing."""
+    import rich.console
+
+    from pipeline.config.load import load
+
+    experiment = load(file, overrides or [])
+    from pipeline import tuning
+
+    terminal = rich.console.Console(highlight=False, stderr=as_json)
+    with interruptible():
+        tuned = tuning.tune_batch(experiment, most=most, verbose=verbose, terminal=terminal)
+    if as_json:
+        typer.echo(tuned.model_dump_json(indent=2))
+
+
+def predict(
+    file: FileArgument,
+    overrides: Overrides = None,
+    *,
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="The most workers to predict.")] = 64,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="BANDWIDTH,LATENCY", help="Between workers, e.g. 25Gbit,20us; default: measured here."),
+    ] = None,
+    scaling: Annotated[
+        Scaling, typer.Option(help="strong: the same global batch; weak: the same batch for each worker.")
+    ] = Scaling.both,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Predict speedup and efficiency on more workers than there are, from a few seconds of measuring."""
+    import rich.console
+
+    from pipeline.config.load import load
+    from pipeline.speedup.link import parse
+
+    experiment = load(file, overrides or [])
+    given = parse(link) if link is not None else None
+    from pipeline import prediction
+
+    with interruptible():
+        prediction.predict(
+            experiment,
+            workers=workers,
+            link=given,
+            scaling=scaling.value,
+            verbose=verbose,
+            terminal=rich.console.Console(highlight=False, stderr=as_json),
+            show=lambda forecast: typer.echo(forecast.model_dump_json(indent=2)) if as_json else None,
+        )
+
+
+def check(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Experiments to check.", show_default=False)],
+) -> None:
+    """Check experiments and everything they name, and start nothing."""
+    from pipeline import preflight
+    from pipeline.config.load import load
+
+    errors: list[PipelineError] = []
+    for file in files:
+        try:
+            preflight.check(load(file))
+        except PipelineError as error:
+            show(error)
+            errors.append(error)
+        else:
+            typer.echo(f"{file}: ok")
+    if errors:
+        raise typer.Exit(errors[0].exit_code)
