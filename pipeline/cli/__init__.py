@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import typer
 
-from pipeline.cli import experiments, projects, results
+from pipeline.cli import diagnosis, experiments, jobs, projects, results, submission
 from pipeline.cli.arguments import show
 from pipeline.errors import PipelineError, Terminated
 
@@ -27,6 +27,11 @@ app.command()(experiments.compare)
 app.command("tune-batch")(experiments.tune_batch)
 app.command()(experiments.predict)
 app.command()(experiments.check)
+app.command()(submission.submit)
+app.command()(jobs.status)
+app.command()(jobs.logs)
+app.command()(jobs.stop)
+app.command()(diagnosis.doctor)
 app.command()(results.ui)
 app.command()(results.sync)
 app.command()(projects.schema)

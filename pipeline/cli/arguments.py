@@ -1,6 +1,7 @@
 """Arguments that several commands take, and how they end."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated
@@ -14,6 +15,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. train.epochs=2.", show_default=False),
 ]
+Cluster = Annotated[
+    str | None,
+    typer.Option("--address", metavar="HOST:PORT", help="Join this Ray cluster: parallel.address, and launcher ray."),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Let the workers' and Ray's output through.")]
 
 
@@ -23,6 +28,12 @@ class Scaling(StrEnum):
     strong = "strong"
     weak = "weak"
     both = "both"
+
+
+def with_address(overrides: Sequence[str] | None, address: str | None) -> list[str]:
+    """The overrides, and those that ``--address`` stands for; it counts as written last."""
+    joining = [f"parallel.address={json.dumps(address)}", "parallel.launcher=ray"] if address is not None else []
+    return [*(overrides or ()), *joining]
 
 
 @contextmanager

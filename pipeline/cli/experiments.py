@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.arguments import (
+    Cluster,
     FileArgument,
     Overrides,
     Scaling,
@@ -13,6 +14,7 @@ from pipeline.cli.arguments import (
     interruptible,
     show,
     strategies_of,
+    with_address,
 )
 from pipeline.errors import PipelineError
 
@@ -30,6 +32,7 @@ def run(
     allow_changed: Annotated[
         bool, typer.Option("--allow-changed", help="Resume although the experiment has changed.")
     ] = False,
+    address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
     """Run an experiment and report its speedup."""
@@ -37,7 +40,7 @@ def run(
 
     from pipeline.config.load import load
 
-    experiment = load(file, overrides or [])  # before torch is imported: a typo is answered at once
+    experiment = load(file, with_address(overrides, address))  # before torch is imported: a typo is answered at once
     from pipeline import runner
 
     if dry_run:
@@ -71,6 +74,7 @@ def compare(
     ] = Scaling.strong,
     profile: Annotated[bool, typer.Option("--profile", help="Record a torch.profiler trace of each cell.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+    address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
     """Measure strategies and numbers of workers side by side, in short trials taken in turn."""
@@ -79,7 +83,7 @@ def compare(
     from pipeline.config.load import load
     from pipeline.matrix import Wanted
 
-    experiment = load(file, overrides or [])
+    experiment = load(file, with_address(overrides, address))
     wanted = Wanted(
         strategies=strategies_of(strategies) if strategies is not None else (),
         workers=counts_of("--workers", workers) if workers is not None else (),
@@ -106,6 +110,7 @@ def tune_batch(
     *,
     most: Annotated[int | None, typer.Option("--max", min=1, help="Largest batch of one device to try.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+    address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
     """Find the batch size of a device: the smallest at which throughput stops growing."""
@@ -113,7 +118,7 @@ def tune_batch(
 
     from pipeline.config.load import load
 
-    experiment = load(file, overrides or [])
+    experiment = load(file, with_address(overrides, address))
     from pipeline import tuning
 
     terminal = rich.console.Console(highlight=False, stderr=as_json)
@@ -136,6 +141,7 @@ def predict(
         Scaling, typer.Option(help="strong: the same global batch; weak: the same batch for each worker.")
     ] = Scaling.both,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+    address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
     """Predict speedup and efficiency on more workers than there are, from a few seconds of measuring."""
@@ -144,7 +150,7 @@ def predict(
     from pipeline.config.load import load
     from pipeline.speedup.link import parse
 
-    experiment = load(file, overrides or [])
+    experiment = load(file, with_address(overrides, address))
     given = parse(link) if link is not None else None
     from pipeline import prediction
 

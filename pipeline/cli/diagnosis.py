@@ -1,0 +1,42 @@
+"""Commands that look at the machine and the cluster."""
+
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.arguments import interruptible
+
+
+def doctor(
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="[FILE]", help="An experiment, for its tracking store and cluster.", show_default=False),
+    ] = None,
+    *,
+    address: Annotated[str | None, typer.Option(help="A Ray cluster; default: FILE's, or RAY_ADDRESS.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+) -> None:
+    """Say what this machine or a cluster has and lacks, and what mends it."""
+    import rich.console
+
+    from pipeline.config.load import load
+    from pipeline.config.schema import Parallel
+    from pipeline.doctor import page
+    from pipeline.doctor.examination import examine
+
+    experiment = load(file).experiment if file is not None else None
+    parallel = experiment.parallel if experiment else Parallel(launcher="ray")
+    if address is not None:
+        parallel = parallel.model_copy(update={"launcher": "ray", "address": address})
+    with interruptible():
+        examination = examine(
+            parallel,
+            uri=experiment.tracking.uri if experiment else None,
+            say=lambda what: typer.echo(what, err=True),
+        )
+    if as_json:
+        typer.echo(examination.model_dump_json(indent=2))
+    else:
+        page.show(examination, terminal=rich.console.Console(highlight=False))
+    if examination.problems:
+        raise typer.Exit(3)

@@ -1,0 +1,159 @@
+"""What is to run elsewhere, and what would go wrong there because it is not here."""
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from pipeline.config.load import ExperimentFile
+from pipeline.config.secrets import without_credentials
+from pipeline.errors import Problem, UsageError
+
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+CLOSING_S = 90
+"""To close a run and to send MLflow the rest, once its workers have ended."""
+_LOOPBACK = re.compile(r"https?://(localhost|127\.|\[::1\])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A ``pipeline run`` for another machine, in a folder with the same files as this one."""
+
+    file: ExperimentFile
+    overrides: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    """Options of ``pipeline run``, e.g. "--no-baseline"."""
+    environment: tuple[str, ...] = ()
+    """Names of the environment variables that go along."""
+
+    @property
+    def name(self) -> str:
+        """The experiment's."""
+        return self.file.experiment.name
+
+    @property
+    def text(self) -> str:
+        """The experiment file as it stands."""
+        return self.file.path.read_text(encoding="utf-8-sig")
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the environment variables that the experiment reads."""
+        return tuple(dict.fromkeys(_FROM_ENVIRONMENT.findall("\n".join((self.text, *self.overrides)))))
+
+    def command(self, *more: str, path: str | None = None) -> str:
+        """What a shell there is to run; ``exec``, so that SIGTERM and the exit code are those of ``pipeline run``."""
+        missing = "set where this job was sent from, but not here: set it here, or add --env {0} there"
+        left = [name for name in self.variables if name in os.environ and name not in self.environment]
+        guards = [f': "${{{name}?{missing.format(name)}}}"' for name in left]
+        return " && ".join((*guards, f"exec python -m pipeline {self.arguments(*more, path=path)}"))
+
+    def arguments(self, *more: str, path: str | None = None) -> str:
+        """The arguments of ``pipeline`` in the spelling of a shell.
+
+        Args:
+            more: overrides in that spelling already, which win over the user's.
+            path: the experiment file there, in that spelling; default: the same as here.
+        """
+        file = path or shlex.quote(os.path.relpath(self.file.path))
+        return " ".join(("run", file, *map(shlex.quote, self.overrides), *more, *map(shlex.quote, self.options)))
+
+
+def check(request: Request) -> None:
+    """Find what can't work on another machine.
+
+    Raises:
+        UsageError: a secret would be seen by others.
+    """
+    for override in request.overrides:
+        key, _, value = override.partition("=")
+        if without_credentials(value) != value:
+            raise UsageError(
+                f"{key}: has a password in it, which would be in the job's command line for all to see; "
+                "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the cluster's nodes"
+            )
+    for name in request.environment:
+        if not _VARIABLE.fullmatch(name):
+            raise UsageError("--env takes the name of a variable, not a value; write --env NAME")
+
+
+def check_lasting(request: Request) -> None:
+    """Find results that would go into a folder that is gone when the job ends.
+
+    Raises:
+        ExperimentError: there are such.
+    """
+    if problems := list(_lost(request)):
+        raise request.file.explain(problems)
+
+
+def variables(names: Sequence[str]) -> dict[str, str]:
+    """Values of environment variables.
+
+    Raises:
+        UsageError: one isn't set.
+    """
+    for name in names:
+        if name not in os.environ:
+            raise UsageError(f"--env {name}: {name} is not set here; set it, or leave the option out")
+    return {name: os.environ[name] for name in names}
+
+
+def notes(request: Request, *, same_environment: bool = False) -> Iterator[str]:
+    """What will be otherwise there than here, in words; ``same_environment``: variables go along by themselves."""
+    experiment = request.file.experiment
+    if experiment.parallel.launcher != "ray":
+        yield f"parallel.launcher is {experiment.parallel.launcher}; on the cluster it is ray"
+    for name in request.variables:
+        if not (same_environment or name in request.environment):
+            yield f"the experiment reads {name} from the environment: the cluster's is taken, unless --env {name}"
+    uri = experiment.tracking.uri
+    if uri.startswith("sqlite:////"):
+        yield f"tracking.uri is {uri}: results stay in that file on the node that the run is driven from"
+    if _LOOPBACK.match(uri):
+        yield f"tracking.uri is {without_credentials(uri)}: there, that is not this machine"
+
+
+def cpus_of_worker(request: Request) -> int:
+    """Cores to ask for.
+
+    Raises:
+        ExperimentError: the experiment leaves them to the machine that it runs on.
+    """
+    cpus = request.file.experiment.parallel.cpus_per_worker
+    if cpus is None:
+        message = "missing, and needed to ask for cores; write cpus_per_worker: 4"
+        raise request.file.explain([Problem("parallel.cpus_per_worker", message)])
+    return cpus
+
+
+def gpus_of_worker(request: Request) -> int:
+    """GPUs to ask for: none unless the experiment names the device."""
+    parallel = request.file.experiment.parallel
+    return (parallel.gpus_per_worker or 1) if parallel.device == "cuda" else 0
+
+
+def is_relative(path: str) -> bool:
+    """Whether a folder means another place in another working directory."""
+    return "://" not in path and not path.startswith(("/", "~"))
+
+
+def _lost(request: Request) -> Iterator[Problem]:
+    experiment = request.file.experiment
+    uri = experiment.tracking.uri
+    if uri.startswith("sqlite:///") and not PurePath(uri.removeprefix("sqlite:///")).is_absolute():
+        yield Problem(
+            "tracking.uri",
+            f"is {uri}, a file in the job's own folder, which goes with the job; "
+            "write a server's address, e.g. tracking.uri=http://HOST:5000",
+        )
+    directory = experiment.checkpoint.directory
+    if directory is not None and is_relative(directory):
+        yield Problem(
+            "checkpoint.directory",
+            f"is {directory}, a place in the job's own folder, which goes with the job; "
+            "write an absolute path on shared storage, or an address such as s3://bucket/folder",
+        )

@@ -1,0 +1,443 @@
+"""Runs sent to a Ray cluster as jobs: a real head with its dashboard and token authentication, on loopback."""
+
+import http.server
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import cast
+
+import aiohttp
+import psutil
+import pytest
+import requests
+from mlflow import MlflowClient
+
+from pipeline.errors import ResourceError
+from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed
+from pipeline.recording import journal
+from pipeline.submission import following
+from pipeline.submission.jobs import Job, Jobs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+BIN = Path(sys.executable).parent
+TOKEN = "4711" * 8
+PLANTED = "planted-value-of-a-variable"
+LAB = Path(__file__).parents[1] / "project"
+PATIENCE_S = 400
+ATTEMPTS = 3
+"""At starting a head: Ray gives up after half a minute where others use the processors."""
+Pipeline = Callable[..., tuple[int, str, str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+class Head:
+    """The head of a cluster, all of it in one process tree of ours; its home is a folder of the tests."""
+
+    def __init__(self, folder: Path, home: Path) -> None:
+        port, dashboard = _free_ports(2)
+        self.url = f"http://127.0.0.1:{dashboard}"
+        self.runs = home / "pipeline-runs"
+        environment = {
+            **os.environ,
+            "HOME": str(home),
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": TOKEN,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_enable_worker_prestart": "0",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        }
+        environment.pop("RAY_ADDRESS", None)
+        line = [BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--include-dashboard=true"]
+        line += [f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--num-cpus=2"]
+        line += [f"--temp-dir={folder}", "--object-store-memory=100000000"]
+        self.log = folder / "head.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(line, env=environment, stdout=log, stderr=log)
+
+    def is_ready_or_has_ended(self) -> bool:
+        if self.process.poll() is not None:
+            return True
+        if "Ray runtime started" not in self.log.read_text():
+            return False
+        with suppress(requests.RequestException):
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            return requests.get(f"{self.url}/api/jobs/", headers=headers, timeout=5).status_code == 200
+        return False
+
+    def stop(self) -> None:
+        everyone = self._tree()
+        for process in everyone:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, alive = psutil.wait_procs(everyone, timeout=5)
+        for process in alive:
+            process.kill()
+        self.process.wait()
+
+    def has_trained(self) -> bool:
+        return any(isinstance(event, Metrics) for event in self.events())
+
+    def _tree(self) -> list[psutil.Process]:
+        try:
+            head = psutil.Process(self.process.pid)
+            return [head, *head.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def events(self) -> list[AnyEvent]:
+        """Those of the only run."""
+        return [event for path in self.runs.glob(f"lab/*/{journal.FILE_NAME}") for event in journal.read(path)]
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def wait_for(condition: Callable[[], object], *, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    for attempt in range(ATTEMPTS):
+        folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # a socket's path must be short
+        head = Head(folder, tmp_path_factory.mktemp("home"))
+        try:
+            wait_for(head.is_ready_or_has_ended, what="the head doesn't answer")
+            if head.process.poll() is None:
+                yield head
+                return
+            assert attempt < ATTEMPTS - 1, head.log.read_text()
+        finally:
+            head.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The user's project as a git repository."""
+    folder = Path(shutil.copytree(LAB, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__")))
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    subprocess.run(["git", "add", "."], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture
+def pipeline(command: Pipeline, repository: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    """``pipeline ARGUMENTS`` in the repository, with the cluster's token."""
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return command
+
+
+def test_job_outlives_its_sender_stops_with_a_checkpoint_and_is_resumed_into_the_same_folder(
+    head: Head,
+    pipeline: Pipeline,
+    start: Start,
+    tmp_path: Path,
+) -> None:
+    store, release = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "release"
+    experiment = ["lab.yaml", f"tracking.uri={store}", f"model={{_target_: lab.Paced, release: {release}, ms: 300}}"]
+    experiment += ["train.epochs=10", "train.log_every_steps=1", "--no-baseline", "--env", "PLANTED"]
+    address = ["--address", head.url]
+    environment = {**os.environ, "PLANTED": PLANTED}
+    sender = start("submit", *experiment, *address, cwd=tmp_path / "project", env=environment)
+    wait_for(lambda: head.has_trained() or sender.poll() is not None, what="training doesn't begin")
+    assert sender.poll() is None, sender.communicate()
+    sender.kill()
+    stdout, stderr = sender.communicate()
+    assert "sending 3 files" in stderr
+    assert "pipeline-runs/lab of the head" in stderr
+    (job,) = json.loads(pipeline("status", "--json", *address)[1])
+    assert (job["experiment"], job["status"], job["exit_code"]) == ("lab", "RUNNING", None)
+    assert job["id"] in stdout
+    assert "step 1/" in stdout, "it is followed by default"
+
+    code, shown, _ = pipeline("stop", job["id"], *address)
+    assert (code, shown) == (0, f"{job['id']}: STOPPED\n")
+    events = head.events()
+    assert [event.status for event in events if isinstance(event, RunClosed)] == ["KILLED"]
+    last = max(event.step for event in events if isinstance(event, Metrics))
+    assert max(event.step for event in events if isinstance(event, CheckpointSaved)) == last, "not that of an epoch"
+    code, logs, stderr = pipeline("logs", job["id"], "--follow", *address)
+    assert code == 143
+    assert "step 1/" in logs
+    assert f"{job['id']}: STOPPED" in stderr
+    assert pipeline("stop", job["id"], *address)[:2] == (0, f"{job['id']}: STOPPED\n"), "it has ended already"
+
+    release.touch()
+    code, output, stderr = pipeline("submit", *experiment[:-2], "--resume", *address)
+    assert code == 0, output + stderr
+    assert len(list(head.runs.glob("lab/*"))) == 1
+    events = head.events()
+    assert [event.status for event in events if isinstance(event, RunClosed)] == ["KILLED", "FINISHED"]
+    assert any(isinstance(event, Resumed) for event in events)
+    assert PLANTED not in stdout + logs + output + stderr + pipeline("status", "--json", *address)[1]
+    _, table, _ = pipeline("status", *address)
+    assert [line.split()[1:4] for line in table.splitlines()[1:]] == [
+        ["lab", "STOPPED", "-"],
+        ["lab", "SUCCEEDED", "0"],
+    ]
+    client = MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("lab").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["validation/loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [(None, "wants a token; set RAY_AUTH_TOKEN"), ("wrong" * 8, "refuses the token; set RAY_AUTH_TOKEN")],
+)
+def test_cluster_that_knows_us_not_is_an_error(
+    token: str | None,
+    said: str,
+    head: Head,
+    pipeline: Pipeline,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if token is None:
+        monkeypatch.delenv("RAY_AUTH_TOKEN")
+    else:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    code, _, stderr = pipeline("status", "--address", head.url)
+    assert code == 3
+    assert said in stderr
+    assert "wrong" * 8 not in stderr
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "stop"])
+def test_unknown_job_is_an_error(verb: str, head: Head, pipeline: Pipeline) -> None:
+    code, _, stderr = pipeline(verb, "lab-20261121-000000-ffff", "--address", head.url)
+    assert code == 2
+    assert f"{head.url} has no job lab-20261121-000000-ffff" in stderr
+
+
+def test_address_is_read_from_the_environment(head: Head, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", head.url)
+    assert pipeline("status")[0] == 0
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert pipeline("status", "--address", head.url)[0] == 0, "what is written here counts"
+    code, _, stderr = pipeline("status")
+    assert code == 2
+    assert "10.0.0.1:6379 is not the address of a job server" in stderr
+    assert "--address http://10.0.0.1:8265" in stderr
+
+
+def test_nobody_there_is_an_error(pipeline: Pipeline) -> None:
+    (port,) = _free_ports(1)
+    code, _, stderr = pipeline(
+        "submit", "lab.yaml", "tracking.uri=http://tracking:5000", "--address", f"http://127.0.0.1:{port}"
+    )
+    assert code == 3
+    assert f"no Ray cluster answers at http://127.0.0.1:{port}: Connection refused" in stderr
+    assert pipeline("status")[0] == 2
+
+
+@contextmanager
+def _server(answer: bytes) -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("answer", [b'{"ray_version": "1.13.0"}', b"<html>another server</html>"])
+def test_server_that_is_none_of_ray_or_too_old_is_an_error(answer: bytes, pipeline: Pipeline) -> None:
+    with _server(answer) as url:
+        code, _, stderr = pipeline("status", "--address", url)
+    assert code == 3
+    assert url in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lab.yaml"], "lab.yaml:8: tracking.uri: is sqlite:///mlflow.db, a file in the job's own folder"),
+        (["lab.yaml", "train.epoch=3"], "command line: train.epoch=3: train.epoch: unknown key"),
+        (["lab.yaml", "tracking.uri=http://me:secret-word@host:5000"], "tracking.uri: has a password in it"),
+        (
+            ["lab.yaml", "tracking.uri=http://t:5000", "checkpoint.directory=ckpt"],
+            "checkpoint.directory: is ckpt, a place",
+        ),
+        (["new.yaml", "tracking.uri=http://t:5000"], "new.yaml: git doesn't track this file"),
+        (["lab.yaml", "tracking.uri=http://t:5000", "--env", "A=secret-word"], "--env takes the name of a variable"),
+        (["lab.yaml", "--kuberay"], "--kuberay needs --image"),
+        (["lab.yaml", "--slurm", "--image", "x"], "--image is for --kuberay"),
+        (["lab.yaml", "--nodes", "2"], "--nodes is for --slurm"),
+        (["lab.yaml", "--kuberay", "--image", "x", "--slurm"], "choose one"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_sent(arguments: list[str], said: str, pipeline: Pipeline) -> None:
+    shutil.copy("lab.yaml", "new.yaml")
+    code, stdout, stderr = pipeline("submit", *arguments, "--address", "http://127.0.0.1:1")
+    assert code == 2
+    assert said in stderr
+    assert not stdout
+    assert "secret-word" not in stderr
+
+
+def test_variable_that_should_go_along_must_be_set(head: Head, pipeline: Pipeline) -> None:
+    arguments = ["lab.yaml", "tracking.uri=http://tracking:5000", "--env", "NOT_SET_ANYWHERE"]
+    code, _, stderr = pipeline("submit", *arguments, "--address", head.url)
+    assert code == 2
+    assert "NOT_SET_ANYWHERE is not set here" in stderr
+
+
+def test_manifests_are_printed(pipeline: Pipeline) -> None:
+    code, stdout, _ = pipeline("submit", "lab.yaml", "parallel.cpus_per_worker=1", "--slurm")
+    assert (code, stdout.splitlines()[0]) == (0, "#!/bin/bash")
+    uri = "tracking.uri=http://tracking:5000"
+    arguments = ["parallel.cpus_per_worker=1", uri, "--kuberay", "--image", "image", "--claim", "runs"]
+    code, stdout, _ = pipeline("submit", "lab.yaml", *arguments)
+    assert code == 0
+    assert "kind: RayJob\n" in stdout
+
+
+class Flaky:
+    """Stands in for a cluster whose connections break in the middle of a job's output."""
+
+    url = "http://there:8265"
+    output = "one\ntwo\nthree\nfour\n"
+
+    def __init__(self, *, is_gone: bool = False) -> None:
+        self.client, self.tails, self.is_gone = self, 0, is_gone
+
+    def job(self, identity: str) -> Job:
+        if self.is_gone:
+            raise ResourceError("no Ray cluster answers")
+        return Job(id=identity, experiment="lab", status="SUCCEEDED" if self.tails > 3 else "RUNNING", exit_code=0)
+
+    def logs(self, identity: str) -> str:
+        return self.output
+
+    async def tail_job_logs(self, identity: str) -> AsyncIterator[str]:
+        self.tails += 1
+        for line in self.output.splitlines(keepends=True)[: self.tails]:
+            yield line
+        raise aiohttp.ClientConnectionError
+
+
+def test_output_is_shown_once_although_the_connection_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_RETRY_S", 0.0)
+    cluster, shown = Flaky(), list[str]()
+    ended = following.follow(cast("Jobs", cluster), "lab-1", show=shown.append)
+    assert ended.status == "SUCCEEDED"
+    assert "".join(shown) == Flaky.output
+
+
+def test_cluster_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_RETRY_S", 0.0)
+    monkeypatch.setattr(following, "_PATIENCE_S", 0.0)
+    cluster = Flaky(is_gone=True)
+    with pytest.raises(ResourceError, match="lost sight of lab-1 on http://there:8265"):
+        following.follow(cast("Jobs", cluster), "lab-1", show=lambda _: None)
+
+
+@pytest.mark.deep
+def test_ctrl_c_ends_the_following_and_the_exit_code_is_that_of_the_run(
+    head: Head,
+    pipeline: Pipeline,
+    start: Start,
+    tmp_path: Path,
+) -> None:
+    address = ["--address", head.url]
+    experiment = ["lab.yaml", "name=broken", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}", "--no-baseline"]
+    experiment += ["parallel.workers=2", "parallel.strategy=ddp", "model={_target_: lab.Net, fault: raises, rank: 1}"]
+    sender = start("submit", *experiment, *address, cwd=tmp_path / "project")
+    assert sender.stdout is not None
+    job = sender.stdout.readline().strip()
+    sender.send_signal(signal.SIGINT)
+    _, stderr = sender.communicate()
+    assert sender.returncode == 130
+    assert "stopped following; the job goes on" in stderr
+    assert f"pipeline logs {job} --follow --address {head.url}" in stderr
+    code, logs, stderr = pipeline("logs", job, "--follow", *address)
+    assert code == 1
+    assert "rank 1" in logs
+    assert f"{job}: FAILED with exit code 1" in stderr
+
+
+@pytest.mark.deep
+def test_sbatch_script_trains_on_a_stand_in_for_slurm_is_requeued_and_resumed(repository: Path, tmp_path: Path) -> None:
+    """Its commands start everything on this machine: two Ray nodes with one address."""
+    (bin_ := tmp_path / "bin").mkdir()
+    drop = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
+    show, requeue = "show) hostname; echo other ;;", 'requeue) echo "$2" >> "$REQUEUED" ;;'
+    for name, text in (("srun", drop), ("scontrol", f"case $1 in {show} {requeue} esac")):
+        (bin_ / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_ / name).chmod(0o755)
+    release, requeued = tmp_path / "release", tmp_path / "requeued"
+    overrides = [f"model={{_target_: lab.Paced, release: {release}, ms: 300}}", "train.epochs=10"]
+    overrides += [
+        "train.log_every_steps=1",
+        "parallel.workers=2",
+        "parallel.strategy=ddp",
+        "parallel.cpus_per_worker=1",
+    ]
+    environment = {
+        **os.environ,
+        "PATH": f"{bin_}:{BIN}:{os.environ['PATH']}",
+        "REQUEUED": str(requeued),
+        "SLURM_JOB_ID": str(_free_ports(1)[0]),
+        "SLURM_SUBMIT_DIR": str(repository),
+        "SLURM_JOB_NODELIST": "here,other",
+        "SLURM_CPUS_PER_TASK": "1",
+        "RAY_enable_worker_prestart": "0",
+    }
+    line = [sys.executable, "-m", "pipeline", "submit", "lab.yaml", *overrides, "--slurm", "--no-baseline"]
+    made = subprocess.run(line, cwd=repository, capture_output=True, text=True, check=True)
+    (job := tmp_path / "job.sbatch").write_text(made.stdout)
+
+    def metrics() -> list[Metrics]:
+        paths = repository.glob(f"runs/slurm-*/*/{journal.FILE_NAME}")
+        return [event for path in paths for event in journal.read(path) if isinstance(event, Metrics)]
+
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(["bash", job], env=environment, text=True, **streams) as first:
+        wait_for(lambda: metrics() or first.poll() is not None, what="training doesn't begin")
+        first.send_signal(signal.SIGTERM)
+        output, _ = first.communicate()
+    assert first.returncode == 143, output
+    assert requeued.read_text().strip() == environment["SLURM_JOB_ID"]
+    stopped_at = max(event.step for event in metrics())
+    release.touch()
+    with subprocess.Popen(["bash", job], env=environment, text=True, **streams) as second:
+        output, _ = second.communicate()
+    assert second.returncode == 0, output
+    assert max(event.step for event in metrics()) > stopped_at
+    (folder,) = repository.glob("runs/slurm-*/*")
+    assert any(isinstance(event, Resumed) for event in journal.read(folder / journal.FILE_NAME))
