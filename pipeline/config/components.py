@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import keys, targets
+from pipeline.config import keys, secrets, targets
 from pipeline.config.nearest import did_you_mean
 from pipeline.config.project import allowed_packages, project_file
 from pipeline.config.runtime import substitute
@@ -142,9 +142,10 @@ def _component(mapping: Mapping[str, Any], key: str) -> Component:
 
 
 def _built(value: Any, *, key: str, allowed: tuple[str, ...], known: Mapping[str, int]) -> Any:
-    """The value with its components built and its run-time values filled in."""
+    """The value with its components built, its run-time values and secrets filled in."""
     if isinstance(value, str):
-        return substitute(value, known, key=key)
+        filled = substitute(value, known, key=key)
+        return secrets.put_in(filled, key=key) if isinstance(filled, str) else filled
     if isinstance(value, list | tuple):
         return [_inner(v, key=keys.child(key, i), allowed=allowed, known=known) for i, v in enumerate(value)]
     if isinstance(value, Mapping):

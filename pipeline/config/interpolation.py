@@ -12,7 +12,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from pipeline.config import keys, runtime
+from pipeline.config import keys, runtime, secrets
 from pipeline.config.nearest import did_you_mean
 from pipeline.errors import Problem
 
@@ -29,10 +29,11 @@ def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def escape(text: str) -> str:
-    """The text as a file has to spell it, so that resolving leads back to it; run-time values stay."""
+    """The text as a file has to spell it, so that resolving leads back to it; run-time values and secrets stay."""
 
     def escaped(found: re.Match[str]) -> str:
-        if not found[1] and runtime.named_in(text[found.start() :].split("}")[0] + "}"):
+        whole = text[found.start() :].split("}")[0] + "}"
+        if not found[1] and (runtime.named_in(whole) or secrets.named_in(whole)):
             return found[0]
         return found[1] * 2 + r"\${"
 

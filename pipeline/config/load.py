@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import interpolation, keys, lines, messages, runtime
+from pipeline.config import interpolation, keys, lines, messages, runtime, secrets
 from pipeline.config.jsonschema import Shape, experiment_json_schema
 from pipeline.config.lines import Places
 from pipeline.config.nearest import did_you_mean
@@ -16,6 +16,8 @@ from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, Problem, UsageError
 
 __all__ = ["ExperimentFile", "experiment_json_schema", "load"]
+
+_KEEPS_SECRETS = ("tracking", "uri")  # which is written down without its credentials
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
     entries: dict[str, int | str] = dict(file_lines)
     rejected = apply_overrides(overrides, tree, entries)
     places = Places(name, entries)
-    resolved, problems = interpolation.resolve(tree)
-    problems += _misplaced(resolved)
+    resolved, problems = interpolation.resolve(_without_secrets(tree, ()))
+    problems += _misplaced(resolved) + _exposed(tree)
     try:
         experiment = Experiment.model_validate(resolved, by_alias=True, by_name=False)
     except ValidationError as error:
@@ -119,6 +121,32 @@ def _misplaced(tree: Mapping[str, Any]) -> list[Problem]:
             )
         elif early and parts[0] in ("data", "loader"):
             message = f"{runtime.marker(early[0])} is only known once the data is loaded; write a number"
+        else:
+            continue
+        problems.append(Problem(keys.join(parts), message))
+    return problems
+
+
+def _without_secrets(value: Any, parts: tuple[keys.Part, ...]) -> Any:
+    """The value with references to secrets left alone where components get them: their worker puts the values in."""
+    if isinstance(value, Mapping):
+        return {name: _without_secrets(inner, (*parts, name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(inner, (*parts, index)) for index, inner in enumerate(value)]
+    return secrets.held_back(value) if isinstance(value, str) and parts != _KEEPS_SECRETS else value
+
+
+def _exposed(tree: Mapping[str, Any]) -> list[Problem]:
+    """Secrets where they would be shown or written down."""
+    shape = Shape.of(Experiment)
+    problems = []
+    for parts, text in _texts(tree, ()):
+        if not (names := secrets.named_in(text)) or parts == _KEEPS_SECRETS:
+            continue
+        if not shape.in_component(parts):
+            message = f"{names[0]} is a secret by its name, and this would be written down; rename the variable"
+        elif secrets.is_inside(text):
+            message = f"{names[0]} is a secret by its name, which stays a text; write ${{oc.env:{names[0]}}} alone"
         else:
             continue
         problems.append(Problem(keys.join(parts), message))

@@ -1,0 +1,1 @@
+"""What a machine or a cluster has and lacks: ``pipeline doctor``. Start reading at `examination.examine`."""

@@ -1,0 +1,100 @@
+"""One rank of a quick measurement of all-reduces.
+
+It travels to nodes that may lack this package: the standard library and torch only, and no import of this package.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from contextlib import closing
+from datetime import timedelta
+from statistics import median
+
+_SIZES = tuple(4096 * 4**i for i in range(7))  # bytes: 4 KiB to 16 MiB
+_SECONDS_PER_SIZE = 0.25
+_MOST_ROUNDS, _FEWEST_ROUNDS = 15, 3
+_TOO_SLOW_S = 0.6  # larger ones would say nothing new on such a link
+_SIOCGIFADDR = 0x8915
+
+
+def free_port() -> int:
+    """A port on which rank 0 can be met."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None if none has."""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def measure(rank: int, *, world_size: int, meeting: str, address: str, backend: str, timeout_s: float) -> str:
+    """All-reduces of several sizes, the slowest rank's median for each, as JSON: [[bytes, ms], ...]. Collective.
+
+    Args:
+        rank: of this process.
+        world_size: how many there are.
+        meeting: where they meet, as torch's ``init_method``.
+        address: of this node, whose interface is used unless the environment names one.
+        backend: gloo or nccl.
+        timeout_s: longest wait for the others.
+    """
+    if interface := interface_of(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=meeting, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
+
+    def exchange(size: int) -> float:
+        tensor = torch.zeros(size // 4, device=device)
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    def slowest(seconds: list[float]) -> list[float]:
+        times = torch.tensor(seconds, dtype=torch.float64, device=device)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        return list(map(float, times))
+
+    measured = []
+    try:
+        for size in _SIZES:
+            exchange(size)  # the first one pays for what later ones don't
+            (about,) = slowest([exchange(size)])
+            rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(_SECONDS_PER_SIZE / about)))
+            times = slowest([exchange(size) for _ in range(rounds)])
+            measured.append((size, 1e3 * median(times)))
+            if about > _TOO_SLOW_S and len(measured) >= 3:
+                break
+    finally:
+        dist.destroy_process_group()
+    return json.dumps(measured)
+
+
+if __name__ == "__main__":
+    print(measure(int(sys.argv[1]), **json.loads(sys.argv[2])))  # noqa: T201 - this is how it answers

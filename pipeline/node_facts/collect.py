@@ -1,0 +1,163 @@
+"""The questions that are asked on a node. It may lack this package, so they travel there by value.
+
+They use the standard library only, nothing else of this package, and nothing at module level but functions.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+
+def facts(*, all_gpus: bool = False) -> str:
+    """The facts of the machine that this runs on, as the JSON of a `NodeFacts`.
+
+    ``all_gpus`` disregards CUDA_VISIBLE_DEVICES, which Ray empties for tasks that ask for no GPU.
+    """
+    gpus = _gpus(all_gpus=all_gpus)
+    shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None  # noqa: PTH112, S108 - only looked at
+    available, memory = _memory()
+    return json.dumps(
+        {
+            **gpus,
+            "node": socket.gethostname(),
+            "hostname_address": _resolved(),
+            "python": platform.python_version(),
+            "torch": _torch(ask_cuda=bool(gpus["gpus"]), all_gpus=all_gpus),
+            "ray": _version("ray"),
+            "mlflow": _version("mlflow") or _version("mlflow-skinny"),
+            "pipeline": _version("ddp-pipeline"),
+            "cpus": _cpus(),
+            "memory_mb": memory >> 20,
+            "memory_free_mb": available >> 20,
+            "shared_memory_mb": shared and shared.total >> 20,
+            "shared_memory_free_mb": shared and shared.free >> 20,
+            "disks": [
+                {"folder": folder, "free_mb": shutil.disk_usage(folder).free >> 20}
+                for folder in dict.fromkeys((str(Path.cwd()), tempfile.gettempdir()))
+            ],
+            "open_files": _limit(resource.RLIMIT_NOFILE),
+            "processes": _limit(resource.RLIMIT_NPROC),
+            "compiler": shutil.which(os.environ.get("CXX") or "g++"),
+            "git": shutil.which("git"),
+            "clock": time.time(),
+        }
+    )
+
+
+def clock() -> float:
+    """The node's clock, s since 1970."""
+    return time.time()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch(*, ask_cuda: bool, all_gpus: bool) -> dict[str, object] | None:
+    """Without importing it, which takes seconds, unless there are GPUs that it could use."""
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.origin:
+        return None
+    source = Path(found.origin).with_name("version.py").read_text()
+    cuda = re.search(r"^cuda\b.*= '([\d.]+)'", source, re.MULTILINE)
+    version = re.search(r"^__version__ = '(.*)'", source, re.MULTILINE)
+    said: dict[str, object] = {
+        "version": version[1] if version else _version("torch"),
+        "cuda": cuda[1] if cuda else None,
+        "nccl": next(filter(None, map(_version, ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"))), None),
+        "cuda_available": None,
+        "cuda_error": None,
+    }
+    return said | (_cuda(all_gpus=all_gpus) if ask_cuda and cuda else {})
+
+
+def _cuda(*, all_gpus: bool) -> dict[str, object]:
+    """In a process of its own: CUDA can't be used in forks of one that has opened it."""
+    question = "import torch, json; torch.zeros(1, device='cuda'); print(json.dumps(torch.cuda.nccl.version()))"
+    environment = {k: v for k, v in os.environ.items() if not (all_gpus and k == "CUDA_VISIBLE_DEVICES")}
+    try:
+        asked = subprocess.run(  # noqa: S603 - our own arguments
+            [sys.executable, "-c", question], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"cuda_available": False, "cuda_error": str(error)}
+    if asked.returncode:
+        return {"cuda_available": False, "cuda_error": (asked.stderr.strip().splitlines() or ["it crashed"])[-1]}
+    return {"cuda_available": True, "nccl": ".".join(map(str, json.loads(asked.stdout.splitlines()[-1])))}
+
+
+def _gpus(*, all_gpus: bool) -> dict[str, object]:
+    nothing: dict[str, object] = {"gpus": [], "driver": None, "driver_cuda": None, "gpu_error": None}
+    program = shutil.which("nvidia-smi")
+    if program is None or (os.environ.get("CUDA_VISIBLE_DEVICES") == "" and not all_gpus):
+        return nothing
+    try:
+        asked = subprocess.run([program, "-q", "-x"], capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
+        log = ElementTree.fromstring(asked.stdout)  # noqa: S314 - the driver's own
+    except subprocess.CalledProcessError as error:
+        return nothing | {"gpu_error": (error.stdout or error.stderr or str(error)).strip()}
+    except (OSError, subprocess.TimeoutExpired, ElementTree.ParseError) as error:
+        return nothing | {"gpu_error": str(error)}
+    gpus = [
+        {
+            "name": gpu.findtext("product_name", "GPU"),
+            "memory_mb": int(re.sub(r"\D", "", gpu.findtext("fb_memory_usage/total", "")) or 0),  # it may be "N/A"
+        }
+        for gpu in log.findall("gpu")
+    ]
+    return nothing | {
+        "gpus": gpus,
+        "driver": log.findtext("driver_version"),
+        "driver_cuda": log.findtext("cuda_version"),
+    }
+
+
+def _resolved() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def _cpus() -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, period = (_text("/sys/fs/cgroup/cpu.max") or "max 100000").split()
+    return usable if quota == "max" else min(usable, max(1, int(quota) // int(period)))
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes that are available, and all of them: the machine's, or what the container's limit leaves."""
+    info = dict(line.split(":", 1) for line in (_text("/proc/meminfo") or "").splitlines())
+    available, total = (int(info.get(name, "0 kB").split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+    limit = _text("/sys/fs/cgroup/memory.max") or "max"
+    if limit == "max":
+        return available, total
+    used = int(_text("/sys/fs/cgroup/memory.current") or 0)
+    return min(available, max(0, int(limit) - used)), min(total, int(limit))
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _limit(kind: int) -> int | None:
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,176 @@
+"""What the doctor makes of what nodes have."""
+
+import io
+
+import pytest
+import rich.console
+
+from pipeline.contract import AllReduce, Link
+from pipeline.doctor import gpus, link, machine, nodes, page, versions
+from pipeline.doctor.examination import Examination
+from pipeline.doctor.finding import Finding
+from pipeline.doctor.link import MeasuredLink
+from pipeline.errors import ResourceError
+from pipeline.node_facts import Disk, Gpu, NodeFacts, Torch, facts_here
+from pipeline.speedup.link import transfer_ms
+
+HERE = facts_here().model_copy(
+    update={
+        "node": "a",
+        "torch": Torch(version="2.13.0+cpu", cuda=None, nccl=None, cuda_available=None, cuda_error=None),
+        "memory_free_mb": 8192,
+        "shared_memory_mb": 4096,
+        "shared_memory_free_mb": 4096,
+        "disks": (Disk(folder="/data", free_mb=100_000),),
+        "open_files": 65536,
+        "processes": None,
+        "compiler": "/usr/bin/g++",
+        "git": "/usr/bin/git",
+    }
+)
+WITH_CUDA = Torch(version="2.13.0+cu130", cuda="13.0", nccl="2.28.9", cuda_available=True, cuda_error=None)
+GPUS = {"gpus": (Gpu(name="NVIDIA H200", memory_mb=143_771),) * 2, "driver": "580.1", "driver_cuda": "13.0"}
+
+
+def node(**facts: object) -> NodeFacts:
+    return NodeFacts.model_validate(HERE.model_dump() | facts)
+
+
+def judged(*nodes_: NodeFacts) -> list[Finding]:
+    judges = (lambda all_: versions.judged(all_, here=HERE), gpus.judged, machine.judged, nodes.judged)
+    return [finding for judge in judges for finding in judge(nodes_)]
+
+
+def bad(*nodes_: NodeFacts) -> Finding:
+    (finding,) = [finding for finding in judged(*nodes_) if finding.status != "ok"]
+    assert finding.fix
+    return finding
+
+
+def test_a_node_that_has_everything_has_no_fault() -> None:
+    assert {finding.status for finding in judged(HERE)} == {"ok"}
+    assert {finding.status for finding in judged(node(torch=WITH_CUDA, **GPUS))} == {"ok"}  # its build may differ
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "said", "fix"),
+    [
+        ({"shared_memory_mb": 64}, "warning", "/dev/shm is 64 MiB", "--shm-size=2g"),
+        ({"shared_memory_free_mb": 4}, "problem", "4 MiB of 4096 MiB are free in /dev/shm", "/dev/shm"),
+        ({"open_files": 100}, "problem", "may open 100 files", "ulimit -n"),
+        ({"processes": 512}, "warning", "512 processes", "ulimit -u"),
+        ({"disks": (Disk(folder="/d", free_mb=1024),)}, "warning", "1024 MiB are free in /d", "tracking.directory"),
+        ({"disks": (Disk(folder="/d", free_mb=9), Disk(folder="/", free_mb=9999))}, "problem", "/d", "TMPDIR"),
+        ({"memory_free_mb": 100}, "problem", "100 MiB", "ps "),
+        ({"compiler": None}, "warning", "torch.compile", "g++"),
+        ({"git": None}, "warning", "which code", "install git"),
+        ({"torch": None}, "problem", "a has no torch, this machine 2.13.0", "pip install torch==2.13.0"),
+        ({"python": "3.12.1"}, "problem", "a has Python 3.12, this machine 3.", "use Python 3."),
+        ({"clock_ahead_s": -7.0, "clock_error_s": 0.1}, "warning", "7.0 s behind this machine's", "ntp"),
+        ({"gpu_error": "Driver/library version mismatch"}, "problem", "Driver/library version mismatch", "nvidia-smi"),
+        (GPUS, "problem", "2 x NVIDIA H200, but torch 2.13.0+cpu is a build for CPUs", "pip install torch==2.13.0"),
+    ],
+)
+def test_what_is_lacking_is_said_with_what_mends_it(facts: dict[str, object], status: str, said: str, fix: str) -> None:
+    finding = bad(node(**facts))
+
+    assert finding.status == status
+    assert said in finding.what
+    assert fix in finding.fix
+
+
+def test_a_driver_that_is_too_old_for_torch_s_cuda() -> None:
+    old = node(torch=WITH_CUDA, **{**GPUS, "driver": "550.54", "driver_cuda": "12.4"})
+
+    (finding,) = gpus.judged([old])
+
+    assert (finding.status, finding.what) == (
+        "problem",
+        "driver 550.54 runs CUDA up to 12.4, torch 2.13.0+cu130 needs 13.0",
+    )
+
+
+def test_gpus_that_torch_cannot_open() -> None:
+    broken = WITH_CUDA.model_copy(update={"cuda_available": False, "cuda_error": "RuntimeError: CUDA unknown error"})
+
+    (finding,) = gpus.judged([node(torch=broken, **GPUS)])
+
+    assert finding.status == "problem"
+    assert "CUDA unknown error" in finding.what
+
+
+def test_a_small_difference_of_clocks_within_its_error_is_none() -> None:
+    assert [f.status for f in nodes.judged([node(clock_ahead_s=1.2, clock_error_s=0.5)])] == ["ok"]
+
+
+def test_of_several_nodes_the_one_that_differs_is_named() -> None:
+    other = Torch(version="2.12.1+cpu", cuda=None, nccl=None, cuda_available=None, cuda_error=None)
+    network = {"hostname_address": "10.0.0.2"}
+    same, another = node(address="10.0.0.2", **network), node(address="10.0.0.3", torch=other.model_dump(), **network)
+
+    finding = bad(same, another)
+
+    assert finding.status == "problem"
+    assert finding.what == "a (10.0.0.3) has torch 2.12.1, this machine 2.13.0"
+    assert finding.fix == "on a (10.0.0.3): pip install torch==2.13.0"
+
+
+def test_names_that_lead_to_loopback_are_told_between_nodes() -> None:
+    loopback = node(address="10.0.0.2", hostname_address="127.0.1.1")
+    fine = node(address="10.0.0.3", hostname_address="10.0.0.3")
+
+    assert not [finding for finding in judged(loopback) if finding.subject == "host names"]
+    (finding,) = [finding for finding in judged(loopback, fine) if finding.subject == "host names"]
+    assert "names of a (10.0.0.2) lead" in finding.what
+
+
+def test_what_many_nodes_lack_is_said_once() -> None:
+    everywhere = {"hostname_address": "10.0.0.2", "pipeline": None}
+    nodes_ = [node(address=f"10.0.0.{i}", **everywhere) for i in range(2, 8)]
+
+    finding = bad(*nodes_)
+
+    assert finding.what.startswith("a (10.0.0.2), a (10.0.0.3), a (10.0.0.4) and 3 more have no ddp-pipeline")
+
+
+def measured(*, gbit: float, workers: int, nodes: int) -> MeasuredLink:
+    there = Link(latency_us=0.0, bandwidth_gbit=gbit)
+    reduces = tuple(
+        AllReduce(bytes=size, ms=transfer_ms(there, size, workers=workers)) for size in (2**12, 2**18, 2**24)
+    )
+    answer = f"[{', '.join(f'[{one.bytes}, {one.ms}]' for one in reduces)}]"
+    return MeasuredLink.of(answer, workers=workers, nodes=nodes, backend="gloo")
+
+
+def test_a_slow_link_between_nodes_is_a_warning_and_within_one_it_is_not() -> None:
+    slow = link.judged(measured(gbit=0.1, workers=2, nodes=2))
+
+    assert slow.status == "warning"
+    assert "0.1 Gbit/s" in slow.what
+    assert "100 MB of gradients take 8,000 ms" in slow.what
+    assert slow.fix == "pipeline predict FILE --link 100Mbit,0us"
+    assert link.judged(measured(gbit=0.1, workers=2, nodes=1)).status == "ok"
+    assert link.judged(measured(gbit=25, workers=4, nodes=4)).status == "ok"
+
+
+def test_a_link_that_cannot_be_used_is_a_problem() -> None:
+    finding = link.failed(ResourceError("Connection refused"), [HERE, HERE])
+
+    assert finding.status == "problem"
+    assert "Connection refused" in finding.what
+
+
+def test_the_page_fits_80_columns_and_commands_stay_whole() -> None:
+    findings = tuple(judged(node(shared_memory_mb=64, **GPUS)))
+    examination = Examination(address=None, nodes=(HERE, node(**GPUS)), link=None, findings=findings)
+    terminal = rich.console.Console(file=io.StringIO(), width=80, color_system=None)
+
+    page.show(examination, terminal=terminal)
+
+    assert isinstance(terminal.file, io.StringIO)
+    lines = terminal.file.getvalue().splitlines()
+    fixes = [line.strip().removeprefix("fix: ") for line in lines if line.strip().startswith("fix: ")]
+    assert fixes == [finding.fix for finding in findings if finding.fix]
+    assert all(len(line) <= 80 for line in lines if "fix: " not in line)
+    assert lines[-1] == "1 problem and 1 warning."
+    assert "NVIDIA H200" in terminal.file.getvalue()
