@@ -1,8 +1,9 @@
 """What a strategy is: where a trial's processes and devices are, and how gradients are brought together."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -31,11 +32,20 @@ class Strategy(ABC):
     """GPUs of each process: one, or all that its machine has."""
     needs_process_group: ClassVar[bool] = False
     """Whether torch.distributed must be initialized, even for a single process."""
+    shards: ClassVar[bool] = False
+    """Whether each rank holds a part of the weights: `wrap` gets the model on the CPU, and each pass is an exchange,
+    so all ranks make as many of them."""
+    casts: ClassVar[bool] = False
+    """Whether the module computes in ``compute_dtype`` by itself, without autocast."""
 
-    def __init__(self, options: Frozen, *, device: torch.device, world_size: int) -> None:
+    def __init__(
+        self, options: Frozen, *, device: torch.device, world_size: int, compute_dtype: torch.dtype | None = None
+    ) -> None:
+        """``compute_dtype`` is the 16-bit type of ``train.precision``, if it is one."""
         self.options = options
         self.device = device
         self.world_size = world_size
+        self.compute_dtype = compute_dtype
 
     @classmethod
     def refuse(cls, options: Frozen, *, device: Literal["cpu", "cuda"]) -> str | None:
@@ -44,7 +54,15 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module that training calls; ``model`` is already on the device, in its precision."""
+        """The module that training calls; ``model`` is in its precision, and on the device unless it is to be sharded.
+
+        Raises:
+            ExperimentError: the model can't be spread in this way.
+        """
+
+    def describe(self) -> str:
+        """How the model was cut, in words; empty if every process has all of it."""
+        return ""
 
     @property
     def gradient_scale(self) -> float:
@@ -55,9 +73,34 @@ class Strategy(ABC):
         """A context in which backward keeps gradients to itself, for all micro-batches but the last."""
         return nullcontext()
 
+    def alone(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+        """A context in which forward and backward send nothing to other ranks, for measuring what that costs.
+
+        What they compute may be meaningless. A rank may fail in it, as far as memory goes, without the others waiting.
+        """
+        return self.accumulate(wrapped)
+
+    def memory(self) -> Mapping[str, Any] | None:
+        """What this rank's strategy itself carries from step to step: numbers, texts, tensors; None: nothing.
+
+        On all ranks or on none, with tensors of the same names and shapes.
+        """
+        return None
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Go on with what `memory` was, after a backward pass of the same model."""
+        raise NotImplementedError  # whoever has a memory has this, too
+
     def evaluation_module(self, wrapped: nn.Module, model: nn.Module) -> nn.Module:
-        """The module that evaluation calls; ranks may call it a different number of times.
+        """The module that evaluation calls; ranks may call it a different number of times, unless it is sharded.
 
         Collective: every rank calls this method.
         """
         return model
+
+    def weights(self, wrapped: nn.Module, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """All weights and buffers by their names in ``model``, on rank 0; what other ranks return doesn't matter.
+
+        Collective.
+        """
+        return self.evaluation_module(wrapped, model).state_dict()

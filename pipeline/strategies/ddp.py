@@ -3,7 +3,7 @@
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal, cast
 
@@ -52,6 +52,7 @@ class Strategy(base.Strategy):
     processes = "many"
     needs_process_group = True
     _knows_graph = False
+    _powersgd: PowerSGDState | None = None
 
     @override
     @classmethod
@@ -80,8 +81,8 @@ class Strategy(base.Strategy):
             find_unused_parameters=options.find_unused_parameters,
         )
         if options.communication_hook != "none":
-            state, hook = _hook(options, device=self.device)
-            wrapped.register_comm_hook(state, hook)
+            self._powersgd, hook = _hook(options, device=self.device)
+            wrapped.register_comm_hook(self._powersgd, hook)
         return wrapped
 
     @property
@@ -97,6 +98,33 @@ class Strategy(base.Strategy):
             self._knows_graph = True
             return nullcontext()
         return cast(AbstractContextManager[None], cast(DistributedDataParallel, wrapped).no_sync())
+
+    @override
+    def memory(self) -> Mapping[str, Any] | None:
+        """By bucket what PowerSGD hasn't sent yet, which each rank has its own of, and its factors, which are equal."""
+        if (state := self._powersgd) is None:
+            return None
+        _, keys, *rest = cast(tuple[Any, ...], state.rng.get_state(legacy=True))
+        return {
+            "steps": state.iter,
+            "errors": dict(state.error_dict),
+            "p": dict(state.p_memory_dict),
+            "q": dict(state.q_memory_dict),
+            "generator": {"keys": torch.from_numpy(keys.astype("int64")), "rest": list(rest)},
+        }
+
+    @override
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        if (state := self._powersgd) is None:
+            return
+        state.iter = memory["steps"]
+        tables = ((state.error_dict, "errors"), (state.p_memory_dict, "p"), (state.q_memory_dict, "q"))
+        for table, name in tables:
+            table.clear()
+            table.update({bucket: tensor.to(self.device) for bucket, tensor in memory[name].items()})
+        generator = memory["generator"]
+        keys = generator["keys"].numpy().astype("uint32")
+        state.rng.set_state(("MT19937", keys, *generator["rest"]))
 
     @override
     def evaluation_module(self, wrapped: nn.Module, model: nn.Module) -> nn.Module:

@@ -1,0 +1,109 @@
+"""Which modules of a model are gathered and let go together, and what can't be sharded."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from pipeline.errors import ExperimentError
+
+_KEY = "parallel.options.groups"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+Groups = Mapping[str, nn.Module]
+"""Modules by their names in the model, outer ones first; what they leave belongs to the group of the model itself."""
+
+
+def choose(model: nn.Module, wanted: str | tuple[str, ...]) -> Groups:
+    """The modules that form groups of their own: see `pipeline.strategies.fsdp.Options.groups`.
+
+    Raises:
+        ExperimentError: the model has no such class, or its parameters can't be sharded in these groups.
+    """
+    if wanted == "auto":
+        found = _repeated(model)
+    else:
+        classes = () if wanted == "none" else (wanted,) if isinstance(wanted, str) else wanted
+        found = {name for kind in classes for name in _of_class(model, kind)}
+    groups = {name: module for name, module in model.named_modules() if name in found}
+    _check(model, groups)
+    return groups
+
+
+def describe(groups: Groups) -> str:
+    """The groups in words, e.g. "12 x Block, the rest"."""
+    counted = Counter(type(module).__name__ for module in groups.values())
+    kinds = [f"{count} x {name}" for name, count in counted.items()]
+    return ", ".join([*kinds, "the rest"]) if kinds else "all in one"
+
+
+def _repeated(model: nn.Module) -> set[str]:
+    """Names of the instances of the class that, repeated in lists or sequences, holds the most parameters."""
+    kinds: dict[type, dict[str, nn.Module]] = {}
+    for place, container in model.named_modules():
+        if not isinstance(container, _CONTAINERS):
+            continue
+        for name, child in container.named_children():
+            if not isinstance(child, _CONTAINERS) and _size(child):
+                kinds.setdefault(type(child), {})[f"{place}.{name}" if place else name] = child
+    repeated = [modules for modules in kinds.values() if len(modules) > 1]
+    largest: dict[str, nn.Module] = max(repeated, key=lambda modules: sum(map(_size, modules.values())), default={})
+    return set(largest)
+
+
+def _of_class(model: nn.Module, wanted: str) -> set[str]:
+    found = {name: module for name, module in model.named_modules() if type(module).__name__ == wanted and name}
+    if not found:
+        kinds = dict.fromkeys(type(module).__name__ for name, module in model.named_modules() if name)
+        raise ExperimentError.of(_KEY, f"no part of the model is a {wanted}; its classes are {', '.join(kinds)}")
+    if any(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in found.values()):
+        raise ExperimentError.of(_KEY, f"{wanted} is never called itself; name the class of what is in it")
+    return set(found)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _check(model: nn.Module, groups: Groups) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise ExperimentError.of("model", f"{name} is a scalar, which can't be sharded; give it the shape (1,)")
+        if not parameter.is_contiguous():
+            raise ExperimentError.of(
+                "model", f"{name} is not contiguous (channels_last?), which can't be sharded; leave it contiguous"
+            )
+    places: dict[int, tuple[str, str]] = {}
+    types: dict[str, set[str]] = {}
+    for group, name, parameter in _owned(model, groups):
+        first_group, first_name = places.setdefault(id(parameter), (group, name))
+        if first_group != group:
+            raise ExperimentError.of(
+                _KEY,
+                f"{first_name} and {name} are one parameter, in {_called(first_group)} and in {_called(group)}; "
+                "write none, or the classes of modules that hold both or neither",
+            )
+        if parameter.requires_grad:
+            types.setdefault(group, set()).add(str(parameter.dtype))
+    for group, dtypes in types.items():
+        if len(dtypes) > 1:
+            raise ExperimentError.of(
+                "model", f"parameters in {_called(group)} are {' and '.join(sorted(dtypes))}; a group has one type"
+            )
+
+
+def _owned(model: nn.Module, groups: Groups) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Each parameter wherever it occurs, with the innermost group around it and its name."""
+    known = {id(module): name for name, module in groups.items()}
+    places = {
+        place: known[id(module)]  # a module may be in several
+        for place, module in model.named_modules(remove_duplicate=False)
+        if id(module) in known
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        around = [place for place in places if name.startswith(f"{place}.")]
+        yield places[max(around, key=len)] if around else "", name, parameter
+
+
+def _called(group: str) -> str:
+    return f"the group {group}" if group else "the group of the rest"

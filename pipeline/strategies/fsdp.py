@@ -1,0 +1,155 @@
+"""Fully sharded data parallel (torch's FSDP2): each rank keeps a part of every parameter, gradient and moment.
+
+The parameters of a group of modules are gathered before it computes and let go afterwards; gradients are added up and
+dealt out again. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
+1910.02054; Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from pipeline.config.schema import Frozen
+from pipeline.strategies import base
+from pipeline.strategies._fsdp_exchange import Exchange
+from pipeline.strategies._fsdp_groups import choose, describe
+
+
+class Options(Frozen):
+    """``parallel.options`` of fsdp."""
+
+    groups: str | tuple[str, ...] = "auto"
+    """Modules whose parameters are gathered together: one class or several, none (the whole model at once), or auto:
+    the class that, repeated in lists or sequences of modules, holds the most parameters, such as a transformer's block.
+    """
+    reshard_after_forward: Literal["auto"] | bool = "auto"
+    """Whether a group is let go after forward and gathered again for backward; auto: all groups but the rest."""
+    cpu_offload: bool = False
+    """Parameters, gradients and the optimizer's state stay in the host's memory, where the optimizer steps (GPUs
+    only)."""
+    reduce_each_micro_batch: bool = False
+    """With gradient accumulation: exchange after each micro-batch, so that no rank holds the whole model's gradients
+    meanwhile."""
+    zero_unused_gradients: bool = False
+    """A parameter that a rank doesn't use gets a gradient of zero there; needed where ranks use different ones."""
+
+
+class Strategy(base.Strategy):
+    """``fully_shard``, over NCCL on GPUs and gloo on CPU."""
+
+    Options = Options
+    processes = "many"
+    needs_process_group = True
+    shards = True
+    casts = True
+    _description = ""
+
+    @override
+    @classmethod
+    def refuse(cls, options: Frozen, *, device: Literal["cpu", "cuda"]) -> str | None:
+        if cast(Options, options).cpu_offload and device == "cpu":
+            return "cpu_offload needs GPUs: on CPU all is in the host's memory anyway; remove it"
+        return None
+
+    @override
+    def wrap(self, model: nn.Module) -> nn.Module:
+        options = cast(Options, self.options)
+        groups = choose(model, options.groups)
+        self._description = describe(groups) if self.world_size > 1 else ""
+        shard = partial(
+            fully_shard,
+            mesh=DeviceMesh.from_group(dist.group.WORLD, self.device.type),  # type: ignore[arg-type]
+            reshard_after_forward=None if options.reshard_after_forward == "auto" else options.reshard_after_forward,
+            offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+        )
+        low, full = self._low_precision(), MixedPrecisionPolicy()
+        for name, module in reversed(list(model.named_modules())):  # inner ones first
+            if self.compute_dtype is not None and isinstance(module, _BatchNorm):
+                shard(module, mp_policy=full)  # its running statistics are in full precision
+            elif name in groups:
+                shard(module, mp_policy=low)
+        shard(model, mp_policy=self._low_precision(output=torch.float32) if self.compute_dtype else full)
+        self._exchange = Exchange()
+        for module in _sharded(model):
+            self._configure(module)
+        model.register_forward_hook(_let_go)
+        return model
+
+    def _low_precision(self, *, output: torch.dtype | None = None) -> MixedPrecisionPolicy:
+        """Sent and computed in 16 bits, added up in 32."""
+        if self.compute_dtype is None:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32, output_dtype=output)
+
+    def _configure(self, module: FSDPModule) -> None:
+        # Losses are weighted by their share of the global batch, so gradients are added up, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(enable=True)
+        module.set_custom_all_gather(cast(Any, self._exchange.gather))
+        module.set_custom_reduce_scatter(cast(Any, self._exchange.scatter))
+        unused = cast(Options, self.options).zero_unused_gradients
+        module.set_reduce_scatter_unused_params(unused, recurse=False)
+
+    @override
+    def describe(self) -> str:
+        return self._description
+
+    @override
+    def accumulate(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+        if cast(Options, self.options).reduce_each_micro_batch:
+            return nullcontext()
+        return _without_reduction(cast(FSDPModule, wrapped))
+
+    @contextmanager
+    @override
+    def alone(self, wrapped: nn.Module) -> Iterator[None]:
+        with self._exchange.off():
+            try:
+                yield
+            except BaseException:  # such as memory that ran out: what torch has begun would fail the next pass
+                cast(FSDPModule, wrapped).reset_iter_state()
+                raise
+
+    @override
+    def evaluation_module(self, wrapped: nn.Module, model: nn.Module) -> nn.Module:
+        for buffer in model.buffers():  # such as BatchNorm's running statistics: each rank has its own
+            dist.broadcast(buffer, src=0)
+        return wrapped
+
+    @override
+    def weights(self, wrapped: nn.Module, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        # It takes more than a second to import, and is needed once, at the end.
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        module = self.evaluation_module(wrapped, model)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return cast(Mapping[str, torch.Tensor], get_model_state_dict(module, options=options))
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+@contextmanager
+def _without_reduction(wrapped: FSDPModule) -> Iterator[None]:
+    wrapped.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        wrapped.set_requires_gradient_sync(True)
+
+
+def _let_go(model: nn.Module, *_: object) -> None:
+    """After a pass without gradients; otherwise the groups that are kept for backward would stay until the next one."""
+    if not torch.is_grad_enabled():
+        for module in _sharded(model):
+            module.reshard()
