@@ -1,0 +1,24 @@
+#!/bin/sh
+# create-env.sh FILE: secrets for docker/compose.yaml, drawn at random. A file that is there stays as it is.
+set -eu
+umask 077
+
+file=$1
+if [ -e "$file" ]; then
+  echo "$file is there and stays as it is"
+  exit 0
+fi
+
+secret() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
+
+cat >"$file.new" <<ENV
+# Secrets of the compose cluster. The first two are set when the database is new; changing them later takes more than
+# this file, see docs/containers.md.
+POSTGRES_PASSWORD=$(secret)
+MLFLOW_ADMIN_PASSWORD=$(secret)
+MLFLOW_FLASK_SERVER_SECRET_KEY=$(secret)
+MLFLOW_CRYPTO_KEK_PASSPHRASE=$(secret)
+RAY_AUTH_TOKEN=$(secret)
+ENV
+mv "$file.new" "$file"
+echo "$file: new secrets, readable by you alone"
