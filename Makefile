@@ -2,6 +2,8 @@
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+COMPOSE := docker compose --file docker/compose.yaml
+EXPERIMENT ?= experiments/resnet.yaml
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -21,8 +23,26 @@ test: $(STAMP)  ## Run all tests
 test-deep: $(STAMP)  ## Run what make test leaves out because it takes long
 	$(BIN)/python -m pytest -m deep
 
-test-faults: $(STAMP)  ## Kill, stop, starve and fill for real; the greater part is in make test, too
+test-faults: $(STAMP)  ## Kill, stop, starve and fill for real, and count it; the greater part is in make test, too
 	$(BIN)/python -m pytest -m faults
+
+test-docker: $(STAMP)  ## Build the images, run an experiment on the compose cluster and kill a worker; needs Docker
+	docker info --format 'Docker {{.ServerVersion}}'
+	$(BIN)/python -m pytest -m docker tests/docker
+
+cluster-env:  ## Draw the secrets of the compose cluster into docker/.env; those that are there stay
+	@docker/create-env.sh docker/.env
+
+cluster-up: cluster-env  ## Build and start Ray, two workers, MLflow and PostgreSQL in containers
+	$(COMPOSE) up --build --wait
+	@echo "MLflow  http://$$($(COMPOSE) port mlflow 5000), user admin, MLFLOW_ADMIN_PASSWORD of docker/.env"
+	@echo "Ray     http://$$($(COMPOSE) port ray-head 8265), RAY_AUTH_TOKEN of docker/.env"
+
+cluster-run:  ## Train on it, a container for each worker; EXPERIMENT=experiments/resnet.yaml ARGS="train.epochs=2"
+	$(COMPOSE) exec ray-head pipeline run $(EXPERIMENT) parallel.launcher=ray parallel.placement=strict_spread $(ARGS)
+
+cluster-down:  ## Stop it; runs and results stay (docker compose -f docker/compose.yaml down --volumes deletes them)
+	$(COMPOSE) down
 
 bench: $(STAMP)  ## Measure what the documentation claims: reported speedups against a hand-written script
 	$(BIN)/python benchmarks/speedup.py
@@ -45,4 +65,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $(STAMP)
 
-.PHONY: help run ui test test-deep test-faults bench check install clean
+.PHONY: help run ui test test-deep test-faults test-docker cluster-env cluster-up cluster-run cluster-down bench check install clean

@@ -20,17 +20,20 @@ _COLLATERAL = (
 """What ranks say when another one has gone."""
 
 
-def cause(failures: Sequence[Failed], losses: Mapping[int, str]) -> PipelineError:
+def cause(failures: Sequence[Failed], losses: Mapping[int, str], *, nodes: Sequence[str] = ()) -> PipelineError:
     """The error to show for a failed trial.
 
     Args:
         failures: what ranks reported, in the order of arrival.
         losses: how workers ended, by rank, as the launcher saw it; those that reported are there, too.
+        nodes: the node of each rank, if known; told where there are several.
     """
     first = next((failure for failure in failures if not _is_collateral(failure)), None)
     silent = {rank: how for rank, how in losses.items() if rank not in {failure.rank.rank for failure in failures}}
     if first is None and silent:
-        return TrainingError("\n".join(f"rank {rank} ended without a word: {how}" for rank, how in silent.items()))
+        places = {rank: f" on {node}" for rank, node in enumerate(nodes) if len(set(nodes)) > 1}
+        lines = (f"rank {rank}{places.get(rank, '')} ended without a word: {how}" for rank, how in silent.items())
+        return TrainingError("\n".join(lines))
     if first is None:
         first = next(iter(failures), None)
     if first is None:

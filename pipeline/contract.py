@@ -186,6 +186,15 @@ class Costs(Frozen):
     """Workers of the trial."""
 
 
+class Held(Frozen):
+    """What the ranks keep of a training from step to step: parameters, their gradients, and the optimizer's state."""
+
+    mb: tuple[float, ...]
+    """Counted from the tensors of each rank, in rank order; wherever they lie."""
+    cut: str = ""
+    """How the model was cut into groups, e.g. "12 x Block, the rest"; empty if every rank holds all of it."""
+
+
 class TrialResult(Frozen):
     """What a trial measured, sent by rank 0 when it is done."""
 
@@ -202,6 +211,7 @@ class TrialResult(Frozen):
     """Where the time of a step goes."""
     peak_memory_mb: tuple[float, ...]
     """Per device on GPUs (allocated), per process on CPU (resident), ranks in order."""
+    held: Held | None = None
     gpu_utilization: tuple[float, ...] = ()
     """Percent of the time that a kernel ran, mean over the windows, per GPU in rank order; empty on CPU."""
     gradient_mb: float

@@ -55,6 +55,8 @@ class TrialOpened(Event):
     """The trial's: which of several equal measurements this is, from 0."""
     tags: Mapping[str, str]
     params: Mapping[str, str]
+    left_out: tuple[int, ...] = ()
+    """The trial's: steps, counted from 1, whose batch a rollback leaves out."""
 
 
 class Started(Event):

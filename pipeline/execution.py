@@ -3,11 +3,13 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from pipeline import blame, preflight, registry
 from pipeline.config.load import ExperimentFile
 from pipeline.contract import Trial
-from pipeline.errors import ExperimentError
+from pipeline.elastic import Growth, Pace, is_elastic, sized
+from pipeline.errors import ExperimentError, PipelineError, ResourceError
 from pipeline.events import Warned
 from pipeline.launchers._stopping import gracefully
 from pipeline.launchers.base import Launcher, Session, WorkersLost
@@ -41,8 +43,19 @@ def explained(file: ExperimentFile) -> Iterator[None]:
         raise file.explain(error.problems) from None
 
 
+class _Again(NamedTuple):
+    """The next attempt of a trial."""
+
+    trial: Trial
+    why: str
+    counts: bool = False
+    """Whether the one before counts towards ``parallel.max_failures``."""
+
+
 def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: ExperimentFile) -> None:
     """Run one trial to its end. Training goes on from its newest checkpoint when workers are lost, if it may.
+
+    An elastic one has as many workers as there is room for, and goes on with others when that changes.
 
     Raises:
         ExperimentError: the experiment turned out to be wrong once it was built.
@@ -50,54 +63,97 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
         ResourceError: the workers can't be placed.
         Terminated: SIGTERM, after a checkpoint.
     """
-    failures = 0
+    failures, pace = 0, Pace()
+    if is_elastic(trial):
+        recorder.subscribe(pace)
+        trial = sized(trial, launcher=launcher)
+        if trial.workers < (most := trial.experiment.parallel.workers):
+            _warn(f"beginning with {trial.workers} of {most} workers: there is no room for more", trial, recorder)
     while True:
-        lost_at = recorder.last_progress if trial.resume else None
-        losses = _attempt(trial, launcher=launcher, recorder=recorder)
-        if failures and lost_at is not None and recorder.first_progress is not None:
-            idle = recorder.first_progress - lost_at
+        stood_since = recorder.last_progress if trial.resume else None
+        losses = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace)
+        if stood_since is not None and recorder.first_progress is not None:
+            idle = recorder.first_progress - stood_since
             _warn(f"training stood still for {idle:.0f} s until it was where it had been", trial, recorder)
         if recorder.has_ended and not (recorder.failures or losses):
             return
-        error = blame.cause(recorder.failures, losses)
-        if blame.only_lost_workers(recorder.failures, losses):
-            failures += 1
-        again = _next_attempt(trial, recorder, failures=failures, losses=losses)
+        if launcher.session.resize.withdraw() and not (recorder.failures or losses):
+            again: _Again | None = _resized(trial, launcher=launcher, pace=pace)
+            pace.in_vain = again is not None and again.trial.workers <= trial.workers
+        else:
+            again = _after_failure(trial, recorder, launcher=launcher, pace=pace, failures=failures, losses=losses)
         if again is None:
+            error = _cause(recorder, losses)
             raise file.explain(error.problems) if isinstance(error, ExperimentError) else error
-        trial, why = again
-        _warn(f"{error}; {why}", trial, recorder)
+        failures += again.counts
+        trial = again.trial
+        _warn(again.why, trial, recorder)
 
 
-def _next_attempt(
-    trial: Trial, recorder: Recorder, *, failures: int, losses: Mapping[int, str]
-) -> tuple[Trial, str] | None:
-    """The trial to try after one that failed, and how to say so; None if it may not go on."""
+def _resized(trial: Trial, *, launcher: Launcher, pace: Pace) -> _Again:
+    """The trial with as many workers as there is room for now, from its newest checkpoint.
+
+    Raises:
+        ResourceError: there is no room for the least.
+    """
+    resumed = sized(trial.model_copy(update={"resume": True}), launcher=launcher)
+    most = trial.experiment.parallel.workers
+    return _Again(resumed, f"going on with {resumed.workers} of {most} workers from step {pace.checkpoint}")
+
+
+def _after_failure(
+    trial: Trial, recorder: Recorder, *, launcher: Launcher, pace: Pace, failures: int, losses: Mapping[int, str]
+) -> _Again | None:
+    """What to try after a trial has failed; None if it may not go on.
+
+    Raises:
+        ResourceError: there is no room for as many workers as it needs at least.
+    """
+    error = _cause(recorder, losses)
     experiment = trial.experiment
     if not trial.checkpoints:
         return None
-    most = experiment.parallel.max_failures
-    if blame.only_lost_workers(recorder.failures, losses) and failures <= most:
-        resumed = trial.model_copy(update={"resume": True})
-        return resumed, f"going on from the newest checkpoint (failure {failures} of {most})"
+    if blame.only_lost_workers(recorder.failures, losses):
+        if is_elastic(trial):
+            _warn(f"{error}; looking for room for others", trial, recorder)
+            pace.in_vain = False
+            again = _resized(trial, launcher=launcher, pace=pace)
+            if again.trial.workers < trial.workers:
+                return again
+            trial = again.trial
+        if failures < (most := experiment.parallel.max_failures):
+            resumed = trial.model_copy(update={"resume": True})
+            count = f"(failure {failures + 1} of {most})"
+            return _Again(resumed, f"{error}; going on from the newest checkpoint {count}", counts=True)
     bad = next((f.nonfinite_step for f in recorder.failures if f.nonfinite_step is not None), None)
     rolls_back = experiment.train.on_nonfinite == "rollback" and len(trial.left_out) < MOST_ROLLBACKS
     if bad is not None and rolls_back:
         resumed = trial.model_copy(update={"resume": True, "left_out": (*trial.left_out, bad)})
-        count = f"rollback {len(resumed.left_out)} of {MOST_ROLLBACKS}"
-        return resumed, f"going back to the newest checkpoint, without the batch of step {bad} ({count})"
+        count = f"(rollback {len(resumed.left_out)} of {MOST_ROLLBACKS})"
+        return _Again(resumed, f"{error}; going back to the newest checkpoint, without the batch of step {bad} {count}")
     return None
 
 
-def _attempt(trial: Trial, *, launcher: Launcher, recorder: Recorder) -> Mapping[int, str]:
+def _cause(recorder: Recorder, losses: Mapping[int, str]) -> PipelineError:
+    """Why the trial that was opened last failed."""
+    devices = recorder.started.devices if recorder.started else ()
+    return blame.cause(recorder.failures, losses, nodes=[device.split()[0] for device in devices])
+
+
+def _attempt(trial: Trial, *, launcher: Launcher, recorder: Recorder, pace: Pace) -> Mapping[int, str]:
     """Launch a trial once; returns how workers were lost, by rank."""
     open_trial(trial, recorder)
     session = launcher.session
     with gracefully(session.stop, grace_s=session.parallel.grace_s, is_worth_it=lambda: _is_training(trial, recorder)):
         try:
-            launcher.launch(trial)
+            with Growth(trial, launcher=launcher, pace=pace):
+                launcher.launch(trial)
         except WorkersLost as lost:
             return lost.losses
+        except ResourceError as error:
+            if not is_elastic(trial) or launcher.room(trial) >= trial.workers:
+                raise
+            return {0: str(error)}  # a node was lost before its worker began
     return {}
 
 

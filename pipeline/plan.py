@@ -32,7 +32,8 @@ def make_plan(
     """Decide what runs where.
 
     The baseline gets the same cores for its one worker that each worker of the main trial has, so that N workers have
-    N times the cores. On CPU a reference shows what one process with all those cores does.
+    N times the cores. On CPU a reference shows what one process with all those cores does. An elastic main trial has as
+    many workers here as fit now; how many it begins with is decided when it is launched.
 
     Raises:
         ExperimentError: strategy, launcher and workers don't go together.
@@ -41,7 +42,7 @@ def make_plan(
     planner = Planner(experiment, resources, allowed)
     parallel = experiment.parallel
     main = planner.trial(
-        Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options), role="main"
+        Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options), role="main"
     )
     trials = [main]
     if with_baseline:
@@ -64,7 +65,7 @@ class Planner:
     def __init__(
         self, experiment: Experiment, resources: Resources, allowed: tuple[str, ...], *, workers: int | None = None
     ) -> None:
-        """``workers`` share a node's cores; by default as many as the experiment asks for.
+        """``workers`` share a node's cores; by default as many as the experiment asks for, at most.
 
         Raises:
             ResourceError: there is no such device.
@@ -73,10 +74,13 @@ class Planner:
         self._resources = resources
         self._allowed = allowed
         self.device = _device(experiment, resources)
-        self._workers = workers or experiment.parallel.workers
-        workers_per_node = -(-self._workers // resources.nodes)  # a worker's cores are on one node
+        parallel = experiment.parallel
+        self.workers = workers or parallel.workers
+        workers_per_node = -(-self.workers // resources.nodes)  # a worker's cores are on one node
         cpus_per_node = resources.cpus // resources.nodes
-        self._cpus = experiment.parallel.cpus_per_worker or max(1, cpus_per_node // workers_per_node)
+        self._cpus = parallel.cpus_per_worker or max(1, cpus_per_node // workers_per_node)
+        if workers is None and parallel.is_elastic:
+            self.workers = max(parallel.least_workers, min(self.workers, self._room()))
 
     def trial(self, entry: Comparison, *, role: Role, key: str = "parallel", name: str = "") -> Trial:
         """The trial of one entry, which stands at ``key`` of the experiment file.
@@ -96,7 +100,7 @@ class Planner:
         refusal = strategy.refuse(strategy.Options.model_validate(entry.options), device=self.device)
         if refusal is not None:
             raise ExperimentError.of(f"{key}.options", refusal)
-        gpus = len(self._resources.gpus) // self._resources.nodes if strategy.devices == "all" else 1
+        gpus = self._gpus_per_worker(strategy.devices == "all", entry.strategy, key=key)
         trial = Trial(
             name=name or role,
             role=role,
@@ -107,12 +111,30 @@ class Planner:
             workers=workers,
             devices_per_worker=gpus if self.device == "cuda" else 0,
             device=self.device,
-            cpus_per_worker=self._cpus * self._workers if role == "reference" else self._cpus,
+            cpus_per_worker=self._cpus * self.workers if role == "reference" else self._cpus,
             allowed=self._allowed,
             max_steps=None if role == "main" else self._experiment.measure.total_steps,
         )
         _check_room(trial, self._resources)
         return trial
+
+    def _gpus_per_worker(self, uses_several: bool, strategy: str, *, key: str) -> int:
+        wanted = self._experiment.parallel.gpus_per_worker
+        if uses_several:
+            return wanted or len(self._resources.gpus) // self._resources.nodes
+        if key == "parallel" and (wanted or 1) > 1:
+            raise ExperimentError.of(
+                "parallel.gpus_per_worker", f"is {wanted}, but {strategy} uses one GPU per worker; write more workers"
+            )
+        return 1
+
+    def _room(self) -> int:
+        """Workers that there are cores and GPUs for."""
+        there = self._resources
+        limits = [there.cpus // self._cpus]
+        limits += [len(there.gpus)] if self.device == "cuda" else []
+        limits += [there.nodes] if self._experiment.parallel.placement == "strict_spread" else []
+        return min(limits)
 
 
 def _device(experiment: Experiment, resources: Resources) -> Literal["cpu", "cuda"]:
@@ -128,6 +150,11 @@ def _device(experiment: Experiment, resources: Resources) -> Literal["cpu", "cud
 
 def _check_room(trial: Trial, resources: Resources) -> None:
     """Refuse what doesn't fit instead of running with fewer."""
+    if trial.experiment.parallel.placement == "strict_spread" and trial.workers > resources.nodes:
+        raise ResourceError(
+            f"parallel.placement: strict_spread needs a node for each of {counted(trial.workers, 'worker')}; "
+            f"{resources.node} has {counted(resources.nodes, 'node')} for them; use fewer workers, or spread"
+        )
     if trial.devices_per_worker * trial.workers > len(resources.gpus):
         raise ResourceError(
             f"parallel.workers: {trial.workers} workers need {trial.workers} GPUs; {resources.node} has "
@@ -135,15 +162,16 @@ def _check_room(trial: Trial, resources: Resources) -> None:
         )
     if (needed := trial.cpus_per_worker * trial.workers) > resources.cpus:
         fit = resources.cpus // trial.cpus_per_worker
-        fewer = f"use at most {_counted(fit, 'worker')}"
+        fewer = f"use at most {counted(fit, 'worker')}"
         remedy = fewer if fit else f"write parallel.cpus_per_worker: {resources.cpus}"
         raise ResourceError(
-            f"parallel.workers: {_counted(trial.workers, 'worker')} with {_counted(trial.cpus_per_worker, 'core')} "
+            f"parallel.workers: {counted(trial.workers, 'worker')} with {counted(trial.cpus_per_worker, 'core')} "
             f"each need {needed} cores; {resources.node} has {resources.summary}; {remedy}"
         )
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Such as "1 worker", "2 workers"."""
     return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -155,46 +183,11 @@ def same_work(one: Trial, other: Trial) -> bool:
 def _notes(main: Trial, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
     if main.device == "cpu" and main.experiment.parallel.device == "auto":
         yield "no GPU here: workers compute on CPU"
+    if main.workers < (most := main.experiment.parallel.workers):
+        yield f"room for {main.workers} of {most} workers now; parallel.workers lets others join later"
     if main.strategy == "dp" and main.replicas < 2:
         yield "dp with fewer than two GPUs is one replica: nothing runs in parallel"
+    if main.strategy == "fsdp" and main.workers < 2:
+        yield "fsdp with one worker: its part is the whole model, which saves no memory"
     if wanted and not has_baseline:
         yield f"{main.title} is the baseline itself: no speedup to measure"
-
-
-def describe(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation_samples: int) -> str:
-    """The plan in words, for ``--dry-run``."""
-    train = plan.experiment.train
-    lines = [
-        f"experiment   {plan.experiment.name}, seed {plan.experiment.seed}",
-        f"machine      {plan.resources.summary}",
-        f"data         {train_samples} training samples, {validation_samples} validation samples",
-        f"steps        {steps_per_epoch} per epoch, {steps_per_epoch * train.epochs} in {train.epochs} epochs, "
-        f"{train.global_batch_size} samples each, {train.precision}",
-        f"tracking     {plan.experiment.tracking.uri}",
-        "",
-        "trials, in this order:",
-    ]
-    lines += [f"  {line}" for trial in plan.trials for line in _describe_trial(trial)]
-    lines += [f"note: {note}" for note in plan.notes]
-    return "\n".join(lines)
-
-
-def _describe_trial(trial: Trial) -> list[str]:
-    train = trial.experiment.train
-    shares = sorted({train.global_batch_size // trial.workers, -(-train.global_batch_size // trial.workers)})
-    share = " or ".join(map(str, shares))
-    accumulated = f" in {train.gradient_accumulation} micro-batches" if train.gradient_accumulation > 1 else ""
-    device = f"{trial.devices_per_worker} GPU each, " if trial.device == "cuda" else "CPU, "
-    threads = _counted(trial.cpus_per_worker, "thread")
-    what = (
-        f"trains {train.epochs} epochs; measures throughput, exposed communication, data wait, peak memory"
-        if trial.max_steps is None
-        else f"measures throughput over {trial.experiment.measure.windows} windows of "
-        f"{trial.experiment.measure.steps} steps after {trial.experiment.measure.warmup_steps} to warm up"
-    )
-    workers = _counted(trial.workers, "worker")
-    return [
-        f"{trial.role:<10} {trial.title} with {trial.launcher}: {workers}, {device}{threads} each, "
-        f"{share} samples per worker{accumulated}",
-        f"{'':<10} {what}",
-    ]

@@ -1,11 +1,13 @@
 """Going on with a run that was interrupted: which one, and whether the experiment is still the same."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment
 from pipeline.config.summary import flatten
 from pipeline.errors import Problem, UsageError
+from pipeline.events import TrialOpened
 from pipeline.recording import journal
 from pipeline.recording.folder import RunState, newest, read_state, shown
 
@@ -14,6 +16,12 @@ LATEST = "latest"
 
 _HOW_NOT_WHAT = ("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint.")
 """Parts of an experiment that don't decide what is trained: they may change between two attempts."""
+_STEP = "train.global_batch_size"
+_DEALT_ANEW = (
+    "samples come in another order from here on: of an epoch that is under way, some come twice and others not at all"
+)
+_DEALS = ("seed", "data.")
+"""Parts that decide which samples are in the batch of a step."""
 
 
 def earlier(file: ExperimentFile, resume: str) -> RunState:
@@ -41,10 +49,12 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
     """What the experiment has now and had otherwise then, in words.
 
     Raises:
-        ExperimentError: a change that makes another training of it, unless those are ``allowed``.
+        ExperimentError: a change that makes another training of it, unless those are ``allowed``; of the size of a
+            step in any case.
     """
-    now, then = flatten(shown(file.experiment)), flatten(_relocated(state.experiment, file.experiment))
-    changed = {key: (then.get(key), now.get(key)) for key in now | then if then.get(key) != now.get(key)}
+    changed = _changed(file, state)
+    if _STEP in changed:
+        raise file.explain([Problem(_STEP, _of_another_size(*changed[_STEP], state=state))])
     refused = [key for key in changed if not key.startswith(_HOW_NOT_WHAT)]
     if refused and not allowed:
         raise file.explain(
@@ -55,7 +65,38 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
             )
             for key in refused
         )
-    return [f"{key} was {_value(before)}, is {_value(after)}" for key, (before, after) in changed.items()]
+    notes = [f"{key} was {_value(before)}, is {_value(after)}" for key, (before, after) in changed.items()]
+    return [*notes, _DEALT_ANEW] if any(key.startswith(_DEALS) for key in changed) else notes
+
+
+def left_out(file: ExperimentFile, state: RunState) -> Mapping[str, tuple[int, ...]]:
+    """Steps whose batch a rollback has left out, by trial: a resumed run leaves them out, too.
+
+    With another seed or other data these steps have other batches, and none is left out.
+    """
+    if any(key.startswith(_DEALS) for key in _changed(file, state)):
+        return {}
+    opened = (event for event in journal.read(state.folder / journal.FILE_NAME) if isinstance(event, TrialOpened))
+    latest = {event.trial: event.left_out for event in opened}
+    return {trial: steps for trial, steps in latest.items() if steps}
+
+
+def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | None, str | None]]:
+    """What was and what is, by key."""
+    now, then = flatten(shown(file.experiment)), flatten(_relocated(state.experiment, file.experiment))
+    return {key: (then.get(key), now.get(key)) for key in now | then if then.get(key) != now.get(key)}
+
+
+def _of_another_size(before: str | None, after: str | None, *, state: RunState) -> str:
+    """Why such a run can't go on.
+
+    A step of another size would be another place in the data, in the scheduler's count and on the axis of every metric.
+    """
+    return (
+        f"is {_value(after)}, but was {_value(before)} in {state.folder.name}, whose data, learning rate and metrics "
+        f"all count steps of {_value(before)} samples; write {_value(before)} (more train.gradient_accumulation needs "
+        "less memory for the same step), or start a new run without --resume"
+    )
 
 
 def _named(resume: str, directory: Path) -> Path:

@@ -2,20 +2,25 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import rich.console
 
-from pipeline import preflight, recovery, worker
+from pipeline import preflight, recovery
 from pipeline.config.load import ExperimentFile
 from pipeline.contract import Trial
+from pipeline.elastic import as_ended, course, is_elastic, remark
 from pipeline.errors import UsageError
 from pipeline.events import Metrics, Point
 from pipeline.execution import execute, explained, launcher_of, prepare
-from pipeline.launchers.base import NoOutbox, outer_rank
-from pipeline.plan import Plan, describe, make_plan
+from pipeline.following import follow
+from pipeline.launchers.base import outer_rank
+from pipeline.outline import describe
+from pipeline.plan import Plan, make_plan
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
+from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, recorded
 from pipeline.speedup import publish
@@ -46,15 +51,14 @@ def run(
     Raises:
         PipelineError: what went wrong, ready to be shown.
     """
+    if outer_rank():  # rank 0 is the driver
+        follow(_as_started(make(file, with_baseline=with_baseline)))
+        return
     earlier = recovery.earlier(file, resume) if resume is not None else None
     changes = recovery.changes(file, earlier, allowed=allow_changed) if earlier else []
-    plan = make(file, with_baseline=with_baseline)
-    if (rank := outer_rank()) is not None:
-        _check_outer(plan)
-        if rank > 0:
-            follow(plan)
-            return
-    for note in (*plan.notes, *changes):
+    left_out = recovery.left_out(file, earlier) if earlier else {}
+    plan = _as_started(make(file, with_baseline=with_baseline))
+    for note in (*plan.notes, *changes, *map(_stays_left_out, left_out.values())):
         stdout.print(f"note: {note}", markup=False, highlight=False)
     with recorded(plan, terminal=stdout, folder=earlier.folder if earlier else None) as recorder:
         done = {end.result.trial for end in recorder.finished}
@@ -62,6 +66,7 @@ def run(
             with launcher_of(plan, recorder, verbose=verbose) as launcher:
                 for trial in (trial for trial in plan.trials if trial.name not in done):
                     placed = _placed(trial, recorder.folder, resume=earlier is not None)
+                    placed = placed.model_copy(update={"left_out": left_out.get(trial.name, ())})
                     execute(placed, launcher=launcher, recorder=recorder, file=file)
         finally:
             if any(end.result.trial == plan.main.name for end in recorder.finished):
@@ -97,7 +102,11 @@ def dry_run(file: ExperimentFile, *, with_baseline: bool) -> str:
 
 def report(plan: Plan, recorder: Recorder, *, stdout: rich.console.Console) -> None:
     """Set the trials side by side: terminal, files, tracker."""
-    measured = Report.of(plan.trials, recorder.finished, hardware=provenance.hardware(plan))
+    trials = [as_ended(trial, recorder.finished) for trial in plan.trials]
+    measured = Report.of(trials, recorder.finished, hardware=provenance.hardware(plan))
+    if is_elastic(plan.main):
+        told = remark(course(read(recorder.folder / FILE_NAME), trial=plan.main.name))
+        measured = measured.model_copy(update={"remarks": (*measured.remarks, *told)})
     result = advised(measured, plan)
     print_report(result, stdout=stdout)
     recorder.summary = result.markdown()
@@ -116,20 +125,6 @@ def advised(report: Report, plan: Plan) -> Report:
     return report.model_copy(update={"advice": advise(report, experiment=plan.experiment, cores=cores)})
 
 
-def follow(plan: Plan) -> None:
-    """Be one of the workers of a run whose driver is rank 0, in a process that ``torchrun`` started.
-
-    Raises:
-        SystemExit: this rank failed; ``torchrun`` shows what it printed.
-    """
-    for trial in plan.trials:
-        if trial.workers > 1:
-            try:
-                worker.run(trial, rank=worker.rank_from_environment(), outbox=NoOutbox())
-            except worker.WorkerFailed as error:
-                raise error.__cause__ or error from None
-
-
 def _placed(trial: Trial, folder: Path, *, resume: bool) -> Trial:
     """The trial with the place of its checkpoints; measurements have none."""
     if trial.is_measurement:
@@ -138,12 +133,18 @@ def _placed(trial: Trial, folder: Path, *, resume: bool) -> Trial:
     return trial.model_copy(update={"checkpoints": address, "resume": resume})
 
 
-def _check_outer(plan: Plan) -> None:
-    """A run started by ``torchrun`` uses the processes there are.
+def _stays_left_out(steps: Sequence[int]) -> str:
+    return f"the batch of step {', '.join(map(str, steps))} stays left out, as since the rollback"
+
+
+def _as_started(plan: Plan) -> Plan:
+    """The plan; a run started by ``torchrun`` uses the processes there are.
 
     Raises:
         UsageError: the experiment wants others.
     """
+    if outer_rank() is None:
+        return plan
     processes = int(os.environ["WORLD_SIZE"])
     if plan.experiment.parallel.launcher != "torchrun":
         raise UsageError(
@@ -154,3 +155,4 @@ def _check_outer(plan: Plan) -> None:
         raise UsageError(
             f"torchrun started {processes} processes, but parallel.workers is {plan.main.workers}; make them equal"
         )
+    return plan

@@ -8,10 +8,8 @@ import argparse
 import gc
 import os
 import random
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -31,6 +29,7 @@ from pipeline.channel import Address, ChannelOutbox
 from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
 from pipeline.events import AnyEvent, BatchSizesFound, Failed, Finished, Outbox, event_to_json
+from pipeline.sigterm import end_after, on_sigterm
 from pipeline.system_metrics import SystemSampler
 from pipeline.training import batch_size
 from pipeline.training.loop import train
@@ -38,7 +37,7 @@ from pipeline.training.order import mix
 from pipeline.training.watch import Watch, end_process
 
 _REQUEST_S = 1.0
-"""How long the driver's request to stop may take to come after SIGTERM."""
+"""How long the driver's request to stop may take to come after SIGTERM, without which a worker ends."""
 
 
 class WorkerFailed(Exception):
@@ -165,20 +164,6 @@ class _PrintingOutbox:
         """Nobody waits for it."""
 
 
-def _leave_sigterm_to_the_driver(outbox: ChannelOutbox) -> None:
-    """A whole job gets SIGTERM; the driver then asks the workers to stop. Without such a request it ends this one."""
-    own = os.getpid()
-
-    def handle(*_: object) -> None:
-        if os.getpid() != own:  # a loader process has inherited this handler
-            os._exit(143)
-        timer = threading.Timer(_REQUEST_S, lambda: None if outbox.stop_asked else os._exit(143))
-        timer.daemon = True
-        timer.start()
-
-    signal.signal(signal.SIGTERM, handle)
-
-
 def main() -> None:
     """Entry of a worker process that ``torchrun`` or torch's elastic agent started."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -192,7 +177,8 @@ def main() -> None:
             run(trial, rank=rank, outbox=_PrintingOutbox())
             return
         with ChannelOutbox(Address.model_validate_json(arguments.channel.read_text())) as outbox:
-            _leave_sigterm_to_the_driver(outbox)
+            # The driver gets a job's SIGTERM, too, and asks the workers to stop. Without such a request this one ends.
+            on_sigterm(partial(end_after, _REQUEST_S, unless=lambda: outbox.stop_asked))
             run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close))
     except WorkerFailed:
         traceback.print_exc()  # into this rank's log file

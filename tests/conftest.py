@@ -27,6 +27,8 @@ from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import open_trial
 from pipeline.resources import Resources
 
+pytest_plugins = ["census", "attempts", "s3"]
+
 REPOSITORY = Path(__file__).parent.parent
 MARK = "PIPELINE_TESTS"
 """In the environment of every process that descends from the tests, orphans included."""

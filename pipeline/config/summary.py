@@ -13,7 +13,10 @@ from pipeline.config.schema import Experiment
 
 
 def flatten(experiment: Experiment) -> dict[str, str]:
-    """Dotted keys with their values as texts, e.g. {"compare[0].strategy": "single"}; for MLflow's parameters."""
+    """Dotted keys with their values as texts, e.g. {"compare[0].strategy": "single"}; for MLflow's parameters.
+
+    A list of plain values, such as an optimizer's betas, is one parameter.
+    """
     flat: dict[str, str] = {}
     _flatten(_plain(experiment), "", flat)
     return flat
@@ -39,7 +42,7 @@ def _flatten(value: object, key: str, into: dict[str, str]) -> None:
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             _flatten(inner, keys.child(key, name), into)
-    elif isinstance(value, list) and value:
+    elif isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
         for i, inner in enumerate(value):
             _flatten(inner, keys.child(key, i), into)
     else:

@@ -1,24 +1,31 @@
-"""The Ray that workers run on: started here or joined, and whether it has room."""
+"""The Ray that workers run on: started here or joined."""
 
 import logging
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray.exceptions import AuthenticationError, RpcError
 
 from pipeline import resources
 from pipeline.config.schema import Parallel
-from pipeline.contract import Trial
-from pipeline.errors import ResourceError
+from pipeline.errors import ResourceError, UsageError
+from pipeline.launchers._ray_checks import refuse_others
+from pipeline.launchers._ray_nodes import facts_of_nodes
+from pipeline.launchers._ray_places import able_nodes
 from pipeline.launchers.base import environment, own_signals
+from pipeline.node_facts import facts_here
 from pipeline.resources import Resources
 
 LOOPBACK = "127.0.0.1"
 _REACH_S = 10.0
+_ALIVE = 0  # of Ray's GcsNodeInfo
 _OBJECT_STORE_BYTES = 200_000_000  # events go over the channel and data is loaded by the workers
 _SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the end of a trial waits for this poll
@@ -36,26 +43,35 @@ def cluster_address(parallel: Parallel) -> str | None:
     return parallel.address or os.environ.get("RAY_ADDRESS") or None
 
 
-def cluster_resources(address: str) -> Resources:
-    """The sum of all nodes of a cluster.
+def cluster_resources(address: str, parallel: Parallel) -> Resources:
+    """The sum of all nodes of a cluster that can have workers.
 
     Raises:
-        ResourceError: there is no cluster at that address.
+        ResourceError: there is no cluster at that address, or its nodes can't be used.
     """
     with connected(address, verbose=False):
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        able = able_nodes(parallel)
+        facts = [node for node in facts_of_nodes(timeout_s=parallel.start_timeout_s) if node.ray_node in able]
+        refuse_others(facts, here=facts_here())
+    nodes = [node["Resources"] for node in able.values()]
+    gpu = next((gpu.name for node in facts for gpu in node.gpus), "GPU")
     return Resources(
         cpus=int(sum(node.get("CPU", 0) for node in nodes)),
         memory_mb=int(sum(node.get("memory", 0) for node in nodes)) // 2**20,
-        gpus=("GPU",) * int(sum(node.get("GPU", 0) for node in nodes)),
+        gpus=(gpu,) * int(sum(node.get("GPU", 0) for node in nodes)),
         node=f"Ray cluster at {address}",
         nodes=len(nodes),
     )
 
 
 @contextmanager
-def connected(address: str | None, *, verbose: bool) -> Iterator[None]:
+def connected(address: str | None, *, verbose: bool, runtime_env: Mapping[str, Any] | None = None) -> Iterator[None]:
     """A local Ray that listens on loopback only, or a cluster that was there before.
+
+    Args:
+        address: the cluster's; None starts a local one.
+        verbose: whether to let Ray's output through.
+        runtime_env: Ray's description of what workers need.
 
     Raises:
         ResourceError: there is no cluster at that address.
@@ -74,28 +90,56 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[None]:
         if address is not None:
             _check_reachable(address)
         try:
-            with own_signals():  # else Ray would answer SIGTERM for the rest of the run
+            # Else Ray would answer SIGTERM for the rest of the run.
+            with own_signals(), _on_loopback(local=address is None):
+                if address is not None:
+                    _check_is_node(address)
                 ray.init(
                     **(local if address is None else {"address": address}),
+                    **({"runtime_env": dict(runtime_env)} if runtime_env else {}),
                     log_to_driver=verbose,
                     logging_level=level,
                     configure_logging=verbose,
                 )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            where = "a local Ray could not be started" if address is None else f"no Ray cluster answers at {address}"
-            raise ResourceError(f"{where}: {first_line(error)}") from error
+        except (ConnectionError, ValueError, RuntimeError, AuthenticationError, RpcError) as error:
+            raise ResourceError(_refusal(error, address)) from error
         try:
             yield
         finally:
             ray.shutdown()
 
 
+@contextmanager
+def _on_loopback(*, local: bool) -> Iterator[None]:
+    """Have a local Ray listen on loopback only. Ray replaces 127.0.0.1 by the machine's address, but on macOS."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = before and not local
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _refusal(error: Exception, address: str | None) -> str:
+    """Why Ray can't be used, in one line."""
+    if address is None:
+        return f"a local Ray could not be started: {first_line(error)}"
+    if "Version mismatch" in str(error):  # Ray's text has a line for each version
+        return f"{address}: {' '.join(str(error).split())}; use the same Python and Ray on all machines"
+    return f"no Ray cluster answers at {address}: {first_line(error)}"
+
+
 def _check_reachable(address: str) -> None:
     """Try the address ourselves: Ray would go on trying for minutes.
 
     Raises:
+        UsageError: it is the address of something else.
         ResourceError: nobody listens there.
     """
+    if address.startswith(("http://", "https://")):
+        raise UsageError(
+            f"{address} is a dashboard, where pipeline submit sends runs; to join a cluster, write HOST:6379"
+        )
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):  # such as "auto"
         return
@@ -105,45 +149,23 @@ def _check_reachable(address: str) -> None:
         raise ResourceError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
 
 
-def await_room(trial: Trial) -> None:
-    """Wait until the workers fit. Ray itself would wait for ever, with a traceback a minute.
+def _check_is_node(address: str) -> None:
+    """Ask whether Ray runs on this machine, too: without it, Ray's driver would abort this process.
 
     Raises:
-        ResourceError: the cluster is too small, or not free within ``parallel.start_timeout_s``.
+        ResourceError: it doesn't.
     """
-    asked = {name: amount * trial.workers for name, amount in per_worker(trial).items()}
-    if not _covers(ray.cluster_resources(), asked):
-        raise ResourceError(f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources())}")
-    deadline = time.monotonic() + trial.experiment.parallel.start_timeout_s
-    while not _covers(ray.available_resources(), asked):
-        if time.monotonic() > deadline:
-            raise ResourceError(
-                f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources())}, of which "
-                f"{_amounts(ray.available_resources())} came free within parallel.start_timeout_s, "
-                f"{trial.experiment.parallel.start_timeout_s:g} s"
-            )
-        time.sleep(0.2)
-
-
-def per_worker(trial: Trial) -> dict[str, float]:
-    """What each worker of a trial occupies, in Ray's terms."""
-    amounts: dict[str, float] = {"CPU": trial.cpus_per_worker}
-    if trial.device == "cuda":
-        amounts["GPU"] = trial.devices_per_worker
-    return amounts
-
-
-def _covers(there: Mapping[str, float], asked: Mapping[str, float]) -> bool:
-    return all(there.get(name, 0) >= amount for name, amount in asked.items())
-
-
-def asked_for(trial: Trial) -> str:
-    """The workers of a trial in words."""
-    return f"{trial.workers} workers with {_amounts(per_worker(trial))} each"
-
-
-def _amounts(amounts: Mapping[str, float]) -> str:
-    return ", ".join(f"{amounts.get(name, 0):g} {name}" for name in ("CPU", "GPU") if name in amounts) or "no CPU"
+    if not address.rpartition(":")[2].isdecimal():  # such as "auto"
+        return
+    ensure_token_if_auth_enabled(create_token_if_missing=False)  # as ray.init does before it asks
+    nodes = ray._raylet.GcsClient(address=address).get_all_node_info().values()
+    there = sorted({node.node_manager_address for node in nodes if node.state == _ALIVE})
+    here = {each.address for those in psutil.net_if_addrs().values() for each in those}
+    if here.isdisjoint(there):
+        raise ResourceError(
+            f"this machine is no node of the Ray cluster at {address}, whose nodes are {', '.join(there)}; make it one "
+            f"with ray start --address={address} --num-cpus=0, or send the run there with pipeline submit"
+        )
 
 
 def first_line(error: BaseException) -> str:

@@ -5,10 +5,7 @@ there first, for nothing, and then by the workers.
 """
 
 import os
-import sys
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray.train
@@ -20,6 +17,8 @@ from pipeline.contract import Rank, Trial
 def work(config: dict[str, Any]) -> None:
     """Be one rank of a trial, in the process that Ray Train gave it."""
     from pipeline import worker
+    from pipeline.launchers._ray_code import Code
+    from pipeline.launchers._ray_logs import kept_output
     from pipeline.training.watch import end_process
 
     trial = Trial.model_validate_json(config["trial"])
@@ -31,17 +30,9 @@ def work(config: dict[str, Any]) -> None:
         local_world_size=context.get_local_world_size(),
         node=os.uname().nodename,
     )
-    if config["logs"]:
-        _redirect_output(Path(config["logs"]), rank=rank)
-    with ChannelOutbox(Address.model_validate_json(config["channel"])) as outbox:
+    Code.model_validate_json(config["code"]).enter()
+    with (
+        ChannelOutbox(Address.model_validate_json(config["channel"])) as outbox,
+        kept_output(config["logs"], rank=rank, outbox=outbox),
+    ):
         worker.run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close))
-
-
-def _redirect_output(folder: Path, *, rank: Rank) -> None:
-    """Keep what this rank prints in the run's folder, where the node can reach it; else Ray's own logs have it."""
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
-            stream.flush()
-            with (folder / f"rank{rank.rank}-{name}.log").open("ab") as file:
-                os.dup2(file.fileno(), 1 if name == "stdout" else 2)

@@ -4,10 +4,12 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pipeline.errors import Terminated
+from pipeline.sigterm import SAME_S
 
 _log = logging.getLogger(__name__)
 
@@ -17,13 +19,21 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
+        self.asked_at = 0.0
+        """When, in `time.monotonic`'s seconds."""
         self._tell: list[Callable[[], None]] = []
 
     def ask(self) -> None:
         """Tell the workers there are, and those that come."""
         self.asked = True
+        self.asked_at = time.monotonic()
         for tell in tuple(self._tell):
             tell()
+
+    def withdraw(self) -> bool:
+        """Workers that come later go on; returns whether stopping had been asked for."""
+        asked, self.asked = self.asked, False
+        return asked
 
     @contextmanager
     def telling(self, tell: Callable[[], None]) -> Iterator[None]:
@@ -52,6 +62,8 @@ def gracefully(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], b
     timers: list[threading.Timer] = []
 
     def handle(*_: object) -> None:
+        if stop.asked and time.monotonic() - stop.asked_at < SAME_S:
+            return
         if stop.asked or not is_worth_it():
             raise Terminated
         stop.ask()

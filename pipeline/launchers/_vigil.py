@@ -40,7 +40,8 @@ class _Heard:
 class Vigil:
     """Stands between a trial's workers and the run: hands all events on but heartbeats. A context manager.
 
-    A rank that hangs gets a `Failed` in its name, with the stack that it sent last.
+    A rank that hangs gets a `Failed` in its name, with the stack that it sent last. One of another node that is silent
+    is taken for lost with its node: it is in `lost`, since training may go on without that node.
     """
 
     def __init__(self, trial: Trial, *, receive: Receive) -> None:
@@ -48,6 +49,8 @@ class Vigil:
         self._timeout_s = trial.experiment.parallel.timeout_s
         self._silence_s = _SILENCE * min(INTERVAL_S, self._timeout_s / 10)
         self._receive = receive
+        self.lost: dict[int, str] = {}
+        """How silent workers of other nodes were lost, by rank."""
         self._has_judged = False
         self._ranks: dict[int, _Heard] = {}
         self._lock = threading.Lock()
@@ -92,7 +95,7 @@ class Vigil:
 
     def _behind(self, other: Heartbeat) -> _Heard | None:
         """The rank that one like this waits for: a silent one, or the one that has come least far."""
-        silent = [heard for heard in self._ranks.values() if heard.silent_s >= self._silence_s]
+        silent = [heard for heard in self._ranks.values() if self._is_silent(heard)]
         behind = [heard for heard in self._ranks.values() if heard.progress < (other.step, other.phase)]
         return min(silent or behind, key=lambda heard: heard.progress, default=None)
 
@@ -116,27 +119,43 @@ class Vigil:
             if self._has_judged:
                 return
             self._has_judged = True
+            self.lost = {rank: self._cut_off(heard.last) for rank, heard in self._ranks.items() if self._is_lost(heard)}
         last = culprit.last
+        if last.rank.rank in self.lost:
+            return
         failed = Failed(
             time=time.time(),
             trial=self._trial.name,
             rank=last.rank,
-            error=self._stopped(last) if culprit.silent_s >= self._silence_s else stuck(last),
+            error=self._stopped(last) if self._is_silent(culprit) else stuck(last),
             traceback=f"Stack of rank {last.rank.rank} (most recent call last):\n{last.stack}",
         )
         self._receive(failed)
         _end(last)
 
+    def _is_silent(self, heard: _Heard) -> bool:
+        return heard.silent_s >= self._silence_s
+
+    def _is_lost(self, heard: _Heard) -> bool:
+        return self._is_silent(heard) and not _is_here(heard.last)
+
     def _stopped(self, last: Heartbeat) -> str:
         return (
             f"its process stopped while {doing(last)}: nothing was heard of it for parallel.timeout_s "
-            f"({self._timeout_s:g} s). A signal stopped it, or its node hangs or is cut off"
+            f"({self._timeout_s:g} s). A signal stopped it"
         )
+
+    def _cut_off(self, last: Heartbeat) -> str:
+        return f"its node hangs or is cut off, or a signal stopped it while {doing(last)}"
+
+
+def _is_here(heartbeat: Heartbeat) -> bool:
+    return heartbeat.rank.node == socket.gethostname()
 
 
 def _process(heartbeat: Heartbeat) -> psutil.Process | None:
     """The process of a rank, if it is one of this node and lives."""
-    if heartbeat.rank.node != socket.gethostname():
+    if not _is_here(heartbeat):
         return None
     with suppress(psutil.Error):
         process = psutil.Process(heartbeat.pid)
@@ -146,7 +165,7 @@ def _process(heartbeat: Heartbeat) -> psutil.Process | None:
 
 
 def _is_gone(heartbeat: Heartbeat) -> bool:
-    return heartbeat.rank.node == socket.gethostname() and _process(heartbeat) is None
+    return _is_here(heartbeat) and _process(heartbeat) is None
 
 
 def _end(heartbeat: Heartbeat) -> None:

@@ -31,6 +31,8 @@ class Session:
     """Whether to let the launcher's and the workers' output through to the terminal."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Asks the workers to end early."""
+    resize: StopRequest = field(default_factory=StopRequest)
+    """Asks the workers to end early because more of them can go on."""
 
     def log_folder(self, trial: Trial) -> Path:
         """Where the workers of a trial write what they print."""
@@ -109,11 +111,15 @@ class Launcher(Protocol):
         """
         ...
 
+    def room(self, trial: Trial) -> int:
+        """How many workers of a trial there is room for now, those that run counted; may be called from any thread."""
+        ...
+
     def launch(self, trial: Trial) -> None:
         """Run a trial to its end, well or badly: a failed rank has reported its error as an event.
 
         Raises:
-            WorkersLost: a worker ended without reporting.
+            WorkersLost: a worker ended without reporting, or is not heard any more because its node is cut off.
             ResourceError: the workers can't be placed.
         """
         ...

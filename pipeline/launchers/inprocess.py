@@ -30,6 +30,10 @@ class Launcher:
         """This machine."""
         return resources.detect()
 
+    def room(self, trial: Trial) -> int:
+        """This process."""
+        return 1
+
     def launch(self, trial: Trial) -> None:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
         with suppress(worker.WorkerFailed):  # it has been reported

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from typing import Self
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 
 from pipeline import resources
 from pipeline.channel import Address, Inbox
@@ -18,10 +18,18 @@ from pipeline.config.schema import Parallel
 from pipeline.contract import Trial
 from pipeline.errors import ResourceError
 from pipeline.launchers import _ray_cluster as cluster
+from pipeline.launchers import _ray_places as places
+from pipeline.launchers import _ray_room
+from pipeline.launchers._ray_code import to_send
+from pipeline.launchers._ray_joined import Joined
+from pipeline.launchers._ray_network import OverInterface
 from pipeline.launchers._ray_work import work
 from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import Session, WorkersLost, environment
 from pipeline.resources import Resources
+
+_AFTER_OTHERS_S = 30.0
+"""Ranks that wait for a lost one give up by themselves, and Ray may find out that its node is gone."""
 
 
 class Launcher:
@@ -32,10 +40,11 @@ class Launcher:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._address = cluster.cluster_address(session.parallel)
+        self._running = 0  # workers
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(cluster.connected(self._address, verbose=self.session.verbose))
+            self._joined = stack.enter_context(Joined.session(self.session, address=self._address))
             self._stack = stack.pop_all()
         return self
 
@@ -46,24 +55,41 @@ class Launcher:
     def resources(parallel: Parallel) -> Resources:
         """This machine, or all nodes of the cluster."""
         address = cluster.cluster_address(parallel)
-        return resources.detect() if address is None else cluster.cluster_resources(address)
+        to_send(parallel, joined=address is not None)  # tells what is wrong with it before anything is started
+        return resources.detect() if address is None else cluster.cluster_resources(address, parallel)
+
+    def room(self, trial: Trial) -> int:
+        """What is free on each node that answers, and the workers that run."""
+        try:
+            return self._running + _ray_room.free(places.per_worker(trial), apart=places.apart(trial))
+        except RayError:  # the head doesn't answer, which ends what runs
+            return self._running
 
     def launch(self, trial: Trial) -> None:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
-        cluster.await_room(trial)
+        _ray_room.await_verdict(timeout_s=trial.experiment.parallel.start_timeout_s)
+        self._joined.look_at_nodes(trial)
+        places.await_room(trial)
         host = cluster.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
         vigil = Vigil(trial, receive=self.session.receive)
         inbox = Inbox(host=host, receive=vigil.receive, folder=self.session.folder)
-        patience = f"{trial.experiment.parallel.start_timeout_s:g}"
-        stoppable = self.session.stop.telling(inbox.ask_to_stop)
-        with vigil, inbox, stoppable, environment(RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=patience):
-            error = _fit(self._trainer(trial, inbox.address))
-        if isinstance(error, WorkerGroupError):
-            raise WorkersLost({rank: _how(failure) for rank, failure in error.worker_failures.items()})
+        stop, resize = (ask.telling(inbox.ask_to_stop) for ask in (self.session.stop, self.session.resize))
+        with vigil, inbox, stop, resize, environment(**_patience(trial)):
+            error = self._train(trial, inbox.address)
+        if isinstance(error, WorkerGroupError) or (error is not None and vigil.lost):
+            failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
+            raise WorkersLost({rank: _how(failure) for rank, failure in failures.items()} | vigil.lost)
         if isinstance(error, TrainingFailedError):
-            raise ResourceError(f"Ray could not start {cluster.asked_for(trial)}: {cluster.first_line(error)}")
+            raise ResourceError(f"Ray could not start {places.asked_for(trial)}: {cluster.first_line(error)}")
         if error is not None:
             raise error
+
+    def _train(self, trial: Trial, address: Address) -> BaseException | None:
+        self._running = trial.workers
+        try:
+            return _fit(self._trainer(trial, address))
+        finally:
+            self._running = 0
 
     def _trainer(self, trial: Trial, address: Address) -> TorchTrainer:
         parallel = trial.experiment.parallel
@@ -72,15 +98,19 @@ class Launcher:
             train_loop_config={
                 "trial": trial.model_dump_json(),
                 "channel": address.model_dump_json(),
+                "code": self._joined.code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
-            torch_config=TorchConfig(
-                backend="nccl" if trial.device == "cuda" else "gloo", timeout_s=int(parallel.timeout_s)
+            torch_config=OverInterface(
+                backend="nccl" if trial.device == "cuda" else "gloo",
+                timeout_s=int(parallel.timeout_s),
+                interface=parallel.interface,
             ),
             scaling_config=ScalingConfig(
                 num_workers=trial.workers,
                 use_gpu=trial.device == "cuda",
-                resources_per_worker=cluster.per_worker(trial),
+                resources_per_worker=places.per_worker(trial),
+                placement_strategy=parallel.placement.upper(),
             ),
             run_config=RunConfig(
                 name=trial.name,
@@ -88,6 +118,15 @@ class Launcher:
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
         )
+
+
+def _patience(trial: Trial) -> dict[str, str]:
+    """How long Ray Train waits. A rank that hangs is found by the vigil; Ray's check is for one whose node is gone."""
+    parallel = trial.experiment.parallel
+    return {
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{parallel.start_timeout_s:g}",
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{parallel.timeout_s + _AFTER_OTHERS_S:g}",
+    }
 
 
 def _fit(trainer: TorchTrainer) -> BaseException | None:

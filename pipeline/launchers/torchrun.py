@@ -20,6 +20,7 @@ from pipeline.channel import Address, Inbox
 from pipeline.config.schema import Parallel
 from pipeline.contract import Rank, Trial
 from pipeline.errors import Terminated
+from pipeline.launchers import _loopback
 from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import DirectOutbox, Session, WorkersLost, environment, outer_rank, own_signals
 from pipeline.resources import Resources
@@ -45,6 +46,14 @@ class Launcher:
     def resources(parallel: Parallel) -> Resources:
         """This machine."""
         return resources.detect()
+
+    def room(self, trial: Trial) -> int:
+        """As many as this machine has cores and GPUs for, whoever uses them; those there are under ``torchrun``."""
+        if outer_rank() is not None:
+            return int(os.environ["WORLD_SIZE"])
+        there = resources.detect()
+        fit = there.cpus // trial.cpus_per_worker
+        return min(fit, len(there.gpus) // trial.devices_per_worker) if trial.device == "cuda" else fit
 
     def launch(self, trial: Trial) -> None:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
@@ -88,7 +97,7 @@ class Launcher:
             max_nodes=1,
             nproc_per_node=trial.workers,
             run_id=f"{self.session.folder.name}-{trial.name}",
-            rdzv_backend="c10d",
+            rdzv_backend=_loopback.NAME,
             rdzv_endpoint=f"{_LOOPBACK}:0",
             rdzv_configs={"join_timeout": trial.experiment.parallel.start_timeout_s},
             local_addr=_LOOPBACK,

@@ -41,7 +41,8 @@ class Console:
                 self._opened += 1
                 self._label = self._title(event)
                 display = _Live if self._stdout.is_interactive else _Lines
-                self._display = display(self._stdout, self._label, waiting=_waiting(self._trials.get(event.trial)))
+                waiting = _waiting(event, self._trials.get(event.trial))
+                self._display = display(self._stdout, self._label, waiting=waiting)
             case events.Warned():
                 _print(self._stdout, f"{event.trial}: warning: {event.message}", style="yellow")
             case Finished():
@@ -141,10 +142,11 @@ def _print(stdout: rich.console.Console, text: str, *, style: str = "") -> None:
     stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)
 
 
-def _waiting(trial: Trial | None) -> str:
+def _waiting(event: TrialOpened, trial: Trial | None) -> str:
     if trial is None or trial.launcher == "inprocess":
         return "starting ..."
-    workers = "1 worker" if trial.workers == 1 else f"{trial.workers} workers"
+    count = int(event.tags.get("world_size", trial.workers))  # an elastic trial may have others than planned
+    workers = "1 worker" if count == 1 else f"{count} workers"
     return f"starting {workers} with {trial.launcher} ..."
 
 

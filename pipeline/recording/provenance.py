@@ -36,6 +36,14 @@ def trial_tags(trial: Trial) -> dict[str, str]:
     }
 
 
+def trial_params(trial: Trial) -> dict[str, str]:
+    """Parameters of one trial. A store lets none change, so an elastic size is a tag and a metric instead."""
+    is_elastic = trial.experiment.parallel.is_elastic and not trial.is_measurement
+    return {
+        f"trial.{name}": value for name, value in trial_tags(trial).items() if not (is_elastic and name == "world_size")
+    }
+
+
 def hardware(plan: Plan) -> str:
     """The machine in one line."""
     return ", ".join(part for part in (plan.resources.processor, plan.resources.summary) if part)

@@ -90,7 +90,8 @@ def open_trial(trial: Trial, recorder: Recorder) -> None:
             title=trial.title,
             repeat=trial.repeat,
             tags=provenance.trial_tags(trial),
-            params={f"trial.{name}": value for name, value in provenance.trial_tags(trial).items()},
+            params=provenance.trial_params(trial),
+            left_out=trial.left_out,
         )
     )
 

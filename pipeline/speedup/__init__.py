@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Literal
 
 from pipeline.config.schema import Frozen
-from pipeline.contract import Role, Scaling, Spread, StepParts, Trial, TrialResult
+from pipeline.contract import Held, Role, Scaling, Spread, StepParts, Trial, TrialResult
 from pipeline.events import Finished
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -63,6 +63,7 @@ class Row(Frozen):
     efficiency: float | None = None
     """Speedup over the ratio of replicas, 1 is linear; None where replicas are not what differs."""
     peak_memory_mb: tuple[float, ...]
+    held: Held | None = None
     gpu_utilization: tuple[float, ...] = ()
     gradient_mb: float
     unused_parameters: int = 0
@@ -100,7 +101,7 @@ class Row(Frozen):
             loss_tolerance=LOSS_TOLERANCE[trial.experiment.train.precision],
             **trial.model_dump(include={"role", "strategy", "options", "workers", "device", "scaling"}),
             **results[0].model_dump(
-                include={"steps", "gradient_mb", "unused_parameters", "coupling", "losses", "metrics"}
+                include={"steps", "held", "gradient_mb", "unused_parameters", "coupling", "losses", "metrics"}
             ),
         )
 

@@ -107,10 +107,11 @@ def _flat(row: Row) -> dict[str, Any]:
     listed = {"metrics", "options", "parts", "peak_memory_mb", "gpu_utilization", "losses", "repeats", "coupling"}
     times = row.parts.model_dump(exclude={"step_ms", "ranks_ms", "nodes"})
     record: dict[str, Any] = {}
-    for name, value in row.model_dump(mode="json", exclude=listed).items():
+    for name, value in row.model_dump(mode="json", exclude=listed | {"held"}).items():
         if isinstance(value, dict):  # a spread
             record |= {name: value["median"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
         else:
             record[name] = value
-    peaks = {"peak_memory_mb": max(row.peak_memory_mb, default=None)}
+    held = row.held.mb if row.held else ()
+    peaks = {"peak_memory_mb": max(row.peak_memory_mb, default=None), "held_mb": max(held, default=None)}
     return record | times | peaks | {"same_training": row.same_training} | dict(row.metrics)

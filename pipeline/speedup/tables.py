@@ -91,7 +91,10 @@ def step_parts(rows: Sequence[Row]) -> Table:
 
 
 def resources(rows: Sequence[Row]) -> Table:
-    """Memory, time to the first step and, where it was measured, GPU utilization."""
+    """Memory, time to the first step and, where it was measured, GPU utilization.
+
+    What ranks hold of the model stands there if it is not the same for all strategies.
+    """
     columns: list[Column] = [
         ("strategy", lambda row: row.title),
         ("peak memory per device, MB", lambda row: low_to_high(row.peak_memory_mb)),
@@ -99,7 +102,13 @@ def resources(rows: Sequence[Row]) -> Table:
     ]
     if any(row.gpu_utilization for row in rows):
         columns.append(("GPU utilization, %", lambda row: low_to_high(row.gpu_utilization)))
-    return _table("Memory and start", columns, rows)
+    held = [max(row.held.mb) for row in rows if row.held]
+    if held and max(held) > UNEVEN * min(held):
+        columns.insert(
+            2, ("weights, gradients, optimizer, MB", lambda row: low_to_high(row.held.mb if row.held else ()))
+        )
+    notes = [f"{row.title}: each rank holds a part of {row.held.cut}." for row in rows if row.held and row.held.cut]
+    return _table("Memory and start", columns, rows, notes=notes)
 
 
 def speedup(row: Row, *, has_interval: bool) -> str:

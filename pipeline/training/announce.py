@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from pipeline.contract import Held
 from pipeline.events import ArtifactSaved, FirstStep, ModelSaved, Outbox
 from pipeline.training.collective import gather
 from pipeline.training.loader import to_device
+from pipeline.training.norms import local
 from pipeline.training.setup import Setup
 
 _WEIGHTS, _EXAMPLE = "model/weights.pt", "model/example.pt"
@@ -44,6 +46,16 @@ def peak_memory_mb(setup: Setup) -> tuple[float, ...]:
     return tuple(peak for peaks in gather(own, rank=setup.rank) for peak in peaks)
 
 
+def held(setup: Setup) -> Held:
+    """What each rank keeps from step to step, by its tensors' sizes. Collective."""
+    parameters = list(setup.model.parameters())
+    gradients = [parameter for parameter in parameters if parameter.requires_grad]
+    states = [value for state in setup.optimizer.state.values() for value in state.values()]
+    tensors = [*parameters, *gradients, *(value for value in states if isinstance(value, torch.Tensor))]
+    own = sum(part.numel() * part.element_size() for part in map(local, tensors)) / 2**20
+    return Held(mb=tuple(gather(own, rank=setup.rank)), cut=setup.strategy.describe())
+
+
 def gradient_mb(model: nn.Module) -> float:
     """Size of all gradients of one replica."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
@@ -59,17 +71,17 @@ def coupling_layers(model: nn.Module) -> tuple[str, ...]:
         for module in model.modules()
         if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)
     )
-    return tuple(dict.fromkeys(type(module).__name__ for module in coupled))
+    return tuple(dict.fromkeys(type(module).__name__.removeprefix("FSDP") for module in coupled))
 
 
 def model(setup: Setup, outbox: Outbox) -> None:
     """Send the trained weights, and a small example input so that the model can be given a signature. Collective."""
-    module = setup.strategy.evaluation_module(setup.wrapped, setup.model)
+    state = setup.strategy.weights(setup.wrapped, setup.model)
     if not setup.rank.is_first:
         return
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
-        torch.save({name: value.cpu() for name, value in module.state_dict().items()}, weights)
+        torch.save({name: value.cpu() for name, value in state.items()}, weights)
         outbox.file(weights, _WEIGHTS)
         if not setup.experiment.tracking.log_model:
             return

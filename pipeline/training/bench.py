@@ -8,6 +8,7 @@ The learning rate is zero meanwhile.
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -96,8 +97,9 @@ class TrialBench:
         return True
 
     def _step(self, batch: Any, *, exchange: bool) -> None:
-        draw = Draw(0, [], weight=1 / self._setup.rank.world_size, is_last=exchange)
-        optimizer_step(self._setup, iter([(draw, batch)]), step=0)
+        draw = Draw(0, [], weight=1 / self._setup.rank.world_size, is_last=True)
+        setup = self._setup if exchange else _without_agreement(self._setup)
+        optimizer_step(setup, iter([(draw, batch)]), step=0, exchange=exchange)
 
     def _seconds(self, batch: Any, *, steps: int) -> float:
         """What steps take on the slowest rank."""
@@ -137,6 +139,15 @@ class TrialBench:
     def _read(self, count: int) -> Any:
         rank, samples = self._setup.rank, self._setup.order.samples
         return self._setup.train_loader.read([(rank.rank + rank.world_size * i) % samples for i in range(count)])
+
+
+def _without_agreement(setup: Setup) -> Setup:
+    """Without what ranks that hold parts of the gradients would have to find out together."""
+    if not setup.strategy.shards:
+        return setup
+    train = setup.experiment.train.model_copy(update={"clip_grad_norm": None, "on_nonfinite": "stop"})
+    trial = setup.trial.model_copy(update={"experiment": setup.experiment.model_copy(update={"train": train})})
+    return replace(setup, trial=trial, scaler=torch.amp.GradScaler(setup.device.type, enabled=False))
 
 
 def _group_of_one() -> dist.ProcessGroup | None:

@@ -7,6 +7,7 @@ from pipeline.events import Phase
 from pipeline.training.loader import to_device
 from pipeline.training.order import evaluation_draws
 from pipeline.training.setup import Setup
+from pipeline.training.together import padded_evaluation
 from pipeline.training.watch import mark
 
 
@@ -37,17 +38,17 @@ def evaluate(setup: Setup) -> dict[str, float]:
 def _over_own_samples(setup: Setup, module: torch.nn.Module) -> torch.Tensor:
     """A rank's part of the mean loss, scalar float64 on the device; metrics are updated."""
     assert setup.validation_loader is not None
-    draws = evaluation_draws(
-        setup.validation_samples,
-        rank=setup.rank.rank,
-        world_size=setup.rank.world_size,
-        batch_size=max(1, setup.order.global_batch_size // setup.rank.world_size),
-    )
+    samples, world_size = setup.validation_samples, setup.rank.world_size
+    batch_size = max(1, setup.order.global_batch_size // world_size)
+    draws = evaluation_draws(samples, rank=setup.rank.rank, world_size=world_size, batch_size=batch_size)
+    if setup.strategy.shards:
+        draws = padded_evaluation(draws, samples=samples, world_size=world_size, batch_size=batch_size)
     total = torch.zeros((), dtype=torch.float64, device=setup.device)
     for draw, batch in setup.validation_loader.batches(draws):
         with setup.autocast():
             output = setup.task(module, to_device(batch, device=setup.device, dtype=setup.input_dtype))
-        total += output.loss.double() * draw.weight
-        setup.metrics.update(output.outputs, output.targets)
+        if draw.weight:
+            total += output.loss.double() * draw.weight
+            setup.metrics.update(output.outputs, output.targets)
         mark(Phase.EVALUATING)
     return total

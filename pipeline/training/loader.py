@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError
+from pipeline.sigterm import only_from_parent
 from pipeline.training.fetch import Collate, fetcher, usable
 from pipeline.training.order import Draw
 
@@ -30,6 +31,7 @@ class BatchLoader:
             pin_memory=device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory,
             persistent_workers=options.persistent_workers and workers > 0,
             prefetch_factor=options.prefetch_factor if workers else None,
+            worker_init_fn=only_from_parent,
             generator=torch.Generator(),  # each iteration draws a number, which the model's generator would lack
         )
 

@@ -58,6 +58,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
         step_ms=spread([lap.step_ms for lap in clock.steady]),
         parts=probe(setup, step_ms=clock.steady[0].step_ms),
         peak_memory_mb=memory,
+        held=announce.held(setup),
         gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=rank))),
         gradient_mb=announce.gradient_mb(setup.model),
         unused_parameters=unused_parameters(setup),

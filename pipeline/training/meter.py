@@ -90,6 +90,8 @@ class Meter:
         points = [Point(name, first + i, column[i]) for name, column in columns.items() for i in range(count)]
         points.append(Point("throughput/samples_per_second", step, lap.samples_per_second))
         points.append(Point("time/step_ms", step, lap.step_ms))
+        if not self.trial.is_measurement and self.trial.experiment.parallel.is_elastic:
+            points.append(Point("throughput/workers", step, self.rank.world_size))
         if self.trial.experiment.train.on_nonfinite == "skip":
             points.append(Point(SKIPPED, step, self._skipped_before + len(self.finiteness.skipped)))
         self.send(points, step=step, epoch=epoch)

@@ -10,13 +10,13 @@ from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeline.contract import Rank, Trial
 from pipeline.errors import NonFiniteError, TrainingError
 from pipeline.events import Outbox, Warned
 from pipeline.training.collective import gather
+from pipeline.training.norms import are_finite, total_norm
 from pipeline.training.order import Order
 from pipeline.training.setup import Setup
 
@@ -43,7 +43,7 @@ def is_finite(setup: Setup, norm: Tensor | None) -> bool:
     """Whether the norm of all gradients is finite; ``norm`` if it is known. The host waits for the device."""
     if norm is None:
         gradients = [parameter.grad for parameter in setup.model.parameters() if parameter.grad is not None]
-        norm = get_total_norm(gradients)
+        norm = total_norm(gradients, device=setup.device)
     return bool(torch.isfinite(norm))
 
 
@@ -75,9 +75,7 @@ def check_weights(setup: Setup, *, step: int) -> None:
         TrainingError: a weight is not finite, though the losses so far were.
     """
     weights = [weight.detach() for weight in setup.model.parameters() if weight.is_floating_point()]
-    # The largest one: a sum of squares overflows long before a weight does.
-    finite = bool(torch.isfinite(get_total_norm(weights, norm_type=float("inf"))))
-    if not all(gather(finite, rank=setup.rank)):
+    if not all(gather(are_finite(weights), rank=setup.rank)):
         raise NonFiniteError(
             f"weights are not finite after step {step}, though its loss is: a gradient was not finite in that step or "
             "shortly before. train.on_nonfinite: skip leaves out such steps. " + REMEDY,

@@ -54,11 +54,12 @@ def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn
     return model.to(device, torch.float64 if experiment.train.precision == "fp64" else None)
 
 
-def strategy(trial: Trial, *, device: torch.device, rank: Rank) -> Strategy:
+def strategy(trial: Trial, *, device: torch.device, rank: Rank, compute_dtype: torch.dtype | None = None) -> Strategy:
     """The trial's strategy with its options."""
     strategy = registry.load("strategies", trial.strategy).Strategy
     options = strategy.Options.model_validate(trial.options)
-    return cast(Strategy, strategy(options, device=device, world_size=rank.world_size))
+    made = strategy(options, device=device, world_size=rank.world_size, compute_dtype=compute_dtype)
+    return cast(Strategy, made)
 
 
 def task(create: Create, experiment: Experiment, *, device: torch.device) -> Task:

@@ -20,7 +20,7 @@ from pipeline.contract import Rank, Trial
 from pipeline.events import Started
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Task
-from pipeline.training import parts
+from pipeline.training import parts, together
 from pipeline.training.loader import BatchLoader, length
 from pipeline.training.order import Draw, Order
 
@@ -101,13 +101,13 @@ class Setup:
 
     def draws(self, epoch: int, *, first: int = 0) -> Iterator[Draw]:
         """The rank's micro-batches of an epoch from its step ``first`` on, both counted from 0."""
-        return self.order.draws(
-            epoch,
-            rank=self.rank.rank,
-            world_size=self.rank.world_size,
-            micro_batches=self.micro_batches,
-            first=first,
+        world_size, micro_batches = self.rank.world_size, self.micro_batches
+        draws = self.order.draws(
+            epoch, rank=self.rank.rank, world_size=world_size, micro_batches=micro_batches, first=first
         )
+        if not self.strategy.shards:
+            return draws
+        return together.padded(draws, order=self.order, world_size=world_size, micro_batches=micro_batches, first=first)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -117,7 +117,8 @@ class Setup:
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision where the experiment asks for it."""
         precision = self.experiment.train.precision
-        return torch.autocast(self.device.type, dtype=DTYPES.get(precision), enabled=precision in DTYPES)
+        enabled = precision in DTYPES and not self.strategy.casts
+        return torch.autocast(self.device.type, dtype=DTYPES.get(precision), enabled=enabled)
 
     def started(self, devices: tuple[str, ...]) -> Started:
         """What rank 0 tells before its first step."""
@@ -164,8 +165,8 @@ def build(trial: Trial, *, rank: Rank) -> Setup:
         return BatchLoader(dataset, options=experiment.loader, collate=collate, seed=experiment.seed, device=device)
 
     train_loader = loader(train_set)
-    model = parts.model(create, experiment, device=device)
-    strategy = parts.strategy(trial, device=device, rank=rank)
+    strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
+    model = parts.model(create, experiment, device=torch.device("cpu") if strategy.shards else device)
     wrapped = strategy.wrap(model)
     optimizer = parts.optimizer(create, experiment, model=model)
     return Setup(

@@ -1,18 +1,19 @@
 """One optimizer step, from top to bottom: forward, backward, exchange, clip, step."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_
 
 from pipeline.errors import ExperimentError
 from pipeline.events import Phase
 from pipeline.training import lone_sample, nonfinite
 from pipeline.training.learning_rate import warmup_factor
 from pipeline.training.loader import to_device
+from pipeline.training.norms import total_norm
 from pipeline.training.order import Draw, mix
 from pipeline.training.setup import Setup
 from pipeline.training.watch import mark
@@ -34,13 +35,13 @@ class StepResult(NamedTuple):
     """Whether the weights were left as they are because something was not finite; the same on all ranks."""
 
 
-def optimizer_step(setup: Setup, stream: Stream, *, step: int) -> StepResult:
-    """One optimizer step, counted from 0, on this rank's next micro-batches."""
+def optimizer_step(setup: Setup, stream: Stream, *, step: int, exchange: bool = True) -> StepResult:
+    """One optimizer step, counted from 0, on this rank's next micro-batches; without ``exchange`` on its own only."""
     # Dropout and the like draw from here: the same in a resumed step, different on each rank.
     _seed(mix(setup.experiment.seed, "step", step, setup.rank.rank), device=setup.device)
     left_out = step + 1 in setup.trial.left_out  # computed all the same: ranks and loaders keep in step
     buffers = nonfinite.Buffers(setup) if left_out or nonfinite.skips(setup) else None
-    total = gradients(setup, stream)
+    total = gradients(setup, stream, exchange=exchange)
     mark(Phase.UPDATING)
     norm = _clip(setup)
     scale = setup.scaler.get_scale()
@@ -59,14 +60,13 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int) -> StepResult:
 def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> Tensor:
     """Forward and backward of one step's micro-batches; the gradients are left in the model.
 
-    Without ``exchange`` each rank keeps its own gradients. Returns this rank's part of the global batch's mean loss.
+    Without ``exchange`` ranks send each other nothing. Returns this rank's part of the global batch's mean loss.
     """
     total = torch.zeros((), device=setup.device, dtype=setup.input_dtype)
     mark(Phase.READING)
     for draw, batch in stream:
         mark(Phase.FORWARD)
-        # All micro-batches but the last keep their gradients to themselves: one exchange a step, not one each.
-        with nullcontext() if draw.is_last and exchange else setup.strategy.accumulate(setup.wrapped):
+        with _exchanging(setup, draw) if exchange else setup.strategy.alone(setup.wrapped):
             try:
                 loss = forward(setup, batch)
             except ValueError as error:
@@ -82,6 +82,11 @@ def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> Tensor:
             break
         mark(Phase.READING)
     return total
+
+
+def _exchanging(setup: Setup, draw: Draw) -> AbstractContextManager[None]:
+    """All micro-batches but the last keep their gradients to themselves: one exchange a step, not one each."""
+    return nullcontext() if draw.is_last else setup.strategy.accumulate(setup.wrapped)
 
 
 def forward(setup: Setup, batch: Any) -> Tensor:
@@ -107,7 +112,10 @@ def _clip(setup: Setup) -> Tensor | None:
     if (limit := setup.experiment.train.clip_grad_norm) is None:
         return None
     setup.scaler.unscale_(setup.optimizer)
-    return clip_grad_norm_(setup.model.parameters(), limit)
+    parameters = list(setup.model.parameters())
+    norm = total_norm([one.grad for one in parameters if one.grad is not None], device=setup.device)
+    clip_grads_with_norm_(parameters, limit, norm)
+    return norm
 
 
 def _step_optimizer(setup: Setup, *, step: int, applies: bool) -> float:

@@ -170,7 +170,7 @@ def test_the_schema_explains_each_key(command: Command) -> None:
 
     assert bare == []
     assert set(schema["properties"]) == set(Experiment.model_fields)
-    assert schema["$defs"]["Parallel"]["properties"]["strategy"]["enum"] == ["ddp", "dp", "single"]
+    assert schema["$defs"]["Parallel"]["properties"]["strategy"]["enum"] == ["ddp", "dp", "fsdp", "single"]
 
 
 def test_the_ui_needs_a_free_port(command: Command, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster(folder)
     try:
         deadline = time.monotonic() + 60
-        while not cluster.answers():
+        while not (cluster.answers() and len(cluster.processes()) == 2):  # the head answers before its raylet is there
             assert time.monotonic() < deadline, "the cluster doesn't answer"
             assert cluster.process.poll() is None, "the cluster has ended"
         yield cluster

@@ -1,10 +1,15 @@
 """A user's components: small ones that work, and one for each way in which user code goes wrong."""
 
+import hashlib
 import os
+import random
 import signal
+import socket
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -230,3 +235,47 @@ class Steep(nn.CrossEntropyLoss):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return super().forward(outputs, targets) + (0 * outputs.sum()).sqrt()
+
+
+class Keyed(Net):
+    """Refuses a key that isn't the right one, which it doesn't keep."""
+
+    def __init__(self, key: str, digest: str) -> None:
+        super().__init__()
+        if hashlib.sha256(key.encode()).hexdigest() != digest:
+            raise ValueError("this is not the key")
+
+
+class Talkative(Sluggish):
+    """Says where it computes."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.batches:
+            print(f"computing on {socket.gethostname()}")  # noqa: T201 - what ranks print comes to the run
+        self.batches += 1
+        return super().forward(inputs)
+
+
+class Paced(Patient):
+    """Slow until the file ``release`` is there, for tests that do things to a training and then want to see its end."""
+
+    def __init__(self, release: str, ms: float = 50.0) -> None:
+        super().__init__(ms)
+        self.release = Path(release)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.ms and self.release.exists():
+            self.ms = 0.0
+        return super().forward(inputs)
+
+
+class Augmented(TensorDataset):
+    """Adds noise to what is read, from each generator that a dataset may use."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, target = super().__getitem__(index)
+        return inputs + 0.1 * torch.rand(FEATURES) + 0.1 * random.random() + 0.1 * float(np.random.rand()), target
+
+
+def augmented(samples: int = 50) -> tuple[TensorDataset, TensorDataset]:
+    return Augmented(*_points(samples).tensors), _points(samples)

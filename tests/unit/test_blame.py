@@ -81,3 +81,8 @@ def test_who_waited_in_vain_may_know_of_a_hang() -> None:
     assert blame.waited_in_vain(failed(0, "DistBackendError: Watchdog caught collective operation timeout: WorkNCCL"))
     assert not blame.waited_in_vain(failed(0, BY_PEER))
     assert not blame.waited_in_vain(failed(0, "ValueError: mine"))
+
+
+def test_a_lost_rank_is_named_with_its_node_where_there_are_several() -> None:
+    assert str(blame.cause([], {1: KILLED}, nodes=["a", "b"])) == f"rank 1 on b ended without a word: {KILLED}"
+    assert str(blame.cause([], {1: KILLED}, nodes=["a", "a"])) == f"rank 1 ended without a word: {KILLED}"

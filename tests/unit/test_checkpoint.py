@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +15,15 @@ import fsspec
 import pytest
 import torch
 import toys
+from census import injected
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
-from pipeline.training.checkpoints import catalog
+from pipeline.training.checkpoints import catalog, keeper
 from pipeline.training.checkpoints.manifest import FILE_NAME, config_hash, folder_name, step_of, trained
 from pipeline.training.checkpoints.storage import Storage, address_of
 from pipeline.training.loop import train
@@ -203,6 +206,7 @@ class TestDamage:
     ) -> None:
         damage, message = DAMAGE[kind]
         damage(copy / folder_name(5))
+        injected("corruptions")
         outbox = run(copy, resume=True, **EVERY)
 
         assert resumed(outbox) == [4]
@@ -361,11 +365,37 @@ class TestStorage:
         with pytest.raises(TrainingError, match=r"can't be read: IsADirectoryError.*resume when they can"):
             run(copy, resume=True)
 
-    def test_without_its_package_is_told_before_training(self) -> None:
-        with pytest.raises(ExperimentError, match=r"s3://bucket/x needs a package: Install s3fs"):
+    def test_without_its_package_is_told_before_training(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "s3fs", None)  # an import fails
+        monkeypatch.delitem(_registry, "s3", raising=False)
+        needs = r"s3://bucket/x needs a package: pip install 'ddp-pipeline\[s3\]' \(on every node\)"
+        with pytest.raises(ExperimentError, match=needs):
             Storage("s3://bucket/x")
+        with pytest.raises(ExperimentError, match=r"gs://bucket/x needs a package: Please install gcsfs"):
+            Storage("gs://bucket/x")
         with pytest.raises(ExperimentError, match="Protocol not known: s4"):
             Storage("s4://bucket/x")
+
+    def test_with_a_password_is_refused_and_not_repeated(self) -> None:
+        with pytest.raises(ExperimentError, match="AWS_SECRET_ACCESS_KEY in the environment") as error:
+            Storage("s3://me:sesame@bucket/x")
+        assert "sesame" not in str(error.value)
+
+    def test_that_hangs_doesnt_stop_training(
+        self, gated: type[Gated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is due meanwhile is left out, except for the end, which waits."""
+        monkeypatch.setattr(keeper, "_PATIENCE_S", 0.05)
+        gated.gate.clear()
+        outbox = Watching(lambda step: gated.gate.set() if step == STEPS else None)
+        run(f"gated://{tmp_path.name}", outbox=outbox, **EVERY)
+
+        assert saved(outbox) == [1, STEPS]
+        (warning,) = warnings(outbox)
+        assert warning.startswith(
+            f"{folder_name(2)} is left out: the checkpoint before is still on its way to gated://"
+        )
+        assert steps(f"gated://{tmp_path.name}") == [1, STEPS]
 
     def test_has_a_folder_for_each_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
@@ -391,6 +421,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_told_and_training_goes_on(small: Path) -> None:
     filler = small / "filler"
     filler.write_bytes(b"x" * (2**20 - 2**14))
+    injected("fills")
 
     def make_room(step: int) -> None:
         if step == 9:

@@ -7,7 +7,8 @@ import toys
 
 from pipeline.contract import Trial
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.plan import Plan, describe, make_plan
+from pipeline.outline import describe
+from pipeline.plan import Plan, make_plan
 from pipeline.resources import Resources
 
 LAPTOP = Resources(cpus=8, memory_mb=16384, node="laptop")

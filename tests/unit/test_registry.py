@@ -21,7 +21,7 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_file_is_a_name() -> None:
-    assert registry.names("strategies") == ("ddp", "dp", "single")
+    assert registry.names("strategies") == ("ddp", "dp", "fsdp", "single")
     assert registry.names("launchers") == ("inprocess", "ray", "torchrun")
 
 
@@ -32,7 +32,7 @@ def test_built_in_modules() -> None:
 
 @pytest.mark.usefixtures("third_party")
 def test_other_distributions_add_theirs() -> None:
-    assert registry.names("strategies") == ("ddp", "dp", "sharded", "single")
+    assert registry.names("strategies") == ("ddp", "dp", "fsdp", "sharded", "single")
     assert registry.load("strategies", "sharded").__name__ == "their_strategy"
 
 

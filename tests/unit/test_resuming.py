@@ -58,7 +58,14 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 PAIRS = [("SGD", "none"), *product(["momentum", "AdamW"], [name for name in SCHEDULERS if name != "none"])]
 
 
-@pytest.fixture(params=registry.names("strategies"))
+DEEP = {"fsdp"}  # whose checkpoints are slow to write; tests/integration/test_fsdp.py resumes it in the gate
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.deep] if name in DEEP else []) for name in registry.names("strategies")
+    ]
+)
 def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each strategy in one process, with what it needs."""
     name: str = request.param
@@ -188,6 +195,52 @@ class TestAnotherExperiment:
 
         (warning,) = (event.message for event in outbox.events if isinstance(event, Warned))
         assert "the data is not the same as when step-00000006 was saved" in warning
+
+
+class TestAnAllowedChange:
+    """What is written counts, as if it had been from the beginning."""
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ({}, {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.5}}),
+            (SCHEDULERS["one cycle"], {**SCHEDULERS["one cycle"], "train": {"epochs": 3}}),
+            (
+                SCHEDULERS["cosine, each step"],
+                {**SCHEDULERS["cosine, each step"], "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.5}},
+            ),
+        ],
+        ids=["rate", "epochs", "rate under a scheduler"],
+    )
+    def test_decides_the_learning_rate(self, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+        run(tmp_path / "before", **before)
+        _, expected = run(tmp_path / "after", **after)
+        _, outbox = run(until(4, folder=tmp_path / "before", to=tmp_path / "resumed"), resume=True, **after)
+
+        assert after(4, outbox, "train/learning_rate") == after(4, expected, "train/learning_rate")
+        assert [event.message for event in outbox.events if isinstance(event, Warned)] == []
+
+    def test_keeps_what_a_scheduler_has_seen(self, tmp_path: Path) -> None:
+        """Plateau has halved the rate before; only the rate's own change sets it anew."""
+        plateau = {"_target_": f"{_SCHEDULERS}.ReduceLROnPlateau", "patience": 0, "threshold": 10.0, "factor": 0.5}
+        sections = {"scheduler": plateau, "train": {"scheduler_interval": "epoch", "epochs": 3}}
+        _, expected = run(tmp_path / "whole", **sections)
+        longer = {**sections, "train": {"scheduler_interval": "epoch", "epochs": 4}}
+        _, outbox = run(tmp_path / "whole", resume=True, **longer)
+
+        assert outbox.series("train/learning_rate")[: 3 * 3] == expected.series("train/learning_rate")
+        assert outbox.series("train/learning_rate")[-1] < 0.05
+
+    def test_of_the_kind_of_optimizer_is_told(self, tmp_path: Path) -> None:
+        run(tmp_path)
+        adam = {"_target_": "torch.optim.AdamW", "lr": 0.01}
+        result, outbox = run(tmp_path, resume=True, optimizer=adam, train={"epochs": 3})
+
+        (warning,) = (event.message for event in outbox.events if isinstance(event, Warned))
+        assert warning == (
+            "optimizer is another one than in step-00000006: it begins without memory of earlier gradients"
+        )
+        assert result.steps == 9
 
 
 class TestState:

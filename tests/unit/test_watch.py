@@ -173,10 +173,28 @@ def test_no_rank_is_blamed_where_one_failed_by_itself() -> None:
     assert verdicts(beat(0), beat(1, phase=Phase.READING), failed(2, "ValueError: mine"), failed(0)) == []
 
 
-def test_a_rank_that_is_not_heard_any_more_has_stopped() -> None:
-    (verdict,) = verdicts(beat(0, phase=Phase.ENDED), beat(1), timeout_s=0.5, wait_s=1.6)
-    assert (verdict.rank.rank, verdict.traceback.endswith("frames of rank 1\n")) == (1, True)
-    assert "its process stopped while in the backward pass in step 7" in verdict.error
+def test_a_rank_of_another_node_that_is_not_heard_any_more_is_lost_with_its_node() -> None:
+    vigil = Vigil(toys.trial(parallel={"timeout_s": 0.5}), receive=pytest.fail)
+    with vigil:
+        for heartbeat in (beat(0, phase=Phase.ENDED), beat(1), beat(2, phase=Phase.WAITING)):
+            vigil.receive(heartbeat)
+        time.sleep(1.6)
+    assert vigil.lost == {
+        1: "its node hangs or is cut off, or a signal stopped it while in the backward pass in step 7",
+        2: "its node hangs or is cut off, or a signal stopped it while waiting for other ranks in step 7",
+    }
+
+
+def test_ranks_that_waited_in_vain_for_a_silent_one_of_another_node_have_lost_it() -> None:
+    received: list[AnyEvent] = []
+    vigil = Vigil(toys.trial(parallel={"timeout_s": 1.0}), receive=received.append)
+    with vigil:
+        vigil.receive(beat(1))
+        time.sleep(0.8)  # some heartbeats of a tenth of a second each
+        vigil.receive(beat(0))
+        vigil.receive(failed(0))
+    assert received == [failed(0)]
+    assert list(vigil.lost) == [1]
 
 
 def test_a_process_that_is_gone_has_not_stopped() -> None:
@@ -195,7 +213,9 @@ def test_a_stopped_process_is_killed_with_its_children_and_no_other() -> None:
         more = {"node": socket.gethostname(), "pid": process.pid}
         assert verdicts(beat(1, process_started=1.0, **more), timeout_s=0.5, wait_s=1.6) == []
         assert itself.status() == psutil.STATUS_STOPPED  # another process got this pid
-        verdicts(beat(1, process_started=itself.create_time(), **more), timeout_s=0.5, wait_s=1.6)
+        (verdict,) = verdicts(beat(1, process_started=itself.create_time(), **more), timeout_s=0.5, wait_s=1.6)
+        assert (verdict.rank.rank, verdict.traceback.endswith("frames of rank 1\n")) == (1, True)
+        assert "its process stopped while in the backward pass in step 7" in verdict.error
         assert process.wait(PATIENCE_S) < 0
         psutil.wait_procs([child], timeout=PATIENCE_S)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -1,38 +1,43 @@
 """When the loop saves a checkpoint, and how it goes on from one."""
 
 import time
-from importlib.metadata import version
 from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
 
 from pipeline.contract import Rank, Trial
-from pipeline.errors import ExperimentError
-from pipeline.events import AnyEvent, Outbox, Resumed, Warned
-from pipeline.training.checkpoints import resuming
+from pipeline.errors import ExperimentError, Stopped
+from pipeline.events import Outbox, Resumed, Warned
+from pipeline.training.checkpoints import memory, resuming
 from pipeline.training.checkpoints.agreement import from_first
-from pipeline.training.checkpoints.manifest import Manifest, trained
+from pipeline.training.checkpoints.changed import Written
+from pipeline.training.checkpoints.describe import describe
+from pipeline.training.checkpoints.manifest import Manifest, folder_name
 from pipeline.training.checkpoints.saver import Job, Saver
 from pipeline.training.checkpoints.state import State, check, is_sharded, restore, snapshot
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.meter import Meter
 from pipeline.training.setup import Setup, device_of
 
+_PATIENCE_S = 30.0
+"""How long training waits for a checkpoint that is being written when the next one is due."""
+
 
 def placed(trial: Trial, *, rank: Rank) -> Trial:
-    """The trial with rank 0's place for checkpoints, which it alone may know. Collective."""
+    """The trial with rank 0's place for checkpoints and what else it alone may know of a resumed run. Collective."""
     if trial.is_measurement:
         return trial
     device_of(trial, rank=rank)  # chooses the GPU through which ranks talk
-    update = from_first(lambda: {"checkpoints": trial.checkpoints, "resume": trial.resume}, rank=rank)
-    return trial.model_copy(update=update)
+    known = {"checkpoints": trial.checkpoints, "resume": trial.resume, "left_out": trial.left_out}
+    return trial.model_copy(update=from_first(lambda: known, rank=rank))
 
 
 class Keeper:
     """Saves one training and resumes it; does nothing in a trial without an address for checkpoints.
 
-    All ranks call the same methods in the same order. As a context manager it waits for what is being written.
+    All ranks call the same methods in the same order. As a context manager it waits for what is being written, which
+    is collective, too.
     """
 
     def __init__(self, setup: Setup, *, meter: Meter, outbox: Outbox) -> None:
@@ -48,6 +53,7 @@ class Keeper:
         self._storage: Storage | None = None
         self._saver: Saver | None = None
         self._saved_at = time.monotonic()
+        self._is_behind = False
         if not (setup.trial.checkpoints and self._options.keep) or setup.trial.is_measurement:
             return
         if self._options.best is not None and setup.validation_loader is None:
@@ -62,6 +68,8 @@ class Keeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None or issubclass(kind, Stopped):
+            self.wait()
         if self._saver is not None:
             self._saver.close()
 
@@ -76,12 +84,14 @@ class Keeper:
             return 0
         found = resuming.newest(self._setup, self._storage, warn=self._warn)
         if found is None:
-            if self._setup.rank.is_first:
-                self._warn(f"no whole checkpoint in {self._storage.address}: training starts from the beginning")
+            self._warn_once(f"no whole checkpoint in {self._storage.address}: training starts from the beginning")
             return 0
-        if self._setup.rank.world_size > 2:
+        if self._setup.rank.world_size > 2 or self._setup.strategy.memory() is not None:
             resuming.settle(self._setup)
+        written = Written.of(self._setup)
         restore(self._setup, found.state)
+        memory.hand_out(self._setup, found.state, warn=self._warn_once)
+        written.put_back(self._setup, manifest=found.manifest, warn=self._warn_once)
         self._meter.restore(found.state.values["meter"], is_over=found.manifest.step == self._setup.steps)
         if self._saver is not None:
             self._saver.whole = [*found.older, found.manifest]
@@ -100,7 +110,10 @@ class Keeper:
         return from_first(lambda: time.monotonic() - self._saved_at >= 60 * minutes, rank=self._setup.rank)
 
     def save(self, *, step: int, metric: float | None = None) -> None:
-        """Copy the state after ``step`` steps and begin to write it; waits for the one before.
+        """Copy the state after ``step`` steps and begin to write it, once the one before is written. Collective.
+
+        A storage that hangs must not hold up training: it gets some time, then this checkpoint is left out, unless it
+        is the last one.
 
         Args:
             step: optimizer steps done; all of them reported.
@@ -112,20 +125,42 @@ class Keeper:
         if self._storage is None:
             return
         self._saved_at = time.monotonic()
+        began = time.perf_counter()
+        if step == self._setup.steps or self._meter.stop_agreed:
+            self.wait()
+        elif not self._is_idle():
+            self._tell_left_out(step)
+            return
+        remembered = memory.collect(self._setup)
         if self._saver is None:
             return
-        began = time.perf_counter()
-        self._saver.wait()
         state = snapshot(self._setup)
-        state = State(state.tensors, {**state.values, "meter": self._meter.state()})
+        values = {**state.values, **remembered.values, "meter": self._meter.state()}
+        state = State({**state.tensors, **remembered.tensors}, values)
         blocked = time.perf_counter() - began
-        manifest = self._manifest(step=step, metric=metric)
+        manifest = describe(self._setup, step=step, metric=metric)
         self._saver.start(Job(state=state, manifest=manifest, began=began, blocked_s=blocked))
 
     def wait(self) -> None:
-        """Until nothing is being written."""
-        if self._saver is not None:
-            self._saver.wait()
+        """Until nothing is being written. Collective."""
+        while self._storage is not None and not self._is_idle():
+            """Other ranks would give up if rank 0 didn't say now and then that it waits."""
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is being written, or won't be soon. Collective."""
+        patience_s = min(_PATIENCE_S, self._setup.experiment.parallel.timeout_s / 2)
+        idle = from_first(lambda: self._saver is None or self._saver.wait(patience_s), rank=self._setup.rank)
+        if idle and self._saver is not None:
+            self._saver.wait()  # a part of another rank, which rank 0 has waited for
+        return idle
+
+    def _tell_left_out(self, step: int) -> None:
+        if self._storage is not None and not self._is_behind:
+            self._is_behind = True
+            self._warn_once(
+                f"{folder_name(step)} is left out: the checkpoint before is still on its way to "
+                f"{self._storage.address}; training goes on, others may be left out, too"
+            )
 
     def _new_saver(self, storage: Storage) -> Saver | None:
         """On ranks that have something to write."""
@@ -143,36 +178,16 @@ class Keeper:
             trial=self._setup.trial.name,
         )
 
-    def _manifest(self, *, step: int, metric: float | None) -> Manifest:
-        order = self._setup.order
-        return Manifest(
-            step=step,
-            epoch=step // order.steps_per_epoch,
-            steps_per_epoch=order.steps_per_epoch,
-            global_batch_size=order.global_batch_size,
-            world_size=self._setup.rank.world_size,
-            time=time.time(),
-            versions={name: version(name) for name in ("torch", "ddp-pipeline")},
-            experiment=trained(self._setup.experiment),
-            data_digest=self._setup.data_digest,
-            metric=metric,
-            files=(),
-        )
-
     def _tell_resumed(self, manifest: Manifest, storage: Storage) -> None:
         if self._setup.rank.is_first:
-            self._tell(
-                Resumed(
-                    time=time.time(),
-                    trial=self._setup.trial.name,
-                    step=manifest.step,
-                    epoch=manifest.epoch,
-                    checkpoint=storage.place(manifest.name),
-                )
-            )
+            place, trial = storage.place(manifest.name), self._setup.trial.name
+            event = Resumed(time=time.time(), trial=trial, step=manifest.step, epoch=manifest.epoch, checkpoint=place)
+            self._outbox.event(event)
+
+    def _warn_once(self, message: str) -> None:
+        """What all ranks find out alike, rank 0 tells."""
+        if self._setup.rank.is_first:
+            self._warn(message)
 
     def _warn(self, message: str) -> None:
-        self._tell(Warned(time=time.time(), trial=self._setup.trial.name, message=message))
-
-    def _tell(self, event: AnyEvent) -> None:
-        self._outbox.event(event)
+        self._outbox.event(Warned(time=time.time(), trial=self._setup.trial.name, message=message))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -65,11 +65,14 @@ class Saver:
         """Begin to write. Call `wait` before."""
         self._pending = self._thread.submit(self._save, job)
 
-    def wait(self) -> None:
-        """Until nothing is being written."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until nothing is being written, or for so long; returns whether nothing is."""
         if self._pending is not None:
+            if not wait((self._pending,), timeout_s).done:
+                return False
             self._pending.result()
             self._pending = None
+        return True
 
     def close(self) -> None:
         """Wait, and end the thread."""

@@ -30,7 +30,10 @@ def snapshot(setup: Setup) -> State:
         ExperimentError: a part has state that can't be saved.
     """
     state = _view(setup)
-    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.tensors.items()}
+    tensors = state.tensors
+    if is_sharded(setup) and not setup.rank.is_first:  # what is whole, such as buffers, is rank 0's
+        tensors = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")}
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return State(copies, state.values)
 
 

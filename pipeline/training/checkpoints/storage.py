@@ -6,13 +6,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO, cast
+from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from pipeline.config.secrets import without_credentials
 from pipeline.errors import ExperimentError
 
 _KEY = "checkpoint.directory"
+_EXTRAS = {"s3": "s3", "s3a": "s3"}
+"""This project's extra with the package for a protocol."""
 
 
 def address_of(directory: str | None, *, run: Path) -> str:
@@ -39,14 +43,19 @@ class Storage:
         """Open an address; nothing is created or contacted.
 
         Raises:
-            ExperimentError: there is no such protocol, or its package isn't installed.
+            ExperimentError: there is no such protocol, its package isn't installed, or it holds a password.
         """
         self.address = address
+        if urlsplit(address).password is not None:
+            raise ExperimentError.of(
+                _KEY,
+                f"{without_credentials(address)}: a password in the address would be written down with it; put it "
+                "where the protocol's package looks, e.g. AWS_SECRET_ACCESS_KEY in the environment",
+            )
         try:
             self._fs, self._root = fsspec.core.url_to_fs(address)
         except ImportError as error:
-            reason = str(error).rstrip(".")
-            raise ExperimentError.of(_KEY, f"{address} needs a package: {reason} (on every node)") from error
+            raise ExperimentError.of(_KEY, f"{address} needs a package: {_install(address, error)}") from error
         except ValueError as error:
             raise ExperimentError.of(
                 _KEY, f"{address}: {error}; write a folder, or an address such as s3://bucket/folder"
@@ -117,6 +126,13 @@ class Storage:
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
+
+
+def _install(address: str, error: ImportError) -> str:
+    """How to get what is missing."""
+    extra = _EXTRAS.get(urlsplit(address).scheme)
+    command = f"pip install 'ddp-pipeline[{extra}]'" if extra else str(error).rstrip(".")
+    return f"{command} (on every node)"
 
 
 def _sync(folder: Path) -> None:

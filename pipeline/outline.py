@@ -1,0 +1,46 @@
+"""A plan in words, for ``--dry-run``."""
+
+from pipeline.contract import Trial
+from pipeline.plan import Plan, counted
+
+
+def describe(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation_samples: int) -> str:
+    """The plan, one line for each part of it."""
+    train = plan.experiment.train
+    lines = [
+        f"experiment   {plan.experiment.name}, seed {plan.experiment.seed}",
+        f"machine      {plan.resources.summary}",
+        f"data         {train_samples} training samples, {validation_samples} validation samples",
+        f"steps        {steps_per_epoch} per epoch, {steps_per_epoch * train.epochs} in {train.epochs} epochs, "
+        f"{train.global_batch_size} samples each, {train.precision}",
+        f"tracking     {plan.experiment.tracking.uri}",
+        "",
+        "trials, in this order:",
+    ]
+    lines += [f"  {line}" for trial in plan.trials for line in _describe_trial(trial)]
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def _describe_trial(trial: Trial) -> list[str]:
+    train = trial.experiment.train
+    shares = sorted({train.global_batch_size // trial.workers, -(-train.global_batch_size // trial.workers)})
+    share = " or ".join(map(str, shares))
+    accumulated = f" in {train.gradient_accumulation} micro-batches" if train.gradient_accumulation > 1 else ""
+    device = f"{trial.devices_per_worker} GPU each, " if trial.device == "cuda" else "CPU, "
+    threads = counted(trial.cpus_per_worker, "thread")
+    what = (
+        f"trains {train.epochs} epochs; measures throughput, exposed communication, data wait, peak memory"
+        if trial.max_steps is None
+        else f"measures throughput over {trial.experiment.measure.windows} windows of "
+        f"{trial.experiment.measure.steps} steps after {trial.experiment.measure.warmup_steps} to warm up"
+    )
+    workers = counted(trial.workers, "worker")
+    parallel = trial.experiment.parallel
+    if trial.role == "main" and parallel.is_elastic:
+        workers += f" now ({parallel.least_workers} to {parallel.workers})"
+    return [
+        f"{trial.role:<10} {trial.title} with {trial.launcher}: {workers}, {device}{threads} each, "
+        f"{share} samples per worker{accumulated}",
+        f"{'':<10} {what}",
+    ]

@@ -1,0 +1,71 @@
+"""A resumed training whose experiment was allowed to change: what is written now counts, not what was saved."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from pipeline.training.checkpoints.manifest import Manifest, trained
+from pipeline.training.nonfinite import advance_scheduler
+from pipeline.training.setup import Setup
+
+_MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+"""What a plateau scheduler has seen, as against how it was set up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The settings of optimizer and scheduler as the experiment has them, before a checkpoint's are put over them."""
+
+    groups: list[dict[str, Any]]
+    scheduler: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, setup: Setup) -> "Written":
+        """Those of what was just built."""
+        groups = [{key: own for key, own in group.items() if key != "params"} for group in setup.optimizer.param_groups]
+        return cls(
+            groups=copy.deepcopy(groups),
+            scheduler=copy.deepcopy(setup.scheduler.state_dict()) if setup.scheduler is not None else None,
+        )
+
+    def put_back(self, setup: Setup, *, manifest: Manifest, warn: Callable[[str], None]) -> None:
+        """Put them over those of a checkpoint that has been restored, if the experiment differs from it.
+
+        The scheduler is stepped to where training is: a learning rate is a function of the steps done.
+        """
+        now, then = trained(setup.experiment), manifest.experiment
+        follows_a_metric = isinstance(setup.scheduler, ReduceLROnPlateau)
+        if _settings(now) == _settings(then) and (follows_a_metric or _length(now) == _length(then)):
+            return
+        for group, written in zip(setup.optimizer.param_groups, self.groups, strict=True):
+            group.update(copy.deepcopy(written))
+        if now["optimizer"]["_target_"] != then["optimizer"]["_target_"]:
+            setup.optimizer.state.clear()
+            warn(f"optimizer is another one than in {manifest.name}: it begins without memory of earlier gradients")
+        if setup.scheduler is not None and self.scheduler is not None:
+            self._reschedule(setup, manifest=manifest)
+
+    def _reschedule(self, setup: Setup, *, manifest: Manifest) -> None:
+        assert setup.scheduler is not None
+        assert self.scheduler is not None
+        restored = setup.scheduler.state_dict()
+        if isinstance(setup.scheduler, ReduceLROnPlateau):  # it follows a metric, whose past isn't here
+            seen = {key: restored[key] for key in _MEMORY}
+            setup.scheduler.load_state_dict({**self.scheduler, **seen})
+            return
+        setup.scheduler.load_state_dict(self.scheduler)
+        by_epoch = setup.experiment.train.scheduler_interval == "epoch"
+        for _ in range(manifest.epoch if by_epoch else manifest.step):
+            advance_scheduler(setup.scheduler, is_skipped=True)
+
+
+def _settings(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
+    return experiment["optimizer"], experiment.get("scheduler"), experiment["train"].get("lr_scaling")
+
+
+def _length(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What schedulers are often told."""
+    return experiment["train"].get("epochs"), experiment["train"].get("scheduler_interval")

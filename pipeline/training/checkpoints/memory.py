@@ -1,0 +1,67 @@
+"""What the strategy of each rank remembers by itself, such as PowerSGD's errors: gathered for a checkpoint, given back.
+
+Each rank's is another one, so it means something only to as many ranks with the same options.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.training.checkpoints.state import State
+from pipeline.training.checkpoints.values import Json, join, split
+from pipeline.training.setup import Setup
+
+KEY = "memory"
+"""Its name in a checkpoint."""
+
+
+def collect(setup: Setup) -> State:
+    """What all ranks remember, on rank 0, on the CPU; nothing elsewhere, or if nobody does. Collective."""
+    if (own := setup.strategy.memory()) is None:
+        return State({}, {})
+    tensors: dict[str, Tensor] = {}
+    value = split(own, name=KEY, tensors=tensors)
+    gathered: dict[str, Tensor] = {}
+    for name, tensor in sorted(tensors.items()):
+        parts = _gathered(tensor, setup=setup)
+        gathered.update({_of(rank, name): part.to("cpu", copy=True) for rank, part in enumerate(parts)})
+    return State(gathered, {KEY: {"of": _owner(setup), "value": value}})
+
+
+def hand_out(setup: Setup, state: State, *, warn: Callable[[str], None]) -> None:
+    """Give each rank its own back, or say that it begins without. Call it after a backward pass."""
+    if setup.strategy.memory() is None:
+        return
+    saved: Mapping[str, Json] | None = state.values.get(KEY)
+    if saved is None or saved["of"] != _owner(setup):
+        before = f"{saved['of']['workers']} workers" if saved else "a run without it"
+        warn(
+            f"what {setup.trial.strategy} had left to send is forgotten: the checkpoint is that of {before}, or of "
+            "other parallel.options; the losses won't be those of a run that wasn't interrupted"
+        )
+        return
+    rank = setup.rank.rank
+    tensors = {name: state.tensors.get(_of(rank, name), tensor) for name, tensor in state.tensors.items()}
+    setup.strategy.remember(join(saved["value"], tensors))
+
+
+def _gathered(tensor: Tensor, *, setup: Setup) -> list[Tensor]:
+    """Each rank's tensor, on rank 0."""
+    if setup.rank.world_size == 1:
+        return [tensor]
+    sent = tensor.to(setup.device).contiguous()  # not every backend sends from everywhere
+    parts = [torch.empty_like(sent) for _ in range(setup.rank.world_size)] if setup.rank.is_first else None
+    dist.gather(sent, parts)
+    return parts or []
+
+
+def _of(rank: int, name: str) -> str:
+    """The name of a rank's tensor; rank 0's has the one that the value refers to."""
+    return f"{name}@{rank}" if rank else name
+
+
+def _owner(setup: Setup) -> dict[str, Any]:
+    return {"workers": setup.rank.world_size, "options": setup.strategy.options.model_dump(mode="json")}

@@ -1,0 +1,70 @@
+"""A user's project on nodes, and its runs."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from nodes import Nodes
+
+from pipeline.events import AnyEvent, Metrics
+from pipeline.recording import journal
+
+LAB = Path(__file__).parents[1] / "project"
+PATIENCE_S = 300
+
+
+class Ran(NamedTuple):
+    """A command that has ended, and what its run, if there was one, has recorded."""
+
+    code: int
+    stdout: str
+    stderr: str
+    folder: Path | None
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+    @property
+    def events(self) -> list[AnyEvent]:
+        assert self.folder is not None, self.output
+        return list(journal.read(self.folder / journal.FILE_NAME))
+
+    @property
+    def losses(self) -> dict[int, float]:
+        points = [point for event in self.events if isinstance(event, Metrics) for point in event.points]
+        return {point.step: point.value for point in points if point.name == "train/loss"}
+
+
+def project(folder: Path, *, tracked: bool) -> Path:
+    """A user's project; what git tracks is sent to the nodes."""
+    shutil.copytree(LAB, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    if tracked:
+        subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+        subprocess.run(["git", "add", "."], cwd=folder, check=True)
+    return folder
+
+
+def line(nodes: Nodes, cwd: Path, *arguments: str, node: int = 0) -> list[str]:
+    """The command line of ``pipeline run lab.yaml`` on a node."""
+    command = [sys.executable, "-m", "pipeline", "run", "lab.yaml", "--no-baseline", "--address", nodes.address]
+    # The folder may have another path there.
+    return nodes.inside(node, ["env", f"--chdir={nodes.path(node, cwd)}", *command, *arguments])
+
+
+def run(nodes: Nodes, cwd: Path, *arguments: str, node: int = 0) -> Ran:
+    """``pipeline run lab.yaml`` on a node."""
+    before = set((cwd / "runs").glob("*"))
+    done = subprocess.run(
+        line(nodes, cwd, *arguments, node=node),
+        env=nodes.environment,
+        cwd=nodes.folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    new = set((cwd / "runs").glob("*")) - before
+    return Ran(done.returncode, done.stdout, done.stderr, new.pop() if new else None)

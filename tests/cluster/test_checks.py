@@ -1,0 +1,70 @@
+"""Which nodes don't fit the machine that a run is started from."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ResourceError
+from pipeline.launchers._ray_checks import refuse_others
+from pipeline.launchers._ray_code import Code
+from pipeline.launchers._ray_look import Answer, Question, look
+from pipeline.node_facts import NodeFacts, Torch, facts_here
+
+HERE = facts_here()
+TORCH = Torch(version="2.13.0+cpu", cuda=None, nccl=None, cuda_available=None, cuda_error=None)
+DRIVER = HERE.model_copy(update={"python": "3.11.7", "torch": TORCH, "ray": "2.60.0", "pipeline": "0.1.0"})
+
+
+def node(name: str, **facts: object) -> NodeFacts:
+    return DRIVER.model_copy(update={"node": name, "address": "10.0.0.2", **facts})
+
+
+def test_the_build_of_torch_and_the_patch_of_python_may_differ() -> None:
+    cuda = TORCH.model_copy(update={"version": "2.13.0+cu130"})
+
+    refuse_others([node("same"), node("gpu", torch=cuda, python="3.11.9")], here=DRIVER)
+
+
+def test_all_that_differs_is_said_at_once() -> None:
+    older = TORCH.model_copy(update={"version": "2.12.1"})
+    nodes = [node("fits"), node("old", python="3.10.2", torch=older), node("bare", torch=None, pipeline=None)]
+
+    with pytest.raises(ResourceError) as refused:
+        refuse_others(nodes, here=DRIVER)
+    assert str(refused.value).splitlines() == [
+        "the cluster's nodes don't fit this machine:",
+        "old (10.0.0.2): it has Python 3.10, this machine 3.11; use the same on all, e.g. one container image",
+        "old (10.0.0.2): it has torch 2.12.1, this machine 2.13.0; on that node: pip install torch==2.13.0",
+        "bare (10.0.0.2): it has no torch, this machine 2.13.0; on that node: pip install torch==2.13.0",
+        "bare (10.0.0.2): it has no ddp-pipeline, this machine 0.1.0; on that node: pip install ddp-pipeline==0.1.0",
+    ]
+
+
+def test_a_project_that_is_not_installed_here_is_not_asked_for_there() -> None:
+    """It runs from its source folder; its version is unknown."""
+    refuse_others([node("other", pipeline="0.0.9")], here=DRIVER.model_copy(update={"pipeline": None}))
+
+
+def test_a_node_looks_where_its_worker_will(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the copy of the project that was sent: the working directory is below it."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "points.csv").touch()
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "sent_along.py").touch()
+    monkeypatch.chdir(tmp_path)
+    code = Code(folder="experiments", paths=("src",), packages=("sent_along", "left_behind"))
+    question = Question(code=code, data=("points.csv", "/no/such/data"), token=tmp_path / "token")
+
+    answer = Answer.model_validate_json(look(question.model_dump_json()))
+
+    assert answer.missing_packages == ("left_behind",)
+    assert answer.missing_data == ("/no/such/data",)
+    assert answer.storage == ("what this machine writes there isn't seen on that node: it is not the same storage")
+    assert "lo" in answer.interfaces
+
+
+def test_storage_that_the_driver_shares_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
+    question = Question(code=Code(), token=tmp_path / "token")
+
+    assert Answer.model_validate_json(look(question.model_dump_json())).storage is None

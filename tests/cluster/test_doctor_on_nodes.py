@@ -1,0 +1,43 @@
+"""The doctor on nodes that differ, over links that are slow."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from nodes import Nodes
+
+from pipeline.doctor.examination import Examination
+
+pytestmark = [pytest.mark.deep, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_between_nodes_another_torch_is_named_and_a_slow_link_measured(tmp_path: Path) -> None:
+    other = tmp_path / "other" / "torch"
+    other.mkdir(parents=True)
+    real = Path(torch.__file__).parent
+    (other / "version.py").write_text(real.joinpath("version.py").read_text().replace(torch.__version__, "2.12.1+cpu"))
+    # Everything but its version is the real one's, so that it can also measure.
+    (other / "__init__.py").write_text(
+        f"__path__.append({str(real)!r})\n__file__ = {str(real / '__init__.py')!r}\nexec(open(__file__).read())\n"
+    )
+    mbit = 200
+    with Nodes(2, started=False) as nodes:
+        nodes.start(0)
+        nodes.start(1, env={"PYTHONPATH": str(other.parent)})
+        nodes.await_nodes(2)
+        nodes.shape(1, mbit)
+        command = nodes.inside(0, [sys.executable, "-m", "pipeline", "doctor", "--address", nodes.address, "--json"])
+        ended = subprocess.run(
+            command, env=nodes.environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
+        )
+
+    assert ended.returncode == 3, ended.stdout + ended.stderr
+    examination = Examination.model_validate_json(ended.stdout)
+    assert [node.node for node in examination.nodes] == ["node0", "node1"]
+    (problem,) = examination.problems
+    own = torch.__version__.partition("+")[0]
+    assert problem.what == f"node1 ({nodes.host(1)}) has torch 2.12.1, this machine {own}"
+    assert examination.link is not None
+    assert mbit / 2 < 1000 * examination.link.link.bandwidth_gbit < mbit * 2

@@ -1,0 +1,67 @@
+"""An elastic training goes on without a node that is cut off."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from nodes import Nodes
+from projects import PATIENCE_S, Ran, line, project
+
+from pipeline.events import AnyEvent, Metrics, Resumed, Started, Warned
+from pipeline.recording import journal
+
+pytestmark = [pytest.mark.deep, pytest.mark.faults, pytest.mark.timeout(900)]
+
+STEPS = 300
+
+
+def events_so_far(cwd: Path) -> list[AnyEvent]:
+    journals = list((cwd / "runs").glob(f"*/{journal.FILE_NAME}"))
+    return list(journal.read(journals[0])) if journals else []
+
+
+def test_a_node_that_is_cut_off_is_done_without() -> None:
+    with Nodes(2) as nodes:
+        cwd = project(nodes.folder / "project", tracked=True)
+        release = cwd / "release"
+        experiment = [
+            f"model={{_target_: lab.Paced, ms: 100, release: {release}}}",
+            "data={_target_: lab.points, samples: 4800}",
+            "train={epochs: 1, global_batch_size: 16, precision: fp64, log_every_steps: 5}",
+            *("checkpoint.every_steps=10", "parallel.strategy=ddp", "parallel.workers=[1, 2]", "parallel.timeout_s=20"),
+        ]
+        command = line(nodes, cwd, *experiment)
+        with subprocess.Popen(
+            command,
+            env=nodes.environment,
+            cwd=nodes.folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
+            try:
+                deadline = time.monotonic() + PATIENCE_S
+                while not any(isinstance(event, Metrics) and event.step >= 20 for event in events_so_far(cwd)):
+                    assert process.poll() is None, process.communicate()[0]
+                    assert time.monotonic() < deadline
+                    time.sleep(0.2)
+                nodes.cut(1)
+                while not any(isinstance(event, Resumed) for event in events_so_far(cwd)):
+                    assert process.poll() is None, process.communicate()[0]
+                    assert time.monotonic() < deadline + PATIENCE_S
+                    time.sleep(0.2)
+                release.touch()
+                output, _ = process.communicate(timeout=PATIENCE_S)
+            finally:
+                process.kill()
+        (folder,) = (cwd / "runs").iterdir()
+        ran = Ran(process.returncode, output, "", folder)
+
+        assert ran.code == 0, ran.output
+        assert [len(event.devices) for event in ran.events if isinstance(event, Started)] == [2, 1]
+        assert sorted(ran.losses) == list(range(1, STEPS + 1))
+        told = [event.message for event in ran.events if isinstance(event, Warned)]
+        assert any(message.startswith("rank 1 on node1 ended without a word: its node hangs") for message in told)
+        (resumed,) = (event for event in ran.events if isinstance(event, Resumed))
+        assert f"going on with 1 of 2 workers from step {resumed.step}" in told

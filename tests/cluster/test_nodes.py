@@ -1,0 +1,148 @@
+"""Training across real Ray nodes: each has its own network, host name and storage.
+
+Nodes 0 and 1 have the custom resource ``even``. Node 2 is another machine: it has neither our torch nor our release.
+Machine 3 is connected to them, but no node.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from nodes import Nodes
+from projects import PATIENCE_S, Ran, project, run
+
+from pipeline.events import Finished, Started
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+EXACT = 1e-12
+SLOW_MBIT = 20
+OTHER_TORCH, OTHER_RELEASE = "2.9.1", "0.0.9"
+WIDE = ["train.precision=fp64", "model={_target_: lab.Talkative, ms: 0, width: 256}", "checkpoint.keep=0"]
+"""Half a megabyte of gradients, which a slow link can hold up."""
+HEADER = "Where a step's time goes, ms"
+TWO = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.placement=strict_spread"]
+EVEN = "parallel.resources_per_worker={even: 1}"
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    other = tmp_path_factory.mktemp("other")
+    (other / "torch").mkdir()
+    (other / "torch" / "__init__.py").touch()
+    (other / "torch" / "version.py").write_text(f"__version__ = '{OTHER_TORCH}'\n")
+    release = other / f"ddp_pipeline-{OTHER_RELEASE}.dist-info"
+    release.mkdir()
+    (release / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ddp-pipeline\nVersion: {OTHER_RELEASE}\n")
+    with Nodes(4, started=False) as nodes:
+        for node in (0, 1):
+            nodes.start(node, resources={"even": 1})
+        nodes.start(2, env={"PYTHONPATH": str(other)})
+        nodes.await_nodes(3)
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def on_the_head(nodes: Nodes) -> Path:
+    """A project that only the head's own disk has."""
+    return project(nodes.storage(0) / "project", tracked=True)
+
+
+@pytest.fixture(scope="module")
+def trained(nodes: Nodes, on_the_head: Path) -> Ran:
+    """Two workers, each on a node of its own, of which the second has neither the code nor the run's folder."""
+    return run(nodes, on_the_head, *TWO, EVEN, *WIDE)
+
+
+def test_two_nodes_train_what_one_process_does(
+    trained: Ran, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    assert trained.code == 0, trained.output
+    alone = project(tmp_path / "alone", tracked=False)
+    process = start("run", "lab.yaml", "--no-baseline", *WIDE, cwd=alone)
+    output = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, output
+    (folder,) = (alone / "runs").iterdir()
+    expected = Ran(0, *output, folder).losses
+
+    assert sorted(node.split()[0] for node in started(trained).devices) == ["node0", "node1"]
+    assert len(expected) == started(trained).total_steps
+    assert len(set(expected.values())) == len(expected)
+    assert trained.losses == pytest.approx(expected, rel=0, abs=EXACT)
+
+
+def test_the_code_was_sent_there(trained: Ran) -> None:
+    """Its size is said; nothing else is on the terminal's error stream."""
+    assert re.fullmatch(r"sending 3 files, \d+ kB, to the cluster\n", trained.stderr)
+
+
+def test_what_far_ranks_print_comes_to_the_run(trained: Ran) -> None:
+    assert trained.folder is not None
+    logs = [(trained.folder / "logs" / "main" / f"rank{rank}-stdout.log").read_text() for rank in (0, 1)]
+
+    assert sorted(logs) == ["computing on node0\n", "computing on node1\n"]
+
+
+def test_a_slow_link_is_exposed_communication(nodes: Nodes, on_the_head: Path, trained: Ran) -> None:
+    nodes.shape(1, SLOW_MBIT)
+    try:
+        slow = run(nodes, on_the_head, *TWO, EVEN, *WIDE)
+    finally:
+        nodes.shape(1, None)
+    assert slow.code == 0, slow.output
+
+    fast, held_up = (finished(ran).result.parts for ran in (trained, slow))
+    assert fast.exposed_communication_ms is not None
+    assert held_up.exposed_communication_ms is not None
+    assert held_up.exposed_communication_ms > 5 * fast.exposed_communication_ms
+    assert held_up.exposed_communication_ms > 0.8 * held_up.step_ms.median
+    assert sorted(held_up.nodes) == ["node0", "node1"]
+    row = next(line for line in slow.stdout.splitlines()[slow.stdout.splitlines().index(HEADER) :] if "ddp x 2" in line)
+    assert f"{held_up.exposed_communication_ms:,.1f}" in row.split()
+
+
+def test_a_node_of_another_make_is_refused(nodes: Nodes, on_the_head: Path) -> None:
+    refused = run(nodes, on_the_head, *TWO)
+
+    assert refused.code == 3
+    assert refused.folder is None
+    there = f"node2 ({nodes.host(2)}): it has"
+    assert f"{there} torch {OTHER_TORCH}, this machine 2." in refused.stderr
+    assert f"{there} ddp-pipeline {OTHER_RELEASE}, this machine 0.1.0; on that node: pip install" in refused.stderr
+    assert "node1" not in refused.stderr
+
+
+def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) -> None:
+    joined = [*TWO, EVEN]
+    refused = run(nodes, on_the_head, *joined, "parallel.ship_code=false", "parallel.interface=ib0")
+
+    assert refused.code == 3
+    near, far = (f"node{node} ({nodes.host(node)}): " for node in (0, 1))
+    for node in (near, far):
+        assert f"{node}parallel.interface: it has no ib0; it has eth0, lo" in refused.stderr
+    assert f"{far}it can't import lab, a package of this project; install it there, or" in refused.stderr
+    assert f"{far}checkpoints go to {nodes.private}/project/runs/" in refused.stderr
+    assert "write checkpoint.directory: a folder that all nodes share" in refused.stderr
+    assert refused.stderr.count(near) == 1
+    assert "Traceback" not in refused.output
+
+
+def test_a_machine_without_ray_is_told_how_to_join(nodes: Nodes) -> None:
+    refused = run(nodes, project(nodes.storage(3) / "project", tracked=True), node=3)
+
+    assert refused.code == 3
+    assert refused.stderr == (
+        f"error: this machine is no node of the Ray cluster at {nodes.address}, whose nodes are {nodes.host(0)}, "
+        f"{nodes.host(1)}, {nodes.host(2)}; make it one with ray start --address={nodes.address} --num-cpus=0, or send "
+        "the run there with pipeline submit\n"
+    )
+
+
+def started(ran: Ran) -> Started:
+    return next(event for event in ran.events if isinstance(event, Started))
+
+
+def finished(ran: Ran) -> Finished:
+    return next(event for event in ran.events if isinstance(event, Finished))

@@ -1,0 +1,43 @@
+"""A run whose checkpoints lie in S3 goes on from there."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from attempts import DDP, STEPS, Attempt, Undisturbed, check, kill
+from s3 import BUCKET, S3, SECRET, steps
+
+from pipeline.events import Resumed
+from pipeline.training.checkpoints.manifest import FILE_NAME, folder_name
+from pipeline.training.checkpoints.storage import Storage
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.faults,
+    pytest.mark.deep,
+    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
+]
+
+
+def test_a_run_goes_on_from_there(
+    s3: S3, attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
+) -> None:
+    attempt = attempt_in(*DDP, f"checkpoint.directory=s3://{BUCKET}/runs", "checkpoint.every_steps=20")
+    process = attempt.start()
+    attempt.wait_for_step(draw.randrange(30, STEPS - 20), process)
+    kill(process)
+    address = f"s3://{BUCKET}/runs/{attempt.folder.name}"
+    assert steps(address)
+    assert not (attempt.folder / "checkpoints").exists()
+    ended = attempt.run("--resume")
+
+    assert ended.code == 0, ended.output
+    check(attempt, undisturbed)
+    (resumed,) = attempt.all_of(Resumed)
+    assert resumed.checkpoint.startswith(address)
+    assert resumed.step > 0
+    assert steps(address)[-1] == STEPS
+    manifest = Storage(address).open(f"{folder_name(STEPS)}/{FILE_NAME}").read()
+    written = [manifest, *(path.read_bytes() for path in attempt.folder.rglob("*") if path.is_file())]
+    assert not [content for content in [*written, ended.output.encode()] if SECRET.encode() in content]

@@ -1,0 +1,95 @@
+"""Three ranks, the least whose sums depend on the order of adding: with all that draws random numbers switched on."""
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+from census import compared, injected
+
+from pipeline import registry
+from pipeline.config.load import load
+from pipeline.config.project import allowed_packages
+from pipeline.events import AnyEvent, Metrics, Resumed
+from pipeline.execution import execute
+from pipeline.launchers.base import Session
+from pipeline.plan import make_plan
+from pipeline.recording import journal
+from pipeline.recording.recorder import Recorder
+from pipeline.resources import Resources
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.deep, pytest.mark.timeout(600)]
+
+STEPS = 24
+OVERRIDES = [
+    "parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=3", "parallel.max_failures=3",
+    "model._target_=lab.Patient", "model.ms=10", "data={_target_: lab.augmented}", "loader.num_workers=1",
+    "train.epochs=6", "train.gradient_accumulation=2", "train.log_every_steps=1", "train.clip_grad_norm=0.5",
+    "optimizer={_target_: torch.optim.AdamW, lr: 0.01}",
+    "scheduler={_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.1, total_steps: '${total_steps}'}",
+]  # fmt: skip
+
+
+class Killer:
+    """Hands events on, and kills a worker when training has come to a step."""
+
+    def __init__(self, recorder: Recorder, moments: Sequence[int], draw: random.Random) -> None:
+        self._recorder = recorder
+        self._moments = list(moments)
+        self._draw = draw
+
+    def receive(self, event: AnyEvent) -> None:
+        self._recorder.receive(event)
+        if self._moments and isinstance(event, Metrics) and event.step == self._moments[0]:
+            self._moments.pop(0)
+            self._draw.choice(self._workers()).kill()
+            injected("kills")
+
+    @staticmethod
+    def _workers() -> list[psutil.Process]:
+        """The ranks, without their loader processes."""
+        return [each for each in psutil.Process().children() if "pipeline.worker" in " ".join(each.cmdline())]
+
+
+@pytest.fixture
+def train(
+    project: Path, tmp_path: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[AnyEvent]]:
+    """Train with workers killed after some steps; returns the journal. There may be more ranks than cores."""
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+
+    def run(name: str, *moments: int, every: int = 1) -> list[AnyEvent]:
+        folder = tmp_path / name
+        folder.mkdir()
+        file = load("lab.yaml", [*OVERRIDES, f"checkpoint.every_steps={every}"])
+        plan = make_plan(
+            file.experiment, Resources(cpus=3, memory_mb=4096), allowed=allowed_packages(), with_baseline=False
+        )
+        trial = plan.main.model_copy(update={"checkpoints": str(folder / "checkpoints")})
+        with closing(Recorder(folder, subscribers=[])) as recorder:
+            killer = Killer(recorder, moments, draw)
+            session = Session(folder=folder, receive=killer.receive, parallel=file.experiment.parallel)
+            with registry.load("launchers", "torchrun").Launcher(session) as launcher:
+                execute(trial, launcher=launcher, recorder=recorder, file=file)
+        return list(journal.read(folder / journal.FILE_NAME))
+
+    return run
+
+
+def series(events: list[AnyEvent], name: str) -> list[tuple[int, float]]:
+    points = [point for event in events if isinstance(event, Metrics) for point in event.points]
+    return [(point.step, point.value) for point in points if point.name == name]
+
+
+def test_killed_ranks_leave_no_trace(train: Callable[..., list[AnyEvent]], draw: random.Random) -> None:
+    whole = train("whole")
+    killed = train("killed", *sorted(draw.sample(range(2, STEPS - 1), 2)), every=draw.randint(1, 3))
+
+    assert [step for step, _ in series(whole, "train/loss")] == list(range(1, STEPS + 1))
+    assert sum(isinstance(event, Resumed) for event in killed) == 2
+    for name in ("train/loss", "train/gradient_norm", "train/learning_rate", "validation/loss"):
+        compared(series(killed, name), series(whole, name))
+        assert series(killed, name) == series(whole, name)

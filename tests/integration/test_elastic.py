@@ -1,0 +1,201 @@
+"""The number of workers follows what a cluster has room for, and training stays the same."""
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline.errors import UsageError
+from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
+from pipeline.recording import journal
+from pipeline.speedup.report import Report
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(1200)]
+
+RAY = Path(sys.executable).with_name("ray")
+PATIENCE_S = 400.0
+STEPS = 1200
+"""Slow ones, so that starting anew pays, until the test lets them run."""
+TRAINING = [
+    "data={_target_: lab.points, samples: 4800}",
+    "train={epochs: 4, global_batch_size: 16, precision: fp64, log_every_steps: 1}",
+    "checkpoint.every_steps=10",
+    "measure={warmup_steps: 1, steps: 2, windows: 2}",
+]
+
+
+class Cluster:
+    """Ray nodes of one core each on this machine, each of them a process tree that can be killed."""
+
+    def __init__(self, code: Path) -> None:
+        """Nodes have the user's ``code``."""
+        self.folder = Path(tempfile.mkdtemp(prefix="re", dir="/tmp"))  # a socket's path must be short
+        self.address = f"127.0.0.1:{_free_port()}"
+        own = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
+        own["RAY_NUM_REDIS_GET_RETRIES"] = "100"  # seconds; a busy machine starts a head slowly
+        self.environment = {**os.environ, **own, "PYTHONPATH": str(code)}
+        self.environment.pop("RAY_ADDRESS", None)
+        self.nodes: list[subprocess.Popen[bytes]] = []
+
+    def add(self) -> None:
+        role = [f"--address={self.address}"]
+        if not self.nodes:
+            port = self.address.partition(":")[2]
+            role = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self.folder}"]
+        line = [RAY, "start", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=1", *role]
+        line += ["--object-store-memory=100000000"]
+        with (self.folder / f"node{len(self.nodes)}.log").open("w") as log:
+            node = subprocess.Popen(line, env=self.environment, stdout=log, stderr=log, cwd=self.folder)
+        self.nodes.append(node)
+
+    def await_head(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while "Ray runtime started" not in (log := (self.folder / "node0.log").read_text()):
+            assert self.nodes[0].poll() is None, log
+            assert time.monotonic() < deadline, log
+            time.sleep(0.1)
+
+    def kill(self, node: int) -> None:
+        """SIGKILL all that runs on a node."""
+        top = psutil.Process(self.nodes[node].pid)
+        everyone = [top, *top.children(recursive=True)]
+        for process in everyone:
+            process.kill()
+        psutil.wait_procs(everyone, timeout=10)
+        self.nodes[node].wait()
+
+    def end(self) -> None:
+        for log in sorted(self.folder.glob("node*.log")):
+            print(log.name, log.read_text())  # noqa: T201 - shown when the test fails
+        for number in reversed(range(len(self.nodes))):
+            if self.nodes[number].poll() is None:
+                self.kill(number)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    """One that neither Ray's workers nor outgoing connections use: these could even connect to themselves."""
+    while True:
+        with closing(socket.socket()) as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
+            return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def cluster(project: Path) -> Iterator[Cluster]:
+    cluster = Cluster(project)
+    try:
+        cluster.add()
+        cluster.await_head()
+        yield cluster
+    finally:
+        cluster.end()
+
+
+class Run:
+    """``pipeline run`` as a process, and what its journal says so far."""
+
+    def __init__(self, folder: Path, process: "subprocess.Popen[str] | None" = None) -> None:
+        self._runs = folder / "runs"
+        self.release = folder / "release"
+        self._process = process
+
+    @property
+    def folder(self) -> Path:
+        (folder,) = self._runs.iterdir()
+        return folder
+
+    @property
+    def events(self) -> list[AnyEvent]:
+        try:
+            return list(journal.read(self.folder / journal.FILE_NAME))
+        except (ValueError, OSError, UsageError):  # it isn't there yet
+            return []
+
+    def all_of(self, kind: Any) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        return [
+            (point.step, point.value) for event in self.all_of(Metrics) for point in event.points if point.name == name
+        ]
+
+    @property
+    def process(self) -> "subprocess.Popen[str]":
+        assert self._process is not None
+        return self._process
+
+    def wait_until(self, holds: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail("\n".join(map(str, self.process.communicate(timeout=30))))
+            time.sleep(0.2)
+
+    def sizes(self) -> list[int]:
+        return [len(event.devices) for event in self.all_of(Started)]
+
+    def trains_with(self, workers: int) -> bool:
+        """Whether the latest attempt has that many workers and has come to new steps."""
+        measured = self.points("throughput/workers")
+        return self.sizes()[-1:] == [workers] and bool(measured) and measured[-1][1] == workers
+
+
+def line(folder: Path, *overrides: str) -> list[str]:
+    own = [f"tracking.uri=sqlite:///{folder}/mlflow.db", f"tracking.directory={folder}/runs"]
+    own += [f"model={{_target_: lab.Paced, ms: 1000, release: {folder}/release}}"]
+    folder.mkdir()
+    return ["run", "lab.yaml", "--no-baseline", *TRAINING, *own, *overrides]
+
+
+def test_a_node_joins_and_dies(cluster: Cluster, project: Path, tmp_path: Path, start: Any, command: Any) -> None:
+    parallel = [
+        "parallel.launcher=ray",
+        "parallel.strategy=ddp",
+        f"parallel.address={cluster.address}",
+        "parallel.ship_code=false",
+    ]
+    parallel += ["parallel.workers=[1, 2]"]
+    elastic, alone = tmp_path / "elastic", tmp_path / "alone"
+    run = Run(elastic, start(*line(elastic, *parallel), cwd=project, env=cluster.environment))
+    assert command(*line(alone, "model.ms=0")).code == 0
+    expected = [value for _, value in Run(alone).points("train/loss")]
+    run.wait_until(lambda: run.trains_with(1))
+    cluster.add()
+    run.wait_until(lambda: run.trains_with(2))
+    run.wait_until(lambda: run.all_of(CheckpointSaved)[-1].step > run.all_of(Resumed)[-1].step)
+    cluster.kill(1)
+    run.wait_until(lambda: run.trains_with(1))
+    run.release.touch()
+    stdout, stderr = run.process.communicate(timeout=PATIENCE_S)
+
+    assert run.process.returncode == 0, stdout + stderr
+    assert run.sizes() == [1, 2, 1]
+    losses = run.points("train/loss")
+    assert [step for step, _ in losses] == list(range(1, STEPS + 1))
+    assert [value for _, value in losses] == pytest.approx(expected, rel=0, abs=1e-12)
+    told = [event.message for event in run.all_of(Warned)]
+    grown, shrunk = (event.step for event in run.all_of(Resumed))
+    assert told[0] == "beginning with 1 of 2 workers: there is no room for more"
+    assert told[1] == f"going on with 2 of 2 workers from step {grown}"
+    assert f"going on with 1 of 2 workers from step {shrunk}" in told
+    assert sum("training stood still for" in message for message in told) == 2
+    assert [grown] == [step for step, workers in run.points("throughput/workers") if workers == 1 and step >= grown][:1]
+    assert isinstance(run.events[-1], RunClosed)
+    assert "MLflow refuses" not in stdout + stderr
+    report = Report.model_validate_json((run.folder / "speedup.json").read_text())
+    assert report.main.workers == 1
+    assert report.remarks[-1].startswith(
+        f"The number of workers changed: 1 from step 1 on, 2 from step {grown + 1} on, 1 from step {shrunk + 1} on."
+    )

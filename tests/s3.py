@@ -1,0 +1,70 @@
+"""A server with S3's interface, spoken to over HTTP, which can be killed."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+import fsspec
+import pytest
+
+from pipeline.training.checkpoints.manifest import step_of
+from pipeline.training.checkpoints.storage import Storage
+
+BUCKET = "bucket"
+SECRET = "sesame-of-the-bucket"
+
+
+class S3:
+    """Its content is in its memory, and ends with it; there is always an empty bucket when it starts."""
+
+    def __init__(self) -> None:
+        self.port = _free_port()
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        line = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self.process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        fsspec.filesystem("s3").mkdir(BUCKET)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    server = S3()
+    variables = {
+        "AWS_ENDPOINT_URL": server.uri, "AWS_ACCESS_KEY_ID": "AKIATESTS", "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    fsspec.filesystem("s3").clear_instance_cache()  # of another test's server
+    server.start()
+    yield server
+    server.kill()
+
+
+def steps(address: str) -> list[int]:
+    """Of all checkpoints at an address."""
+    return sorted(step for name in Storage(address).folders() if (step := step_of(name)) is not None)
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,233 @@
+"""How many workers a training gets, and what is told of it."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import toys
+
+from pipeline import elastic
+from pipeline.config.load import load
+from pipeline.config.schema import Parallel
+from pipeline.config.summary import flatten, to_yaml
+from pipeline.contract import Trial
+from pipeline.errors import ExperimentError, ResourceError
+from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Started, TrialOpened
+from pipeline.launchers import inprocess, torchrun
+from pipeline.launchers.base import Session
+from pipeline.outline import describe
+from pipeline.plan import make_plan
+from pipeline.resources import Resources
+
+FILE = """\
+name: lab
+model: {_target_: lab.Net}
+data: {_target_: lab.points}
+loss: {_target_: torch.nn.CrossEntropyLoss}
+optimizer: {_target_: torch.optim.SGD, lr: 0.1}
+train: {epochs: 2, global_batch_size: 16}
+parallel:
+  strategy: ddp
+  launcher: torchrun
+  workers: %s
+"""
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch) -> Callable[..., object]:
+    monkeypatch.chdir(tmp_path)
+
+    def write(workers: str, *overrides: str):
+        (tmp_path / "e.yaml").write_text(FILE % workers)
+        return load("e.yaml", overrides).experiment
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "most", "parameter"), [("3", 3, 3, "3"), ("[1, 4]", 1, 4, "[1, 4]"), ("[2, 2]", 2, 2, "2")]
+)
+def test_one_number_or_two(written, tmp_path, text, least, most, parameter) -> None:
+    experiment = written(text)
+    parallel = experiment.parallel
+    assert (parallel.least_workers, parallel.workers, parallel.is_elastic) == (least, most, least < most)
+    assert written("1", f"parallel.workers={text.replace(' ', '')}") == experiment
+    assert flatten(experiment)["parallel.workers"] == parameter
+    (tmp_path / "again.yaml").write_text(to_yaml(experiment))
+    assert load("again.yaml").experiment == experiment
+    assert type(experiment).model_validate_json(experiment.model_dump_json()) == experiment
+
+
+NUMBERS = "write a whole number greater than 0, or two of them, [least, most]"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[4, 1]", "is a list; write the least first: [1, 4]"),
+        ("[0, 2]", f"is a list; {NUMBERS}, in place of [0, 2]"),
+        ("[1, 2, 3]", f"is a list; {NUMBERS}, in place of [1, 2, 3]"),
+        ("[1, 2.0]", f"is a list; {NUMBERS}, in place of [1, 2.0]"),
+        ("two", f"is 'two' (a text); {NUMBERS}"),
+        ("0", f"is 0 (a whole number); {NUMBERS}"),
+    ],
+)
+def test_what_is_no_number_of_workers(written, text, message) -> None:
+    with pytest.raises(ExperimentError) as error:
+        written(text)
+    assert str(error.value) == f"e.yaml:10: parallel.workers: {message}"
+
+
+def test_another_size_needs_checkpoints(written) -> None:
+    with pytest.raises(ExperimentError, match=r"parallel.workers: is \[1, 4\], but checkpoint.keep is 0"):
+        written("[1, 4]", "checkpoint.keep=0")
+
+
+def test_the_json_schema_shows_both() -> None:
+    schema = Parallel.model_json_schema()["properties"]["workers"]
+    assert [choice["type"] for choice in schema["anyOf"]] == ["integer", "array"]
+    assert schema["default"] == 1
+
+
+@pytest.mark.parametrize(("cpus", "now", "each"), [(1, 1, 1), (2, 2, 1), (8, 4, 2)])
+def test_the_plan_says_how_many_there_is_room_for_now(written, cpus, now, each) -> None:
+    plan = make_plan(written("[1, 4]"), Resources(cpus=cpus, memory_mb=4096))
+    assert (plan.main.workers, plan.main.cpus_per_worker) == (now, each)
+    shown = describe(plan, steps_per_epoch=4, train_samples=50, validation_samples=50)
+    assert f"with torchrun: {now} worker{'s' * (now > 1)} now (1 to 4), CPU" in shown
+    assert any(f"room for {now} of 4 workers now" in note for note in plan.notes) == (now < 4)
+    assert [trial.cpus_per_worker for trial in plan.trials if trial.role == "reference"] == [now * each] * (now > 1)
+
+
+def test_too_little_for_the_least_is_refused(written) -> None:
+    with pytest.raises(ResourceError, match=r"parallel\.workers: 2 workers with 1 core each need 2 cores"):
+        make_plan(written("[2, 4]"), Resources(cpus=1, memory_mb=4096))
+
+
+class Roomy(inprocess.Launcher):
+    """A launcher with room as told, call after call; the last answer stays."""
+
+    def __init__(self, *room: int) -> None:
+        super().__init__(Session(folder=None, receive=lambda _: None, parallel=Parallel()))
+        self.rooms = list(room)
+
+    def room(self, trial: Trial) -> int:
+        return self.rooms.pop(0) if len(self.rooms) > 1 else self.rooms[0]
+
+
+def trial(least: int, most: int, **parallel: object) -> Trial:
+    return toys.trial(parallel={"workers": [least, most], **parallel}).model_copy(update={"role": "main"})
+
+
+def test_room_on_this_machine(monkeypatch) -> None:
+    there = Resources(cpus=8, memory_mb=4096, gpus=("H200", "H200"))
+    monkeypatch.setattr("pipeline.resources.detect", lambda: there)
+    session = Session(folder=None, receive=lambda _: None, parallel=Parallel())
+    wanted = trial(1, 4).model_copy(update={"cpus_per_worker": 3})
+    assert torchrun.Launcher(session).room(wanted) == 2
+    on_gpus = {"device": "cuda", "devices_per_worker": 1, "cpus_per_worker": 1}
+    assert torchrun.Launcher(session).room(wanted.model_copy(update=on_gpus)) == 2
+    assert inprocess.Launcher(session).room(wanted) == 1
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert torchrun.Launcher(session).room(wanted) == 3
+
+
+@pytest.fixture
+def hasty(monkeypatch) -> None:
+    monkeypatch.setattr(elastic, "_SETTLED_S", 0.3)
+    monkeypatch.setattr(elastic, "_POLL_S", 0.01)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    ("room", "workers"),
+    [((9,), 4), ((2,), 2), ((0, 0, 1, 3), 3), ((1, 2, 3, 4), 4)],
+    ids=["most", "some", "grows", "late"],
+)
+def test_as_many_as_fit_once_that_is_settled(room, workers) -> None:
+    assert elastic.sized(trial(1, 4), launcher=Roomy(*room)).workers == workers
+
+
+@pytest.mark.usefixtures("hasty")
+def test_no_room_for_the_least_is_told() -> None:
+    with pytest.raises(ResourceError, match="at least 2 workers with 1 core each; there was room for 1 within"):
+        elastic.sized(trial(2, 4, start_timeout_s=0.5), launcher=Roomy(1))
+
+
+def opened() -> TrialOpened:
+    return TrialOpened(time=0.0, role="main", title="", tags={}, params={})
+
+
+def started(*nodes: str) -> Started:
+    devices = tuple(f"{node} cpu, 1 thread" for node in nodes)
+    counts = dict.fromkeys(("steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"), 1)
+    return Started(time=0.0, total_steps=1000, devices=devices, data_name="", data_digest="", **counts)
+
+
+def reported(step: int) -> Metrics:
+    return Metrics(time=0.0, step=step, epoch=1, points=())
+
+
+def resumed(step: int) -> Resumed:
+    return Resumed(time=0.0, step=step, epoch=0, checkpoint="")
+
+
+def pace(*reports: int) -> elastic.Pace:
+    """A tenth of a second to start, and another one to each report."""
+    known = elastic.Pace()
+    known.receive(opened())
+    known.receive(started("node-1", "node-2"))
+    for step in reports:
+        time.sleep(0.1)
+        known.receive(reported(step))
+    return known
+
+
+def test_starting_anew_pays_while_much_is_left() -> None:
+    assert not pace().is_worth(0.5)
+    assert not pace(10).is_worth(0.5)
+    assert pace(10, 20).is_worth(0.5)  # 98 times as much is left
+    assert not pace(10, 999).is_worth(0.5)
+
+
+def test_the_newest_checkpoint_is_known() -> None:
+    known = pace()
+    known.receive(resumed(20))
+    assert known.checkpoint == 20
+    saved = {"path": "", "megabytes": 1.0, "seconds": 1.0, "blocked_seconds": 0.0}
+    known.receive(CheckpointSaved(time=0.0, step=40, **saved))
+    assert known.checkpoint == 40
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    ("workers", "room", "asks"), [(1, 2, True), (1, 1, False), (4, 9, False)], ids=["room", "no room", "most"]
+)
+def test_workers_are_asked_to_make_way_for_more(workers, room, asks) -> None:
+    launcher = Roomy(1, room, 1, room)  # two looks in a row must find it
+    running = trial(1, 4).model_copy(update={"workers": workers})
+    with elastic.Growth(running, launcher=launcher, pace=pace(10, 20)):
+        time.sleep(0.3)
+    assert launcher.session.resize.withdraw() == asks
+    assert not launcher.session.resize.asked
+    assert not launcher.session.stop.asked
+
+
+def test_a_measurement_keeps_its_size() -> None:
+    assert elastic.is_elastic(trial(1, 4))
+    assert not elastic.is_elastic(trial(1, 4).model_copy(update={"role": "baseline"}))
+    assert not elastic.is_elastic(trial(4, 4))
+
+
+def test_the_course_of_a_training_is_told() -> None:
+    events: list[AnyEvent] = [started("a"), started("a", "b"), resumed(40), started("a", "b"), resumed(20)]
+    assert elastic.course(events, trial="main") == ((1, 1), (21, 2))
+    assert list(elastic.remark(elastic.course(events, trial="main"))) == [
+        "The number of workers changed: 1 from step 1 on, 2 from step 21 on. "
+        "Throughput and speedup are those of the last 2."
+    ]
+    from_the_beginning = [*events, started("a")]
+    assert elastic.course(from_the_beginning, trial="main") == ((1, 1),)
+    assert list(elastic.remark(((1, 1),))) == []
