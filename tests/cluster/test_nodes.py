@@ -114,6 +114,7 @@ def test_a_node_of_another_make_is_refused(nodes: Nodes, on_the_head: Path) -> N
     assert "node1" not in refused.stderr
 
 
+@pytest.mark.deep
 def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) -> None:
     joined = [*TWO, EVEN]
     refused = run(nodes, on_the_head, *joined, "parallel.ship_code=false", "parallel.interface=ib0")
@@ -129,6 +130,7 @@ def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) ->
     assert "Traceback" not in refused.output
 
 
+@pytest.mark.deep
 def test_a_machine_without_ray_is_told_how_to_join(nodes: Nodes) -> None:
     refused = run(nodes, project(nodes.storage(3) / "project", tracked=True), node=3)
 

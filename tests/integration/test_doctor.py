@@ -145,6 +145,7 @@ def _own_processes() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+@pytest.mark.deep
 def test_a_real_ray_s_node_says_what_it_has_and_how_fast_it_is() -> None:
     with connected(None, verbose=False):
         (node,) = facts_of_nodes(timeout_s=60)

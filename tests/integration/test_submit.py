@@ -152,6 +152,7 @@ def pipeline(command: Pipeline, repository: Path, monkeypatch: pytest.MonkeyPatc
     return command
 
 
+@pytest.mark.deep
 def test_job_outlives_its_sender_stops_with_a_checkpoint_and_is_resumed_into_the_same_folder(
     head: Head,
     pipeline: Pipeline,
@@ -351,6 +352,7 @@ class Flaky:
         raise aiohttp.ClientConnectionError
 
 
+@pytest.mark.deep
 def test_output_is_shown_once_although_the_connection_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_RETRY_S", 0.0)
     cluster, shown = Flaky(), list[str]()
@@ -359,6 +361,7 @@ def test_output_is_shown_once_although_the_connection_breaks(monkeypatch: pytest
     assert "".join(shown) == Flaky.output
 
 
+@pytest.mark.deep
 def test_cluster_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_RETRY_S", 0.0)
     monkeypatch.setattr(following, "_PATIENCE_S", 0.0)

@@ -249,14 +249,14 @@ class Stop(NamedTuple):
 STOPS = [
     Stop("torchrun", ""),
     pytest.param(Stop("torchrun", "baseline: single: starting", to_group=True), marks=pytest.mark.deep),
-    Stop("torchrun", "baseline: single: starting", signal.SIGTERM),
+    pytest.param(Stop("torchrun", "baseline: single: starting", signal.SIGTERM), marks=pytest.mark.deep),
     pytest.param(Stop("torchrun", "main: ddp x 2: step", to_group=True), marks=pytest.mark.deep),
-    Stop("torchrun", "main: ddp x 2: step"),
+    pytest.param(Stop("torchrun", "main: ddp x 2: step"), marks=pytest.mark.deep),
     Stop("torchrun", "main: ddp x 2: step", signal.SIGTERM),
     pytest.param(Stop("torchrun", "main: ddp x 2: done"), marks=pytest.mark.deep),
     pytest.param(Stop("ray", "main: ddp x 2: starting", signal.SIGTERM), marks=pytest.mark.deep),
     Stop("ray", "main: ddp x 2: step", to_group=True),
-    Stop("inprocess", "main: ddp: step"),
+    pytest.param(Stop("inprocess", "main: ddp: step"), marks=pytest.mark.deep),
     Stop("inprocess", "main: ddp: step", signal.SIGTERM),
 ]
 

@@ -110,6 +110,7 @@ def test_the_answers_are_in_the_first_experiment(baked: tuple[Baked, ...]) -> No
         assert project.answers["mlflow_store"] in first["tracking"]["uri"]
 
 
+@pytest.mark.deep
 def test_types_of_models_and_data(baked: tuple[Baked, ...], tmp_path: Path) -> None:
     sources = [project.folder / "src" / project.package for project in baked]
     config = baked[0].folder / "pyproject.toml"
@@ -117,7 +118,9 @@ def test_types_of_models_and_data(baked: tuple[Baked, ...], tmp_path: Path) -> N
     succeed(tmp_path, "mypy", "--config-file", config, "--cache-dir", _cache(baked), *sources)
 
 
-@pytest.mark.parametrize("data", ["digits", "cifar10", "image_folder", None])
+@pytest.mark.parametrize(
+    "data", ["digits", None, *(pytest.param(data, marks=pytest.mark.deep) for data in ("cifar10", "image_folder"))]
+)
 def test_types_of_a_whole_project(baked: tuple[Baked, ...], data: str | None) -> None:
     """One for each form of the tests; the prototype has no data to choose."""
     project = next(project for project in baked if project.answers.get("data") == data)
@@ -131,11 +134,11 @@ def _cache(baked: tuple[Baked, ...]) -> str:
 
 OWN_TESTS = [
     ("cifar10", "transformer"),
-    ("image_folder", "mlp"),
-    ("image_folder", "resnet"),
-    ("text", "transformer"),
     ("text", "own"),
-    ("own", "own"),
+    *(
+        pytest.param(*answers, marks=pytest.mark.deep)
+        for answers in [("image_folder", "mlp"), ("image_folder", "resnet"), ("text", "transformer"), ("own", "own")]
+    ),
 ]
 
 
