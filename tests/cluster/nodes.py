@@ -66,6 +66,9 @@ class Nodes:
         missing = [name for name in ("ip", "tc", "nsenter", "unshare", "mount") if shutil.which(name) is None]
         if missing or os.geteuid() != 0:
             pytest.skip(f"nodes in namespaces need root, iproute2 and util-linux; missing: {missing or 'root'}")
+        allowed = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, check=False)
+        if allowed.returncode:  # what fails later is a failure
+            pytest.skip(f"no namespaces on this machine: {allowed.stderr.decode().strip()}")
         self.count = count
         self._cpus = cpus
         self._with_dashboard = dashboard
@@ -218,8 +221,7 @@ class Nodes:
         shell = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=self.folder)
         self._shells.append(shell)
         assert shell.stdout is not None
-        if shell.stdout.readline() != "ready\n":
-            pytest.skip("no namespaces on this machine")
+        assert shell.stdout.readline() == "ready\n", "the namespaces could not be set up; see above"
 
     def _connect(self, node: int) -> None:
         peer = ["peer", "name", "eth0", "netns", str(self._shells[-1].pid)]
