@@ -6,6 +6,7 @@ under ``torchrun`` as many ranks as it starts, and prints its events.
 
 import argparse
 import gc
+import logging
 import os
 import random
 import socket
@@ -36,6 +37,7 @@ from pipeline.training.loop import train
 from pipeline.training.order import mix
 from pipeline.training.watch import Watch, end_process
 
+_log = logging.getLogger(__name__)
 _REQUEST_S = 1.0
 """How long the driver's request to stop may take to come after SIGTERM, without which a worker ends."""
 
@@ -127,6 +129,8 @@ def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
 
 
 def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
+    if error.__cause__ is not None:  # a user gets one line; what is behind it is in the rank's log
+        _log.warning("%s", error, exc_info=error)
     problems = error.problems if isinstance(error, ExperimentError) else ()
     if isinstance(error, ExperimentError | TrainingError):
         message, details = str(error), getattr(error, "details", "")

@@ -86,6 +86,7 @@ class Delivery:
         """Write events; False if they must be written again later."""
         try:
             self._write(events)
+        # No traceback goes to the log, here and below: exceptions of stores quote addresses with their passwords.
         except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
             self.fail(error)
             return False

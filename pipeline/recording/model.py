@@ -1,5 +1,6 @@
 """The trained model as an MLflow model with a signature, built again from what lies in the run's folder."""
 
+import logging
 import shutil
 import tempfile
 import warnings
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAME = "model"
+_log = logging.getLogger(__name__)
 
 
 def log_model(
@@ -40,12 +42,14 @@ def log_model(
         try:
             module, example = rebuild(event, folder=folder)
         except Exception as error:  # noqa: BLE001 - user code; the run itself is fine
+            _log.warning("the model can't be built again", exc_info=error)
             warn(f"the model isn't logged to MLflow, it can't be built again: {_first_line(error)}")
             return
         logged = logged or _create(client, run_id)
         try:
             _save(module, example, path=path, logged=logged, warn=warn)
         except Exception as error:  # noqa: BLE001 - user code and torch.export; the run itself is fine
+            _log.warning("the model can't be saved", exc_info=error)
             warn(f"the model isn't logged to MLflow, it can't be saved: {_first_line(error)}")
             client.finalize_logged_model(logged.model_id, "FAILED")
             return
@@ -116,6 +120,7 @@ def _save(
         try:
             save("pt2")
         except Exception as error:  # noqa: BLE001 - whatever torch.export can't trace in a user's model
+            _log.warning("torch.export failed", exc_info=error)
             warn(f"the model is logged as pickle, since torch.export failed: {_first_line(error)}")
             shutil.rmtree(path, ignore_errors=True)
             save("pickle")

@@ -22,6 +22,7 @@ from pipeline.contract import Rank, Trial
 from pipeline.events import AnyEvent, Failed
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.models import MLP
+from pipeline.strategies import base
 from pipeline.training.setup import build
 from pipeline.training.step import optimizer_step
 
@@ -139,6 +140,12 @@ def test_the_cases_train_something_and_differ(trained: Trained) -> None:
     assert _distance(weights["uneven last batch"], weights["accumulation"]) <= TOLERANCE  # by definition
     for case in set(CASES) - {"uneven last batch", "accumulation"}:
         assert _distance(weights[case], weights["uneven last batch"]) > 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_strategy_that_has_a_memory_takes_it_back(name: str) -> None:
+    strategy, default = registry.load("strategies", name).Strategy, base.Strategy
+    assert (strategy.memory is default.memory) == (strategy.remember is default.remember)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -63,12 +63,14 @@ def agreed(do: Callable[[], T], *, group: dist.ProcessGroup | None) -> list[T]:
     """
     if group is None:
         return [do()]
+    own: Exception | None = None
     try:
         outcome: tuple[T | None, str] = (do(), "")
     except Exception as error:  # noqa: BLE001 (told to all ranks, and raised below)
+        own = error
         outcome = (None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
     if errors := [error for _, error in outcomes if error]:
-        raise OSError("; ".join(errors))
+        raise OSError("; ".join(errors)) from own
     return [value for value, _ in outcomes]

@@ -1,5 +1,6 @@
 """Writes checkpoints in a thread of its own, one at a time, while training goes on."""
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,6 +20,8 @@ from pipeline.training.checkpoints.catalog import kept
 from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, StoredFile, step_of
 from pipeline.training.checkpoints.state import State
 from pipeline.training.checkpoints.storage import Storage
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,7 @@ class Saver:
         try:
             self._prune()
         except Exception as error:  # noqa: BLE001 (as above)
+            _log.warning("old checkpoints can't be removed", exc_info=error)
             self._warn(f"old checkpoints in {self._storage.address} can't be removed: {_reason(error)}")
 
     def _write(self, job: Job) -> tuple[StoredFile, ...]:
@@ -129,6 +133,7 @@ class Saver:
         self._tell(saved)
 
     def _failed(self, name: str, error: Exception) -> None:
+        _log.warning("%s could not be saved", name, exc_info=error)  # each rank its own, into its log
         if not self._rank.is_first:
             return
         if not self._in_trouble:
