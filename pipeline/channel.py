@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.events import AnyEvent, Warned, event_from_json, event_to_json
 
 Receive = Callable[[AnyEvent], None]

@@ -6,7 +6,8 @@ Everything here is frozen, typed and survives a round trip through JSON, because
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pipeline.config.schema import Experiment, Frozen
+from pipeline.config.schema import Experiment
+from pipeline.config.values import Frozen
 
 Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning"]
 Scaling = Literal["strong", "weak"]

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.contract import BatchSizes, Rank, Role, Status, TrialResult
 from pipeline.errors import Problem
 

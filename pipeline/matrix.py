@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from pipeline import registry
-from pipeline.config.schema import Comparison, Experiment, Frozen
+from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.values import Frozen
 from pipeline.contract import Scaling, Trial
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.plan import Plan, Planner, same_work

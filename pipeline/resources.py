@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 
 
 class Resources(Frozen):

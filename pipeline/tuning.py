@@ -7,7 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipeline.config.load import ExperimentFile
-from pipeline.config.schema import Comparison, Frozen
+from pipeline.config.schema import Comparison
+from pipeline.config.values import Frozen
 from pipeline.contract import BatchCandidate, BatchSizes, Spread, Trial
 from pipeline.errors import ResourceError, UsageError
 from pipeline.execution import execute, explained, launcher_of, prepare

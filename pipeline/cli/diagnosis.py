@@ -20,7 +20,7 @@ def doctor(
     import rich.console
 
     from pipeline.config.load import load
-    from pipeline.config.schema import Parallel
+    from pipeline.config.parallel import Parallel
     from pipeline.doctor import page
     from pipeline.doctor.examination import examine
 

@@ -11,7 +11,8 @@ from pipeline.config import keys, secrets, targets
 from pipeline.config.nearest import did_you_mean
 from pipeline.config.project import allowed_packages, project_file
 from pipeline.config.runtime import substitute
-from pipeline.config.schema import Component, Experiment
+from pipeline.config.schema import Experiment
+from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem
 
 __all__ = ["allowed_packages", "build", "check", "project_file", "resolve"]

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.config import interpolation, keys, lines, messages, runtime, secrets
+from pipeline.config.consistency import contradictions
 from pipeline.config.jsonschema import Shape, experiment_json_schema
 from pipeline.config.lines import Places
 from pipeline.config.nearest import did_you_mean
@@ -55,8 +56,8 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
         experiment = Experiment.model_validate(resolved, by_alias=True, by_name=False)
     except ValidationError as error:
         problems += _unreported(messages.problems(error, Experiment, resolved), problems)
-    except ExperimentError as error:  # contradictions between sections
-        problems += _unreported(error.problems, problems)
+    else:
+        problems += _unreported(contradictions(experiment), problems)
     if problems or rejected:
         raise _explain([*problems, *rejected], places)
     return ExperimentFile(Path(path), experiment, places)

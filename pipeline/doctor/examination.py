@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pipeline.config.schema import Frozen, Parallel
+from pipeline.config.parallel import Parallel
+from pipeline.config.values import Frozen
 from pipeline.doctor import gpus, link, machine, nodes, tracking, versions
 from pipeline.doctor.finding import Finding
 from pipeline.doctor.link import MeasuredLink
@@ -60,7 +61,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
 def _address(parallel: Parallel) -> str | None:
     if parallel.launcher != "ray":
         return None
-    from pipeline.launchers._ray_cluster import cluster_address
+    from pipeline.launchers.ray.cluster import cluster_address
 
     return cluster_address(parallel)
 
@@ -70,7 +71,7 @@ def _cluster(address: str | None) -> Iterator[None]:
     if address is None:
         yield
         return
-    from pipeline.launchers._ray_cluster import connected
+    from pipeline.launchers.ray.cluster import connected
 
     with connected(address, verbose=False):
         yield
@@ -78,7 +79,7 @@ def _cluster(address: str | None) -> Iterator[None]:
 
 def _asked(findings: list[Finding]) -> tuple[NodeFacts, ...]:
     """The nodes that answer; those that don't are problems."""
-    from pipeline.launchers._ray_nodes import NodesSilent, facts_of_nodes
+    from pipeline.launchers.ray.nodes import NodesSilent, facts_of_nodes
 
     try:
         return facts_of_nodes(timeout_s=_NODES_S)

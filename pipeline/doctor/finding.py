@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.node_facts import NodeFacts
 
 Status = Literal["ok", "warning", "problem"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
 from pipeline.channel import Receive, inside, not_kept
-from pipeline.config.schema import Parallel
+from pipeline.config.parallel import Parallel
 from pipeline.contract import Trial
 from pipeline.events import AnyEvent
 from pipeline.launchers._stopping import StopRequest

@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Self
 
 from pipeline import resources, worker
-from pipeline.config.schema import Parallel
+from pipeline.config.parallel import Parallel
 from pipeline.contract import Rank, Trial
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.resources import Resources

@@ -17,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipeline import resources, worker
 from pipeline.channel import Address, Inbox
-from pipeline.config.schema import Parallel
+from pipeline.config.parallel import Parallel
 from pipeline.contract import Rank, Trial
 from pipeline.errors import Terminated
 from pipeline.launchers import _loopback

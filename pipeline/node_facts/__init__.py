@@ -1,6 +1,6 @@
 """What a node has: versions, GPUs, cores, memory, disk, clock. `collect` asks on the node itself."""
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.node_facts import collect
 
 

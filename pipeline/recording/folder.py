@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.config.load import load
-from pipeline.config.schema import Experiment, Frozen
+from pipeline.config.schema import Experiment
 from pipeline.config.secrets import without_credentials
 from pipeline.config.summary import to_yaml
+from pipeline.config.values import Frozen
 from pipeline.contract import Status
 from pipeline.errors import ResourceError, UsageError
 from pipeline.events import RunOpened

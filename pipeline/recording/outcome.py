@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.recording.delivery import Delivery
 from pipeline.recording.journal import FILE_NAME
 

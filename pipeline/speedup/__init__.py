@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.contract import Held, Role, Scaling, Spread, StepParts, Trial, TrialResult
 from pipeline.events import Finished
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.contract import Link, Scaling
 from pipeline.speedup.scaling import (
     WORTHWHILE,

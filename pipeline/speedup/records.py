@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.contract import Role, Scaling
 from pipeline.speedup import Advice, Row, Unmeasured
 

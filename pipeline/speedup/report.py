@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.contract import Role, Trial
 from pipeline.events import Finished
 from pipeline.speedup import Advice, Row, Unmeasured, records, summary, tables

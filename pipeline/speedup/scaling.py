@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.contract import Costs, Link, Scaling
 from pipeline.speedup.link import Backend, broadcast_ms, latency_ms, transfer_ms
 

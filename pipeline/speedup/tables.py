@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.contract import Spread
 from pipeline.speedup import Row, Unmeasured
 

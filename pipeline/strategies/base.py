@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 
 
 class NoOptions(Frozen):

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.strategies import base
 
 

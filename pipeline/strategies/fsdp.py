@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.strategies import base
 from pipeline.strategies._fsdp_exchange import Exchange
 from pipeline.strategies._fsdp_groups import choose, describe

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ray.job_submission import JobSubmissionClient
 
 from pipeline.config.nearest import did_you_mean
-from pipeline.config.schema import Frozen
+from pipeline.config.values import Frozen
 from pipeline.errors import PipelineError, ResourceError, UsageError
 from pipeline.shipping import Package, staged
 from pipeline.submission import cluster

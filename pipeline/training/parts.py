@@ -16,7 +16,8 @@ from torchmetrics import Metric, MetricCollection
 
 from pipeline import registry
 from pipeline.config import components
-from pipeline.config.schema import Component, Experiment
+from pipeline.config.schema import Experiment
+from pipeline.config.values import Component
 from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError
 from pipeline.strategies.base import Strategy

@@ -1,6 +1,7 @@
 """Trials and what they measured, made up so that ratios can be worked out by hand."""
 
-from pipeline.config.schema import Component, Experiment, Train
+from pipeline.config.schema import Experiment, Train
+from pipeline.config.values import Component
 from pipeline.contract import Role, Scaling, Spread, StepParts, Trial, TrialResult
 from pipeline.events import Finished
 from pipeline.speedup import Unmeasured

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pipeline.config.components import allowed_packages, build, check, resolve
 from pipeline.config.project import BUILT_IN
 from pipeline.config.runtime import RUNTIME_VALUES, marker
-from pipeline.config.schema import Component, Experiment
+from pipeline.config.schema import Experiment
+from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, UsageError
 
 _numbers = itertools.count()

@@ -8,7 +8,7 @@ import toys
 
 from pipeline import elastic
 from pipeline.config.load import load
-from pipeline.config.schema import Parallel
+from pipeline.config.parallel import Parallel
 from pipeline.config.summary import flatten, to_yaml
 from pipeline.contract import Trial
 from pipeline.errors import ExperimentError, ResourceError

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from pipeline.config.schema import Experiment, Frozen
+from pipeline.config.schema import Experiment
+from pipeline.config.values import Frozen
 
 FILE_NAME = "manifest.json"
 VALUES = "values.json"

@@ -6,10 +6,10 @@ from typing import Any
 
 import ray
 
-from pipeline.config.schema import Parallel
+from pipeline.config.parallel import Parallel
 from pipeline.contract import Trial
 from pipeline.errors import ResourceError
-from pipeline.launchers import _ray_room
+from pipeline.launchers.ray import room
 
 
 def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
@@ -45,8 +45,8 @@ def await_room(trial: Trial) -> None:
     amounts = per_worker(trial)
     patience_s = trial.experiment.parallel.start_timeout_s
     deadline = time.monotonic() + patience_s
-    while (fit := _ray_room.free(amounts, apart=apart(trial))) < trial.workers:
-        capacity = _ray_room.capacity(amounts, apart=apart(trial))
+    while (fit := room.free(amounts, apart=apart(trial))) < trial.workers:
+        capacity = room.capacity(amounts, apart=apart(trial))
         there = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
         if capacity < trial.workers and not trial.resume:
             raise ResourceError(f"{there}: room for {capacity} on its nodes")

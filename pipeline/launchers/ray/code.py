@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import shipping
-from pipeline.config.schema import Frozen, Parallel
+from pipeline.config.parallel import Parallel
+from pipeline.config.values import Frozen
 
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray's jobs interface tells the driver that it starts
 

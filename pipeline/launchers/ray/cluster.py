@@ -14,12 +14,12 @@ from ray._private.authentication.authentication_token_setup import ensure_token_
 from ray.exceptions import AuthenticationError, RpcError
 
 from pipeline import resources
-from pipeline.config.schema import Parallel
+from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError, UsageError
-from pipeline.launchers._ray_checks import refuse_others
-from pipeline.launchers._ray_nodes import facts_of_nodes
-from pipeline.launchers._ray_places import able_nodes
 from pipeline.launchers.base import environment, own_signals
+from pipeline.launchers.ray.checks import refuse_others
+from pipeline.launchers.ray.nodes import facts_of_nodes
+from pipeline.launchers.ray.places import able_nodes
 from pipeline.node_facts import facts_here
 from pipeline.resources import Resources
 

@@ -1,4 +1,4 @@
-"""What a node of a joined cluster is asked for, by a task that runs there; see `_ray_checks`.
+"""What a node of a joined cluster is asked for, by a task that runs there; see `checks`.
 
 It loads no torch, which takes seconds.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.config.schema import Frozen
-from pipeline.launchers._ray_code import Code
+from pipeline.config.values import Frozen
+from pipeline.launchers.ray.code import Code
 
 
 class Question(Frozen):

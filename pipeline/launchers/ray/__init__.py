@@ -14,18 +14,16 @@ from ray.train.torch import TorchTrainer
 
 from pipeline import resources
 from pipeline.channel import Address, Inbox
-from pipeline.config.schema import Parallel
+from pipeline.config.parallel import Parallel
 from pipeline.contract import Trial
 from pipeline.errors import ResourceError
-from pipeline.launchers import _ray_cluster as cluster
-from pipeline.launchers import _ray_places as places
-from pipeline.launchers import _ray_room
-from pipeline.launchers._ray_code import to_send
-from pipeline.launchers._ray_joined import Joined
-from pipeline.launchers._ray_network import OverInterface
-from pipeline.launchers._ray_work import work
 from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import Session, WorkersLost, environment
+from pipeline.launchers.ray import cluster, places, room
+from pipeline.launchers.ray.code import to_send
+from pipeline.launchers.ray.joined import Joined
+from pipeline.launchers.ray.network import OverInterface
+from pipeline.launchers.ray.work import work
 from pipeline.resources import Resources
 
 _AFTER_OTHERS_S = 30.0
@@ -61,13 +59,13 @@ class Launcher:
     def room(self, trial: Trial) -> int:
         """What is free on each node that answers, and the workers that run."""
         try:
-            return self._running + _ray_room.free(places.per_worker(trial), apart=places.apart(trial))
+            return self._running + room.free(places.per_worker(trial), apart=places.apart(trial))
         except RayError:  # the head doesn't answer, which ends what runs
             return self._running
 
     def launch(self, trial: Trial) -> None:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
-        _ray_room.await_verdict(timeout_s=trial.experiment.parallel.start_timeout_s)
+        room.await_verdict(timeout_s=trial.experiment.parallel.start_timeout_s)
         self._joined.look_at_nodes(trial)
         places.await_room(trial)
         host = cluster.LOOPBACK if self._address is None else ray.util.get_node_ip_address()

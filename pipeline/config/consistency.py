@@ -1,0 +1,88 @@
+"""What no single section of an experiment can know: keys that contradict each other."""
+
+import re
+from collections.abc import Iterator
+
+from pipeline.config.parallel import Parallel
+from pipeline.config.schema import Experiment
+from pipeline.errors import Problem
+
+
+def contradictions(experiment: Experiment) -> list[Problem]:
+    """What no single field can know. All of it, not the first."""
+    problems = []
+    train, parallel = experiment.train, experiment.parallel
+    if experiment.loss is None and experiment.task is None:
+        problems.append(Problem("loss", "missing; write a loss, or a task that computes it"))
+    if experiment.loss is not None and experiment.task is not None:
+        problems.append(Problem("loss", "both loss and task are given; a task brings its own loss, remove one"))
+    if train.global_batch_size < parallel.workers:
+        problems.append(
+            Problem(
+                "train.global_batch_size",
+                f"{train.global_batch_size} samples can't be shared by {parallel.workers} workers; "
+                f"use at least {parallel.workers}, or fewer parallel.workers",
+            )
+        )
+    if parallel.is_elastic and not experiment.checkpoint.keep:
+        problems.append(
+            Problem(
+                "parallel.workers",
+                f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0, and another number of workers goes on "
+                "from a checkpoint; write one number, or keep: 1",
+            )
+        )
+    if "loss" in experiment.metrics:
+        problems.append(Problem("metrics.loss", "validation/loss is reported anyway; give this metric another name"))
+    if experiment.checkpoint.best is not None and not _is_reported(experiment.checkpoint.best, experiment):
+        known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
+        problems.append(
+            Problem("checkpoint.best", f"is {experiment.checkpoint.best}, which isn't measured; choose one of {known}")
+        )
+    problems += _only_for_ray(parallel)
+    for i, entry in enumerate(experiment.compare):
+        if train.global_batch_size < (entry.workers or 1):
+            problems.append(
+                Problem(
+                    f"compare[{i}].workers",
+                    f"{entry.workers} workers can't share a global batch of {train.global_batch_size} samples; "
+                    f"use at most {train.global_batch_size}",
+                )
+            )
+    if parallel.options.get("communication_hook") == "powersgd" and train.precision == "fp16":
+        problems.append(
+            Problem(
+                "parallel.options.communication_hook",
+                "is powersgd, which would keep the infinities of fp16's overflows in what it sends later; "
+                "use train.precision: bf16, or communication_hook: fp16",
+            )
+        )
+    share = train.global_batch_size // parallel.workers
+    if share and train.gradient_accumulation > share:
+        problems.append(
+            Problem(
+                "train.gradient_accumulation",
+                f"{train.gradient_accumulation} micro-batches of a worker's {share} samples; use at most {share}",
+            )
+        )
+    return problems
+
+
+def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
+    """What would be ignored by launchers that start workers on this machine only."""
+    if parallel.launcher in ("inprocess", "torchrun"):
+        for name in ("placement", "resources_per_worker", "interface"):
+            if getattr(parallel, name) != Parallel.model_fields[name].default:
+                message = f"has no effect with launcher: {parallel.launcher}; write launcher: ray, or remove it"
+                yield Problem(f"parallel.{name}", message)
+    for name, key in (("CPU", "cpus_per_worker"), ("GPU", "gpus_per_worker")):
+        if name in parallel.resources_per_worker:
+            yield Problem(f"parallel.resources_per_worker.{name}", f"is not a custom resource; write parallel.{key}")
+
+
+def _is_reported(metric: str, experiment: Experiment) -> bool:
+    """Whether evaluation has a metric of this name; one with a value for each class is numbered: accuracy_0."""
+    name = metric.removeprefix("validation/")
+    return name == "loss" or any(
+        name == known or re.fullmatch(rf"{re.escape(known)}_\d+", name) for known in experiment.metrics
+    )

@@ -1,0 +1,51 @@
+"""What the sections of an experiment file are made of: frozen, strict types."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from pipeline import registry
+
+
+class Frozen(BaseModel):
+    """Immutable, strict about keys, and the same after a round trip through JSON (NaN and infinity included)."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        serialize_by_alias=True,
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",
+    )
+
+
+class Component(Frozen):
+    """``_target_: package.name`` with its keyword arguments; nested mappings with a ``_target_`` are built first."""
+
+    model_config = ConfigDict(extra="allow")
+
+    target: Annotated[str, Field(alias="_target_", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]
+    """Dotted name of a class or function in an allowed package."""
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The keyword arguments as written in the file (nested components are still plain mappings)."""
+        return self.model_extra or {}
+
+
+def _known(kind: registry.Kind) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in (known := registry.names(kind)):
+            raise ValueError(f"unknown; choose one of {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
+
+
+StrategyName = Annotated[str, _known("strategies")]
+LauncherName = Annotated[str, _known("launchers")]
+Positive = Annotated[int, Field(gt=0, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
