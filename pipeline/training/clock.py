@@ -1,6 +1,8 @@
 """Throughput in steady state: warm-up, evaluation and checkpoints excluded, the device synchronised."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -43,6 +45,14 @@ class Clock:
         """Start, or go on after a pause."""
         synchronize(self.device)
         self._since = time.perf_counter()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Leave what happens inside out of the lap."""
+        synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - begin
 
     def lap(self, *, steps: int, samples: int) -> Lap:
         """The stretch since the last lap or resume; it counts as steady if it began after the warm-up."""

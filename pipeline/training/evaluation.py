@@ -11,6 +11,16 @@ from pipeline.training.together import padded_evaluation
 from pipeline.training.watch import mark
 
 
+def prepare(setup: Setup) -> None:
+    """Build the metrics now if they will be needed: the first step doesn't wait for them, an epoch isn't lost to them.
+
+    Raises:
+        ExperimentError: one of them can't be built.
+    """
+    if setup.validation_loader is not None and not setup.trial.is_measurement:
+        _ = setup.metrics
+
+
 def evaluate(setup: Setup) -> dict[str, float]:
     """Loss and metrics over the whole validation set, by name ("validation/loss"). Collective; empty without a set."""
     if setup.validation_loader is None:

@@ -16,6 +16,7 @@ from pipeline.training.clock import Clock, spread
 from pipeline.training.collective import gather
 from pipeline.training.costs import costs
 from pipeline.training.evaluation import evaluate
+from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.gauge import GpuGauge
 from pipeline.training.meter import Meter
 from pipeline.training.nonfinite import check_weights
@@ -88,6 +89,8 @@ def train_epoch(setup: Setup, *, epoch: int, start: int, meter: Meter, keeper: K
         meter.finiteness.note(step + 1, is_skipped=is_skipped)
         if step == start:
             announce.first_step(setup, meter.outbox)
+            with meter.clock.stopped():
+                prepare_evaluation(setup)
         if setup.is_report_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)
             if step + 1 < last and (meter.stop_agreed or keeper.is_due(step + 1)):  # an epoch's end has its own

@@ -5,14 +5,13 @@ All of them raise ExperimentError with the key of the part that is wrong.
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torchmetrics import Metric, MetricCollection
 
 from pipeline import registry
 from pipeline.config import components
@@ -24,6 +23,9 @@ from pipeline.strategies.base import Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training.learning_rate import scaling_factor
 from pipeline.training.order import mix
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
 
 Create = Callable[..., Any]
 """Builds a component: `pipeline.config.components.build` with all but the component and its key filled in."""
@@ -75,8 +77,10 @@ def task(create: Create, experiment: Experiment, *, device: torch.device) -> Tas
     return Supervised(placed(create(cast(Component, experiment.loss), key="loss")))
 
 
-def metrics(create: Create, experiment: Experiment) -> MetricCollection:
+def metrics(create: Create, experiment: Experiment) -> "MetricCollection":
     """The metrics of the validation set."""
+    from torchmetrics import Metric, MetricCollection  # takes as long as torch; a measurement does without
+
     metrics = {name: create(metric, key=f"metrics.{name}") for name, metric in experiment.metrics.items()}
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):

@@ -5,14 +5,13 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import MetricCollection
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
@@ -23,6 +22,9 @@ from pipeline.tasks import Task
 from pipeline.training import parts, together
 from pipeline.training.loader import BatchLoader, length
 from pipeline.training.order import Draw, Order
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,7 +44,7 @@ class Setup:
     wrapped: nn.Module
     strategy: Strategy
     task: Task
-    metrics: MetricCollection
+    create: parts.Create
     optimizer: Optimizer
     scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler
@@ -52,6 +54,15 @@ class Setup:
     def experiment(self) -> Experiment:
         """The experiment of the trial."""
         return self.trial.experiment
+
+    @cached_property
+    def metrics(self) -> "MetricCollection":
+        """The metrics of the validation set, built when they are asked for.
+
+        Raises:
+            ExperimentError: one of them can't be built.
+        """
+        return parts.metrics(self.create, self.experiment).to(self.device)
 
     @property
     def total_steps(self) -> int:
@@ -181,7 +192,7 @@ def build(trial: Trial, *, rank: Rank) -> Setup:
         wrapped=wrapped,
         strategy=strategy,
         task=parts.task(create, experiment, device=device),
-        metrics=parts.metrics(create, experiment).to(device),
+        create=create,
         optimizer=optimizer,
         scheduler=parts.scheduler(create, experiment, optimizer=optimizer, validates=validation_set is not None),
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),

@@ -34,6 +34,7 @@ _SETTINGS = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # would print twice what user code prints
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where relative paths of the experiment mean something
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # 15 by itself, which would make Ray's workers slower than torchrun's on a busy machine
     "RAY_enable_worker_prestart": "0",  # would start processes that nobody asked for
 }
 
