@@ -31,7 +31,7 @@ class Rows(Dataset[Any]):
         self._tensors = tensors
 
     def __getitems__(self, draw: Draw) -> tuple[torch.Tensor, ...]:
-        index = torch.tensor(draw.indices)
+        index = torch.from_numpy(np.array(draw.indices))  # half the time of torch.tensor
         return tuple(tensor[index] for tensor in self._tensors)
 
 

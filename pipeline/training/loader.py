@@ -1,5 +1,6 @@
 """From the order of samples to batches on the device."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, cast
 
@@ -23,12 +24,17 @@ class BatchLoader:
         self._served = _Replay()
         self._fetcher = fetcher(dataset, collate=collate, seed=seed)
         workers = options.num_workers
-        self._loader: DataLoader[Any] = DataLoader(
+        pins = device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory
+        # Reading in this process needs no DataLoader, which takes some 30 us a batch: much of a short step.
+        self._loader: DataLoader[Any] | None = None
+        if not workers and not pins:
+            return
+        self._loader = DataLoader(
             self._fetcher,
             batch_sampler=cast(Any, self._served),  # torch wants index lists, but only hands on what it is given
             collate_fn=_as_is,
             num_workers=workers,
-            pin_memory=device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory,
+            pin_memory=pins,
             persistent_workers=options.persistent_workers and workers > 0,
             prefetch_factor=options.prefetch_factor if workers else None,
             worker_init_fn=only_from_parent,
@@ -42,9 +48,13 @@ class BatchLoader:
             ExperimentError: samples that can't be stacked into a batch.
             TrainingError: the dataset raised; names the sample and holds the dataset's own traceback.
         """
-        self._served.draws = list(draws)
-        for draw, batch in zip(self._served.draws, self._loader, strict=True):
-            yield draw, usable(batch)
+        if self._loader is None:
+            for draw in draws:
+                yield draw, usable(self._fetcher.__getitems__(draw))
+            return
+        served = self._served.begin(draws)
+        for batch in self._loader:
+            yield served.popleft(), usable(batch)
 
     def read(self, indices: list[int]) -> Any:
         """A few samples as one batch, on the CPU, read in this process as in epoch 0; raises as `batches` does."""
@@ -52,20 +62,21 @@ class BatchLoader:
 
 
 class _Replay:
-    """The batch sampler: hands out the loader's current draws.
+    """The batch sampler: hands out the loader's current draws, and keeps those whose batches are on their way.
 
     It doesn't know the loader: in a cycle of references, loader processes would go on until Python's collector finds
     it, which may happen in a process that was forked since and whose files are others.
     """
 
-    def __init__(self) -> None:
-        self.draws: list[Draw] = []
+    def begin(self, draws: Iterable[Draw]) -> deque[Draw]:
+        """Hand out these from now on; returns the queue of those handed out."""
+        self._draws, self._served = draws, deque[Draw]()
+        return self._served
 
     def __iter__(self) -> Iterator[Draw]:
-        return iter(self.draws)
-
-    def __len__(self) -> int:
-        return len(self.draws)
+        for draw in self._draws:
+            self._served.append(draw)
+            yield draw
 
 
 def _as_is(batch: Any) -> Any:
@@ -74,6 +85,8 @@ def _as_is(batch: Any) -> Any:
 
 def to_device(batch: Any, *, device: torch.device, dtype: torch.dtype | None) -> Any:
     """The batch on the device; floating-point tensors in ``dtype`` if one is given. Copies don't block the host."""
+    if device.type == "cpu" and dtype is None:
+        return batch  # where it is
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         wanted = dtype if tensor.is_floating_point() else None

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -128,8 +128,9 @@ class Setup:
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision where the experiment asks for it."""
         precision = self.experiment.train.precision
-        enabled = precision in DTYPES and not self.strategy.casts
-        return torch.autocast(self.device.type, dtype=DTYPES.get(precision), enabled=enabled)
+        if precision not in DTYPES or self.strategy.casts:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=DTYPES[precision])
 
     def started(self, devices: tuple[str, ...]) -> Started:
         """What rank 0 tells before its first step."""

@@ -201,7 +201,7 @@ class TestAnAllowedChange:
     """What is written counts, as if it had been from the beginning."""
 
     @pytest.mark.parametrize(
-        ("before", "after"),
+        ("before", "changed"),
         [
             ({}, {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.5}}),
             (SCHEDULERS["one cycle"], {**SCHEDULERS["one cycle"], "train": {"epochs": 3}}),
@@ -212,10 +212,10 @@ class TestAnAllowedChange:
         ],
         ids=["rate", "epochs", "rate under a scheduler"],
     )
-    def test_decides_the_learning_rate(self, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+    def test_decides_the_learning_rate(self, tmp_path: Path, before: dict[str, Any], changed: dict[str, Any]) -> None:
         run(tmp_path / "before", **before)
-        _, expected = run(tmp_path / "after", **after)
-        _, outbox = run(until(4, folder=tmp_path / "before", to=tmp_path / "resumed"), resume=True, **after)
+        _, expected = run(tmp_path / "after", **changed)
+        _, outbox = run(until(4, folder=tmp_path / "before", to=tmp_path / "resumed"), resume=True, **changed)
 
         assert after(4, outbox, "train/learning_rate") == after(4, expected, "train/learning_rate")
         assert [event.message for event in outbox.events if isinstance(event, Warned)] == []
