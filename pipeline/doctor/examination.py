@@ -61,7 +61,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
 def _address(parallel: Parallel) -> str | None:
     if parallel.launcher != "ray":
         return None
-    from pipeline.launchers.ray.cluster import cluster_address
+    from pipeline.launchers._ray.cluster import cluster_address
 
     return cluster_address(parallel)
 
@@ -71,7 +71,7 @@ def _cluster(address: str | None) -> Iterator[None]:
     if address is None:
         yield
         return
-    from pipeline.launchers.ray.cluster import connected
+    from pipeline.launchers._ray.cluster import connected
 
     with connected(address, verbose=False):
         yield
@@ -79,7 +79,7 @@ def _cluster(address: str | None) -> Iterator[None]:
 
 def _asked(findings: list[Finding]) -> tuple[NodeFacts, ...]:
     """The nodes that answer; those that don't are problems."""
-    from pipeline.launchers.ray.nodes import NodesSilent, facts_of_nodes
+    from pipeline.launchers._ray.nodes import NodesSilent, facts_of_nodes
 
     try:
         return facts_of_nodes(timeout_s=_NODES_S)

@@ -87,7 +87,7 @@ def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
-    from pipeline.launchers.ray.nodes import by_value, pinned
+    from pipeline.launchers._ray.nodes import by_value, pinned
 
     places = tuple(nodes) if len(nodes) > 1 else tuple(nodes) * 2
     backend: Backend = "nccl" if all(n.torch and n.torch.cuda_available for n in nodes) and len(nodes) > 1 else "gloo"

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ResourceError
-from pipeline.launchers.ray.checks import refuse_others
-from pipeline.launchers.ray.code import Code
-from pipeline.launchers.ray.look import Answer, Question, look
+from pipeline.launchers._ray.checks import refuse_others
+from pipeline.launchers._ray.code import Code
+from pipeline.launchers._ray.look import Answer, Question, look
 from pipeline.node_facts import NodeFacts, Torch, facts_here
 
 HERE = facts_here()

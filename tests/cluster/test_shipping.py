@@ -11,7 +11,7 @@ from projects import project
 from pipeline import shipping
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.launchers.ray.code import Code, sent, to_send
+from pipeline.launchers._ray.code import Code, sent, to_send
 from pipeline.shipping import tracked
 
 
@@ -126,7 +126,7 @@ def test_a_worker_finds_a_source_folder_and_the_working_directory(
 
 _ENTER = """
 import importlib.util, pathlib, sys
-from pipeline.launchers.ray.code import Code
+from pipeline.launchers._ray.code import Code
 Code.model_validate_json(sys.argv[1]).enter()
 print(pathlib.Path.cwd().name, pathlib.Path(importlib.util.find_spec("lab_src").origin).parent.name)
 """

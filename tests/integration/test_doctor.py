@@ -18,8 +18,8 @@ from pipeline.doctor import link, tracking
 from pipeline.doctor.examination import Examination
 from pipeline.doctor.finding import Finding
 from pipeline.errors import ResourceError
-from pipeline.launchers.ray.cluster import connected
-from pipeline.launchers.ray.nodes import NodesSilent, facts_of_nodes
+from pipeline.launchers._ray.cluster import connected
+from pipeline.launchers._ray.nodes import NodesSilent, facts_of_nodes
 from pipeline.node_facts import NodeFacts, facts_here
 
 Command = Callable[..., Any]

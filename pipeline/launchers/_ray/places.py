@@ -9,7 +9,7 @@ import ray
 from pipeline.config.parallel import Parallel
 from pipeline.contract import Trial
 from pipeline.errors import ResourceError
-from pipeline.launchers.ray import room
+from pipeline.launchers._ray import room
 
 
 def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:

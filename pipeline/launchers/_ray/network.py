@@ -13,7 +13,7 @@ import ray
 from ray.train.torch import TorchConfig
 from ray.train.torch.config import _TorchBackend
 
-from pipeline.launchers.ray.look import interfaces
+from pipeline.launchers._ray.look import interfaces
 
 
 def use_interface(name: str | None) -> None:

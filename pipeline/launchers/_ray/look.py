@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.config.values import Frozen
-from pipeline.launchers.ray.code import Code
+from pipeline.launchers._ray.code import Code
 
 
 class Question(Frozen):

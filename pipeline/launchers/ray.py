@@ -17,13 +17,13 @@ from pipeline.channel import Address, Inbox
 from pipeline.config.parallel import Parallel
 from pipeline.contract import Trial
 from pipeline.errors import ResourceError
+from pipeline.launchers._ray import cluster, places, room
+from pipeline.launchers._ray.code import to_send
+from pipeline.launchers._ray.joined import Joined
+from pipeline.launchers._ray.network import OverInterface
+from pipeline.launchers._ray.work import work
 from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import Session, WorkersLost, environment
-from pipeline.launchers.ray import cluster, places, room
-from pipeline.launchers.ray.code import to_send
-from pipeline.launchers.ray.joined import Joined
-from pipeline.launchers.ray.network import OverInterface
-from pipeline.launchers.ray.work import work
 from pipeline.resources import Resources
 
 _AFTER_OTHERS_S = 30.0

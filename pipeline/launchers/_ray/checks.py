@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config.schema import Experiment
 from pipeline.errors import ResourceError
-from pipeline.launchers.ray.code import Code
-from pipeline.launchers.ray.look import Answer, Question, look
+from pipeline.launchers._ray.code import Code
+from pipeline.launchers._ray.look import Answer, Question, look
 from pipeline.node_facts import NodeFacts
 from pipeline.training.checkpoints.storage import Storage
 

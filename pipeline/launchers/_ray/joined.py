@@ -7,12 +7,12 @@ from typing import Any, Self
 
 from pipeline.contract import Trial
 from pipeline.events import Warned
+from pipeline.launchers._ray.checks import look_around, refuse_others
+from pipeline.launchers._ray.cluster import connected
+from pipeline.launchers._ray.code import Code, sent, to_send
+from pipeline.launchers._ray.nodes import facts_of_nodes
+from pipeline.launchers._ray.places import able_nodes, node_name
 from pipeline.launchers.base import Session
-from pipeline.launchers.ray.checks import look_around, refuse_others
-from pipeline.launchers.ray.cluster import connected
-from pipeline.launchers.ray.code import Code, sent, to_send
-from pipeline.launchers.ray.nodes import facts_of_nodes
-from pipeline.launchers.ray.places import able_nodes, node_name
 from pipeline.node_facts import facts_here
 from pipeline.training.checkpoints.storage import address_of
 

@@ -16,10 +16,10 @@ from ray.exceptions import AuthenticationError, RpcError
 from pipeline import resources
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError, UsageError
+from pipeline.launchers._ray.checks import refuse_others
+from pipeline.launchers._ray.nodes import facts_of_nodes
+from pipeline.launchers._ray.places import able_nodes
 from pipeline.launchers.base import environment, own_signals
-from pipeline.launchers.ray.checks import refuse_others
-from pipeline.launchers.ray.nodes import facts_of_nodes
-from pipeline.launchers.ray.places import able_nodes
 from pipeline.node_facts import facts_here
 from pipeline.resources import Resources
 

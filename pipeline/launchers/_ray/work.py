@@ -17,8 +17,8 @@ from pipeline.contract import Rank, Trial
 def work(config: dict[str, Any]) -> None:
     """Be one rank of a trial, in the process that Ray Train gave it."""
     from pipeline import worker
-    from pipeline.launchers.ray.code import Code
-    from pipeline.launchers.ray.logs import kept_output
+    from pipeline.launchers._ray.code import Code
+    from pipeline.launchers._ray.logs import kept_output
     from pipeline.training.watch import end_process
 
     trial = Trial.model_validate_json(config["trial"])
