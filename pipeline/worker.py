@@ -106,9 +106,9 @@ def _prepare(trial: Trial, *, rank: Rank) -> None:
 
 @contextmanager
 def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
-    """The ranks of this trial, able to talk to each other; Ray Train has already introduced its own."""
+    """The ranks of this trial, able to talk to each other; their launcher has told them where to meet."""
     strategy = registry.load("strategies", trial.strategy).Strategy
-    if dist.is_initialized() or not (rank.world_size > 1 or strategy.needs_process_group):
+    if rank.world_size == 1 and not strategy.needs_process_group:
         yield
         return
     alone = rank.world_size == 1

@@ -10,7 +10,7 @@ from typing import Self
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
-from ray.train.torch import TorchTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from pipeline import resources
 from pipeline.channel import Address, Inbox
@@ -20,7 +20,7 @@ from pipeline.errors import ResourceError
 from pipeline.launchers._ray import cluster, places, room
 from pipeline.launchers._ray.code import to_send
 from pipeline.launchers._ray.joined import Joined
-from pipeline.launchers._ray.network import OverInterface
+from pipeline.launchers._ray.network import Meeting
 from pipeline.launchers._ray.work import work
 from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import Session, WorkersLost, environment
@@ -31,7 +31,7 @@ _AFTER_OTHERS_S = 30.0
 
 
 class Launcher:
-    """Runs each trial as a ``TorchTrainer`` of Ray Train V2."""
+    """Runs each trial as a ``DataParallelTrainer`` of Ray Train V2."""
 
     many_processes = True
 
@@ -89,9 +89,9 @@ class Launcher:
         finally:
             self._running = 0
 
-    def _trainer(self, trial: Trial, address: Address) -> TorchTrainer:
+    def _trainer(self, trial: Trial, address: Address) -> DataParallelTrainer:
         parallel = trial.experiment.parallel
-        return TorchTrainer(
+        return DataParallelTrainer(
             work,
             train_loop_config={
                 "trial": trial.model_dump_json(),
@@ -99,11 +99,7 @@ class Launcher:
                 "code": self._joined.code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
-            torch_config=OverInterface(
-                backend="nccl" if trial.device == "cuda" else "gloo",
-                timeout_s=int(parallel.timeout_s),
-                interface=parallel.interface,
-            ),
+            backend_config=Meeting(interface=parallel.interface),
             scaling_config=ScalingConfig(
                 num_workers=trial.workers,
                 use_gpu=trial.device == "cuda",
@@ -127,7 +123,7 @@ def _patience(trial: Trial) -> dict[str, str]:
     }
 
 
-def _fit(trainer: TorchTrainer) -> BaseException | None:
+def _fit(trainer: DataParallelTrainer) -> BaseException | None:
     """Run the trainer; returns its error.
 
     It runs in a thread, because in the main thread Ray would replace the handler of Ctrl-C and end this process.

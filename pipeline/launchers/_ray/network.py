@@ -1,4 +1,8 @@
-"""The network interface over which ranks exchange gradients.
+"""Where the ranks of a trial meet, and the network interface over which they exchange gradients.
+
+Ray's `TorchConfig` would make the process group itself. It imports torch in Ray's controller, which starts before the
+workers do: about two seconds of each trial's start. Here a worker is told what torchrun tells its own, and makes the
+group as it does there, see `pipeline.worker`.
 
 Left alone, gloo takes the address that a node's own name resolves to. On Debian and in containers that is often one of
 loopback, and ranks on several nodes never meet. So each rank is told the interface that owns the address under which
@@ -6,12 +10,11 @@ its node joined Ray.
 """
 
 import os
-from dataclasses import dataclass
+import socket
 from typing import Any
 
 import ray
-from ray.train.torch import TorchConfig
-from ray.train.torch.config import _TorchBackend
+from ray.train.backend import Backend, BackendConfig
 
 from pipeline.launchers._ray.look import interfaces
 
@@ -31,19 +34,35 @@ def _variables(interface: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
-@dataclass
-class OverInterface(TorchConfig):  # type: ignore[misc]
-    """A `TorchConfig` whose workers use one network interface, see `use_interface`."""
+class Meeting(BackendConfig):  # type: ignore[misc]
+    """Tells the workers of a `DataParallelTrainer` their interface and the address of rank 0."""
 
-    interface: str | None = None
+    def __init__(self, *, interface: str | None) -> None:
+        self.interface = interface
 
     @property
     def backend_cls(self) -> type:
-        """What introduces the workers to each other."""
+        """What Ray calls when the workers are there."""
         return _Backend
 
 
-class _Backend(_TorchBackend):  # type: ignore[misc]
-    def on_start(self, worker_group: Any, backend_config: OverInterface) -> None:
-        worker_group.execute(use_interface, backend_config.interface)
-        super().on_start(worker_group, backend_config)
+class _Backend(Backend):  # type: ignore[misc]
+    share_cuda_visible_devices = True  # as Ray's own for torch: NCCL connects GPUs of a node that see each other
+
+    def on_start(self, worker_group: Any, backend_config: Meeting) -> None:
+        address, port = worker_group.execute_single(0, _free_address)
+        worker_group.execute(_prepare, backend_config.interface, address=address, port=port)
+
+
+def _free_address() -> tuple[str, int]:
+    """This node's address in Ray, and a port that is free there now."""
+    address = ray.util.get_node_ip_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return address, int(probe.getsockname()[1])
+
+
+def _prepare(interface: str | None, *, address: str, port: int) -> None:
+    use_interface(interface)
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
