@@ -217,9 +217,11 @@ def test_cluster_that_knows_us_not_is_an_error(
     head: Head,
     pipeline: Pipeline,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     if token is None:
         monkeypatch.delenv("RAY_AUTH_TOKEN")
+        monkeypatch.setenv("HOME", str(tmp_path))  # where Ray keeps one once it has run here
     else:
         monkeypatch.setenv("RAY_AUTH_TOKEN", token)
     code, _, stderr = pipeline("status", "--address", head.url)
