@@ -80,6 +80,7 @@ def await_warning(text: str, cwd: Path, process: subprocess.Popen[str]) -> None:
 
 
 def ended(process: subprocess.Popen[str], cwd: Path) -> Ran:
+    """Look at it before the nodes are gone: the folder that they share goes with them."""
     output, _ = process.communicate(timeout=PATIENCE_S)
     return Ran(process.returncode, output, "", folder_of(cwd))
 
@@ -88,10 +89,10 @@ def test_three_nodes_train_what_one_process_does(expected: dict[int, float]) -> 
     with Nodes(3) as nodes, training(nodes, "parallel.workers=3") as (process, cwd):
         done = ended(process, cwd)
 
-    assert done.code == 0, done.output
-    (started,) = all_of_events(Started, done)
-    assert sorted(device.split()[0] for device in started.devices) == ["node0", "node1", "node2"]
-    assert done.losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
+        assert done.code == 0, done.output
+        (started,) = all_of_events(Started, done)
+        assert sorted(device.split()[0] for device in started.devices) == ["node0", "node1", "node2"]
+        assert done.losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
 
 
 def test_a_killed_node_that_comes_back_is_used_again(expected: dict[int, float]) -> None:
@@ -101,11 +102,11 @@ def test_a_killed_node_that_comes_back_is_used_again(expected: dict[int, float])
         nodes.start(1)
         done = ended(process, cwd)
 
-    assert done.code == 0, done.output
-    (resumed,) = all_of_events(Resumed, done)
-    assert resumed.step >= LOST_AFTER
-    assert [len(started.devices) for started in all_of_events(Started, done)] == [2, 2]
-    assert done.losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
+        assert done.code == 0, done.output
+        (resumed,) = all_of_events(Resumed, done)
+        assert resumed.step >= LOST_AFTER
+        assert [len(started.devices) for started in all_of_events(Started, done)] == [2, 2]
+        assert done.losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
 
 
 def test_a_node_that_is_cut_off_counts_as_lost(expected: dict[int, float]) -> None:
@@ -115,11 +116,11 @@ def test_a_node_that_is_cut_off_counts_as_lost(expected: dict[int, float]) -> No
         nodes.cut(far)
         done = ended(process, cwd)
 
-    assert done.code == 0, done.output
-    assert f"on node{far}" in next(e.message for e in all_of_events(Warned, done) if "failure 1 of 1" in e.message)
-    left = {f"node{node}" for node in range(3)} - {f"node{far}"}
-    assert {device.split()[0] for device in all_of_events(Started, done)[-1].devices} == left
-    assert done.losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
+        assert done.code == 0, done.output
+        assert f"on node{far}" in next(e.message for e in all_of_events(Warned, done) if "failure 1 of 1" in e.message)
+        left = {f"node{node}" for node in range(3)} - {f"node{far}"}
+        assert {device.split()[0] for device in all_of_events(Started, done)[-1].devices} == left
+        assert done.losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
 
 
 def all_of_events(kind: type, done: Ran) -> list:  # type: ignore[type-arg]
