@@ -215,6 +215,8 @@ class TrialResult(Frozen):
     held: Held | None = None
     gpu_utilization: tuple[float, ...] = ()
     """Percent of the time that a kernel ran, mean over the windows, per GPU in rank order; empty on CPU."""
+    compile_s: float | None = None
+    """Seconds that torch.compile took on the slowest rank, in no other figure; None where nothing is compiled."""
     gradient_mb: float
     """Size of all gradients of one replica."""
     unused_parameters: int = 0

@@ -13,6 +13,7 @@ def describe(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation
         f"data         {train_samples} training samples, {validation_samples} validation samples",
         f"steps        {steps_per_epoch} per epoch, {steps_per_epoch * train.epochs} in {train.epochs} epochs, "
         f"{train.global_batch_size} samples each, {train.precision}",
+        *([f"training     {', '.join(train.extras)}"] if train.extras else []),
         f"tracking     {plan.experiment.tracking.uri}",
         "",
         "trials, in this order:",

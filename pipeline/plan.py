@@ -101,6 +101,7 @@ class Planner:
         refusal = strategy.refuse(strategy.Options.model_validate(entry.options), device=self.device)
         if refusal is not None:
             raise ExperimentError.of(f"{key}.options", refusal)
+        self._check_compiler()
         gpus = self._gpus_per_worker(strategy.devices == "all", entry.strategy, key=key)
         trial = Trial(
             name=name or role,
@@ -117,7 +118,23 @@ class Planner:
             max_steps=None if role == "main" else self._experiment.measure.total_steps,
         )
         _check_room(trial, self._resources)
+        if trial.strategy == "dp" and trial.replicas > 1 and self._experiment.train.compiling is not None:
+            message = "dp copies the model in each step, which torch.compile can't; write ddp, or train.compile: false"
+            raise ExperimentError.of(f"{key}.strategy", message)
         return trial
+
+    def _check_compiler(self) -> None:
+        how = self._experiment.train.compiling
+        if how is None or self.device != "cpu":
+            return
+        if how.mode == "reduce-overhead":
+            message = "reduce-overhead is about CUDA graphs and changes nothing on CPU; write default or max-autotune"
+            raise ExperimentError.of("train.compile.mode", message)
+        if not self._resources.has_compiler:
+            raise ResourceError(
+                "train.compile needs a C++ compiler on CPU, and there is none; install g++, name yours in the "
+                "environment variable CXX, or write train.compile: false"
+            )
 
     def _gpus_per_worker(self, uses_several: bool, strategy: str, *, key: str) -> int:
         wanted = self._experiment.parallel.gpus_per_worker
@@ -190,5 +207,12 @@ def _notes(main: Trial, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
         yield "dp with fewer than two GPUs is one replica: nothing runs in parallel"
     if main.strategy == "fsdp" and main.workers < 2:
         yield "fsdp with one worker: its part is the whole model, which saves no memory"
+    if main.experiment.train.averaging is not None:
+        yield "train.ema: the averages of the weights are what is evaluated and logged as the model"
+    if (start := main.options.get("local_sgd_start_step")) is not None:
+        warmup = main.experiment.measure.warmup_steps
+        yield f"local SGD: from step {start + 1} on each worker has its own weights; their average is evaluated"
+        if start > warmup:
+            yield f"local SGD begins after {start} steps: measurements, which warm up for {warmup}, don't see it"
     if wanted and not has_baseline:
         yield f"{main.title} is the baseline itself: no speedup to measure"

@@ -14,7 +14,10 @@ from pipeline.recording.folder import RunState, newest, read_state, shown
 LATEST = "latest"
 """The run of this experiment that began last."""
 
-_HOW_NOT_WHAT = ("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint.")
+_HOW_NOT_WHAT = (
+    *("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint."),
+    *("train.compile", "train.activation_checkpointing"),
+)
 """Parts of an experiment that don't decide what is trained: they may change between two attempts."""
 _STEP = "train.global_batch_size"
 _DEALT_ANEW = (

@@ -2,12 +2,16 @@
 
 import os
 import platform
+import shutil
 import socket
+import sys
 from pathlib import Path
 
 import psutil
 
 from pipeline.config.values import Frozen
+
+_COMPILER = "clang++" if sys.platform == "darwin" else "g++"
 
 
 class Resources(Frozen):
@@ -22,6 +26,9 @@ class Resources(Frozen):
     processor: str = ""
     nodes: int = 1
     """Machines that these are the sum of."""
+    has_compiler: bool = True
+    """Whether there is the C++ compiler that torch.compile takes on CPU; unknown of other machines, which say so later.
+    """
 
     @property
     def summary(self) -> str:
@@ -39,6 +46,7 @@ def detect() -> Resources:
         gpus=_gpus(),
         node=socket.gethostname(),
         processor=_processor(),
+        has_compiler=shutil.which(os.environ.get("CXX") or _COMPILER) is not None,
     )
 
 

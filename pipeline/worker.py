@@ -32,7 +32,7 @@ from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingEr
 from pipeline.events import AnyEvent, BatchSizesFound, Failed, Finished, Outbox, event_to_json
 from pipeline.sigterm import end_after, on_sigterm
 from pipeline.system_metrics import SystemSampler
-from pipeline.training import batch_size
+from pipeline.training import batch_size, compilation
 from pipeline.training.loop import train
 from pipeline.training.order import mix
 from pipeline.training.watch import Watch, end_process
@@ -93,7 +93,8 @@ def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | Batc
     if trial.role == "tuning":
         sizes = batch_size.find(trial, rank=rank)
         return BatchSizesFound(time=time.time(), trial=trial.name, sizes=sizes)
-    result = train(trial, rank=rank, outbox=outbox)
+    with compilation.explained(trial.experiment.train.compiling):
+        result = train(trial, rank=rank, outbox=outbox)
     return Finished(time=time.time(), trial=trial.name, result=result)
 
 

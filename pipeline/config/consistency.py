@@ -40,6 +40,7 @@ def contradictions(experiment: Experiment) -> list[Problem]:
             Problem("checkpoint.best", f"is {experiment.checkpoint.best}, which isn't measured; choose one of {known}")
         )
     problems += _only_for_ray(parallel)
+    problems += _against_local_sgd(experiment)
     for i, entry in enumerate(experiment.compare):
         if train.global_batch_size < (entry.workers or 1):
             problems.append(
@@ -78,6 +79,20 @@ def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
     for name, key in (("CPU", "cpus_per_worker"), ("GPU", "gpus_per_worker")):
         if name in parallel.resources_per_worker:
             yield Problem(f"parallel.resources_per_worker.{name}", f"is not a custom resource; write parallel.{key}")
+
+
+def _against_local_sgd(experiment: Experiment) -> Iterator[Problem]:
+    """What needs the same weights on all workers after each step."""
+    train, entries = experiment.train, enumerate(experiment.compare)
+    options = {"parallel": experiment.parallel.options, **{f"compare[{i}]": entry.options for i, entry in entries}}
+    for key in (key for key, given in options.items() if given.get("local_sgd_period") is not None):
+        where = f"{key}.options.local_sgd_period"
+        if train.averaging is not None:
+            yield Problem(where, "lets each worker have its own weights, which train.ema can't average; remove one")
+        if train.on_nonfinite == "skip":
+            yield Problem(where, "lets each worker step by itself, so they can't skip steps together; write stop")
+        if train.precision == "fp16":
+            yield Problem(where, "lets each worker step by itself, and with fp16 skip others; use precision: bf16")
 
 
 def _is_reported(metric: str, experiment: Experiment) -> bool:

@@ -172,8 +172,9 @@ def _figures(values: Mapping[str, float]) -> Iterator[str]:
 def _finished(event: Finished) -> str:
     result, ready = event.result, event.time_to_first_step_s
     figures = _figures({**result.metrics, _THROUGHPUT: result.samples_per_second.median})
+    compiled = [] if result.compile_s is None else [f"compiled in {result.compile_s:.1f} s"]
     first = [] if ready is None else [f"first step after {ready:.1f} s"]
-    return ", ".join([f"done, {result.steps:,} steps", *figures, *first])
+    return ", ".join([f"done, {result.steps:,} steps", *figures, *compiled, *first])
 
 
 class Printable(Protocol):

@@ -82,6 +82,7 @@ def figures(event: Finished) -> Iterator[Point]:
         "time/exposed_communication_ms": result.parts.exposed_communication_ms,
         "time/data_wait_ms": result.parts.data_wait_ms,
         "time/rest_ms": result.parts.rest_ms,
+        "time/compile_s": result.compile_s,
         "time_to_first_step_s": event.time_to_first_step_s,
         "memory/peak_mb": max(result.peak_memory_mb, default=None),
         "gpu_utilization": min(result.gpu_utilization, default=None),

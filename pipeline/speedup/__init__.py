@@ -70,6 +70,7 @@ class Row(Frozen):
     coupling: tuple[str, ...] = ()
     time_to_first_step_s: float | None = None
     """Seconds from the launch to the end of the first step."""
+    compile_s: float | None = None
     losses: tuple[float, ...] = ()
     largest_loss_difference: float | None = None
     """From the baseline's loss in the same step, relative to it where it is above 1; None for other global batches."""
@@ -101,7 +102,16 @@ class Row(Frozen):
             loss_tolerance=LOSS_TOLERANCE[trial.experiment.train.precision],
             **trial.model_dump(include={"role", "strategy", "options", "workers", "device", "scaling"}),
             **results[0].model_dump(
-                include={"steps", "held", "gradient_mb", "unused_parameters", "coupling", "losses", "metrics"}
+                include={
+                    "steps",
+                    "held",
+                    "compile_s",
+                    "gradient_mb",
+                    "unused_parameters",
+                    "coupling",
+                    "losses",
+                    "metrics",
+                }
             ),
         )
 

@@ -43,6 +43,8 @@ class CellRecord(Frozen):
     peak_memory_mb: tuple[float, ...] | None = None
     """Of each device."""
     time_to_first_step_s: float | None = None
+    compile_s: float | None = None
+    """Seconds that torch.compile took; in no other figure but the time to the first step."""
     largest_loss_difference: float | None = None
     title: str
     role: Role
@@ -68,7 +70,7 @@ class CellRecord(Frozen):
             gpu_utilization=entry.gpu_utilization or None,
             **shared,
             **_relative(entry),
-            **entry.model_dump(include={"role", "peak_memory_mb", "time_to_first_step_s"}),
+            **entry.model_dump(include={"role", "peak_memory_mb", "time_to_first_step_s", "compile_s"}),
             **entry.parts.model_dump(
                 include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms", "ranks_ms"}
             ),

@@ -77,8 +77,10 @@ def _reasons(row: Row, baseline: Row) -> str:
     statistics = [kind for kind in row.coupling if "Dropout" not in kind]
     reasons = [f"{kind} uses each worker's share of the batch" for kind in statistics]
     hook = row.options.get("communication_hook", "none")
+    local = row.options.get("local_sgd_period")
+    apart = [f"with local_sgd_period: {local} workers train apart in between"] if local else []
     rounding = [] if hook == "none" else [f"communication_hook: {hook} rounds the gradients"]
-    return ", ".join([*reasons, *(f"{kind} draws in each worker by itself" for kind in masks), *rounding])
+    return ", ".join([*reasons, *(f"{kind} draws in each worker by itself" for kind in masks), *rounding, *apart])
 
 
 def _has_all_cores(row: Row, main: Row) -> bool:

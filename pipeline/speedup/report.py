@@ -75,7 +75,8 @@ class Report(Frozen):
             hardware=hardware,
         )
         left_out = (f"{trial} did not finish; it is left out." for trial in missing)
-        return report.model_copy(update={"remarks": (*left_out, *remarks(rows, main=report.main))})
+        extras = (f"All of it with {extra}." for extra in next(iter(once.values())).experiment.train.extras)
+        return report.model_copy(update={"remarks": (*left_out, *remarks(rows, main=report.main), *extras)})
 
     @property
     def is_comparison(self) -> bool:

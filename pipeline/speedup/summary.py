@@ -37,6 +37,8 @@ def outcome(row: Row) -> str:
     parts = [f"{name} {value:.4g}" for name, value in reached.items()]
     if row.time_to_first_step_s is not None:
         parts.append(f"first step after {row.time_to_first_step_s:.1f} s")
+    if row.compile_s is not None:
+        parts.append(f"compiled in {row.compile_s:.1f} s")
     if row.peak_memory_mb:
         parts.append(f"peak memory {low_to_high(row.peak_memory_mb)} MB")
     return ", ".join(parts)

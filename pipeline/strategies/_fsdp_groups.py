@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from pipeline.blocks import repeated
 from pipeline.errors import ExperimentError
 
 _KEY = "parallel.options.groups"
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 Groups = Mapping[str, nn.Module]
 """Modules by their names in the model, outer ones first; what they leave belongs to the group of the model itself."""
@@ -21,7 +21,7 @@ def choose(model: nn.Module, wanted: str | tuple[str, ...]) -> Groups:
         ExperimentError: the model has no such class, or its parameters can't be sharded in these groups.
     """
     if wanted == "auto":
-        found = _repeated(model)
+        found = repeated(model)
     else:
         classes = () if wanted == "none" else (wanted,) if isinstance(wanted, str) else wanted
         found = {name for kind in classes for name in _of_class(model, kind)}
@@ -37,20 +37,6 @@ def describe(groups: Groups) -> str:
     return ", ".join([*kinds, "the rest"]) if kinds else "all in one"
 
 
-def _repeated(model: nn.Module) -> set[str]:
-    """Names of the instances of the class that, repeated in lists or sequences, holds the most parameters."""
-    kinds: dict[type, dict[str, nn.Module]] = {}
-    for place, container in model.named_modules():
-        if not isinstance(container, _CONTAINERS):
-            continue
-        for name, child in container.named_children():
-            if not isinstance(child, _CONTAINERS) and _size(child):
-                kinds.setdefault(type(child), {})[f"{place}.{name}" if place else name] = child
-    repeated = [modules for modules in kinds.values() if len(modules) > 1]
-    largest: dict[str, nn.Module] = max(repeated, key=lambda modules: sum(map(_size, modules.values())), default={})
-    return set(largest)
-
-
 def _of_class(model: nn.Module, wanted: str) -> set[str]:
     found = {name: module for name, module in model.named_modules() if type(module).__name__ == wanted and name}
     if not found:
@@ -59,10 +45,6 @@ def _of_class(model: nn.Module, wanted: str) -> set[str]:
     if any(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in found.values()):
         raise ExperimentError.of(_KEY, f"{wanted} is never called itself; name the class of what is in it")
     return set(found)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _check(model: nn.Module, groups: Groups) -> None:

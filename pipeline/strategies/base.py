@@ -1,7 +1,7 @@
 """What a strategy is: where a trial's processes and devices are, and how gradients are brought together."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
@@ -60,6 +60,10 @@ class Strategy(ABC):
             ExperimentError: the model can't be spread in this way.
         """
 
+    def compiled(self, wrapped: nn.Module, model: nn.Module) -> Sequence[nn.Module]:
+        """The modules of a wrapped model whose forward passes can be compiled, each as a whole."""
+        return [model]
+
     def describe(self) -> str:
         """How the model was cut, in words; empty if every process has all of it."""
         return ""
@@ -79,6 +83,24 @@ class Strategy(ABC):
         What they compute may be meaningless. A rank may fail in it, as far as memory goes, without the others waiting.
         """
         return self.accumulate(wrapped)
+
+    def after_step(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do then)
+        """The optimizer has taken a step, or left one out. Collective."""
+
+    def go_on(self, *, steps: int) -> None:  # noqa: B027 (most don't count)
+        """So many steps have been taken, in this process or before."""
+
+    @property
+    def diverges(self) -> bool:
+        """Whether each rank has weights, and a state of the optimizer, of its own at the moment."""
+        return False
+
+    def consensus(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which all ranks have the same weights, if they differ.
+
+        Afterwards each has its own again. Collective.
+        """
+        return nullcontext()
 
     def memory(self) -> Mapping[str, Any] | None:
         """What this rank's strategy itself carries from step to step: numbers, texts, tensors; None: nothing.

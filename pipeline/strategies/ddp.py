@@ -3,7 +3,7 @@
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal, cast
 
@@ -13,12 +13,14 @@ from pydantic import Field
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from pipeline.config.values import Frozen
+from pipeline.config.values import Frozen, NotNegative
 from pipeline.strategies import base
+from pipeline.strategies._local_sgd import LocalSGD
 
 
 class Options(Frozen):
@@ -40,6 +42,10 @@ class Options(Frozen):
     """Rank of powersgd's factors: more is closer to the gradient and slower."""
     powersgd_start_step: Annotated[int, Field(ge=2)] = 3  # torch refuses less; 3 is the default of measure.warmup_steps
     """Steps that send whole gradients before powersgd begins; more of them keep more of the accuracy."""
+    local_sgd_period: Annotated[int, Field(ge=2)] | None = None
+    """Post-local SGD: each worker steps with its own gradients, and the weights are averaged after so many steps."""
+    local_sgd_start_step: NotNegative | None = None
+    """Steps that exchange gradients as usual before local SGD begins; needed with local_sgd_period."""
 
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -53,6 +59,7 @@ class Strategy(base.Strategy):
     needs_process_group = True
     _knows_graph = False
     _powersgd: PowerSGDState | None = None
+    _local: LocalSGD | None = None
 
     @override
     @classmethod
@@ -65,7 +72,7 @@ class Strategy(base.Strategy):
         changed = ddp.model_fields_set & {"powersgd_rank", "powersgd_start_step"}
         if changed and ddp.communication_hook != "powersgd":
             return f"{min(changed)} changes nothing without communication_hook: powersgd; add that, or remove it"
-        return None
+        return _refuse_local_sgd(ddp)
 
     @override
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -79,10 +86,15 @@ class Strategy(base.Strategy):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
+            # Rank 0's are evaluated and saved either way; local SGD is for links that should be left alone.
+            broadcast_buffers=options.local_sgd_period is None,
         )
         if options.communication_hook != "none":
             self._powersgd, hook = _hook(options, device=self.device)
             wrapped.register_comm_hook(self._powersgd, hook)
+        if options.local_sgd_period is not None:
+            self._local = LocalSGD(period=options.local_sgd_period, start_step=options.local_sgd_start_step or 0)
+            wrapped.register_comm_hook(self._local.hook_state, post_localSGD_hook)
         return wrapped
 
     @property
@@ -98,6 +110,29 @@ class Strategy(base.Strategy):
             self._knows_graph = True
             return nullcontext()
         return cast(AbstractContextManager[None], cast(DistributedDataParallel, wrapped).no_sync())
+
+    @override
+    def compiled(self, wrapped: nn.Module, model: nn.Module) -> Sequence[nn.Module]:
+        return [cast(nn.Module, cast(DistributedDataParallel, wrapped).module)]
+
+    @override
+    def after_step(self, model: nn.Module) -> None:
+        if self._local is not None:
+            self._local.after_step(model)
+
+    @override
+    def go_on(self, *, steps: int) -> None:
+        if self._local is not None:
+            self._local.go_on(steps=steps)
+
+    @property
+    @override
+    def diverges(self) -> bool:
+        return self._local is not None and self._local.has_begun
+
+    @override
+    def consensus(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._local.consensus(model) if self._local is not None and self.diverges else nullcontext()
 
     @override
     def memory(self) -> Mapping[str, Any] | None:
@@ -158,3 +193,13 @@ def _powersgd_in_order(state: PowerSGDState, bucket: GradBucket) -> torch.future
     done = powerSGD_hook(state, bucket)
     done.wait()
     return done
+
+
+def _refuse_local_sgd(options: Options) -> str | None:
+    period, start = options.local_sgd_period, options.local_sgd_start_step
+    if (period is None) != (start is None):
+        missing = "local_sgd_period" if period is None else "local_sgd_start_step"
+        return f"{missing} is missing; local SGD needs a period and the step that it begins at, such as 4 and 100"
+    if period is not None and options.communication_hook != "none":
+        return f"local SGD sends no gradients for communication_hook: {options.communication_hook}; remove one of them"
+    return None

@@ -5,7 +5,7 @@ dealt out again. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Tra
 1910.02054; Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
@@ -52,6 +52,7 @@ class Strategy(base.Strategy):
     shards = True
     casts = True
     _description = ""
+    _groups: Sequence[nn.Module] = ()
 
     @override
     @classmethod
@@ -64,6 +65,7 @@ class Strategy(base.Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         options = cast(Options, self.options)
         groups = choose(model, options.groups)
+        self._groups = tuple(groups.values())
         self._description = describe(groups) if self.world_size > 1 else ""
         shard = partial(
             fully_shard,
@@ -98,6 +100,11 @@ class Strategy(base.Strategy):
         module.set_custom_reduce_scatter(cast(Any, self._exchange.scatter))
         unused = cast(Options, self.options).zero_unused_gradients
         module.set_reduce_scatter_unused_params(unused, recurse=False)
+
+    @override
+    def compiled(self, wrapped: nn.Module, model: nn.Module) -> Sequence[nn.Module]:
+        # What is gathered and let go between groups can't be in the graph of a whole model.
+        return self._groups or [model]
 
     @override
     def describe(self) -> str:

@@ -12,13 +12,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipeline.contract import Held
-from pipeline.events import ArtifactSaved, FirstStep, ModelSaved, Outbox
+from pipeline.events import ArtifactSaved, FirstStep, ModelSaved, Outbox, Warned
 from pipeline.training.collective import gather
+from pipeline.training.evaluation import resulting_weights
 from pipeline.training.loader import to_device
 from pipeline.training.norms import local
 from pipeline.training.setup import Setup
 
 _WEIGHTS, _EXAMPLE = "model/weights.pt", "model/example.pt"
+MUCH = 0.2
+"""Of the averages at the end of a training."""
 
 
 def start(setup: Setup, outbox: Outbox) -> None:
@@ -36,6 +39,23 @@ def first_step(setup: Setup, outbox: Outbox) -> None:
         outbox.event(FirstStep(time=time.time(), trial=setup.trial.name))
 
 
+def compile_s(setup: Setup) -> float | None:
+    """Seconds of the rank that has spent most on compiling; None where nothing is compiled. Collective."""
+    return max(gather(setup.compiling.seconds, rank=setup.rank)) if setup.compiling is not None else None
+
+
+def averaging(setup: Setup, outbox: Outbox) -> None:
+    """Warn of averages that hardly forget the first weights in so short a training."""
+    if setup.averages is None or setup.trial.is_measurement or not setup.rank.is_first:
+        return
+    if (share := setup.averages.share_of_start(setup.total_steps)) > MUCH:
+        message = (
+            f"train.ema: after {setup.total_steps} steps {share:.0%} of the averages will still be the weights that "
+            "averaging began with; write a smaller decay"
+        )
+        outbox.event(Warned(time=time.time(), trial=setup.trial.name, message=message))
+
+
 def peak_memory_mb(setup: Setup) -> tuple[float, ...]:
     """Peak memory of each rank's devices in rank order: allocated on GPUs, resident on CPU. Collective."""
     if setup.device.type == "cuda":
@@ -51,7 +71,8 @@ def held(setup: Setup) -> Held:
     parameters = list(setup.model.parameters())
     gradients = [parameter for parameter in parameters if parameter.requires_grad]
     states = [value for state in setup.optimizer.state.values() for value in state.values()]
-    tensors = [*parameters, *gradients, *(value for value in states if isinstance(value, torch.Tensor))]
+    averages = setup.averages.tensors.values() if setup.averages is not None else ()
+    tensors = [*parameters, *gradients, *averages, *(value for value in states if isinstance(value, torch.Tensor))]
     own = sum(part.numel() * part.element_size() for part in map(local, tensors)) / 2**20
     return Held(mb=tuple(gather(own, rank=setup.rank)), cut=setup.strategy.describe())
 
@@ -76,12 +97,14 @@ def coupling_layers(model: nn.Module) -> tuple[str, ...]:
 
 def model(setup: Setup, outbox: Outbox) -> None:
     """Send the trained weights, and a small example input so that the model can be given a signature. Collective."""
-    state = setup.strategy.weights(setup.wrapped, setup.model)
-    if not setup.rank.is_first:
-        return
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
-        torch.save({name: value.cpu() for name, value in state.items()}, weights)
+        with resulting_weights(setup):
+            state = setup.strategy.weights(setup.wrapped, setup.model)
+            if setup.rank.is_first:
+                torch.save({name: value.cpu() for name, value in state.items()}, weights)
+        if not setup.rank.is_first:
+            return
         outbox.file(weights, _WEIGHTS)
         if not setup.experiment.tracking.log_model:
             return

@@ -9,6 +9,7 @@ from statistics import median
 import torch
 
 from pipeline.contract import Spread
+from pipeline.training.compilation import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,17 @@ class Clock:
 
     device: torch.device
     warmup_steps: int
+    compiling: Stopwatch | None = None
     laps: list[Lap] = field(default_factory=list)
     _steps: int = 0
     _since: float = 0.0
+    _compiled_s: float = 0.0
     _cold: Lap | None = None
 
     def resume(self) -> None:
         """Start, or go on after a pause."""
         synchronize(self.device)
+        self._compiled_s = self.compiling.seconds if self.compiling else 0.0
         self._since = time.perf_counter()
 
     @contextmanager
@@ -54,17 +58,26 @@ class Clock:
         yield
         self._since += time.perf_counter() - begin
 
-    def lap(self, *, steps: int, samples: int) -> Lap:
-        """The stretch since the last lap or resume; it counts as steady if it began after the warm-up."""
+    @property
+    def has_compiled(self) -> bool:
+        """Whether something was compiled since the last lap or resume."""
+        return self.compiling is not None and self.compiling.seconds > self._compiled_s
+
+    def lap(self, *, steps: int, samples: int, is_disturbed: bool = False) -> Lap:
+        """The stretch since the last lap or resume; it counts as steady if it began after the warm-up.
+
+        One that was ``is_disturbed``, by a compiler on any rank, doesn't count.
+        """
         synchronize(self.device)
         now = time.perf_counter()
         lap = Lap(steps, samples, now - self._since)
-        if self._steps >= self.warmup_steps:
+        if self._steps >= self.warmup_steps and not is_disturbed:
             self.laps.append(lap)
         elif not self.laps:
             self._cold = lap
         self._steps += steps
         self._since = now
+        self._compiled_s = self.compiling.seconds if self.compiling else 0.0
         return lap
 
     @property

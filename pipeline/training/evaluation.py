@@ -1,5 +1,8 @@
 """Validation that counts each sample exactly once, at any world size."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -26,9 +29,10 @@ def evaluate(setup: Setup) -> dict[str, float]:
     if setup.validation_loader is None:
         return {}
     mark(Phase.EVALUATING)
-    module = setup.strategy.evaluation_module(setup.wrapped, setup.model)
-    module.eval()
-    loss = _over_own_samples(setup, module)
+    with resulting_weights(setup):
+        module = setup.strategy.evaluation_module(setup.wrapped, setup.model)
+        module.eval()
+        loss = _over_own_samples(setup, module)
     if setup.rank.world_size > 1:
         mark(Phase.WAITING)
         dist.all_reduce(loss)
@@ -42,6 +46,19 @@ def evaluate(setup: Setup) -> dict[str, float]:
     setup.metrics.reset()
     setup.wrapped.train()
     return values
+
+
+@contextmanager
+def resulting_weights(setup: Setup) -> Iterator[None]:
+    """Inside, the model is the one that training has for its result: of averages, if there are any. Collective."""
+    with setup.strategy.consensus(setup.model):
+        if setup.averages is not None:
+            setup.averages.exchange()
+        try:
+            yield
+        finally:
+            if setup.averages is not None:
+                setup.averages.exchange()
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from pipeline.training.gauge import GpuGauge
 from pipeline.training.meter import Meter
 from pipeline.training.nonfinite import check_weights
 from pipeline.training.probe import probe, unused_parameters
+from pipeline.training.rehearsal import compile_ahead
 from pipeline.training.setup import Setup, build
 from pipeline.training.step import optimizer_step
 from pipeline.training.watch import mark, mark_step
@@ -35,10 +36,12 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
         Stopped: the driver asked for it; the newest checkpoint is of the last step.
     """
     setup = build(placed(trial, rank=rank), rank=rank)
-    clock = Clock(device=setup.device, warmup_steps=trial.experiment.measure.warmup_steps)
+    clock = Clock(device=setup.device, warmup_steps=trial.experiment.measure.warmup_steps, compiling=setup.compiling)
     meter = Meter(trial=trial, rank=rank, order=setup.order, clock=clock, gauge=GpuGauge(setup.gpus), outbox=outbox)
     keeper = Keeper(setup, meter=meter, outbox=outbox)
     announce.start(setup, outbox)
+    announce.averaging(setup, outbox)
+    compile_ahead(setup)
     with keeper:
         start = keeper.resume()
         for epoch in range(start // setup.order.steps_per_epoch, setup.epochs):
@@ -61,6 +64,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
         peak_memory_mb=memory,
         held=announce.held(setup),
         gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=rank))),
+        compile_s=announce.compile_s(setup),
         gradient_mb=announce.gradient_mb(setup.model),
         unused_parameters=unused_parameters(setup),
         coupling=announce.coupling_layers(setup.model),

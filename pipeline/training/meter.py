@@ -67,8 +67,8 @@ class Meter:
         Raises:
             TrainingError: a loss or gradient is NaN or infinite. All ranks see the same sums and raise together.
         """
-        asked = torch.full_like(self._losses[0], float(self.outbox.stop_asked))
-        own = torch.stack([*self._losses, asked])
+        flags = self._losses[0].new_tensor([self.outbox.stop_asked, self.clock.has_compiled])
+        own = torch.cat([torch.stack(self._losses), flags])
         sums = own.clone()
         if self.rank.world_size > 1:
             mark(Phase.WAITING)
@@ -76,11 +76,11 @@ class Meter:
             dist.all_gather(parts, own)
             # Not an all-reduce: its rounding would depend on how many steps are reported together.
             sums = torch.stack(parts).double().sum(0)
-        losses, self.stop_agreed = sums[:-1], bool(sums[-1])
+        losses, self.stop_agreed, has_compiled = sums[:-2], bool(sums[-2]), bool(sums[-1])
         columns = {"train/loss": losses.tolist(), "train/learning_rate": self._rates}
         if self._norms:
             columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
-        lap = self.clock.lap(steps=len(losses), samples=self._samples)
+        lap = self.clock.lap(steps=len(losses), samples=self._samples, is_disturbed=has_compiled)
         self._losses, self._norms, self._rates, self._samples = [], [], [], 0
         self.gauge.read()
         measure = self.trial.experiment.measure

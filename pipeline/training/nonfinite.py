@@ -131,8 +131,8 @@ class Finiteness:
                     f"{len(steps)} steps in a row were skipped because they were not finite: {some(steps)}. {REMEDY}"
                 )
             return
-        if self.trial.experiment.train.precision == "fp16":
-            norms = ()  # the scaler finds its scale by making gradients overflow
+        if self.trial.experiment.train.precision == "fp16" or self.trial.options.get("local_sgd_period"):
+            norms = ()  # the scaler finds its scale by making gradients overflow; in local SGD ranks have their own
         for index, (loss, norm) in enumerate(zip_longest(losses, norms, fillvalue=0.0)):
             if not (math.isfinite(loss) and math.isfinite(norm)) and first + index not in self.trial.left_out:
                 what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"

@@ -92,6 +92,8 @@ def _slot(setup: Setup, step: Callable[[], object], *, steps: int) -> float:
 def _without_optimizer(setup: Setup, stream: Stream, *, exchange: bool) -> None:
     gradients(setup, stream, exchange=exchange)
     setup.optimizer.zero_grad(set_to_none=True)
+    if exchange:  # where weights are exchanged instead of gradients
+        setup.strategy.after_step(setup.model)
 
 
 def one_step(stream: Stream) -> Iterator[tuple[Draw, Any]]:

@@ -19,7 +19,9 @@ from pipeline.contract import Rank, Trial
 from pipeline.events import Started
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Task
-from pipeline.training import parts, together
+from pipeline.training import compilation, parts, recomputation, together
+from pipeline.training.averages import Averages
+from pipeline.training.compilation import Stopwatch
 from pipeline.training.loader import BatchLoader, length
 from pipeline.training.order import Draw, Order
 
@@ -49,6 +51,10 @@ class Setup:
     scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler
     data_digest: str
+    compiling: Stopwatch | None = None
+    """Runs while torch.compile does; None where nothing is compiled."""
+    averages: Averages | None = None
+    """Of the weights, if they are averaged."""
 
     @property
     def experiment(self) -> Experiment:
@@ -179,7 +185,18 @@ def build(trial: Trial, *, rank: Rank) -> Setup:
     train_loader = loader(train_set)
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     model = parts.model(create, experiment, device=torch.device("cpu") if strategy.shards else device)
+    how, recomputed = experiment.train.compiling, experiment.train.activation_checkpointing
+    recomputation.apply(model, recomputed, is_compiled=how is not None)
     wrapped = strategy.wrap(model)
+    stopwatch = None
+    if how is not None:
+        stopwatch = compilation.compile_parts(
+            strategy.compiled(wrapped, model),
+            how,
+            device=device,
+            threads=trial.cpus_per_worker,
+            overlaps=not recomputed,  # torch can't cut a graph in which something is computed again
+        )
     optimizer = parts.optimizer(create, experiment, model=model)
     return Setup(
         trial=trial,
@@ -198,6 +215,8 @@ def build(trial: Trial, *, rank: Rank) -> Setup:
         scheduler=parts.scheduler(create, experiment, optimizer=optimizer, validates=validation_set is not None),
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
         data_digest=parts.digest(experiment, samples, validation_samples, train_loader.read([0])),
+        compiling=stopwatch,
+        averages=Averages(model, ema) if (ema := experiment.train.averaging) is not None else None,
     )
 
 

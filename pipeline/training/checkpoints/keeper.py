@@ -89,6 +89,7 @@ class Keeper:
         if self._setup.rank.world_size > 2 or self._setup.strategy.memory() is not None:
             resuming.settle(self._setup)
         written = Written.of(self._setup)
+        self._setup.strategy.go_on(steps=found.manifest.step)
         restore(self._setup, found.state)
         memory.hand_out(self._setup, found.state, warn=self._warn_once)
         written.put_back(self._setup, manifest=found.manifest, warn=self._warn_once)
@@ -132,9 +133,10 @@ class Keeper:
             self._tell_left_out(step)
             return
         remembered = memory.collect(self._setup)
-        if self._saver is None:
+        with self._setup.strategy.consensus(self._setup.model):
+            state = snapshot(self._setup) if self._saver is not None else None
+        if self._saver is None or state is None:
             return
-        state = snapshot(self._setup)
         values = {**state.values, **remembered.values, "meter": self._meter.state()}
         state = State({**state.tensors, **remembered.tensors}, values)
         blocked = time.perf_counter() - began

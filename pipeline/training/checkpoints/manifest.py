@@ -14,7 +14,10 @@ from pipeline.config.values import Frozen
 FILE_NAME = "manifest.json"
 VALUES = "values.json"
 """All of the state that is no tensor."""
-_ASIDE = {"name", "tracking", "compare", "measure", "checkpoint", "loader", "parallel"}
+_ASIDE: Mapping[str, Any] = {
+    **dict.fromkeys(("name", "tracking", "compare", "measure", "checkpoint", "loader", "parallel"), True),
+    "train": {"compile", "activation_checkpointing"},
+}
 _FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -101,7 +104,7 @@ def step_of(name: str) -> int | None:
 
 def trained(experiment: Experiment) -> Mapping[str, Any]:
     """The part of an experiment that decides what is trained: not how it is spread, measured, tracked or kept."""
-    return experiment.model_dump(mode="json", exclude=_ASIDE)
+    return experiment.model_dump(mode="json", exclude=dict(_ASIDE))
 
 
 def config_hash(part: Mapping[str, Any]) -> str:

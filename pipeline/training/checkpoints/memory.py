@@ -1,6 +1,7 @@
-"""What the strategy of each rank remembers by itself, such as PowerSGD's errors: gathered for a checkpoint, given back.
+"""What each rank has by itself: gathered for a checkpoint, given back.
 
-Each rank's is another one, so it means something only to as many ranks with the same options.
+That is what its strategy remembers, such as PowerSGD's errors, and where ranks step by themselves (local SGD) all of
+its state. It means something only to as many ranks with the same options.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,32 +11,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.training.checkpoints.state import State
+from pipeline.training.checkpoints.state import State, restore, view
 from pipeline.training.checkpoints.values import Json, join, split
 from pipeline.training.setup import Setup
 
-KEY = "memory"
-"""Its name in a checkpoint."""
+KEY, OWN = "memory", "own"
+"""Names in a checkpoint."""
 
 
 def collect(setup: Setup) -> State:
     """What all ranks remember, on rank 0, on the CPU; nothing elsewhere, or if nobody does. Collective."""
-    if (own := setup.strategy.memory()) is None:
+    state = view(setup) if setup.strategy.diverges else State({}, None)
+    tensors = {f"{OWN}/{name}": tensor for name, tensor in state.tensors.items()}
+    if (remembered := setup.strategy.memory()) is None and not tensors:
         return State({}, {})
-    tensors: dict[str, Tensor] = {}
-    value = split(own, name=KEY, tensors=tensors)
+    value = split(remembered, name=KEY, tensors=tensors)
     gathered: dict[str, Tensor] = {}
     for name, tensor in sorted(tensors.items()):
         parts = _gathered(tensor, setup=setup)
         gathered.update({_of(rank, name): part.to("cpu", copy=True) for rank, part in enumerate(parts)})
-    return State(gathered, {KEY: {"of": _owner(setup), "value": value}})
+    return State(gathered, {KEY: {"of": _owner(setup), "value": value, OWN: state.values}})
 
 
 def hand_out(setup: Setup, state: State, *, warn: Callable[[str], None]) -> None:
     """Give each rank its own back, or say that it begins without. Call it after a backward pass."""
-    if setup.strategy.memory() is None:
-        return
     saved: Mapping[str, Json] | None = state.values.get(KEY)
+    if setup.strategy.memory() is None and not (saved and saved.get(OWN)):
+        return
+    if saved is not None and saved.get(OWN) and saved["of"] != _owner(setup):
+        warn(
+            f"the weights of {saved['of']['workers']} workers, each of which had its own in local SGD, are averaged: "
+            "the losses won't be those of a run that wasn't interrupted"
+        )
+        return
     if saved is None or saved["of"] != _owner(setup):
         before = f"{saved['of']['workers']} workers" if saved else "a run without it"
         warn(
@@ -45,7 +53,11 @@ def hand_out(setup: Setup, state: State, *, warn: Callable[[str], None]) -> None
         return
     rank = setup.rank.rank
     tensors = {name: state.tensors.get(_of(rank, name), tensor) for name, tensor in state.tensors.items()}
-    setup.strategy.remember(join(saved["value"], tensors))
+    if (remembered := join(saved["value"], tensors)) is not None:
+        setup.strategy.remember(remembered)
+    if saved.get(OWN):
+        mine = {name.removeprefix(f"{OWN}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{OWN}/")}
+        restore(setup, State(mine, saved[OWN]))
 
 
 def _gathered(tensor: Tensor, *, setup: Setup) -> list[Tensor]:

@@ -11,8 +11,8 @@ from pipeline.training.checkpoints.catalog import Entry
 from pipeline.training.checkpoints.manifest import Manifest
 from pipeline.training.checkpoints.state import State, is_sharded
 from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.rehearsal import rehearse
 from pipeline.training.setup import Setup
-from pipeline.training.step import gradients
 
 Warn = Callable[[str], None]
 
@@ -63,14 +63,7 @@ def settle(setup: Setup) -> None:
     rounding of a sum depends on the bucket. So the first step of a resumed training gets the buckets that it would
     have had without the interruption.
     """
-    buffers = [buffer.clone() for buffer in setup.model.buffers()]  # some are in no checkpoint
-    setup.wrapped.train()
-    everything = list(setup.draws(0))
-    last = next(number for number, draw in enumerate(everything) if draw.is_last)
-    gradients(setup, setup.train_loader.batches(everything[: last + 1]))
-    setup.optimizer.zero_grad(set_to_none=True)
-    for buffer, before in zip(setup.model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
+    rehearse(setup)
 
 
 def _choose(

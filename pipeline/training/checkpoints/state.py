@@ -29,7 +29,7 @@ def snapshot(setup: Setup) -> State:
     Raises:
         ExperimentError: a part has state that can't be saved.
     """
-    state = _view(setup)
+    state = view(setup)
     tensors = state.tensors
     if is_sharded(setup) and not setup.rank.is_first:  # what is whole, such as buffers, is rank 0's
         tensors = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")}
@@ -43,16 +43,21 @@ def check(setup: Setup) -> None:
     Raises:
         ExperimentError: a part has state that can't be saved.
     """
-    _view(setup)
+    view(setup)
 
 
-def _view(setup: Setup) -> State:
-    """The state with the tensors that training goes on to change."""
+def view(setup: Setup) -> State:
+    """The state of one rank, with the tensors that training goes on to change.
+
+    Raises:
+        ExperimentError: a part has state that can't be saved.
+    """
     parts = {
         "model": setup.model.state_dict(),
         "optimizer": _named(setup),
         "scheduler": setup.scheduler.state_dict() if setup.scheduler is not None else None,
         "scaler": setup.scaler.state_dict(),
+        "averages": dict(setup.averages.tensors) if setup.averages is not None else None,
     }
     tensors: dict[str, Tensor] = {}
     values = {name: split(part, name=name, tensors=tensors) for name, part in parts.items()}
@@ -74,6 +79,8 @@ def restore(setup: Setup, state: State) -> None:
         _load("scheduler", setup.scheduler, parts["scheduler"])
     if setup.scaler.is_enabled() and parts["scaler"]:
         _load("scaler", setup.scaler, parts["scaler"])
+    if setup.averages is not None:
+        setup.averages.load(parts.get("averages") or setup.model.state_dict())  # of before it was allowed to change
 
 
 def is_sharded(setup: Setup) -> bool:
@@ -129,7 +136,7 @@ def empty_like(setup: Setup, shapes: Mapping[str, tuple[torch.Size, torch.dtype]
     parameters = dict(setup.model.named_parameters())
 
     def place(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        owner = parameters.get(name.split("/")[1 if name.startswith("model/") else 2])
+        owner = parameters.get(name.split("/")[1 if name.startswith(("model/", "averages/")) else 2])
         if owner is not None and hasattr(owner, "device_mesh") and owner.size() == size:
             return torch.empty_like(owner, dtype=dtype)
         return torch.empty(size, dtype=dtype)

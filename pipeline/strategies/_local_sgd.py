@@ -1,0 +1,73 @@
+"""Post-local SGD: workers step by themselves and average their weights now and then, for links that are slow.
+
+Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", arXiv 1808.07217. Until it begins, gradients are
+averaged in each step, which the paper found to matter. Each worker's optimizer keeps its own state.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+
+class LocalSGD:
+    """Counts steps; torch's hook, which leaves gradients alone once it has begun, follows that count."""
+
+    def __init__(self, *, period: int, start_step: int) -> None:
+        self._period = period
+        self._start_step = start_step
+        self._steps = 0
+        self.hook_state = PostLocalSGDState(  # type: ignore[no-untyped-call]
+            process_group=None, subgroup=None, start_localSGD_iter=start_step, post_local_gradient_allreduce=False
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether ranks may have weights, or a state of the optimizer, of their own."""
+        return self._steps > self._start_step
+
+    def go_on(self, *, steps: int) -> None:
+        """So many steps have been taken."""
+        self._steps = steps
+        self.hook_state.iter = steps  # torch counts backward passes, of which there are more
+
+    def after_step(self, model: nn.Module) -> None:
+        """Average the weights if it is time to. Collective."""
+        self.go_on(steps=self._steps + 1)
+        if self.has_begun and (self._steps - self._start_step) % self._period == 0:
+            average(model)
+
+    @contextmanager
+    def consensus(self, model: nn.Module) -> Iterator[None]:
+        """The average of all ranks' weights, for a while. Collective."""
+        own = [parameter.detach().clone() for parameter in _trained(model)]
+        average(model)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(_trained(model), own)
+
+
+@torch.no_grad()
+def average(model: nn.Module) -> None:
+    """Put the mean over all ranks in the place of each trained parameter. Collective.
+
+    Not by torch's average_parameters, which gives parameters other memory (CUDA graphs are recorded on the old one) and
+    passes over those without gradient, which may be others on each rank.
+    """
+    parameters = _trained(model)
+    for kind in dict.fromkeys((one.dtype, one.device) for one in parameters):
+        chosen = [one for one in parameters if (one.dtype, one.device) == kind]
+        flat = torch.cat([one.reshape(-1) for one in chosen])
+        flat /= dist.get_world_size()  # before it is added up, as in DistributedDataParallel
+        dist.all_reduce(flat)
+        parts = torch.split(flat, [one.numel() for one in chosen])
+        torch._foreach_copy_(chosen, [part.view_as(one) for part, one in zip(parts, chosen, strict=True)])
+
+
+def _trained(model: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

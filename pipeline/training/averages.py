@@ -1,0 +1,67 @@
+"""The exponential moving average of the weights."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from pipeline.config.toolbox import Ema
+from pipeline.training.norms import local
+
+
+class Averages:
+    """Averages of a model's floating-point parameters and of its layers' running statistics.
+
+    Other buffers, such as masks, are the model's own. The arithmetic is torch's; its AveragedModel, which copies the
+    model, would make the host wait for the device in each step, and can't copy a sharded one.
+    """
+
+    def __init__(self, model: nn.Module, ema: Ema) -> None:
+        self._ema = ema
+        self._update = get_ema_multi_avg_fn(ema.decay)  # type: ignore[no-untyped-call]
+        self._averaged = dict(_averaged(model))
+        self.tensors: Mapping[str, Tensor] = {name: own.detach().clone() for name, own in self._averaged.items()}
+        """By their names in the model, sharded as they are there."""
+
+    @torch.no_grad()
+    def update(self, *, step: int) -> None:
+        """Take in the weights after a step, counted from 0; the first of them are copied."""
+        if not self._averaged:
+            return
+        averages, own = ([local(one) for one in group.values()] for group in (self.tensors, self._averaged))
+        if step < max(1, self._ema.start_step):
+            torch._foreach_copy_(averages, own)
+        else:
+            for kind in dict.fromkeys((one.dtype, one.device) for one in own):
+                chosen = [pair for pair in zip(averages, own, strict=True) if (pair[1].dtype, pair[1].device) == kind]
+                self._update([pair[0] for pair in chosen], [pair[1] for pair in chosen], 0)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Put the averages in the model's place, and what it had in theirs; a second time undoes it."""
+        for name, own in self._averaged.items():
+            average = local(self.tensors[name])
+            kept = average.clone()
+            average.copy_(local(own))
+            local(own).copy_(kept)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from averages that were saved."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(tensors[name])
+
+    def share_of_start(self, steps: int) -> float:
+        """How much of the averages after that many steps is the first weights that they took in."""
+        return float(self._ema.decay ** max(0, steps - max(1, self._ema.start_step)))
+
+
+def _averaged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, own) for name, own in model.named_parameters() if own.is_floating_point())
+    for place, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            for name in ("running_mean", "running_var"):
+                if (statistic := getattr(module, name)) is not None:
+                    yield f"{place}.{name}" if place else name, statistic

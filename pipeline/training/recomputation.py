@@ -1,0 +1,133 @@
+"""Activation checkpointing: modules that forget their activations, and compute them again in the backward pass.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. torch.utils.checkpoint does it, and
+draws the same dropout masks again. A module keeps its name, its place and the name of its class, so that checkpoints,
+strategies and loops over modules see the same model with and without.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.blocks import repeated
+from pipeline.config.nearest import did_you_mean
+from pipeline.config.toolbox import Patterns
+from pipeline.errors import ExperimentError
+
+_KEY = "train.activation_checkpointing"
+
+
+def apply(model: nn.Module, wanted: Patterns, *, is_compiled: bool) -> tuple[str, ...]:
+    """Let modules of a model compute their activations twice; returns their names.
+
+    Args:
+        model: changed in place.
+        wanted: see `pipeline.config.schema.Train.activation_checkpointing`.
+        is_compiled: whether the model will be compiled; the compiler then keeps buffers from being changed twice.
+
+    Raises:
+        ExperimentError: the model has no such module, or one that can't be computed twice.
+    """
+    names = choose(model, wanted)
+    for name in names:
+        module = model.get_submodule(name)
+        if is_compiled and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
+            message = f"{name} has batch statistics, which a compiled model would count twice; remove train.compile"
+            raise ExperimentError.of(_KEY, message)
+        module.__class__ = _recomputing(type(module), is_compiled=is_compiled)  # type: ignore[arg-type]
+    return names
+
+
+def choose(model: nn.Module, wanted: Patterns) -> tuple[str, ...]:
+    """Names of the outermost modules that are wanted.
+
+    Raises:
+        ExperimentError: there is none for some pattern, or one that is never called itself.
+    """
+    if wanted is False:
+        return ()
+    patterns = (wanted,) if isinstance(wanted, str) else () if wanted is True else wanted
+    modules = {name: module for name, module in model.named_modules() if name}
+    found = repeated(model) if wanted is True else {name for one in patterns for name in _matching(one, modules)}
+    if not found:
+        raise ExperimentError.of(_KEY, f"true finds no blocks that the model repeats; name modules: {_some(modules)}")
+    for name in found:
+        if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
+            raise ExperimentError.of(_KEY, f"{name} is a list that is never called itself; write {name}.*")
+    return tuple(name for name in modules if name in found and not _is_inside(name, found))
+
+
+def _matching(pattern: str, names: Iterator[str] | dict[str, nn.Module]) -> list[str]:
+    parts = pattern.split(".")
+    found = [
+        name for name in names if len(split := name.split(".")) == len(parts) and all(map(fnmatchcase, split, parts))
+    ]
+    if not found:
+        hint = did_you_mean(pattern, names) or f"; it has {_some(names)}"
+        raise ExperimentError.of(_KEY, f"the model has no module {pattern}{hint}")
+    return found
+
+
+def _some(names: Iterator[str] | dict[str, nn.Module]) -> str:
+    known = list(names)
+    return ", ".join(known[:8]) + (" ..." if len(known) > 8 else "")
+
+
+def _is_inside(name: str, others: set[str]) -> bool:
+    """Whether it is computed again with another one anyway."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in others for end in range(1, len(parts)))
+
+
+@cache
+def _recomputing(kind: type[nn.Module], *, is_compiled: bool) -> type[nn.Module]:
+    """The class whose forward pass keeps its inputs only."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            return kind.forward(self, *args, **kwargs)
+
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        if is_compiled:  # torch.compile takes no such context, and changes buffers once of itself
+            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), _again(self)
+
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    body = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), body)
+
+
+@contextmanager
+def _again(module: nn.Module) -> Iterator[None]:
+    """Around the second computation, which must not count batch statistics once more.
+
+    Raises:
+        ExperimentError: it has changed a buffer all the same.
+    """
+    norms = [norm for norm in module.modules() if isinstance(norm, _NormBase)]
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    counted = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    before = {id(buffer): buffer._version for buffer in module.buffers() if id(buffer) not in counted}
+    for norm, (_, count) in zip(norms, kept, strict=True):
+        norm.momentum = 0.0  # leaves the statistics as they are; without them, other tensors would be saved
+        norm.num_batches_tracked = None if count is None else count.clone()
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
+        for name, buffer in module.named_buffers():
+            if buffer._version != before.get(id(buffer), buffer._version):
+                message = f"a forward pass of {type(module).__name__} changes its buffer {name}, and there would be two"
+                raise ExperimentError.of(_KEY, f"{message}; name modules without it")
