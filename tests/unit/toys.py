@@ -334,3 +334,54 @@ class NamedTask:
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
         outputs = model(batch["x"])
         return StepOutput((outputs - batch["y"]).pow(2).mean(), outputs, batch["y"])
+
+
+class Branches(nn.Module):
+    """Blocks in a list, each with dropout, batch statistics and a buffer that is no statistic."""
+
+    def __init__(self, depth: int = 3, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.blocks = nn.ModuleList(_Branch(width) for _ in range(depth))
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        outputs: Tensor = self.last(hidden)
+        return outputs
+
+
+class _Branch(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.norm = nn.BatchNorm1d(4 * width)
+        self.dropout = nn.Dropout(0.3)
+        self.down = nn.Linear(4 * width, width)
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        outputs: Tensor = self.down(self.dropout(self.norm(self.up(hidden)).relu()))
+        return outputs
+
+
+class Counting(nn.Module):
+    """Changes a buffer of its own in each forward pass."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        outputs: Tensor = self.layer(inputs).relu().exp()
+        return outputs
+
+
+def counting_net() -> nn.Module:
+    return nn.Sequential(Counting(), nn.Linear(1, 1))

@@ -1,0 +1,168 @@
+"""Activation checkpointing: the same training bit for bit, from fewer bytes that wait for the backward pass."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import torch
+import toys
+from torch import nn
+
+from pipeline.blocks import repeated
+from pipeline.contract import Rank
+from pipeline.errors import ExperimentError
+from pipeline.events import Resumed
+from pipeline.models import GPT, resnet18
+from pipeline.training import loop
+from pipeline.training.loop import train
+from pipeline.training.recomputation import apply, choose
+
+MODEL = {"_target_": "toys.Branches"}
+SGD = {"_target_": "torch.optim.SGD", "lr": 0.005}
+
+
+def trained(wanted: Any, **sections: Any) -> toys.Kept:
+    train_ = {"activation_checkpointing": wanted, "precision": "fp32", **sections.pop("train", {})}
+    return toys.trained(model=MODEL, optimizer=SGD, train=train_, **sections)[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unmeasured() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(unmeasured: None) -> toys.Kept:
+    return trained(False)
+
+
+@pytest.mark.parametrize("wanted", [True, "blocks.*", ["first", "blocks.1"], ["blocks.0", "blocks.*.up"]])
+def test_losses_weights_and_statistics_are_the_same_to_the_bit(plain: toys.Kept, wanted: Any) -> None:
+    outbox = trained(wanted)
+
+    assert outbox.series("train/loss") == plain.series("train/loss")
+    assert outbox.series("validation/loss") == plain.series("validation/loss")  # which uses the running statistics
+    for name, weights in plain.files["model/weights.pt"].items():
+        assert torch.equal(outbox.files["model/weights.pt"][name], weights), name
+
+
+def test_with_accumulation_and_bf16_too() -> None:
+    for more in ({"gradient_accumulation": 2}, {"precision": "bf16"}):
+        assert trained(True, train=more).series("train/loss") == trained(False, train=more).series("train/loss")
+
+
+def saved(model: nn.Module) -> int:
+    """Bytes that a forward pass keeps for the backward pass, parameters aside."""
+    kept: dict[int, int] = {}
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = model(torch.randn(128, 3))
+    assert outputs.requires_grad
+    return sum(kept.values())
+
+
+def test_less_waits_for_the_backward_pass() -> None:
+    """Of each block its input, 64 numbers a sample, instead of four times 256 and more."""
+    model, recomputed = (toys.Branches(depth=8, width=64) for _ in range(2))
+    apply(recomputed, True, is_compiled=False)
+
+    assert saved(recomputed) < 0.2 * saved(model)
+
+
+def test_evaluation_computes_once() -> None:
+    model, calls = toys.Branches(), []
+    apply(model, True, is_compiled=False)
+    model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        model.eval()(torch.randn(2, 3))
+    assert len(calls) == 1
+    model.train()(torch.randn(2, 3)).sum().backward()
+    assert len(calls) == 3
+
+
+def test_the_model_keeps_its_names_and_classes() -> None:
+    model = toys.Branches()
+    names, kinds = list(model.state_dict()), [type(module).__name__ for module in model.modules()]
+    parameters, blocks = [name for name, _ in model.named_parameters()], repeated(model)
+    apply(model, ["blocks.1"], is_compiled=False)
+
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_parameters()] == parameters
+    assert [type(module).__name__ for module in model.modules()] == kinds
+    assert isinstance(model.blocks[1], toys._Branch)
+    assert repeated(model) == blocks  # what fsdp shards together
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("wanted", "names"),
+        [
+            (False, ()),
+            (True, ("blocks.0", "blocks.1", "blocks.2")),
+            ("first", ("first",)),
+            ("blocks.*", ("blocks.0", "blocks.1", "blocks.2")),
+            ("blocks.[02]", ("blocks.0", "blocks.2")),
+            ("*.*.up", ("blocks.0.up", "blocks.1.up", "blocks.2.up")),
+            (("blocks.1", "blocks.*.up"), ("blocks.0.up", "blocks.1", "blocks.2.up")),
+        ],
+    )
+    def test_is_of_the_outermost_modules(self, wanted: Any, names: tuple[str, ...]) -> None:
+        assert choose(toys.Branches(), wanted) == names
+
+    def test_finds_the_blocks_of_our_models(self) -> None:
+        gpt = GPT(9, context_length=4, width=8, depth=2, heads=2)
+        assert choose(gpt, True) == ("blocks.0", "blocks.1")
+        assert choose(resnet18(num_classes=2), True)[0].startswith("layer")
+
+    @pytest.mark.parametrize(
+        ("wanted", "message"),
+        [
+            ("block.*", r"the model has no module block\.\*; did you mean blocks\.\d\?"),
+            (("first", "encoder"), "the model has no module encoder; it has first, blocks, blocks.0"),
+            ("blocks", r"blocks is a list that is never called itself; write blocks\.\*"),
+        ],
+    )
+    def test_of_what_is_not_there_is_refused(self, wanted: Any, message: str) -> None:
+        with pytest.raises(ExperimentError, match=message) as error:
+            choose(toys.Branches(), wanted)
+        assert [problem.key for problem in error.value.problems] == ["train.activation_checkpointing"]
+
+    def test_of_repeated_blocks_where_nothing_repeats_is_refused(self) -> None:
+        with pytest.raises(ExperimentError, match="true finds no blocks that the model repeats; name modules: 0, 1"):
+            choose(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), True)
+
+
+def test_a_module_whose_buffer_would_be_changed_twice_is_refused() -> None:
+    with pytest.raises(ExperimentError, match="Counting changes its buffer calls, and there would be two"):
+        toys.trained(model={"_target_": "toys.counting_net"}, train={"activation_checkpointing": "0"})
+
+
+def test_batch_statistics_in_a_compiled_model_are_refused() -> None:
+    with pytest.raises(ExperimentError, match="blocks.0 has batch statistics.*remove train.compile"):
+        apply(toys.Branches(), True, is_compiled=True)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["with to without", "without to with"])
+def test_a_checkpoint_loads_with_and_without(plain: toys.Kept, tmp_path: Path, first: bool) -> None:
+    def run(*, wanted: bool, epochs: int, resume: bool) -> toys.Kept:
+        settings = {"activation_checkpointing": wanted, "precision": "fp32", "epochs": epochs}
+        trial = toys.trial(model=MODEL, optimizer=SGD, train=settings)
+        outbox = toys.Kept()
+        train(trial.model_copy(update={"checkpoints": str(tmp_path), "resume": resume}), rank=Rank(), outbox=outbox)
+        return outbox
+
+    run(wanted=first, epochs=1, resume=False)
+    outbox = run(wanted=not first, epochs=2, resume=True)
+
+    assert [event.step for event in outbox.events if isinstance(event, Resumed)] == [3]
+    assert outbox.series("train/loss") == plain.series("train/loss")  # the first steps are told again
