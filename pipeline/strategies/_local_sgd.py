@@ -42,14 +42,19 @@ class LocalSGD:
 
     @contextmanager
     def consensus(self, model: nn.Module) -> Iterator[None]:
-        """The average of all ranks' weights, for a while. Collective."""
-        own = [parameter.detach().clone() for parameter in _trained(model)]
+        """The average of all ranks' weights, for a while. Buffers, too, are as before afterwards.
+
+        Collective.
+        """
+        changed = [*_trained(model), *model.buffers()]
+        own = [tensor.detach().clone() for tensor in changed]
         average(model)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(_trained(model), own)
+                for tensor, before in zip(changed, own, strict=True):
+                    tensor.copy_(before)
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ class Strategy(base.Strategy):
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
             # Rank 0's are evaluated and saved either way; local SGD is for links that should be left alone.
-            broadcast_buffers=options.local_sgd_period is None,
+            forward_sync_buffers=options.local_sgd_period is None,
         )
         if options.communication_hook != "none":
             self._powersgd, hook = _hook(options, device=self.device)

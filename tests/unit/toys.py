@@ -385,3 +385,15 @@ class Counting(nn.Module):
 
 def counting_net() -> nn.Module:
     return nn.Sequential(Counting(), nn.Linear(1, 1))
+
+
+class Breaking(nn.Module):
+    """Decides by a value that a compiler doesn't know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs)
+        return -outputs if outputs.sum().item() > 0 else outputs

@@ -1,0 +1,164 @@
+"""The lines of YAML of docs/toolbox.md: what they may be, what is said about them, and what is refused up front."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import toys
+
+from pipeline import resources
+from pipeline.config.load import load
+from pipeline.config.schema import Experiment
+from pipeline.config.toolbox import Compile, Ema
+from pipeline.contract import Trial
+from pipeline.errors import ExperimentError, ResourceError
+from pipeline.outline import describe
+from pipeline.plan import Plan, make_plan
+from pipeline.recording.console import _finished
+from pipeline.recording.mlflow_entities import figures
+from pipeline.resources import Resources
+from pipeline.speedup.report import Report
+from pipeline.training.checkpoints.manifest import trained
+
+LAPTOP = Resources(cpus=4, memory_mb=16384)
+SERVER = Resources(cpus=8, memory_mb=16384, gpus=("H200",) * 2)
+ALL = {"compile": {"dynamic": True}, "activation_checkpointing": "blocks.*", "ema": {"decay": 0.9, "start_step": 5}}
+
+
+def plan(machine: Resources = LAPTOP, *, parallel: dict[str, Any] | None = None, **train: Any) -> Plan:
+    sections = {"parallel": parallel} if parallel else {}
+    return make_plan(toys.experiment(train=train, **sections), machine)
+
+
+@pytest.mark.parametrize(
+    ("written", "compiling"),
+    [
+        (False, None),
+        (True, Compile()),
+        ({}, Compile(mode="default", dynamic=False, fullgraph=False)),
+        ({"mode": "max-autotune", "fullgraph": True}, Compile(mode="max-autotune", fullgraph=True)),
+    ],
+)
+def test_compile_is_yes_no_or_how(written: Any, compiling: Compile | None) -> None:
+    experiment = toys.experiment(train={"compile": written})
+    assert experiment.train.compiling == compiling
+    assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
+
+
+@pytest.mark.parametrize(
+    ("written", "averaging"), [(False, None), (True, Ema()), ({"decay": 0.9}, Ema(decay=0.9, start_step=0))]
+)
+def test_ema_is_yes_no_or_how(written: Any, averaging: Ema | None) -> None:
+    assert toys.experiment(train={"ema": written}).train.averaging == averaging
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train.compile={mode: fast}", "train.compile.mode: .*'fast'.*reduce-overhead"),
+        ("train.compile={mod: default}", "train.compile.mod: unknown key; did you mean mode"),
+        ("train.ema={decay: 1.0}", "train.ema.decay: .*less than 1"),
+        ("train.ema={decay: -0.5}", "train.ema.decay: .*greater than 0"),
+        ("train.activation_checkpointing=3", "train.activation_checkpointing: is 3"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_key(project: Path, line: str, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        load(str(project / "lab.yaml"), [line])
+
+
+class TestThePlan:
+    def test_says_what_is_on(self) -> None:
+        planned = plan(**ALL)
+        text = describe(planned, steps_per_epoch=3, train_samples=22, validation_samples=10)
+
+        assert (
+            "training     torch.compile (default, dynamic), activation checkpointing of blocks.*, EMA of the weights "
+            "(decay 0.9 from step 5 on), which is what is evaluated and logged as the model"
+        ) in text.splitlines()
+        assert "train.ema: the averages of the weights are what is evaluated and logged as the model" in planned.notes
+
+    def test_says_nothing_of_what_is_off(self) -> None:
+        assert "training   " not in describe(plan(), steps_per_epoch=3, train_samples=22, validation_samples=10)
+
+    def test_refuses_cuda_graphs_on_cpu(self) -> None:
+        with pytest.raises(ExperimentError, match="train.compile.mode: reduce-overhead is about CUDA graphs"):
+            plan(compile={"mode": "reduce-overhead"})
+        plan(SERVER, compile={"mode": "reduce-overhead"})
+        plan(compile={"mode": "max-autotune"})
+
+    def test_refuses_to_compile_on_cpu_without_a_compiler(self) -> None:
+        bare = Resources(cpus=4, memory_mb=16384, has_compiler=False)
+        with pytest.raises(ResourceError, match=r"needs a C\+\+ compiler on CPU, and there is none; install g\+\+"):
+            plan(bare, compile=True)
+        plan(bare)
+
+    def test_refuses_to_compile_replicas_of_dp(self) -> None:
+        with pytest.raises(ExperimentError, match=r"parallel.strategy: dp copies the model in each step.*write ddp"):
+            plan(SERVER, parallel={"strategy": "dp"}, compile=True)
+        plan(LAPTOP, parallel={"strategy": "dp"}, compile=True)  # one replica
+
+    @pytest.mark.parametrize(("start", "notes"), [(3, 1), (100, 2)])
+    def test_says_what_local_sgd_does(self, start: int, notes: int) -> None:
+        options = {"local_sgd_start_step": start, "local_sgd_period": 4}
+        parallel = {"strategy": "ddp", "workers": 2, "launcher": "torchrun", "options": options}
+        told = [note for note in plan(parallel=parallel).notes if note.startswith("local SGD")]
+
+        assert told[0] == f"local SGD: from step {start + 1} on each worker has its own weights; their average is evaluated"
+        assert len(told) == notes
+
+
+def test_the_compiler_is_looked_for_where_torch_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert not resources.detect().has_compiler
+    (tmp_path / ("clang++" if sys.platform == "darwin" else "g++")).symlink_to(sys.executable)
+    assert resources.detect().has_compiler
+    monkeypatch.setenv("CXX", "my-compiler")
+    assert not resources.detect().has_compiler
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.defpath}")
+    monkeypatch.setenv("CXX", shutil.which("sh") or "")
+    assert resources.detect().has_compiler
+
+
+def test_how_a_training_is_computed_is_no_part_of_what_is_trained() -> None:
+    """So a run that ran out of memory can go on with activation checkpointing."""
+    assert trained(toys.experiment()) == trained(toys.experiment(train={"compile": True, "activation_checkpointing": "0"}))
+    assert trained(toys.experiment()) != trained(toys.experiment(train={"ema": True}))
+
+
+class TestWhatComesOut:
+    end = samples.finished("main", samples.spread(190.0, noise=2), compile_s=12.34)
+
+    def test_is_told_in_the_terminal(self) -> None:
+        assert _finished(self.end).endswith("compiled in 12.3 s, first step after 6.2 s")
+
+    def test_is_a_metric(self) -> None:
+        points = {point.name: point.value for point in figures(self.end)}
+        assert points["time/compile_s"] == 12.34
+        assert "time/compile_s" not in {point.name for point in figures(samples.finished("a", samples.spread(1.0)))}
+
+    def test_is_in_the_report(self) -> None:
+        main: Trial = samples.MAIN.model_copy(update={"experiment": toys.experiment(train=ALL)})
+        report = Report.of([main], [self.end], hardware="")
+
+        assert "compiled in 12.3 s" in report.outcome
+        assert report.table()["compile_s"] == [12.34]
+        assert "All of it with activation checkpointing of blocks.*." in report.remarks
+
+
+def test_losses_of_local_sgd_are_no_riddle() -> None:
+    options = {"local_sgd_start_step": 0, "local_sgd_period": 4}
+    main = samples.MAIN.model_copy(update={"options": options})
+    ends = [
+        samples.finished("baseline", samples.spread(100.0), losses=(2.0, 1.0, 0.5)),
+        samples.finished("main", samples.spread(190.0), losses=(2.0, 1.1, 0.6)),
+    ]
+    report = Report.of([samples.BASELINE, main], ends, hardware="")
+
+    (remark,) = (remark for remark in report.remarks if "differs from that of single" in remark)
+    assert remark.endswith("with local_sgd_period: 4 workers train apart in between.")
