@@ -118,13 +118,13 @@ class Planner:
             max_steps=None if role == "main" else self._experiment.measure.total_steps,
         )
         _check_room(trial, self._resources)
-        if trial.strategy == "dp" and trial.replicas > 1 and self._experiment.train.compiling is not None:
+        if trial.strategy == "dp" and trial.replicas > 1 and self._experiment.train.compile is not None:
             message = "dp copies the model in each step, which torch.compile can't; write ddp, or train.compile: false"
             raise ExperimentError.of(f"{key}.strategy", message)
         return trial
 
     def _check_compiler(self) -> None:
-        how = self._experiment.train.compiling
+        how = self._experiment.train.compile
         if how is None or self.device != "cpu":
             return
         if how.mode == "reduce-overhead":
@@ -207,7 +207,7 @@ def _notes(main: Trial, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
         yield "dp with fewer than two GPUs is one replica: nothing runs in parallel"
     if main.strategy == "fsdp" and main.workers < 2:
         yield "fsdp with one worker: its part is the whole model, which saves no memory"
-    if main.experiment.train.averaging is not None:
+    if main.experiment.train.ema is not None:
         yield "train.ema: the averages of the weights are what is evaluated and logged as the model"
     if (start := main.options.get("local_sgd_start_step")) is not None:
         warmup = main.experiment.measure.warmup_steps

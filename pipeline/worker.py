@@ -93,7 +93,7 @@ def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | Batc
     if trial.role == "tuning":
         sizes = batch_size.find(trial, rank=rank)
         return BatchSizesFound(time=time.time(), trial=trial.name, sizes=sizes)
-    with compilation.explained(trial.experiment.train.compiling):
+    with compilation.explained(trial.experiment.train.compile):
         result = train(trial, rank=rank, outbox=outbox)
     return Finished(time=time.time(), trial=trial.name, result=result)
 

@@ -43,6 +43,7 @@ _SET_FOR_GOOD = (
     "_MLFLOW_",  # MLflow, when it is imported
     "KMP_",  # scikit-learn and torch, when they are imported
     "TORCHINDUCTOR_",  # torch, when the inductor is imported
+    "_TORCHINDUCTOR_",  # the inductor, when it compiles
     "RAY_CLIENT_MODE",  # Ray, when it is imported
 )
 

@@ -87,7 +87,7 @@ def _against_local_sgd(experiment: Experiment) -> Iterator[Problem]:
     options = {"parallel": experiment.parallel.options, **{f"compare[{i}]": entry.options for i, entry in entries}}
     for key in (key for key, given in options.items() if given.get("local_sgd_period") is not None):
         where = f"{key}.options.local_sgd_period"
-        if train.averaging is not None:
+        if train.ema is not None:
             yield Problem(where, "lets each worker have its own weights, which train.ema can't average; remove one")
         if train.on_nonfinite == "skip":
             yield Problem(where, "lets each worker step by itself, so they can't skip steps together; write stop")

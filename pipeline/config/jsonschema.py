@@ -67,8 +67,13 @@ class Shape:
             yield from self.all_keys((*parts, name))
 
     def follow(self, schema: Schema) -> Schema:
-        """A schema with its reference followed, and without "or null" around it; its own description stays."""
+        """A schema with its reference followed, and without "or null" around it; its own description stays.
+
+        Neither does "or true or false" count beside a section, which it switches.
+        """
         choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
+        if any("$ref" in choice for choice in choices):
+            choices = [choice for choice in choices if choice.get("type") != "boolean"]
         inner = choices[0] if len(choices) == 1 else schema
         if "$ref" in inner:
             inner = self.root["$defs"][inner["$ref"].rpartition("/")[2]]

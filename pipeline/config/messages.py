@@ -17,7 +17,12 @@ from pipeline.errors import Problem
 
 _NEXT_SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
 _KINDS = {bool: "a truth value", int: "a whole number", float: "a number", str: "a text"}
-_BOUNDS = {"exclusiveMinimum": "greater than", "minimum": "of at least", "maximum": "of at most"}
+_BOUNDS = {
+    "exclusiveMinimum": "greater than",
+    "exclusiveMaximum": "less than",
+    "minimum": "of at least",
+    "maximum": "of at most",
+}
 
 
 def problems(error: ValidationError, model: type[BaseModel], data: object) -> list[Problem]:
@@ -123,7 +128,8 @@ def _expected(schema: Schema) -> str:
     if "const" in schema:
         return str(schema["const"])
     bounds = [f"{words} {schema[name]}" for name, words in _BOUNDS.items() if name in schema]
-    return " ".join([_NOUNS.get(schema.get("type", ""), "something else"), *bounds])
+    noun = _NOUNS.get(schema.get("type", ""), "something else")
+    return f"{noun} {' and '.join(bounds)}" if bounds else noun
 
 
 _NOUNS = {

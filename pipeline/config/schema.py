@@ -7,7 +7,7 @@ from pydantic import Field, field_serializer, field_validator
 
 from pipeline.config.parallel import Parallel
 from pipeline.config.secrets import without_credentials
-from pipeline.config.toolbox import Compile, Ema, Patterns, averaging, compiling, in_words
+from pipeline.config.toolbox import OR_BOOLEAN, SWITCH, Compile, Ema, Patterns, in_words
 from pipeline.config.values import Component, Frozen, NotNegative, Positive, PositiveFloat, StrategyName
 
 
@@ -46,28 +46,18 @@ class Train(Frozen):
     """Steps between two reports; every step's loss is in the report."""
     evaluate_every_epochs: Positive = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
-    compile: bool | Compile = False
+    compile: Annotated[Compile | None, SWITCH, OR_BOOLEAN] = None
     """torch.compile: true, or how; the time that it takes is reported and in no measurement."""
     activation_checkpointing: Patterns = False
     """Names of modules, such as layer1 or blocks.*, that forget their activations and compute them again in the
     backward pass: less memory, more time, the same losses; true: the blocks that the model repeats."""
-    ema: bool | Ema = False
+    ema: Annotated[Ema | None, SWITCH, OR_BOOLEAN] = None
     """Exponential moving average of the weights, which is evaluated and logged in place of them: true, or how."""
-
-    @property
-    def compiling(self) -> Compile | None:
-        """How to compile; None: not at all."""
-        return compiling(self.compile)
-
-    @property
-    def averaging(self) -> Ema | None:
-        """How to average the weights; None: not at all."""
-        return averaging(self.ema)
 
     @property
     def extras(self) -> tuple[str, ...]:
         """What of these is on, in words."""
-        return tuple(in_words(compile_=self.compile, recomputed=self.activation_checkpointing, ema=self.ema))
+        return tuple(in_words(how=self.compile, recomputed=self.activation_checkpointing, ema=self.ema))
 
 
 class Loader(Frozen):

@@ -1,9 +1,9 @@
 """Parts of the section ``train`` that are off unless they are asked for: compiling, recomputing, averaging."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from pipeline.config.values import Frozen, NotNegative
 
@@ -35,26 +35,30 @@ Patterns = bool | str | tuple[str, ...]
 """Names of modules; ``*`` stands for any part between two dots. true: the blocks that the model repeats."""
 
 
-def compiling(compile_: bool | Compile) -> Compile | None:
-    """How to compile; None: not at all."""
-    return compile_ if isinstance(compile_, Compile) else Compile() if compile_ else None
+def _switched(value: object) -> object:
+    """Yes is all of the defaults, no is nothing."""
+    return {} if value is True else None if value is False else value
 
 
-def averaging(ema: bool | Ema) -> Ema | None:
-    """How to average; None: not at all."""
-    return ema if isinstance(ema, Ema) else Ema() if ema else None
+def _or_boolean(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"type": "boolean"}, *schema["anyOf"]]
 
 
-def in_words(*, compile_: bool | Compile, recomputed: Patterns, ema: bool | Ema) -> Iterator[str]:
+SWITCH = BeforeValidator(_switched)
+"""For a section that may also be ``true`` or ``false``."""
+OR_BOOLEAN = Field(json_schema_extra=_or_boolean)
+
+
+def in_words(*, how: Compile | None, recomputed: Patterns, ema: Ema | None) -> Iterator[str]:
     """What is on, e.g. "torch.compile (default)"."""
-    if (how := compiling(compile_)) is not None:
+    if how is not None:
         yield f"torch.compile ({', '.join([how.mode, *_flags(how)])})"
     if recomputed:
         names = (recomputed,) if isinstance(recomputed, str) else recomputed
         yield f"activation checkpointing of {'the repeated blocks' if names is True else ', '.join(names or ())}"
-    if (average := averaging(ema)) is not None:
-        start = f" from step {average.start_step} on" if average.start_step else ""
-        yield f"EMA of the weights (decay {average.decay:g}{start}), which is what is evaluated and logged as the model"
+    if ema is not None:
+        start = f" from step {ema.start_step} on" if ema.start_step else ""
+        yield f"EMA of the weights (decay {ema.decay:g}{start}), which is what is evaluated and logged as the model"
 
 
 def _flags(how: Compile) -> Iterator[str]:

@@ -50,8 +50,8 @@ def averaging(setup: Setup, outbox: Outbox) -> None:
         return
     if (share := setup.averages.share_of_start(setup.total_steps)) > MUCH:
         message = (
-            f"train.ema: after {setup.total_steps} steps {int(100 * share)}% of the averages will still be the weights that "
-            "averaging began with; write a smaller decay"
+            f"train.ema: after {setup.total_steps} steps {int(100 * share)}% of the averages will still be the weights "
+            "that averaging began with; write a smaller decay"
         )
         outbox.event(Warned(time=time.time(), trial=setup.trial.name, message=message))
 

@@ -185,7 +185,7 @@ def build(trial: Trial, *, rank: Rank) -> Setup:
     train_loader = loader(train_set)
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     model = parts.model(create, experiment, device=torch.device("cpu") if strategy.shards else device)
-    how, recomputed = experiment.train.compiling, experiment.train.activation_checkpointing
+    how, recomputed = experiment.train.compile, experiment.train.activation_checkpointing
     recomputation.apply(model, recomputed, is_compiled=how is not None)
     wrapped = strategy.wrap(model)
     stopwatch = None
@@ -216,7 +216,7 @@ def build(trial: Trial, *, rank: Rank) -> Setup:
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
         data_digest=parts.digest(experiment, samples, validation_samples, train_loader.read([0])),
         compiling=stopwatch,
-        averages=Averages(model, ema) if (ema := experiment.train.averaging) is not None else None,
+        averages=Averages(model, ema) if (ema := experiment.train.ema) is not None else None,
     )
 
 

@@ -28,9 +28,14 @@ from pipeline.training.order import Order
 pytestmark = pytest.mark.slow
 
 START, PERIOD, STOPPED, STEPS = 2, 4, 5, 8
-"""Workers are averaged after step 6 alone: they differ at the end of the first epoch, when they stop, and in the end."""
+"""Workers are averaged after step 6 alone: they differ after the first epoch, when they stop, and in the end."""
 LOCAL = {"local_sgd_start_step": START, "local_sgd_period": PERIOD}
-NORMED = ["model._target_=lab.Normed", "train.global_batch_size=15", "optimizer.momentum=0.9", "train.clip_grad_norm=1.0"]
+NORMED = [
+    "model._target_=lab.Normed",
+    "train.global_batch_size=15",
+    "optimizer.momentum=0.9",
+    "train.clip_grad_norm=1.0",
+]
 EMA = ["train.ema={decay: 0.7, start_step: 2}", "optimizer._target_=torch.optim.AdamW"]
 BLOCKS = ["model={_target_: pipeline.models.MLP, in_features: 4, hidden: [16, 16, 16], num_classes: 3, dropout: 0.3}"]
 RECOMPUTED = [*BLOCKS, "train.activation_checkpointing=true"]
@@ -289,8 +294,9 @@ def test_averages_are_those_of_one_process(root: Path, name: str) -> None:
 
 def test_sharded_averages_go_on_to_the_bit(root: Path) -> None:
     assert [event.step for event in events(root, "ema, fsdp again", Resumed)] == [STOPPED]
-    assert series(root, "ema, fsdp again", "validation/loss")[STEPS] == (
-        series(root, "ema, fsdp", "validation/loss")[STEPS]
+    assert (
+        series(root, "ema, fsdp again", "validation/loss")[STEPS]
+        == (series(root, "ema, fsdp", "validation/loss")[STEPS])
     )
     for key, own in weights(root, "ema, fsdp").items():
         assert torch.equal(weights(root, "ema, fsdp again")[key], own)

@@ -148,7 +148,7 @@ def test_a_module_whose_buffer_would_be_changed_twice_is_refused() -> None:
 
 
 def test_batch_statistics_in_a_compiled_model_are_refused() -> None:
-    with pytest.raises(ExperimentError, match="blocks.0 has batch statistics.*remove train.compile"):
+    with pytest.raises(ExperimentError, match=r"blocks.0 has batch statistics.*remove train.compile"):
         apply(toys.Branches(), True, is_compiled=True)
 
 

@@ -45,7 +45,7 @@ def plan(machine: Resources = LAPTOP, *, parallel: dict[str, Any] | None = None,
 )
 def test_compile_is_yes_no_or_how(written: Any, compiling: Compile | None) -> None:
     experiment = toys.experiment(train={"compile": written})
-    assert experiment.train.compiling == compiling
+    assert experiment.train.compile == compiling
     assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
 
 
@@ -53,7 +53,7 @@ def test_compile_is_yes_no_or_how(written: Any, compiling: Compile | None) -> No
     ("written", "averaging"), [(False, None), (True, Ema()), ({"decay": 0.9}, Ema(decay=0.9, start_step=0))]
 )
 def test_ema_is_yes_no_or_how(written: Any, averaging: Ema | None) -> None:
-    assert toys.experiment(train={"ema": written}).train.averaging == averaging
+    assert toys.experiment(train={"ema": written}).train.ema == averaging
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ class TestThePlan:
         assert "training   " not in describe(plan(), steps_per_epoch=3, train_samples=22, validation_samples=10)
 
     def test_refuses_cuda_graphs_on_cpu(self) -> None:
-        with pytest.raises(ExperimentError, match="train.compile.mode: reduce-overhead is about CUDA graphs"):
+        with pytest.raises(ExperimentError, match=r"train.compile.mode: reduce-overhead is about CUDA graphs"):
             plan(compile={"mode": "reduce-overhead"})
         plan(SERVER, compile={"mode": "reduce-overhead"})
         plan(compile={"mode": "max-autotune"})
@@ -108,7 +108,9 @@ class TestThePlan:
         parallel = {"strategy": "ddp", "workers": 2, "launcher": "torchrun", "options": options}
         told = [note for note in plan(parallel=parallel).notes if note.startswith("local SGD")]
 
-        assert told[0] == f"local SGD: from step {start + 1} on each worker has its own weights; their average is evaluated"
+        assert told[0] == (
+            f"local SGD: from step {start + 1} on each worker has its own weights; their average is evaluated"
+        )
         assert len(told) == notes
 
 
@@ -127,7 +129,8 @@ def test_the_compiler_is_looked_for_where_torch_looks(monkeypatch: pytest.Monkey
 
 def test_how_a_training_is_computed_is_no_part_of_what_is_trained() -> None:
     """So a run that ran out of memory can go on with activation checkpointing."""
-    assert trained(toys.experiment()) == trained(toys.experiment(train={"compile": True, "activation_checkpointing": "0"}))
+    how = {"compile": True, "activation_checkpointing": "0"}
+    assert trained(toys.experiment()) == trained(toys.experiment(train=how))
     assert trained(toys.experiment()) != trained(toys.experiment(train={"ema": True}))
 
 

@@ -1,0 +1,94 @@
+"""torch.compile with several processes: each strategy trains what it trains without. Compiling takes its time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from pipeline import worker
+from pipeline.config.load import load
+from pipeline.config.project import allowed_packages
+from pipeline.contract import Rank, Trial
+from pipeline.events import AnyEvent, Event, Failed, Finished, Metrics, event_from_json, event_to_json
+
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
+
+MODEL = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [16, 16, 16], num_classes: 3}"
+COMPILED, RECOMPUTED = "train.compile=true", "train.activation_checkpointing=true"
+TRAININGS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "plain": ("ddp", {}, []),
+    "ddp": ("ddp", {}, [COMPILED]),
+    "recomputed": ("ddp", {}, [COMPILED, RECOMPUTED]),
+    "several buckets, accumulation": (
+        "ddp",
+        {"bucket_cap_mb": 1},
+        [COMPILED, "train.gradient_accumulation=2"],
+    ),
+    "powersgd": ("ddp", {"communication_hook": "powersgd"}, []),
+    "powersgd, compiled": ("ddp", {"communication_hook": "powersgd"}, [COMPILED]),
+    "fsdp": ("fsdp", {"groups": "Linear"}, [COMPILED]),
+    "fsdp, recomputed": ("fsdp", {"groups": "Linear"}, [COMPILED, RECOMPUTED]),
+}
+
+
+@pytest.fixture(scope="module")
+def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project)
+        patch.syspath_prepend(project)
+        folder = tmp_path_factory.mktemp("compiled")
+        torch.multiprocessing.spawn(_in_two_processes, args=(folder,), nprocs=2)
+        yield folder
+
+
+def _in_two_processes(rank: int, folder: Path) -> None:
+    where = Rank(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for name, (strategy, options, overrides) in TRAININGS.items():
+        experiment = load("lab.yaml", ["train.precision=fp64", MODEL, *overrides]).experiment
+        trial = Trial(
+            name=name, role="main", experiment=experiment, strategy=strategy, options=options, launcher="inprocess",
+            workers=2, devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=allowed_packages(),
+        )  # fmt: skip
+        worker.run(trial, rank=where, outbox=_Written(folder / f"{name}.{rank}.jsonl"))
+    dist.destroy_process_group()
+
+
+class _Written:
+    stop_asked = False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def event(self, event: AnyEvent) -> None:
+        assert not isinstance(event, Failed), event.traceback or event.error
+        with self._path.open("ab") as file:
+            file.write(event_to_json(event) + b"\n")
+
+    def file(self, path: Path, name: str) -> None: ...
+
+
+def events(root: Path, name: str, kind: type[Event]) -> list[Any]:
+    lines = (root / f"{name}.0.jsonl").read_text().splitlines()
+    return [event for event in map(event_from_json, lines) if isinstance(event, kind)]
+
+
+def losses(root: Path, name: str, metric: str = "train/loss") -> list[float]:
+    return [point.value for event in events(root, name, Metrics) for point in event.points if point.name == metric]
+
+
+@pytest.mark.parametrize("name", [name for name in TRAININGS if "powersgd" not in name and name != "plain"])
+def test_losses_are_those_without(root: Path, name: str) -> None:
+    for metric in ("train/loss", "validation/loss"):
+        assert losses(root, name, metric) == pytest.approx(losses(root, "plain", metric), abs=1e-12)
+    (end,) = events(root, name, Finished)
+    assert end.result.compile_s > 0
+
+
+def test_compiling_ahead_leaves_powersgds_memory_alone(root: Path) -> None:
+    assert losses(root, "powersgd, compiled") == pytest.approx(losses(root, "powersgd"), abs=1e-12)
+    assert losses(root, "powersgd") != pytest.approx(losses(root, "plain"), abs=1e-6)
