@@ -15,6 +15,8 @@ from torch import nn
 
 from pipeline.config.toolbox import Compile
 from pipeline.errors import ExperimentError
+from pipeline.events import Phase
+from pipeline.training.watch import mark
 
 if TYPE_CHECKING:
     from torch._dynamo.callback import CallbackArgs
@@ -32,7 +34,8 @@ class Stopwatch:
         self._since = 0.0
 
     def start(self, _: "CallbackArgs") -> None:
-        """A compiler starts."""
+        """A compiler starts, which may take longer than any batch."""
+        mark(Phase.BUILDING)
         self._since = time.perf_counter()
 
     def stop(self, _: "CallbackArgs") -> None:

@@ -49,7 +49,8 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int, exchange: bool = 
     checked = nonfinite.skips(setup) and not setup.scaler.is_enabled()
     applies = not left_out and not (checked and not nonfinite.is_finite(setup, norm))
     rate = _step_optimizer(setup, step=step, applies=applies)
-    setup.strategy.after_step(setup.model)
+    if exchange:
+        setup.strategy.after_step(setup.model)
     if setup.averages is not None:
         setup.averages.update(step=step)
     overflowed = setup.scaler.get_scale() < scale  # fp16: the optimizer did nothing
