@@ -90,5 +90,10 @@ def test_losses_are_those_without(root: Path, name: str) -> None:
 
 
 def test_compiling_ahead_leaves_powersgds_memory_alone(root: Path) -> None:
-    assert losses(root, "powersgd, compiled") == pytest.approx(losses(root, "powersgd"), abs=1e-12)
-    assert losses(root, "powersgd") != pytest.approx(losses(root, "plain"), abs=1e-6)
+    """It begins after as many steps. What it sends then depends on the order of gradients, which a compiler changes."""
+    plain, own, compiled = (losses(root, name) for name in ("plain", "powersgd", "powersgd, compiled"))
+    whole = 1 + 3  # a loss shows what the step before has done
+    assert own[:whole] == pytest.approx(plain[:whole], abs=1e-12)
+    assert compiled[:whole] == pytest.approx(plain[:whole], abs=1e-12)
+    assert own[whole] != pytest.approx(plain[whole], abs=1e-6)
+    assert compiled[whole] != pytest.approx(plain[whole], abs=1e-6)
