@@ -70,7 +70,8 @@ class Parallel(Frozen):
     """Longest wait for a checkpoint after SIGTERM; schedulers kill a job some 30 s after it."""
     options: Mapping[str, Any] = {}
     """The strategy's own options; ddp: sync_batch_norm, bucket_cap_mb, gradient_as_bucket_view, static_graph,
-    find_unused_parameters, communication_hook (none, fp16, bf16, powersgd), powersgd_rank, powersgd_start_step;
+    find_unused_parameters, communication_hook (none, fp16, bf16, powersgd), powersgd_rank, powersgd_start_step,
+    local_sgd_period, local_sgd_start_step;
     fsdp: groups, reshard_after_forward, cpu_offload, reduce_each_micro_batch, zero_unused_gradients."""
 
     @property
