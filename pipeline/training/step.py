@@ -83,6 +83,8 @@ def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> Tensor:
             mark(Phase.BACKWARD)
             setup.scaler.scale(_times(loss, weight)).backward()  # type: ignore[no-untyped-call]
         part = _times(loss.detach().to(setup.input_dtype or torch.float32), draw.weight)
+        if setup.compiling is not None:  # a CUDA graph that is replayed writes over what it returned
+            part = part.clone()
         total = part if total is None else total + part
         if draw.is_last:
             break
