@@ -109,8 +109,8 @@ def _prepare(trial: Trial, *, rank: Rank) -> None:
 def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
     """The ranks of this trial, able to talk to each other; their launcher has told them where to meet."""
     strategy = registry.load("strategies", trial.strategy).Strategy
-    if rank.world_size == 1 and not strategy.needs_process_group:
-        yield
+    if dist.is_initialized() or not (rank.world_size > 1 or strategy.needs_process_group):
+        yield  # a process that trains several trials, as tests do, keeps its group
         return
     alone = rank.world_size == 1
     dist.init_process_group(
