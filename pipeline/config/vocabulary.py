@@ -41,7 +41,7 @@ def values_of(key: str) -> list[str]:
 
 
 def _values(schema: Mapping[str, Any]) -> Iterator[str]:
-    yield from map(str, schema.get("enum", ()))
+    yield from map(str, [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])])
     if schema.get("type") == "boolean":
         yield from ("true", "false")
     for choice in schema.get("anyOf", ()):

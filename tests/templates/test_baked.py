@@ -19,10 +19,12 @@ from pipeline.scaffold import catalog
 COMMON = {".cruft.json", ".gitignore", "Makefile", "README.md", "pipeline.mk", "pyproject.toml"}
 DDP = COMMON | {
     ".github/workflows/test.yaml",
+    "experiments/experiment.schema.json",
     *(f"experiments/{name}.yaml" for name in ("first", "scaling", "smoke")),
     *(f"tests/{name}.py" for name in ("conftest", "test_data", "test_experiments", "test_model", "test_training")),
 }
 PROTOTYPE = COMMON | {
+    "experiments/experiment.schema.json",
     *(f"experiments/{name}.yaml" for name in ("first", "smoke")),
     "notebooks/prototype.ipynb",
     *(f"tests/{name}.py" for name in ("conftest", "test_experiments", "test_notebook")),
