@@ -41,14 +41,19 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Run an experiment and report its speedup."""
+    import rich.console
+
     from pipeline.config.load import load
+    from pipeline.recording.display import progress_on
     from pipeline.recording.terminal import Terminal
 
     experiment = load(file, with_address(overrides, address))  # before torch is imported: a typo is answered at once
     from pipeline import runner
 
     if dry_run:
-        typer.echo(runner.dry_run(experiment, with_baseline=baseline, as_json=as_json))
+        with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
+            plan = runner.dry_run(experiment, with_baseline=baseline, as_json=as_json)
+        typer.echo(plan)
         return
     from pipeline.speedup.report import run_json
 

@@ -107,9 +107,13 @@ def sync(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, e.g. runs/<id>.", show_default=False)],
 ) -> None:
     """Send a run's journal to its tracking store, e.g. after the store was down; adds nothing twice."""
+    import rich.console
+
+    from pipeline.recording.display import progress_on
     from pipeline.recording.mlflow import sync as send
 
-    outcome = send(folder, warn=lambda message: typer.echo(message, err=True))
+    with progress_on(rich.console.Console(highlight=False, stderr=True)):
+        outcome = send(folder, warn=lambda message: typer.echo(message, err=True))
     typer.echo(outcome.message)
     if not outcome.delivered:
         raise typer.Exit(3)

@@ -1,7 +1,8 @@
 """A trial while it runs: a live display on a terminal, plain lines in a log file or a pipe."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from pipeline.advance import told_to
 from pipeline.events import Advanced, FirstStep, Metrics, Started
 
 _LINE_EVERY_S = 5.0
@@ -39,7 +41,7 @@ class Lines:
         self._started: Started | None = None
         self._first: Metrics | None = None
         self._printed_at = float("-inf")
-        self._advanced_at: dict[str, float] = {}
+        self._besides = _ThinnedLines(self._line)
         self._line(waiting)
 
     def show(self, event: Shown) -> None:
@@ -55,9 +57,8 @@ class Lines:
                     values = {point.name: point.value for point in event.points}
                     left = _left(self._first, event, total=self._started.total_steps)
                     self._line(", ".join([*_position(event, self._started), *figures(values), *left]))
-            case Advanced() if event.time - self._advanced_at.setdefault(event.what, event.time) >= _LINE_EVERY_S:
-                self._advanced_at[event.what] = event.time
-                self._line(f"{event.what}, {_amounts(event)}")
+            case Advanced():
+                self._besides.show(event)
 
     def close(self) -> None:
         """As `Display` has it: nothing is to be taken down."""
@@ -80,19 +81,9 @@ class LiveDisplay:
     def __init__(self, stdout: rich.console.Console, label: str, *, waiting: str) -> None:
         self._label, self._values = label, dict[str, float]()
         self._started: Started | None = None
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[steps]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
-            console=stdout,
-            expand=True,
-            speed_estimate_period=_PACE_S,
-        )
+        self._progress = _bars(stdout)
         self._task = self._progress.add_task(f"{label}: {waiting}", total=None, steps="")
-        self._besides: dict[str, TaskID] = {}
+        self._besides = _Bars(self._progress)
         self._below = Text(style="dim")
         self._live = Live(Group(self._progress, self._below), console=stdout, transient=True, refresh_per_second=8)
         self._live.start(refresh=True)
@@ -112,24 +103,71 @@ class LiveDisplay:
                 self._progress.update(self._task, completed=event.step, steps=step)
                 self._say(", ".join([*rest, *figures(self._values)]))
             case Advanced():
-                self._show_besides(event)
+                self._besides.show(event)
 
     def close(self) -> None:
         """As `Display` has it."""
         self._live.stop()
 
-    def _show_besides(self, event: Advanced) -> None:
-        if event.done == event.total:
-            if (task := self._besides.pop(event.what, None)) is not None:
-                self._progress.remove_task(task)
-            return
-        if event.what not in self._besides:
-            self._besides[event.what] = self._progress.add_task(event.what, total=event.total, steps="")
-        task = self._besides[event.what]
-        self._progress.update(task, completed=event.done, total=event.total, steps=_amounts(event))
-
     def _say(self, text: str) -> None:
         self._below.plain = f"  {text}"
+
+
+class _ThinnedLines:
+    """What takes its time besides, as a line every few seconds."""
+
+    def __init__(self, line: Callable[[str], None]) -> None:
+        self._line = line
+        self._shown_at: dict[str, float] = {}
+
+    def show(self, event: Advanced) -> None:
+        if event.time - self._shown_at.setdefault(event.what, event.time) >= _LINE_EVERY_S:
+            self._shown_at[event.what] = event.time
+            self._line(f"{event.what}, {_amounts(event)}")
+
+
+class _Bars:
+    """What takes its time besides, as bars that go when it is done."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def show(self, event: Advanced) -> None:
+        if event.done == event.total:
+            if (task := self._tasks.pop(event.what, None)) is not None:
+                self._progress.remove_task(task)
+            return
+        if event.what not in self._tasks:
+            self._tasks[event.what] = self._progress.add_task(event.what, total=event.total, steps="")
+        task = self._tasks[event.what]
+        self._progress.update(task, completed=event.done, total=event.total, steps=_amounts(event))
+
+
+@contextmanager
+def progress_on(console: rich.console.Console) -> Iterator[None]:
+    """Inside, what takes its time in this very process is shown: a download before a dry run, what `sync` sends."""
+    if not console.is_interactive:
+        with told_to(_ThinnedLines(lambda text: write(console, text)).show):
+            yield
+        return
+    with _bars(console, transient=True) as progress, told_to(_Bars(progress).show):
+        yield
+
+
+def _bars(console: rich.console.Console, *, transient: bool = False) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[steps]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        expand=True,
+        speed_estimate_period=_PACE_S,
+        transient=transient,
+    )
 
 
 def write(stdout: rich.console.Console, text: str, *, style: str = "") -> None:

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Thread
 
+from pipeline.advance import Advance
 from pipeline.errors import UsageError
 from pipeline.events import Advanced, AnyEvent, Metrics, RunClosed, RunOpened, SystemMetrics
 from pipeline.recording import journal
@@ -156,8 +157,12 @@ def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
     ending = Flag()
     ending.set()
     with quiet():
-        batches = _batches(_ended_once(events))
-        if all(_persist(partial(delivery.attempt, batch), ending=ending) for batch in batches):
+        with Advance("sending results", total=len(events), unit="events") as advance:
+            for batch in _batches(_ended_once(events)):
+                if not (sent := _persist(partial(delivery.attempt, batch), ending=ending)):
+                    break
+                advance.by(len(batch))
+        if sent:
             _persist(delivery.upload, ending=ending)
     outcome = TrackingOutcome.of(delivery, folder=folder, trouble=delivery.trouble, waiting=len(events))
     with suppress(OSError):  # a folder that can only be read is no reason to fail

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,11 +35,13 @@ def test_show_prints_what_the_run_printed_at_its_end(there: Command, whole_run: 
         assert ended.code == 0, ended.stderr
         report = ended.stdout.replace(str(whole_run.folder), str(whole_run.folder.relative_to(whole_run.cwd)))
         assert "mlflow   pipeline ui, then http" in report
-        assert whole_run.ended.stdout.endswith(report)
+        printed = re.sub(r"waiting until MLflow has everything.*\n", "", whole_run.ended.stdout)  # on a slow machine
+        assert printed.endswith(report)
 
 
 @pytest.mark.slow
-def test_list_shows_the_run(there: Command, whole_run: WholeRun) -> None:
+def test_list_shows_the_run(there: Command, whole_run: WholeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     header, row = there("list").stdout.splitlines()
     assert header.split() == ["run", "experiment", "what", "status", "speedup", "began"]
     assert row.split()[:5] == [whole_run.folder.name, "mlp-digits", "ddp", "x", "2"]
@@ -56,7 +59,8 @@ def test_scripts_get_one_document_and_nothing_else(
         "run", MLP, *INPROCESS, "--json", "--quiet", "tracking.directory=others", "tracking.uri=sqlite:///o.db"
     )
 
-    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.code == 0, ended.stderr
+    assert "samples/s" not in ended.stderr
     document = json.loads(ended.stdout)
     folder = whole_run.cwd / document["folder"]
     assert (document["run"], document["name"]) == (folder.name, "mlp-digits")
@@ -83,9 +87,9 @@ def test_quiet_leaves_the_result(command: Command, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     ended = command("run", MLP, *INPROCESS, "--no-baseline", "--quiet")
 
-    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.code == 0
+    assert all(line.startswith(("note: ", "waiting until MLflow")) for line in ended.stderr.splitlines())
     assert ended.stdout.startswith("mlp-digits\n")
-    assert "step" not in ended.stdout.splitlines()[0]
     assert "starting" not in ended.stdout
     assert "\nrun      runs/" in ended.stdout
 
@@ -142,34 +146,40 @@ def test_no_command_shows_the_help(command: Command) -> None:
     assert "Traceback" not in ended.output
 
 
-def bash(script: str, *, cwd: Path) -> list[str]:
+def bash(script: str, *, folder: Path) -> list[str]:
     """Lines that a bash prints in which completion is on; ``offered WORD...`` is Tab behind the last word."""
-    prelude = f"""
-        pipeline() {{ {sys.executable} -m pipeline "$@"; }}; export -f pipeline
-        env() {{ local assignments=(); while [[ $1 == *=* ]]; do assignments+=("$1"); shift; done
-                 (export "${{assignments[@]}}"; "$@"); }}
+    (folder / "pipeline").write_text(f'#!/bin/sh\nexec {sys.executable} -m pipeline "$@"\n')
+    (folder / "pipeline").chmod(0o755)
+    prelude = """
+        compopt() { echo "$@"; }
+        offered() { COMP_WORDS=(pipeline "$@"); COMP_CWORD=$#; _pipeline_completion pipeline
+                    printf '%s\\n' "${COMPREPLY[@]}" --; }
         eval "$(pipeline --show-completion bash)"
-        offered() {{ COMP_WORDS=(pipeline "$@"); COMP_CWORD=$#; _pipeline_completion pipeline
-                     printf '%s\\n' "${{COMPREPLY[@]}}" --; }}
     """
     done = subprocess.run(
         ["bash", "--norc", "--noprofile", "-c", f"{prelude}\n{script}"],
-        cwd=cwd, capture_output=True, text=True, check=True, timeout=120,
+        cwd=ROOT, env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+        capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert done.stderr == ""
     return done.stdout.splitlines()
 
 
-def test_bash_offers_what_comes_next() -> None:
-    """bash takes words apart at each =, so that the value stands alone."""
+def test_bash_offers_what_comes_next(tmp_path: Path) -> None:
+    """bash takes words apart at each =, so that the value stands alone; no space comes between key and value."""
     lines = bash(
-        "offered sho; offered run experiments/m; offered run experiments/mlp.yaml train.ep;"
-        " offered run experiments/mlp.yaml parallel.launcher = t; offered run experiments/mlp.yaml parallel.launcher =",
-        cwd=ROOT,
+        """
+        offered sho
+        offered run experiments/m
+        offered run experiments/mlp.yaml train.ep
+        offered run experiments/mlp.yaml parallel.launcher = t
+        offered run experiments/mlp.yaml parallel.launcher =
+        """,
+        folder=tmp_path,
     )
-    answers = "\n".join(lines).split("\n--")
-    assert [answer.split() for answer in answers if answer] == [
-        ["show"], ["experiments/mlp.yaml"], ["train.epochs="], ["torchrun"], ["inprocess", "ray", "torchrun"]
+    assert [answer.split() for answer in "\n".join(lines).split("--") if answer] == [
+        ["show"], ["experiments/mlp.yaml"], ["-o", "nospace", "train.epochs="], ["torchrun"],
+        ["inprocess", "ray", "torchrun"],
     ]  # fmt: skip
 
 
