@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -35,7 +34,8 @@ def install(folder: Path, *what: str | Path) -> Path:
     succeed(folder, "venv", ".venv", "--without-pip")
     programs = folder / ".venv" / "bin"
     (packages,) = (folder / ".venv" / "lib").glob("python*/site-packages")
-    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    borrowed = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
     offline = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed")
     succeed(folder, "pip", "--python", programs / "python", "install", *offline, *what)
     return programs
