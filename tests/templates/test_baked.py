@@ -93,6 +93,17 @@ def test_yaml_and_json_are_valid(baked: tuple[Baked, ...]) -> None:
                 json.loads((project.folder / name).read_text())
 
 
+def test_editors_find_the_schema_of_every_experiment(baked: tuple[Baked, ...]) -> None:
+    schema = (REPOSITORY / "experiments" / "experiment.schema.json").read_text()
+    for project in baked:
+        folder = project.folder / "experiments"
+        assert (folder / "experiment.schema.json").read_text() == schema
+        for path in folder.glob("*.yaml"):
+            first, second = path.read_text().splitlines()[:2]
+            assert first == "# yaml-language-server: $schema=experiment.schema.json"
+            assert second == f"# pipeline run experiments/{path.name}"
+
+
 def test_every_experiment_passes_the_check(baked: tuple[Baked, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     for project in baked:
         monkeypatch.chdir(project.folder)
