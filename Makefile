@@ -47,6 +47,9 @@ cluster-down:  ## Stop it; runs and results stay (docker compose -f docker/compo
 bench: $(STAMP)  ## Measure what the documentation claims: reported speedups against a hand-written script
 	$(BIN)/python benchmarks/speedup.py
 
+schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors look for it
+	for folder in experiments templates/*/*/experiments; do $(BIN)/pipeline schema > "$$folder/experiment.schema.json"; done
+
 check: $(STAMP)  ## Everything that a change must pass: format, lint, types, layers, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -65,4 +68,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $(STAMP)
 
-.PHONY: help run ui test test-deep test-faults test-docker cluster-env cluster-up cluster-run cluster-down bench check install clean
+.PHONY: help run ui test test-deep test-faults test-docker cluster-env cluster-up cluster-run cluster-down bench schema check install clean

@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable
 
-import rich.console
-
 from pipeline.config.load import ExperimentFile
 from pipeline.contract import Trial
 from pipeline.errors import ExperimentError, PipelineError, ResourceError, TrainingError, UsageError
@@ -16,6 +14,7 @@ from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, recorded
+from pipeline.recording.terminal import Terminal
 from pipeline.runner import advised
 from pipeline.speedup import Row, Unmeasured, publish
 from pipeline.speedup.report import Report
@@ -28,7 +27,7 @@ def compare(
     *,
     wanted: Wanted,
     verbose: bool,
-    terminal: rich.console.Console,
+    terminal: Terminal,
     show: Callable[[Report], None],
 ) -> None:
     """Measure what is wanted and report it; what is measured when it is interrupted is reported, too.
@@ -63,9 +62,7 @@ def compare(
 class _Comparison:
     """The state of a comparison under way: which cells failed or turned out to be too large."""
 
-    def __init__(
-        self, matrix: Matrix, *, recorder: Recorder, file: ExperimentFile, terminal: rich.console.Console
-    ) -> None:
+    def __init__(self, matrix: Matrix, *, recorder: Recorder, file: ExperimentFile, terminal: Terminal) -> None:
         self.failures: dict[str, PipelineError] = {}
         """Cells that failed while they ran, by name."""
         self._too_large: dict[str, str] = {}
@@ -89,7 +86,7 @@ class _Comparison:
                 if trial.role == "baseline":
                     raise
                 self.failures[trial.name] = error
-                self._terminal.print(f"{trial.title}: {error}", style="yellow", markup=False, highlight=False)
+                self._terminal.warnings.print(f"{trial.title}: {error}", style="yellow", markup=False, highlight=False)
             if trial.role == "baseline" and trial.repeat == 0:
                 self._check_sizes()
 
@@ -104,7 +101,7 @@ class _Comparison:
             order=[cell.name for cell in self._matrix.cells],
         )
         report = advised(measured, plan)
-        print_report(report, stdout=self._terminal)
+        print_report(report, stdout=self._terminal.result)
         self._recorder.summary = report.markdown()
         for row in report.rows:
             self._tell(row, trial=row.trial)

@@ -159,6 +159,19 @@ class Heartbeat(Event):
     """Where its training thread is, from user code up, as in a traceback."""
 
 
+class Advanced(Event):
+    """How far something is that takes its time. For the terminal alone: it is neither journaled nor tracked."""
+
+    kind: Literal["advanced"] = "advanced"
+    what: str
+    """In a word or two, e.g. "evaluating"."""
+    done: int
+    total: int | None = None
+    """Equal to ``done`` once it is done; None if it is unknown."""
+    unit: str = ""
+    """Of both, e.g. "samples"; "B" are bytes."""
+
+
 class Finished(Event):
     """Rank 0 has ended its trial."""
 
@@ -241,6 +254,7 @@ AnyEvent = Annotated[
     | Warned
     | Failed
     | Heartbeat
+    | Advanced
     | Finished
     | BatchSizesFound
     | ArtifactSaved

@@ -1,5 +1,8 @@
 """A plan in words, for ``--dry-run``."""
 
+import json
+
+from pipeline.config.secrets import without_credentials
 from pipeline.contract import Trial
 from pipeline.plan import Plan, counted
 
@@ -21,6 +24,27 @@ def describe(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation
     lines += [f"  {line}" for trial in plan.trials for line in _describe_trial(trial)]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def record(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation_samples: int) -> str:
+    """The same for programs."""
+    fields = {"name", "role", "title", "strategy", "launcher", "workers", "device", "cpus_per_worker", "max_steps"}
+    return json.dumps(
+        {
+            "experiment": plan.experiment.name,
+            "seed": plan.experiment.seed,
+            "machine": plan.resources.summary,
+            "train_samples": train_samples,
+            "validation_samples": validation_samples,
+            "steps_per_epoch": steps_per_epoch,
+            "epochs": plan.experiment.train.epochs,
+            "global_batch_size": plan.experiment.train.global_batch_size,
+            "tracking": without_credentials(plan.experiment.tracking.uri),
+            "trials": [trial.model_dump(mode="json", include=fields) for trial in plan.trials],
+            "notes": list(plan.notes),
+        },
+        indent=2,
+    )
 
 
 def _describe_trial(trial: Trial) -> list[str]:

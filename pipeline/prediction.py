@@ -4,8 +4,6 @@ from collections.abc import Callable
 from statistics import median
 from typing import Literal
 
-import rich.console
-
 from pipeline import registry
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Experiment
@@ -18,14 +16,14 @@ from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, recorded
+from pipeline.recording.terminal import Terminal
 from pipeline.resources import Resources
-from pipeline.speedup.forecast import Check, Forecast
+from pipeline.speedup.forecast import FILE_NAME, Check, Forecast
 from pipeline.speedup.link import fit
 from pipeline.speedup.scaling import Workload
 from pipeline.speedup.scaling import predict as predicted
 from pipeline.strategies import ddp
 
-FILE_NAME = "prediction.json"
 _HALVED = {"none": 1.0, "fp16": 2.0, "bf16": 2.0}
 
 
@@ -36,7 +34,7 @@ def predict(
     link: Link | None,
     scaling: Literal["strong", "weak", "both"],
     verbose: bool,
-    terminal: rich.console.Console,
+    terminal: Terminal,
     show: Callable[[Forecast], None],
 ) -> None:
     """Measure what a step is made of, and predict its scaling up to ``workers``.
@@ -67,7 +65,7 @@ def predict(
         )
         (recorder.folder / FILE_NAME).write_text(forecast.model_dump_json(indent=1) + "\n", encoding="utf-8")
         artifact(FILE_NAME, recorder)
-        print_report(forecast, stdout=terminal)
+        print_report(forecast, stdout=terminal.result)
         show(forecast)
 
 

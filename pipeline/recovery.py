@@ -8,7 +8,7 @@ from pipeline.config.schema import Experiment
 from pipeline.config.summary import flatten
 from pipeline.errors import Problem, UsageError
 from pipeline.events import TrialOpened
-from pipeline.recording import journal
+from pipeline.recording import journal, runs
 from pipeline.recording.folder import RunState, newest, read_state, shown
 
 LATEST = "latest"
@@ -103,10 +103,10 @@ def _of_another_size(before: str | None, after: str | None, *, state: RunState) 
 
 
 def _named(resume: str, directory: Path) -> Path:
-    for folder in (Path(resume), directory / resume):
-        if (folder / journal.FILE_NAME).is_file():
-            return folder
-    raise UsageError(f"--resume {resume}: no such run; name a folder of {directory}, or nothing for the newest")
+    try:
+        return runs.find(resume, directory)
+    except UsageError as error:
+        raise UsageError(f"--resume {error}") from None
 
 
 def _relocated(then: Experiment, now: Experiment) -> Experiment:

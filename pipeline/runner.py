@@ -2,10 +2,8 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import rich.console
 
 from pipeline import preflight, recovery
 from pipeline.config.load import ExperimentFile
@@ -16,13 +14,14 @@ from pipeline.events import Metrics, Point
 from pipeline.execution import execute, explained, launcher_of, prepare
 from pipeline.following import follow
 from pipeline.launchers.base import outer_rank
-from pipeline.outline import describe
+from pipeline.outline import describe, record
 from pipeline.plan import Plan, make_plan
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, recorded
+from pipeline.recording.terminal import Terminal
 from pipeline.speedup import publish
 from pipeline.speedup.advise import advise
 from pipeline.speedup.report import Report
@@ -34,7 +33,8 @@ def run(
     *,
     with_baseline: bool,
     verbose: bool,
-    stdout: rich.console.Console,
+    terminal: Terminal,
+    show: Callable[[Report, Path], None] | None = None,
     resume: str | None = None,
     allow_changed: bool = False,
 ) -> None:
@@ -44,7 +44,8 @@ def run(
         file: the experiment.
         with_baseline: whether to measure what the speedup is relative to.
         verbose: whether to let the workers' output through.
-        stdout: where progress and the report are shown.
+        terminal: where progress and the report are shown.
+        show: gets the report and the folder of the run, e.g. to print it as JSON.
         resume: the run to go on with, see `pipeline.recovery.earlier`; None starts a new one.
         allow_changed: whether that run may have had another experiment.
 
@@ -59,8 +60,8 @@ def run(
     left_out = recovery.left_out(file, earlier) if earlier else {}
     plan = _as_started(make(file, with_baseline=with_baseline))
     for note in (*plan.notes, *changes, *map(_stays_left_out, left_out.values())):
-        stdout.print(f"note: {note}", markup=False, highlight=False)
-    with recorded(plan, terminal=stdout, folder=earlier.folder if earlier else None) as recorder:
+        terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
+    with recorded(plan, terminal=terminal, folder=earlier.folder if earlier else None) as recorder:
         done = {end.result.trial for end in recorder.finished}
         try:
             with launcher_of(plan, recorder, verbose=verbose) as launcher:
@@ -70,7 +71,9 @@ def run(
                     execute(placed, launcher=launcher, recorder=recorder, file=file)
         finally:
             if any(end.result.trial == plan.main.name for end in recorder.finished):
-                report(plan, recorder, stdout=stdout)
+                measured = report(plan, recorder, terminal=terminal)
+                if show is not None:
+                    show(measured, recorder.folder)
 
 
 def make(file: ExperimentFile, *, with_baseline: bool) -> Plan:
@@ -87,8 +90,8 @@ def make(file: ExperimentFile, *, with_baseline: bool) -> Plan:
         return make_plan(file.experiment, resources, allowed=allowed, with_baseline=with_baseline)
 
 
-def dry_run(file: ExperimentFile, *, with_baseline: bool) -> str:
-    """The plan in words. Loads the data to count its samples, starts nothing.
+def dry_run(file: ExperimentFile, *, with_baseline: bool, as_json: bool = False) -> str:
+    """The plan in words, or as JSON. Loads the data to count its samples, starts nothing.
 
     Raises:
         PipelineError: as `run`, as far as it can be known before.
@@ -97,10 +100,11 @@ def dry_run(file: ExperimentFile, *, with_baseline: bool) -> str:
     with explained(file):
         train, validation = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
     steps = preflight.steps_per_epoch(file.experiment, train_samples=train)
-    return describe(plan, steps_per_epoch=steps, train_samples=train, validation_samples=validation)
+    shown = record if as_json else describe
+    return shown(plan, steps_per_epoch=steps, train_samples=train, validation_samples=validation)
 
 
-def report(plan: Plan, recorder: Recorder, *, stdout: rich.console.Console) -> None:
+def report(plan: Plan, recorder: Recorder, *, terminal: Terminal) -> Report:
     """Set the trials side by side: terminal, files, tracker."""
     trials = [as_ended(trial, recorder.finished) for trial in plan.trials]
     measured = Report.of(trials, recorder.finished, hardware=provenance.hardware(plan))
@@ -108,7 +112,7 @@ def report(plan: Plan, recorder: Recorder, *, stdout: rich.console.Console) -> N
         told = remark(course(read(recorder.folder / FILE_NAME), trial=plan.main.name))
         measured = measured.model_copy(update={"remarks": (*measured.remarks, *told)})
     result = advised(measured, plan)
-    print_report(result, stdout=stdout)
+    print_report(result, stdout=terminal.result)
     recorder.summary = result.markdown()
     if result.speedup is not None and result.efficiency is not None:
         step = next(end.result.steps for end in recorder.finished if end.result.trial == plan.main.name)
@@ -117,6 +121,7 @@ def report(plan: Plan, recorder: Recorder, *, stdout: rich.console.Console) -> N
         recorder.receive(Metrics(time=time.time(), trial=plan.main.name, step=step, epoch=epochs, points=points))
     for name in publish.save(result, recorder.folder):  # last, since a disk may be full
         artifact(name, recorder)
+    return result
 
 
 def advised(report: Report, plan: Plan) -> Report:

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import HashStore
 
 import pipeline
 from pipeline import registry
+from pipeline.advance import told_to
 from pipeline.channel import Address, ChannelOutbox
 from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
@@ -63,6 +64,7 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | N
     samples = rank.local_rank == 0 and not trial.is_measurement
     try:
         with (
+            told_to(outbox.event, trial=trial.name),
             Watch(trial, rank=rank, outbox=outbox, end=end),
             _process_group(trial, rank=rank),
             SystemSampler(rank, outbox) if samples else nullcontext(),

@@ -11,17 +11,17 @@ from typing import NoReturn
 
 import typer
 
-from pipeline.cli import diagnosis, experiments, jobs, projects, results, submission
+from pipeline.cli import about, completion, diagnosis, experiments, jobs, projects, results, submission
 from pipeline.cli.arguments import show
 from pipeline.errors import PipelineError, Terminated
 
 app = typer.Typer(
     help="Declarative experiments for data-parallel PyTorch training, with measured speedups.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.callback()(about.options)
 app.command()(experiments.run)
 app.command()(experiments.compare)
 app.command("tune-batch")(experiments.tune_batch)
@@ -32,6 +32,9 @@ app.command()(jobs.status)
 app.command()(jobs.logs)
 app.command()(jobs.stop)
 app.command()(diagnosis.doctor)
+app.command("list")(results.list_)
+app.command()(results.show)
+app.command()(results.diff)
 app.command()(results.ui)
 app.command()(results.sync)
 app.command()(projects.schema)
@@ -42,6 +45,8 @@ def main() -> NoReturn:
     """Entry point. Errors that are the user's to mend are shown without a traceback."""
     signal.signal(signal.SIGTERM, _terminate)
     _make_importable(Path.cwd())
+    if completion.is_asked_for(sys.argv[1:]):
+        completion.without_space_after_equals()
     try:
         app(args=_with_latest(sys.argv[1:]), prog_name="pipeline")
     except PipelineError as error:
@@ -55,7 +60,7 @@ def _with_latest(arguments: list[str]) -> list[str]:
     following = [*arguments[1:], "--"]
     return [
         "--resume=latest" if word == "--resume" and (next_.startswith("-") or "=" in next_) else word
-        for word, next_ in zip(arguments, following, strict=True)
+        for word, next_ in zip(arguments, following, strict=False)
     ]
 
 

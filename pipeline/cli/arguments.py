@@ -8,18 +8,39 @@ from typing import Annotated
 
 import typer
 
-from pipeline.errors import Interrupted, PipelineError, Terminated, TrainingError, UsageError
+from pipeline.cli import completion
+from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, TrainingError, UsageError
 
-FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="The experiment, a YAML file.", show_default=False)]
+FileArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE", help="The experiment, a YAML file.", show_default=False, autocompletion=completion.files
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. train.epochs=2.", show_default=False),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Overrides, e.g. train.epochs=2.",
+        show_default=False,
+        autocompletion=completion.overrides,
+    ),
 ]
 Cluster = Annotated[
     str | None,
     typer.Option("--address", metavar="HOST:PORT", help="Join this Ray cluster: parallel.address, and launcher ray."),
 ]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[RUN]",
+        help="Go on with an interrupted run: the newest one of this experiment, or RUN.",
+        autocompletion=completion.runs,
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Let the workers' and Ray's output through.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only, and warnings on stderr.")]
 
 
 class Scaling(StrEnum):
@@ -52,6 +73,13 @@ def show(error: PipelineError) -> None:
     if isinstance(error, TrainingError) and error.details:
         typer.echo(error.details.rstrip(), err=True)
     typer.echo(f"error: {error}" if "\n" not in str(error) else str(error), err=True)
+
+
+def problems_of(error: PipelineError | None) -> list[dict[str, str]]:
+    """An error for programs: where, which key, what; nothing for none."""
+    if isinstance(error, ExperimentError):
+        return [problem._asdict() for problem in error.problems]
+    return [] if error is None else [{"key": "", "message": str(error), "place": ""}]
 
 
 def strategies_of(text: str) -> tuple[str, ...]:

@@ -4,13 +4,19 @@ from typing import Annotated
 
 import typer
 
+from pipeline.cli import completion
 from pipeline.cli.arguments import interruptible
 
 
 def doctor(
     file: Annotated[
         str | None,
-        typer.Argument(metavar="[FILE]", help="An experiment, for its tracking store and cluster.", show_default=False),
+        typer.Argument(
+            metavar="[FILE]",
+            help="An experiment, for its tracking store and cluster.",
+            show_default=False,
+            autocompletion=completion.files,
+        ),
     ] = None,
     *,
     address: Annotated[str | None, typer.Option(help="A Ray cluster; default: FILE's, or RAY_ADDRESS.")] = None,

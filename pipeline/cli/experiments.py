@@ -1,17 +1,23 @@
 """Commands that take an experiment: check it, run it, measure it."""
 
+import json
 from typing import Annotated
 
 import typer
 
+from pipeline.cli import completion
 from pipeline.cli.arguments import (
     Cluster,
     FileArgument,
+    Json,
     Overrides,
+    Quiet,
+    Resume,
     Scaling,
     Verbose,
     counts_of,
     interruptible,
+    problems_of,
     show,
     strategies_of,
     with_address,
@@ -25,13 +31,12 @@ def run(
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
     baseline: Annotated[bool, typer.Option(help="Measure the baseline that the speedup is relative to.")] = True,
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="[RUN]", help="Go on with an interrupted run: the newest one of this experiment, or RUN."),
-    ] = None,
+    resume: Resume = None,
     allow_changed: Annotated[
         bool, typer.Option("--allow-changed", help="Resume although the experiment has changed.")
     ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
@@ -39,20 +44,26 @@ def run(
     import rich.console
 
     from pipeline.config.load import load
+    from pipeline.recording.display import progress_on
+    from pipeline.recording.terminal import Terminal
 
     experiment = load(file, with_address(overrides, address))  # before torch is imported: a typo is answered at once
     from pipeline import runner
 
     if dry_run:
-        typer.echo(runner.dry_run(experiment, with_baseline=baseline))
+        with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
+            plan = runner.dry_run(experiment, with_baseline=baseline, as_json=as_json)
+        typer.echo(plan)
         return
-    stdout = rich.console.Console(highlight=False)
+    from pipeline.speedup.report import run_json
+
     with interruptible():
         runner.run(
             experiment,
             with_baseline=baseline,
             verbose=verbose,
-            stdout=stdout,
+            terminal=Terminal.of(as_json=as_json, quiet=quiet),
+            show=lambda report, folder: typer.echo(run_json(report, folder)) if as_json else None,
             resume=resume,
             allow_changed=allow_changed,
         )
@@ -63,7 +74,12 @@ def compare(
     overrides: Overrides = None,
     *,
     strategies: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Strategies; default: those of the file's compare.")
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Strategies; default: those of the file's compare.",
+            autocompletion=completion.strategies,
+        ),
     ] = None,
     workers: Annotated[
         str | None, typer.Option(metavar="N,...", help="Numbers of workers; default: those of the file's compare.")
@@ -73,13 +89,12 @@ def compare(
         Scaling, typer.Option(help="strong: the same global batch; weak: the same batch for each worker.")
     ] = Scaling.strong,
     profile: Annotated[bool, typer.Option("--profile", help="Record a torch.profiler trace of each cell.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
     """Measure strategies and numbers of workers side by side, in short trials taken in turn."""
-    import rich.console
-
     from pipeline.config.load import load
     from pipeline.matrix import Wanted
 
@@ -92,6 +107,7 @@ def compare(
         profile=profile,
     )
     from pipeline.comparison import compare
+    from pipeline.recording.terminal import Terminal
     from pipeline.speedup.report import comparison_json
 
     with interruptible():
@@ -99,7 +115,7 @@ def compare(
             experiment,
             wanted=wanted,
             verbose=verbose,
-            terminal=rich.console.Console(highlight=False, stderr=as_json),
+            terminal=Terminal.of(as_json=as_json, quiet=quiet),
             show=lambda report: typer.echo(comparison_json(report)) if as_json else None,
         )
 
@@ -109,23 +125,23 @@ def tune_batch(
     overrides: Overrides = None,
     *,
     most: Annotated[int | None, typer.Option("--max", min=1, help="Largest batch of one device to try.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
     """Find the batch size of a device: the smallest at which throughput stops growing."""
-    import rich.console
-
     from pipeline.config.load import load
 
     experiment = load(file, with_address(overrides, address))
     from pipeline import tuning
+    from pipeline.recording.terminal import Terminal
 
-    terminal = rich.console.Console(highlight=False, stderr=as_json)
+    terminal = Terminal.of(as_json=as_json, quiet=quiet)
     with interruptible():
-        tuned = tuning.tune_batch(experiment, most=most, verbose=verbose, terminal=terminal)
+        report = tuning.tune_batch(experiment, most=most, verbose=verbose, terminal=terminal)
     if as_json:
-        typer.echo(tuned.model_dump_json(indent=2))
+        typer.echo(report.tuned.model_dump_json(indent=2))
 
 
 def predict(
@@ -140,14 +156,14 @@ def predict(
     scaling: Annotated[
         Scaling, typer.Option(help="strong: the same global batch; weak: the same batch for each worker.")
     ] = Scaling.both,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
     """Predict speedup and efficiency on more workers than there are, from a few seconds of measuring."""
-    import rich.console
-
     from pipeline.config.load import load
+    from pipeline.recording.terminal import Terminal
     from pipeline.speedup.link import parse
 
     experiment = load(file, with_address(overrides, address))
@@ -161,26 +177,37 @@ def predict(
             link=given,
             scaling=scaling.value,
             verbose=verbose,
-            terminal=rich.console.Console(highlight=False, stderr=as_json),
+            terminal=Terminal.of(as_json=as_json, quiet=quiet),
             show=lambda forecast: typer.echo(forecast.model_dump_json(indent=2)) if as_json else None,
         )
 
 
 def check(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Experiments to check.", show_default=False)],
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...", help="Experiments to check.", show_default=False, autocompletion=completion.files
+        ),
+    ],
+    *,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")] = False,
 ) -> None:
     """Check experiments and everything they name, and start nothing."""
     from pipeline import preflight
     from pipeline.config.load import load
 
-    errors: list[PipelineError] = []
+    errors: dict[str, PipelineError] = {}
     for file in files:
         try:
             preflight.check(load(file))
         except PipelineError as error:
             show(error)
-            errors.append(error)
+            errors[file] = error
         else:
-            typer.echo(f"{file}: ok")
+            if not quiet:
+                typer.echo(f"{file}: ok", err=as_json)
+    if as_json:
+        typer.echo(json.dumps([{"file": file, "problems": problems_of(errors.get(file))} for file in files], indent=2))
     if errors:
-        raise typer.Exit(errors[0].exit_code)
+        raise typer.Exit(next(iter(errors.values())).exit_code)

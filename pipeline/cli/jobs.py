@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline.cli.arguments import Json
 from pipeline.errors import Interrupted, Terminated
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def status(
     job: Annotated[str | None, typer.Argument(metavar="[ID]", help="A job; default: all.", show_default=False)] = None,
     *,
     address: Address = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only.")] = False,
 ) -> None:
     """Show the jobs of a cluster, or one."""
     from pipeline.submission.jobs import Jobs
@@ -62,8 +64,10 @@ def status(
     found = [jobs.job(job)] if job else jobs.all()
     if as_json:
         typer.echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
-        return
-    _print_table(found)
+    elif quiet:
+        typer.echo("".join(f"{each.id}\n" for each in found), nl=False)
+    else:
+        _print_table(found)
 
 
 def follow_to_the_end(jobs: "Jobs", job: str) -> None:
@@ -101,6 +105,8 @@ def _print_table(jobs: "list[Job]") -> None:
     import rich.console
     import rich.table
 
+    from pipeline.recording.tables import width_of
+
     table = rich.table.Table(box=None, pad_edge=False)
     for name in ("id", "experiment", "status", "exit code", "since"):
         table.add_column(name, no_wrap=True)
@@ -110,5 +116,5 @@ def _print_table(jobs: "list[Job]") -> None:
         when = f"{since.astimezone():%Y-%m-%d %H:%M:%S}" if since else "-"
         table.add_row(job.id, job.experiment or "-", job.status, code, when)
     console = rich.console.Console(highlight=False)
-    console.width = max(console.width, console.measure(table).maximum)  # cut ids would be of no use
+    console.width = max(console.width, width_of(table, console))  # cut ids would be of no use
     console.print(table)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pipeline.cli import completion
 from pipeline.errors import UsageError
 
 
@@ -17,7 +18,10 @@ def schema() -> None:
 
 
 def new(
-    template: Annotated[str | None, typer.Argument(help="ddp-project or dp-prototype.", show_default=False)] = None,
+    template: Annotated[
+        str | None,
+        typer.Argument(help="ddp-project or dp-prototype.", show_default=False, autocompletion=completion.templates),
+    ] = None,
     directory: Annotated[Path | None, typer.Argument(help="Folder of the new project.", show_default=False)] = None,
     *,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Answer a question.")] = None,

@@ -1,9 +1,93 @@
 """Commands that look at results."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from pipeline.cli import completion
+from pipeline.cli.arguments import Json
+from pipeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeline.recording.runs import RunSummary
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run: latest, the beginning of its id, or its folder.",
+        show_default=False,
+        autocompletion=completion.runs,
+    ),
+]
+Directory = Annotated[
+    Path, typer.Option("--directory", metavar="FOLDER", help="Where the runs are, tracking.directory.")
+]
+
+
+def list_(
+    *,
+    directory: Directory = Path("runs"),
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only.")] = False,
+) -> None:
+    """List the runs of this folder, the newest last."""
+    from datetime import UTC, datetime
+
+    import rich.console
+
+    from pipeline.recording import runs
+    from pipeline.review import table
+
+    found = list(runs.summaries(directory))
+    if as_json:
+        typer.echo(_json([run.model_dump(mode="json") for run in found]))
+    elif quiet:
+        typer.echo("".join(f"{run.run}\n" for run in found), nl=False)
+    elif found:
+        table.show(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False))
+    else:
+        typer.echo(f"{directory} has no runs; start one with pipeline run FILE", err=True)
+
+
+def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json = False) -> None:
+    """Show a run's report again."""
+    import rich.console
+
+    from pipeline.recording.console import print_report
+    from pipeline.recording.ending import places_of
+    from pipeline.review.result import result_of
+
+    summary = _found(run, directory)
+    result = result_of(summary)
+    if as_json and result is None:
+        raise UsageError(f"{summary.folder}: {_state(summary)}, so there is no result")
+    if as_json and result is not None:
+        typer.echo(result.to_json())
+        return
+    console = rich.console.Console(highlight=False)
+    if summary.status != "FINISHED":
+        console.print(f"{summary.run}: {_state(summary)}", style="yellow", markup=False)
+    if result is not None:
+        print_report(result.report, stdout=console)
+    console.print(places_of(summary.folder), markup=False, soft_wrap=True)
+
+
+def diff(
+    first: RunArgument, second: RunArgument, *, directory: Directory = Path("runs"), as_json: Json = False
+) -> None:
+    """Show what two runs don't have in common: configuration, environment, results."""
+    import rich.console
+
+    from pipeline.review import side_by_side
+    from pipeline.review.difference import difference
+
+    found = difference(_found(first, directory), _found(second, directory))
+    if as_json:
+        typer.echo(found.model_dump_json(indent=2))
+    else:
+        side_by_side.show(found, console=rich.console.Console(highlight=False))
 
 
 def ui(
@@ -23,9 +107,35 @@ def sync(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, e.g. runs/<id>.", show_default=False)],
 ) -> None:
     """Send a run's journal to its tracking store, e.g. after the store was down; adds nothing twice."""
+    import rich.console
+
+    from pipeline.recording.display import progress_on
     from pipeline.recording.mlflow import sync as send
 
-    outcome = send(folder, warn=lambda message: typer.echo(message, err=True))
+    with progress_on(rich.console.Console(highlight=False, stderr=True)):
+        outcome = send(folder, warn=lambda message: typer.echo(message, err=True))
     typer.echo(outcome.message)
     if not outcome.delivered:
         raise typer.Exit(3)
+
+
+def _found(run: str, directory: Path) -> "RunSummary":
+    from pipeline.recording import runs
+
+    folder = runs.find(run, directory)
+    if (summary := runs.summarized(folder)) is None:
+        raise UsageError(f"{folder}: this run ended before it began; there is nothing to show")
+    return summary
+
+
+def _state(run: "RunSummary") -> str:
+    """How a run that hasn't finished stands, in words."""
+    if run.status == "RUNNING":
+        return "it is still going on"
+    return f"it was {run.status.lower()}" + (f": {run.message}" if run.message else "")
+
+
+def _json(value: object) -> str:
+    import json
+
+    return json.dumps(value, indent=2)

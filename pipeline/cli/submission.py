@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.arguments import FileArgument, Overrides
+from pipeline.cli.arguments import FileArgument, Overrides, Resume
 from pipeline.cli.jobs import Address, follow_to_the_end, how_to_go_on
 from pipeline.errors import UsageError
 
@@ -24,10 +24,7 @@ def submit(
         typer.Option(metavar="NAME", help="A variable to take along; whoever reaches the cluster can read it."),
     ] = None,
     baseline: Annotated[bool, typer.Option(help="Measure the baseline that the speedup is relative to.")] = True,
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="[RUN]", help="Go on with an interrupted run: the newest one of this experiment, or RUN."),
-    ] = None,
+    resume: Resume = None,
     allow_changed: Annotated[
         bool, typer.Option("--allow-changed", help="Resume although the experiment has changed.")
     ] = False,

@@ -1,16 +1,18 @@
 """The experiment file as JSON Schema: for editors, and for sentences about what belongs where."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 
 from pipeline import registry
 from pipeline.config import keys
 from pipeline.config.keys import Part
 from pipeline.config.schema import Experiment
+from pipeline.config.suggestions import SUGGESTED
 
 Schema = Mapping[str, Any]
 
@@ -20,6 +22,14 @@ _NAMED: dict[str, registry.Kind] = {"strategy": "strategies", "launcher": "launc
 def experiment_json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of the experiment file, with a description of every key."""
     return copy.deepcopy(dict(Shape.of(Experiment).root))
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    """Pydantic would call ``every_steps`` "Every Steps", which tells nobody anything."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """As in the base class."""
+        return False
 
 
 class Shape:
@@ -32,7 +42,10 @@ class Shape:
     @cache
     def of(model: type[BaseModel]) -> "Shape":
         """The shape of a model; strategies and launchers are the ones that are installed."""
-        root = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema(by_alias=True)}
+        described = model.model_json_schema(by_alias=True, schema_generator=_WithoutTitles)
+        root = {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}
+        for name, targets in SUGGESTED.items() if model is Experiment else ():
+            _suggest(root["properties"][name], targets)
         for section in (root, *root.get("$defs", {}).values()):
             for name, kind in _NAMED.items():
                 if name in section.get("properties", {}):
@@ -87,3 +100,12 @@ class Shape:
         if inner is None and isinstance(part, str):
             inner = schema.get("additionalProperties")
         return self.follow(inner) if isinstance(inner, Mapping) else {}
+
+
+def _suggest(schema: dict[str, Any], targets: Sequence[str]) -> None:
+    """Name some components where one belongs: directly, in an "or null", or in a mapping of them."""
+    inner = schema.get("additionalProperties")
+    for place in (schema, *schema.get("anyOf", ()), *([inner] if isinstance(inner, dict) else [])):
+        if "$ref" in place:
+            told = f"Dotted name of a class or function in an allowed package, e.g. {targets[0]}."
+            place["properties"] = {"_target_": {"type": "string", "description": told, "examples": list(targets)}}

@@ -1,7 +1,6 @@
 """Fetches CIFAR-10 once for each machine, however many ranks ask for it at the same time."""
 
 import hashlib
-import shutil
 import tarfile
 import tempfile
 from http.client import HTTPException
@@ -10,6 +9,7 @@ from urllib.request import urlopen
 
 from filelock import FileLock
 
+from pipeline.advance import Advance
 from pipeline.errors import ExperimentError
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -18,6 +18,7 @@ FOLDER = "cifar-10-batches-bin"
 
 _MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # as the dataset's home page states it
 _STALL_SECONDS = 60.0
+_CHUNK_BYTES = 2**16
 
 
 def how_to_get(folder: Path) -> str:
@@ -52,8 +53,14 @@ def _fetch_and_unpack(folder: Path) -> None:
 
 
 def _fetch(archive: Path) -> None:
-    with urlopen(ADDRESS, timeout=_STALL_SECONDS) as response, archive.open("wb") as file:
-        shutil.copyfileobj(response, file)
+    with (
+        urlopen(ADDRESS, timeout=_STALL_SECONDS) as response,
+        archive.open("wb") as file,
+        Advance("downloading CIFAR-10", total=response.length, unit="B") as advance,
+    ):
+        while chunk := response.read(_CHUNK_BYTES):
+            file.write(chunk)
+            advance.by(len(chunk))
 
 
 def _check(archive: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline.advance import Advance
 from pipeline.config.secrets import without_credentials
 from pipeline.events import AnyEvent
 from pipeline.recording.journal import FILE_NAME
@@ -95,15 +96,17 @@ class Delivery:
 
     def upload(self) -> bool:
         """Upload the files that are due; False if there are some that must be tried again later."""
-        while uploads := self.run.uploads:
-            try:
-                self.run.upload(uploads[0])
-            except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
-                if _is_outage(error):
-                    self._files.begin(_reason(error))
-                    return False
-                self._refuse(uploads[0], _reason(error))
-            uploads.popleft()
+        with Advance("sending files", total=len(self.run.uploads) or None, unit="files") as advance:
+            while uploads := self.run.uploads:
+                try:
+                    self.run.upload(uploads[0])
+                except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
+                    if _is_outage(error):
+                        self._files.begin(_reason(error))
+                        return False
+                    self._refuse(uploads[0], _reason(error))
+                uploads.popleft()
+                advance.by(1)
         self._files.end()
         return True
 

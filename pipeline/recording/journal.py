@@ -4,6 +4,7 @@ import fcntl
 import json
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pipeline.recording.appender import Appender
 
 FILE_NAME = "events.jsonl"
 """Name of the journal in a run's folder."""
+_LOOKS, _LOOK_S = 5, 0.05
 
 
 class Journal:
@@ -31,7 +33,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._file = Appender(path)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._file)
         except BlockingIOError:
             self._file.close()
             raise UsageError(
@@ -100,6 +102,20 @@ def is_open(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def _lock(file: Appender) -> None:
+    """Lock for writing. Whoever looks whether the run goes on, see `is_open`, holds the lock for an instant.
+
+    Raises:
+        BlockingIOError: another process writes.
+    """
+    for _ in range(_LOOKS - 1):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOOK_S)
+    return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _parsed(line: bytes) -> AnyEvent | None:

@@ -6,6 +6,7 @@ What isn't through at the end is in the journal, and `sync` sends it later.
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,8 +14,9 @@ from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Thread
 
+from pipeline.advance import Advance
 from pipeline.errors import UsageError
-from pipeline.events import AnyEvent, Metrics, RunClosed, RunOpened, SystemMetrics
+from pipeline.events import Advanced, AnyEvent, Metrics, RunClosed, RunOpened, SystemMetrics
 from pipeline.recording import journal
 from pipeline.recording.delivery import Delivery, quiet
 from pipeline.recording.outcome import TrackingOutcome
@@ -51,7 +53,8 @@ class MlflowSubscriber:
 
     def receive(self, event: AnyEvent) -> None:
         """Take an event from any thread; returns at once and never raises."""
-        self._queue.put(event)
+        if not isinstance(event, Advanced):
+            self._queue.put(event)
 
     def close(self, timeout_s: float = 60.0) -> TrackingOutcome | None:
         """Wait until MLflow has everything, or won't take it; no events may come after that.
@@ -63,6 +66,13 @@ class MlflowSubscriber:
             self._closing.set()
             self._queue.put(None)
         return self.outcome if self._done.wait(timeout_s) else None
+
+    @property
+    def waiting(self) -> str:
+        """What MLflow doesn't have yet, e.g. "12 events and 3 files"."""
+        events, files = self._waiting + max(0, self._queue.qsize() - 1), len(self._delivery.run.uploads)
+        parts = [f"{events:,} events"] * bool(events) + [f"{files} files"] * bool(files)
+        return " and ".join(parts) or "the last words"
 
     @property
     def outcome(self) -> TrackingOutcome:
@@ -147,10 +157,16 @@ def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
     ending = Flag()
     ending.set()
     with quiet():
-        batches = _batches(_ended_once(events))
-        if all(_persist(partial(delivery.attempt, batch), ending=ending) for batch in batches):
+        with Advance("sending results", total=len(events), unit="events") as advance:
+            for batch in _batches(_ended_once(events)):
+                if not (sent := _persist(partial(delivery.attempt, batch), ending=ending)):
+                    break
+                advance.by(len(batch))
+        if sent:
             _persist(delivery.upload, ending=ending)
     outcome = TrackingOutcome.of(delivery, folder=folder, trouble=delivery.trouble, waiting=len(events))
+    with suppress(OSError):  # a folder that can only be read is no reason to fail
+        outcome.keep(folder)
     if outcome.message:
         return outcome
     link = run_link(uri, outcome.experiment_id, outcome.run_id)

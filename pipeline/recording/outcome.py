@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from pipeline.config.values import Frozen
 from pipeline.recording.delivery import Delivery
 from pipeline.recording.journal import FILE_NAME
+
+_FILE_NAME = "tracking.json"
 
 
 class TrackingOutcome(Frozen):
@@ -18,6 +22,18 @@ class TrackingOutcome(Frozen):
     """Whether everything is in MLflow that it will ever take."""
     message: str = ""
     """What is missing and the command that sends it. Empty if nothing is, or after a sync where to see it."""
+
+    def keep(self, folder: Path) -> None:
+        """Write it into the run's folder, for `kept`."""
+        (folder / _FILE_NAME).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def kept(cls, folder: Path) -> "TrackingOutcome | None":
+        """What was known last of a run's results; None if the run wasn't tracked, or was killed."""
+        try:
+            return cls.model_validate_json((folder / _FILE_NAME).read_bytes())
+        except (OSError, ValidationError):
+            return None
 
     @classmethod
     def of(cls, delivery: Delivery, *, folder: Path, trouble: str, waiting: int) -> "TrackingOutcome":

@@ -13,14 +13,14 @@ from pipeline.plan import Plan
 
 def run_tags(plan: Plan) -> dict[str, str]:
     """Tags of the main run."""
-    commit = _git("rev-parse", "HEAD")
+    commit = git("rev-parse", "HEAD")
     return {
         **(trial_tags(plan.main) if plan.command == "run" else {"role": plan.command}),
         "config_hash": config_hash(plan.experiment),
         "hardware": hardware(plan),
         "user": getpass.getuser(),
         "python": platform.python_version(),
-        **({"git_commit": commit, "git_dirty": str(bool(_git("status", "--porcelain"))).lower()} if commit else {}),
+        **({"git_commit": commit, "git_dirty": str(bool(git("status", "--porcelain"))).lower()} if commit else {}),
     }
 
 
@@ -55,10 +55,10 @@ def write_environment(path: Path) -> None:
     path.write_text(f"# python {platform.python_version()}, {platform.platform()}\n" + "\n".join(packages) + "\n")
 
 
-def _git(*arguments: str) -> str:
-    """What git says about the current directory; empty without git or outside a repository."""
+def git(*arguments: str, folder: Path | None = None) -> str:
+    """What git says about a folder, by default the current one; empty without git or outside a repository."""
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)  # noqa: S603, S607 - the user's own git
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)  # noqa: S603, S607 - the user's own git
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

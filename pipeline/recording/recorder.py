@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.contract import BatchSizes
-from pipeline.events import AnyEvent, BatchSizesFound, Failed, Finished, FirstStep, Metrics, Started, TrialOpened
+from pipeline.events import (
+    Advanced,
+    AnyEvent,
+    BatchSizesFound,
+    Failed,
+    Finished,
+    FirstStep,
+    Metrics,
+    Started,
+    TrialOpened,
+)
 from pipeline.recording.journal import FILE_NAME, Journal, read
 from pipeline.recording.progress import Progress
 
@@ -16,7 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 class Subscriber(Protocol):
-    """Gets every event after it has been journaled. It must not block and not raise: training would feel it."""
+    """Gets every event after it has been journaled, `Advanced` too, which never is.
+
+    It must not block and not raise: training would feel it.
+    """
 
     def receive(self, event: AnyEvent) -> None:
         """Take note of an event; called by one thread at a time."""
@@ -86,8 +99,9 @@ class Recorder:
             if new is None:
                 return
             noted = self._noted(new)
-            self._journal.append(noted)
-            self._tell_trouble()
+            if not isinstance(noted, Advanced):
+                self._journal.append(noted)
+                self._tell_trouble()
             for subscriber in self._subscribers:
                 subscriber.receive(noted)
 

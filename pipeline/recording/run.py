@@ -19,25 +19,22 @@ from pipeline.recording import folder as folders
 from pipeline.recording import journal, provenance
 from pipeline.recording.appender import Log
 from pipeline.recording.console import Console
+from pipeline.recording.ending import drain
 from pipeline.recording.mlflow import MlflowSubscriber
-from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.store import check_store, resolve_uri, run_link
+from pipeline.recording.store import check_store, resolve_uri
+from pipeline.recording.terminal import Terminal
 
 LOG_NAME = "log.txt"
-_DRAIN_SECONDS = 60.0
-_SILENT_SECONDS = 5.0  # of the drain; then a user is told what the run waits for
 
 
 @contextmanager
-def recorded(
-    plan: Plan, *, terminal: rich.console.Console, tracked: bool = True, folder: Path | None = None
-) -> Iterator[Recorder]:
+def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Path | None = None) -> Iterator[Recorder]:
     """A recorder for the events of a run. The run is closed with the status that the block ends in.
 
     Args:
         plan: what will run.
-        terminal: where progress is shown.
+        terminal: where progress and warnings are shown, and at the end the places of the results.
         tracked: whether the run goes to the tracking store, too, or to its folder only.
         folder: that of a run which goes on: its journal is continued, its run in the tracking store is opened again.
             By default a new run begins.
@@ -51,10 +48,10 @@ def recorded(
     warning = check_store(uri) if tracked else None
     folder = folder or folders.create(plan)
     with folders.explained(folder), closing(Log(folder / LOG_NAME)) as log, _logging_to(log):
-        warn = _teller(terminal)
+        warn = _teller(terminal.warnings)
         if warning:
             warn(warning)
-        consoles = [Console(stdout=each, trials=plan.trials) for each in (terminal, _console(log))]
+        consoles = [Console(each, trials=plan.trials) for each in (terminal, Terminal.on(_console(log)))]
         with closing(Recorder(folder, subscribers=consoles, warn=warn)) as recorder:
             files = folders.describe(plan.experiment, folder)
             tracker = MlflowSubscriber(folder=folder, warn=warn, uri=uri, known=recorder.known) if tracked else None
@@ -73,7 +70,7 @@ def recorded(
                 for console in consoles:
                     console.close()
                 _close(recorder, status=status, message=message)
-                _drain(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
+                drain(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
                 if status != "FINISHED" and (missing := _missing(recorder, log, tracker)):
                     warn(missing)
     if missing := _missing(recorder, log, tracker):
@@ -138,28 +135,6 @@ def _close(recorder: Recorder, *, status: Status, message: str) -> None:
     recorder.receive(RunClosed(time=time.time(), status=status, message=message, summary=recorder.summary))
 
 
-def _drain(
-    tracker: MlflowSubscriber | None,
-    recorder: Recorder,
-    *,
-    terminal: rich.console.Console,
-    uri: str,
-    warn: Callable[[str], None],
-) -> None:
-    """Wait until the tracking store has everything, Ctrl-C or a minute at most, and say where to look."""
-    try:
-        if tracker and tracker.close(timeout_s=_SILENT_SECONDS) is None:
-            warn(
-                f"waiting until MLflow has everything, {_DRAIN_SECONDS:.0f} seconds at most; Ctrl-C ends the wait, "
-                f"pipeline sync {recorder.folder} sends the rest later"
-            )
-            tracker.close(timeout_s=_DRAIN_SECONDS - _SILENT_SECONDS)
-    finally:
-        recorder.close()
-        outcome = tracker.outcome if tracker else None
-        terminal.print(_where_to_look(recorder.folder, uri, outcome), markup=False, highlight=False, soft_wrap=True)
-
-
 def _missing(recorder: Recorder, log: Log, tracker: MlflowSubscriber | None) -> str:
     """What the run's folder lacks, in a sentence; empty if it has everything."""
     parts = [f"{recorder.missing} events in {journal.FILE_NAME}"] * bool(recorder.missing)
@@ -176,17 +151,6 @@ def _status(error: BaseException) -> tuple[Status, str]:
     if isinstance(error, KeyboardInterrupt):
         return "KILLED", "interrupted"
     return "FAILED", str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-
-
-def _where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> str:
-    lines = [f"run      {folder}"]
-    if (folder / "report.html").exists():
-        lines.append(f"report   {folder / 'report.html'}")
-    if outcome and outcome.run_id:
-        lines.append(f"mlflow   {run_link(uri, outcome.experiment_id or '', outcome.run_id)}")
-    if outcome and not outcome.delivered:
-        lines.append(outcome.message)
-    return "\n".join(lines)
 
 
 @contextmanager

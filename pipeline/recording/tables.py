@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+_ANY_WIDTH = 10_000
 _NAME_WIDTH = 16  # of the first column; longer titles wrap between words, so that figures need not
 
 
@@ -49,6 +50,11 @@ def laid_out(printable: PrintableTable, *, width: int) -> Iterator[RenderableTyp
     yield table
     if printable.notes:
         yield headed(["", *printable.notes], width=width)
+
+
+def width_of(table: Table, console: Console) -> int:
+    """Columns that a table needs so that nothing is cut, however narrow the terminal is."""
+    return console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
 
 
 def headed(lines: Sequence[str], *, width: int) -> Text:

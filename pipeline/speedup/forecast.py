@@ -16,6 +16,9 @@ from pipeline.speedup.scaling import (
 )
 from pipeline.speedup.tables import Table, amount
 
+FILE_NAME = "prediction.json"
+"""Name of a `Forecast` in a run's folder."""
+
 _HEADER = ("workers", "samples each", "samples/s", "step ms", "exposed comm. ms", "speedup", "efficiency", "limited by")
 _MEANING = {"strong": "the same global batch, shared", "weak": "the baseline's batch for each worker"}
 

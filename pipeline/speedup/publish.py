@@ -7,10 +7,13 @@ from pipeline.speedup.chart import save_chart
 from pipeline.speedup.page import save_page
 from pipeline.speedup.report import Report, comparison_json
 
+REPORT_NAME = "speedup.json"
+"""Name of a `Report` in a run's folder."""
+
 
 def save(report: Report, folder: Path) -> tuple[str, ...]:
     """Write the report as JSON, table, chart and page; returns their names."""
-    texts = {"speedup.json": report.to_json() + "\n", "speedup_table.json": _table(report)}
+    texts = {REPORT_NAME: report.to_json() + "\n", "speedup_table.json": _table(report)}
     if report.is_comparison:
         texts["comparison.json"] = comparison_json(report) + "\n"
     for name, text in texts.items():

@@ -1,6 +1,6 @@
-"""The figures of a report for programs: `pipeline compare --json`, and the flat records of MLflow's tables."""
+"""The figures of a report for programs: `--json` of `pipeline run` and `compare`, and MLflow's tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ConfigDict
@@ -88,6 +88,29 @@ class ComparisonRecord(Frozen):
     name: str
     hardware: str
     remarks: tuple[str, ...]
+
+
+class RunRecord(Frozen):
+    """What `pipeline run --json` prints."""
+
+    model_config = ConfigDict(ser_json_inf_nan="null")
+
+    run: str
+    """Its id, the name of its folder."""
+    folder: str
+    name: str
+    """Name of the experiment."""
+    hardware: str
+    main: CellRecord
+    """The training."""
+    baseline: CellRecord | None
+    """What its speedup is relative to; None with ``--no-baseline``."""
+    references: tuple[CellRecord, ...]
+    """One process with all the cores, where that was measured."""
+    metrics: Mapping[str, float]
+    """The last value of each metric of the training."""
+    remarks: tuple[str, ...]
+    advice: tuple[Advice, ...]
 
 
 def columns(entries: Sequence[Row | Unmeasured]) -> dict[str, list[Any]]:

@@ -1,6 +1,7 @@
 """The report of a run: its trials side by side, and the remarks without which the figures would mislead."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.values import Frozen
@@ -168,6 +169,22 @@ class Report(Frozen):
     def table(self) -> dict[str, list[Any]]:
         """Columns for MLflow's ``log_table``."""
         return records.columns(self.entries)
+
+
+def run_json(report: Report, folder: Path) -> str:
+    """A run for programs, see `pipeline.speedup.records.RunRecord`."""
+    cells = {row.trial: records.CellRecord.of(row) for row in report.rows}
+    first = report.rows[0]
+    record = records.RunRecord(
+        run=folder.name,
+        folder=str(folder),
+        main=cells[report.main.trial],
+        baseline=cells[first.trial] if first.role == "baseline" else None,
+        references=tuple(cells[row.trial] for row in report.rows if row.role == "reference"),
+        metrics=report.main.metrics,
+        **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks")},
+    )
+    return record.model_dump_json(indent=2)
 
 
 def comparison_json(report: Report) -> str:

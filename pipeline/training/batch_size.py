@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipeline.advance import Advance
 from pipeline.contract import BatchCandidate, BatchSizes, Rank, Trial
 from pipeline.errors import ExperimentError
 from pipeline.training.bench import TrialBench
@@ -84,6 +85,12 @@ class Search:
 
     def run(self, *, also: int) -> list[BatchCandidate]:
         """All that were tried, ascending, and ``also`` that one if something larger fits."""
+        with Advance("trying batch sizes, up to", unit="samples") as self._advance:
+            self._try_out(also=also)
+        refused = [BatchCandidate(batch_size=size, fits=False) for size in self._refused]
+        return sorted([*self._measured(), *refused], key=lambda one: one.batch_size)
+
+    def _try_out(self, *, also: int) -> None:
         size = self._smallest
         while self._fits(size) and size < self._most and not self._is_flat():
             size = min(2 * size, self._most)
@@ -91,12 +98,11 @@ class Search:
             self._bisect()
         if self._smallest <= also < max(self._rates, default=0):
             self._fits(also)
-        refused = [BatchCandidate(batch_size=size, fits=False) for size in self._refused]
-        return sorted([*self._measured(), *refused], key=lambda one: one.batch_size)
 
     def _fits(self, size: int) -> bool:
         if size in self._rates:
             return True
+        self._advance.to(size)
         if not self._bench.fits(size):
             self._refused.append(size)
             return False
@@ -119,9 +125,11 @@ class Search:
     def _measured(self) -> list[BatchCandidate]:
         """All that fit, measured in turn so that drift of the machine hits all alike."""
         rates: dict[int, list[float]] = {size: [] for size in sorted(self._rates)}
-        for _ in range(_ROUNDS):
-            for size, windows in rates.items():
-                windows.append(self._bench.rate(size))
+        with Advance("measuring what fits", total=_ROUNDS * len(rates), unit="windows") as advance:
+            for _ in range(_ROUNDS):
+                for size, windows in rates.items():
+                    windows.append(self._bench.rate(size))
+                    advance.by(1)
         return [
             BatchCandidate(
                 batch_size=size, fits=True, samples_per_second=spread(windows), peak_memory_mb=self._peaks[size]

@@ -77,7 +77,7 @@ def _curve(setup: Setup) -> tuple[BatchCost, ...]:
     measured = sizes(_micro_batch(setup), smallest=_smallest(setup), count=SIZES_ALONE)
     if setup.rank.world_size > 1:
         measured = measured[-SIZES_TOGETHER:]  # they only tell how much longer it takes beside others
-    times = in_turn({size: partial(_timed, setup, size=size) for size in measured}, setup=setup)
+    times = in_turn({size: partial(_timed, setup, size=size) for size in measured}, setup=setup, what="batches")
     own = [_Pass(*map(median, zip(*times[size], strict=True))) for size in measured]
     slowest = [_Pass(*map(max, zip(*ranks, strict=True))) for ranks in zip(*gather(own, rank=setup.rank), strict=True)]
     return tuple(
@@ -141,5 +141,5 @@ def _optimizer(setup: Setup) -> float:
         synchronize(setup.device)
         return 1e3 * (time.perf_counter() - start)
 
-    times = in_turn({"step": step, "compute": compute}, setup=setup)
+    times = in_turn({"step": step, "compute": compute}, setup=setup, what="the optimizer")
     return max(0.0, median(whole - part for whole, part in zip(times["step"], times["compute"], strict=True)))

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from pipeline.advance import Advance
 from pipeline.events import Phase
 from pipeline.training.loader import to_device
 from pipeline.training.order import evaluation_draws
@@ -71,11 +72,13 @@ def _over_own_samples(setup: Setup, module: torch.nn.Module) -> torch.Tensor:
     if setup.strategy.shards:
         draws = padded_evaluation(draws, samples=samples, world_size=world_size, batch_size=batch_size)
     total = torch.zeros((), dtype=torch.float64, device=setup.device)
-    for draw, batch in setup.validation_loader.batches(draws):
-        with setup.autocast():
-            output = setup.task(module, to_device(batch, device=setup.device, dtype=setup.input_dtype))
-        if draw.weight:
-            total += output.loss.double() * draw.weight
-            setup.metrics.update(output.outputs, output.targets)
-        mark(Phase.EVALUATING)
+    with Advance("evaluating", total=samples, unit="samples", silent=not setup.rank.is_first) as advance:
+        for draw, batch in setup.validation_loader.batches(draws):
+            with setup.autocast():
+                output = setup.task(module, to_device(batch, device=setup.device, dtype=setup.input_dtype))
+            if draw.weight:
+                total += output.loss.double() * draw.weight
+                setup.metrics.update(output.outputs, output.targets)
+            mark(Phase.EVALUATING)
+            advance.by(len(draw.indices) * world_size)
     return total

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from pipeline.advance import Advance
 from pipeline.contract import AllReduce
 from pipeline.training.clock import synchronize
 from pipeline.training.collective import barrier, gather
@@ -23,8 +24,11 @@ Key = TypeVar("Key")
 Measured = TypeVar("Measured")
 
 
-def in_turn(variants: Mapping[Key, Callable[[], Measured]], *, setup: Setup) -> dict[Key, list[Measured]]:
-    """What each variant returns in each of some rounds; ranks begin each one together. Collective."""
+def in_turn(variants: Mapping[Key, Callable[[], Measured]], *, setup: Setup, what: str) -> dict[Key, list[Measured]]:
+    """What each variant returns in each of some rounds; ranks begin each one together. Collective.
+
+    ``what`` is measured, in words for the terminal.
+    """
     seconds = 0.0
     for _ in range(2):  # the first time pays for much that later ones don't
         barrier(setup.rank)
@@ -33,10 +37,13 @@ def in_turn(variants: Mapping[Key, Callable[[], Measured]], *, setup: Setup) -> 
             measure()
         seconds = max(gather(time.perf_counter() - start, rank=setup.rank))
     results: dict[Key, list[Measured]] = {key: [] for key in variants}
-    for _ in range(max(FEWEST_ROUNDS, min(ROUNDS, int(BUDGET_SECONDS / seconds)))):
-        for key, measure in variants.items():
-            barrier(setup.rank)
-            results[key].append(measure())
+    rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(BUDGET_SECONDS / seconds)))
+    with Advance(f"measuring {what}", total=rounds, unit="rounds", silent=not setup.rank.is_first) as advance:
+        for done in range(rounds):
+            for key, measure in variants.items():
+                barrier(setup.rank)
+                results[key].append(measure())
+            advance.to(done + 1)
     return results
 
 
@@ -56,7 +63,7 @@ def all_reduces(setup: Setup) -> tuple[AllReduce, ...]:
         synchronize(setup.device)
         return 1e3 * (time.perf_counter() - start)
 
-    times = in_turn({4 * len(tensor): partial(exchange, tensor) for tensor in tensors}, setup=setup)
+    times = in_turn({4 * len(tensor): partial(exchange, tensor) for tensor in tensors}, setup=setup, what="the link")
     ranks = gather(times, rank=setup.rank)
     return tuple(
         AllReduce(bytes=size, ms=median(max(round_) for round_ in zip(*(rank[size] for rank in ranks), strict=True)))

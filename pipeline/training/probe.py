@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
+from pipeline.advance import Advance
 from pipeline.contract import StepParts
 from pipeline.training.clock import spread, synchronize
 from pipeline.training.collective import barrier, gather
@@ -51,9 +52,12 @@ def _measure(setup: Setup, *, step_ms: float) -> Times:
     steps = max(1, min(10, int(SLOT_SECONDS * 1000 / step_ms)))
     round_ms = len(variants) * (steps + 1) * step_ms
     times: Times = {name: [] for name in variants}
-    for _ in range(max(FEWEST_ROUNDS, min(ROUNDS, int(BUDGET_SECONDS * 1000 / round_ms)))):
-        for name, step in variants.items():
-            times[name].append(_slot(setup, step, steps=steps))
+    rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(BUDGET_SECONDS * 1000 / round_ms)))
+    with Advance("measuring the parts of a step", total=rounds, unit="rounds", silent=not setup.rank.is_first) as told:
+        for done in range(rounds):
+            for name, step in variants.items():
+                times[name].append(_slot(setup, step, steps=steps))
+            told.to(done + 1)
     return times
 
 

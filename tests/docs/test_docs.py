@@ -25,7 +25,7 @@ def test_readme_is_short_and_opens_with_a_command():
 
 
 def test_every_command_is_in_the_readme():
-    names = re.findall(r"^│ (\w+) ", command("--help"), re.MULTILINE)
+    names = re.findall(r"^│ (\w[\w-]*) ", command("--help"), re.MULTILINE)
     assert {"run", "check", "ui", "sync", "schema"} <= set(names)
     assert [name for name in names if f"`pipeline {name}" not in README] == []
 
@@ -48,7 +48,9 @@ def test_every_experiment_is_in_the_readme():
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_experiment_opens_with_its_command(path):
-    assert path.read_text().splitlines()[0] == f"# pipeline run experiments/{path.name}"
+    schema, line = path.read_text().splitlines()[:2]
+    assert schema == "# yaml-language-server: $schema=experiment.schema.json"
+    assert line == f"# pipeline run experiments/{path.name}"
 
 
 def test_readme_error_is_the_real_one(tmp_path):

@@ -28,6 +28,9 @@ def test_a_given_link_needs_one_worker(command, tmp_path):
     assert [prediction.workers for prediction in saved.outlooks[0].predictions] == [1, 2, 4, 8, 12]
     assert saved.check is None
     assert not (tmp_path / "mlflow.db").exists()  # a prediction isn't tracked
+    again = command("show", str(folder))
+    assert ended.stdout.endswith(again.stdout.partition("run      ")[0] + f"run      {folder}\n")
+    assert Forecast.model_validate_json(command("show", str(folder), "--json").stdout) == saved
 
 
 def test_json_is_all_of_stdout_and_strong_scaling_ends_with_the_batch(command):

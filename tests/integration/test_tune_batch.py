@@ -76,15 +76,19 @@ def test_the_result_is_shown_on_stderr_beside_json_and_kept(tune: Callable[..., 
         assert words in tuned.ended.stderr
 
 
-def test_the_table_fits_a_terminal(tune: Callable[..., Tuned], tmp_path: Path) -> None:
+def test_the_table_fits_a_terminal(tune: Callable[..., Tuned], command: Command, tmp_path: Path) -> None:
     tuned = tune("train.global_batch_size=4", "--max", "4")
 
     assert tuned.ended.code == 0, tuned.ended.output
     assert tuned.ended.stderr == ""
-    table = tuned.ended.stdout[tuned.ended.stdout.index("batch of") :]
+    table, _, place = tuned.ended.stdout.partition("lab: batch size of a device")[2].partition("\nrun      ")
     assert max(map(len, table.splitlines())) <= 80
     assert "At least 4 samples fit: memory never ran out." in table
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # the tracking store isn't touched
+    again = command("show", "latest", "--directory", f"{tmp_path}/runs")
+    assert again.stdout == f"lab: batch size of a device{table}\nrun      {place}"
+    document = json.loads(command("show", place.strip(), "--json").stdout)
+    assert document["candidates"][-1]["batch_size"] == 4
 
 
 def test_not_even_one_sample_fits(tune: Callable[..., Tuned]) -> None:

@@ -19,10 +19,12 @@ from pipeline.scaffold import catalog
 COMMON = {".cruft.json", ".gitignore", "Makefile", "README.md", "pipeline.mk", "pyproject.toml"}
 DDP = COMMON | {
     ".github/workflows/test.yaml",
+    "experiments/experiment.schema.json",
     *(f"experiments/{name}.yaml" for name in ("first", "scaling", "smoke")),
     *(f"tests/{name}.py" for name in ("conftest", "test_data", "test_experiments", "test_model", "test_training")),
 }
 PROTOTYPE = COMMON | {
+    "experiments/experiment.schema.json",
     *(f"experiments/{name}.yaml" for name in ("first", "smoke")),
     "notebooks/prototype.ipynb",
     *(f"tests/{name}.py" for name in ("conftest", "test_experiments", "test_notebook")),
@@ -89,6 +91,17 @@ def test_yaml_and_json_are_valid(baked: tuple[Baked, ...]) -> None:
                 yaml.safe_load((project.folder / name).read_text())
             if name.endswith((".json", ".ipynb")):
                 json.loads((project.folder / name).read_text())
+
+
+def test_editors_find_the_schema_of_every_experiment(baked: tuple[Baked, ...]) -> None:
+    schema = (REPOSITORY / "experiments" / "experiment.schema.json").read_text()
+    for project in baked:
+        folder = project.folder / "experiments"
+        assert (folder / "experiment.schema.json").read_text() == schema
+        for path in folder.glob("*.yaml"):
+            first, second = path.read_text().splitlines()[:2]
+            assert first == "# yaml-language-server: $schema=experiment.schema.json"
+            assert second == f"# pipeline run experiments/{path.name}"
 
 
 def test_every_experiment_passes_the_check(baked: tuple[Baked, ...], monkeypatch: pytest.MonkeyPatch) -> None:

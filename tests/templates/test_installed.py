@@ -1,7 +1,9 @@
 """As users have it: a project installed in an environment of its own, and the templates in an installed wheel."""
 
+import json
+import re
+import shutil
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -23,13 +25,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Baked:
 
 def environment(project: Path) -> None:
     """What `make install` does, without fetching anything."""
-    succeed(project, "venv", ".venv", "--without-pip")
-    python = project / ".venv" / "bin" / "python"
-    (packages,) = (project / ".venv" / "lib").glob("python*/site-packages")
-    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    offline = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed")
-    succeed(project, "pip", "--python", python, "install", *offline, "--editable", project, "--editable", REPOSITORY)
+    install(project, "--editable", project, "--editable", REPOSITORY)
     (project / ".venv" / ".installed").touch()
+
+
+def install(folder: Path, *what: str | Path) -> Path:
+    """Install into a new environment in a folder; returns the environment's programs."""
+    succeed(folder, "venv", ".venv", "--without-pip")
+    programs = folder / ".venv" / "bin"
+    (packages,) = (folder / ".venv" / "lib").glob("python*/site-packages")
+    borrowed = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    offline = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed")
+    succeed(folder, "pip", "--python", programs / "python", "install", *offline, *what)
+    return programs
 
 
 def test_the_tests_of_a_new_project(installed: Baked) -> None:
@@ -93,6 +102,31 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (file,) = folder.glob("*.whl")
     zipfile.ZipFile(file).extractall(folder / "site")
     return folder / "site"
+
+
+def test_a_wheel_works_on_its_own(wheel: Path, tmp_path: Path) -> None:
+    """In an environment and a folder that know nothing of the checkout."""
+    (file,) = wheel.parent.glob("*.whl")
+    experiment = shutil.copy(REPOSITORY / "experiments" / "mlp.yaml", tmp_path)
+    pipeline = install(tmp_path, file) / "pipeline"
+    where = succeed(tmp_path, pipeline.with_name("python"), "-c", "import pipeline; print(pipeline.__file__)")
+    assert Path(where.strip()).is_relative_to(tmp_path / ".venv")
+
+    version = succeed(tmp_path, pipeline, "--version").splitlines()
+    alone = ("parallel.launcher=inprocess", "parallel.strategy=single", "parallel.workers=1", "train.epochs=1")
+    document = json.loads(succeed(tmp_path, pipeline, "run", experiment, *alone, "--no-baseline", "--json"))
+    listed = json.loads(succeed(tmp_path, pipeline, "list", "--json"))
+
+    assert re.fullmatch(r"pipeline \d+\.\d+\.\d+\S*", version[0])  # no commit: this is no checkout
+    assert document["metrics"]["validation/accuracy"] > 0
+    assert [run["run"] for run in listed] == [document["run"]]
+    assert "properties" in json.loads(succeed(tmp_path, pipeline, "schema"))
+
+
+def test_the_wheel_carries_its_license(wheel: Path) -> None:
+    (metadata,) = wheel.glob("*.dist-info")
+    assert (metadata / "licenses" / "LICENSE").read_text() == (REPOSITORY / "LICENSE").read_text()
+    assert "License-Expression: Apache-2.0\n" in (metadata / "METADATA").read_text()
 
 
 def test_the_templates_are_in_the_wheel(wheel: Path) -> None:

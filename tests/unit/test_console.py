@@ -1,6 +1,7 @@
 """What a user sees: plain lines in a pipe, a live display on a terminal, and the final table at 80 columns."""
 
 import io
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -8,8 +9,20 @@ import rich.console
 from samples import BASELINE, DDP_2, HARDWARE, MAIN, comparison, finished, report, spread
 
 from pipeline.contract import Rank
-from pipeline.events import AnyEvent, Failed, Finished, FirstStep, Metrics, Point, Started, TrialOpened, Warned
+from pipeline.events import (
+    Advanced,
+    AnyEvent,
+    Failed,
+    Finished,
+    FirstStep,
+    Metrics,
+    Point,
+    Started,
+    TrialOpened,
+    Warned,
+)
 from pipeline.recording.console import Console, print_report
+from pipeline.recording.terminal import Terminal
 from pipeline.speedup import Advice
 from pipeline.speedup.report import Report
 
@@ -50,7 +63,7 @@ def end() -> Finished:
 
 
 def show(*events: AnyEvent, stdout: rich.console.Console) -> str:
-    console = Console(stdout=stdout, trials=[BASELINE, RAY])
+    console = Console(Terminal.on(stdout), trials=[BASELINE, RAY])
     for event in events:
         console.receive(event)
     console.close()
@@ -71,11 +84,83 @@ def test_a_pipe_gets_one_whole_plain_line_for_each_thing_that_happens() -> None:
         "main: ddp x 2: 78,186 parameters, 1,437 training and 360 validation samples, 40 steps, "
         "on 2 x (node-1 cpu x 1 thread)",
         "main: ddp x 2: step 1/40, epoch 1/2, loss 2, 1,310 samples/s",
-        "main: ddp x 2: step 6/40, epoch 1/2, loss 0.3333, 1,310 samples/s",
-        "main: ddp x 2: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3",
+        "main: ddp x 2: step 6/40, epoch 1/2, loss 0.3333, 1,310 samples/s, 0:00:34 left",
+        "main: ddp x 2: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3, 0:00:11 left",
         "main: warning: the [bold]last[/bold] batch is small",
         "main: ddp x 2: done, 24 steps, 1,312 samples/s, validation/accuracy 0.9731, first step after 6.2 s",
     ]
+
+
+def advanced(done: int, *, time: float, total: int | None = 1200, unit: str = "samples") -> Advanced:
+    return Advanced(time=time, what="evaluating", done=done, total=total, unit=unit)
+
+
+def test_a_pipe_hears_of_what_takes_long_now_and_then() -> None:
+    steps = [advanced(100 * n, time=2.0 * n) for n in range(1, 9)]
+    mib = Advanced(time=30, what="downloading", done=12_300_000, total=170_000_000, unit="B")
+
+    text = show(opened(), started(), *steps, mib, mib.model_copy(update={"time": 36.0}), stdout=pipe())
+
+    assert text.splitlines()[2:] == [
+        "main: ddp x 2: evaluating, 400/1,200 samples",
+        "main: ddp x 2: evaluating, 700/1,200 samples",
+        "main: ddp x 2: downloading, 12.3 MB/170.0 MB",
+    ]
+
+
+def test_a_terminal_shows_a_bar_for_what_takes_long_until_it_is_done() -> None:
+    stdout = terminal()
+    console = Console(Terminal.on(stdout), trials=[RAY])
+    screens = []
+    for event in (opened(), started(), advanced(300, time=2), advanced(1200, time=3), metrics(20, time=4)):
+        console.receive(event)
+        at = len(printed(stdout))
+        console._display._live.refresh()  # type: ignore[union-attr]
+        screens.append(printed(stdout)[at:])
+    console.close()
+
+    assert ["evaluating" in screen for screen in screens] == [False, False, True, False, False]
+    assert "300/1,200 samples" in screens[2]
+    assert "step 20/40" in screens[4]
+
+
+@pytest.mark.parametrize("width", [80, 40, 20])
+def test_the_live_display_fits_a_narrow_terminal(width: int) -> None:
+    stdout = rich.console.Console(
+        file=io.StringIO(), width=width, force_terminal=True, force_interactive=True, color_system=None
+    )
+    show(opened(), started(), FirstStep(time=2, trial="main"), metrics(5, time=3, train__loss=0.5),
+         advanced(300, time=4), stdout=stdout)  # fmt: skip
+
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(stdout)).replace("\r", "\n").splitlines()
+    assert lines
+    assert max(map(len, lines)) <= width
+
+
+def test_no_color_means_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    def colours() -> set[str]:
+        stdout = rich.console.Console(file=io.StringIO(), width=80, force_terminal=True)
+        print_report(report(), stdout=stdout)
+        show(opened(), Warned(time=1, trial="main", message="careful"), stdout=stdout)
+        return set(re.findall(r"\x1b\[[0-9;]*3[0-7][0-9;]*m", printed(stdout)))
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert colours()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not colours()
+
+
+def test_quiet_keeps_progress_from_the_terminal_but_no_warning() -> None:
+    warnings = pipe()
+    places = Terminal(progress=rich.console.Console(quiet=True, file=io.StringIO()), result=pipe(), warnings=warnings)
+    console = Console(places, trials=[RAY])
+    for event in (opened(), started(), metrics(5, time=2), Warned(time=3, trial="main", message="careful"), end()):
+        console.receive(event)
+    console.close()
+
+    assert printed(places.progress) == printed(places.result) == ""
+    assert printed(warnings) == "main: warning: careful\n"
 
 
 def test_many_different_devices_are_counted_instead_of_listed() -> None:
@@ -99,7 +184,7 @@ def test_a_terminal_gets_its_cursor_back_however_a_trial_ends(last: AnyEvent) ->
 
 def test_closing_in_the_middle_of_a_trial_restores_the_terminal_once() -> None:
     stdout = terminal()
-    console = Console(stdout=stdout, trials=[RAY])
+    console = Console(Terminal.on(stdout), trials=[RAY])
     console.receive(opened())
     console.close()
     console.close()
@@ -108,7 +193,7 @@ def test_closing_in_the_middle_of_a_trial_restores_the_terminal_once() -> None:
 
 def test_a_terminal_says_what_is_waited_for_and_keeps_one_line_of_a_finished_trial() -> None:
     stdout = terminal()
-    console = Console(stdout=stdout, trials=[RAY])
+    console = Console(Terminal.on(stdout), trials=[RAY])
     console.receive(opened())
     waiting = printed(stdout)
     console.receive(started())

@@ -20,6 +20,12 @@ def text_of(tokens):
     return "".join(map(chr, tokens.tolist()))
 
 
+class Answer(io.BytesIO):
+    """Of a server that doesn't say how much will come."""
+
+    length = None
+
+
 class TestDigits:
     def test_has_all_scans_in_stated_types(self):
         train, validation = digits()
@@ -231,7 +237,7 @@ class TestCifar10:
         assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
 
     def test_another_archive_is_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(cifar_download, "urlopen", lambda address, timeout: io.BytesIO(b"<html>Sorry</html>"))
+        monkeypatch.setattr(cifar_download, "urlopen", lambda address, timeout: Answer(b"<html>Sorry</html>"))
         with pytest.raises(ExperimentError, match=r"MD5 [0-9a-f]{32}, expected c32a1d4a"):
             cifar10(directory=str(tmp_path))
 
@@ -246,7 +252,7 @@ class TestCifar10:
         def serve(address, timeout):
             served.append(address)
             time.sleep(0.1)  # long enough for the others to start fetching as well, if nothing held them back
-            return io.BytesIO(archive.getvalue())
+            return Answer(archive.getvalue())
 
         monkeypatch.setattr(cifar_download, "urlopen", serve)
         monkeypatch.setattr(cifar_download, "_check", lambda archive: None)  # the real MD5 needs the real 170 MB

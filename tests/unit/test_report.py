@@ -1,6 +1,7 @@
 """Speedup, efficiency and remarks against figures worked out by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 from samples import (
@@ -17,7 +18,7 @@ from samples import (
 
 from pipeline.contract import Spread, Trial
 from pipeline.speedup import Advice
-from pipeline.speedup.report import Report
+from pipeline.speedup.report import Report, run_json
 from pipeline.speedup.tables import Straggler, low_to_high, with_spread
 
 
@@ -215,3 +216,21 @@ def test_devices_that_are_uneven_show_both_ends(values: tuple[float, ...], text:
 )
 def test_a_spread_is_half_its_range(given: Spread, text: str) -> None:
     assert with_spread(given) == text
+
+
+def test_a_run_for_scripts_has_its_training_baseline_and_references() -> None:
+    record = json.loads(run_json(report(), Path("runs/20260301-1")))
+
+    assert (record["run"], record["folder"]) == ("20260301-1", "runs/20260301-1")
+    assert (record["main"]["title"], record["main"]["workers"]) == ("ddp x 2", 2)
+    assert record["main"]["speedup"] == pytest.approx(1.9)
+    assert record["baseline"]["speedup"] == 1
+    assert [row["title"] for row in record["references"]] == ["single, 2 cores"]
+    assert record["metrics"] == {"validation/accuracy": 0.97345}
+
+
+def test_what_is_no_number_is_null_for_scripts() -> None:
+    diverged = report().main.model_copy(update={"metrics": {"train/loss": float("nan")}})
+    rows = (*report().rows[:-1], diverged)
+    record = json.loads(run_json(report().model_copy(update={"rows": rows}), Path("runs/x")))
+    assert record["metrics"] == {"train/loss": None}

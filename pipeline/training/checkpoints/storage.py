@@ -9,8 +9,10 @@ from typing import BinaryIO, cast
 from urllib.parse import urlsplit
 
 import fsspec
+from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
+from pipeline.advance import Advance
 from pipeline.config.secrets import without_credentials
 from pipeline.errors import ExperimentError
 
@@ -110,8 +112,12 @@ class Storage:
             return
         with TemporaryDirectory(prefix="checkpoint-") as temporary:
             yield Path(temporary)
-            for file in sorted(Path(temporary).iterdir()):
-                self._fs.put_file(str(file), self._path(f"{folder}/{file.name}"))
+            files = sorted(Path(temporary).iterdir())
+            sizes = [file.stat().st_size for file in files]
+            with Advance(f"uploading {folder}", total=sum(sizes), unit="B") as advance:
+                for file, size in zip(files, sizes, strict=True):
+                    with _File(advance, size) as told:
+                        self._fs.put_file(str(file), self._path(f"{folder}/{file.name}"), callback=told)
 
     @contextmanager
     def fetched(self, folder: str) -> Iterator[Path]:
@@ -120,12 +126,29 @@ class Storage:
             yield Path(self._path(folder))
             return
         with TemporaryDirectory(prefix="checkpoint-") as temporary:
-            for path in self._fs.find(self._path(folder)):
-                self._fs.get_file(path, str(Path(temporary) / path.rsplit("/", 1)[-1]))
+            sizes = {path: entry["size"] for path, entry in self._fs.find(self._path(folder), detail=True).items()}
+            with Advance(f"downloading {folder}", total=sum(sizes.values()), unit="B") as advance:
+                for path, size in sizes.items():
+                    with _File(advance, size) as told:
+                        self._fs.get_file(path, str(Path(temporary) / path.rsplit("/", 1)[-1]), callback=told)
             yield Path(temporary)
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
+
+
+class _File(Callback):  # type: ignore[misc] # fsspec has no types
+    """One file of several on its way: file systems tell how far it is, or nothing."""
+
+    def __init__(self, advance: Advance, size: int) -> None:
+        super().__init__()
+        self._advance, self._before, self._end = advance, advance.done, advance.done + size
+
+    def call(self, *_: object, **__: object) -> None:
+        self._advance.to(self._before + self.value)
+
+    def close(self) -> None:
+        self._advance.to(self._end)
 
 
 def _install(address: str, error: ImportError) -> str:

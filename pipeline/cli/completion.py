@@ -1,0 +1,84 @@
+"""What the shell offers at a press of Tab. It must be quick: nothing here imports torch, ray or MLflow."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import typer
+
+_YAML = "*.y*ml"
+_NOSPACE = "    [[ ${#COMPREPLY[@]} -eq 1 && $COMPREPLY == *[=/] ]] && compopt -o nospace\n    return 0"
+
+
+def files(incomplete: str) -> list[str]:
+    """Experiment files that begin like this, and those in the folders that do."""
+    start = incomplete.rstrip("*?[")
+    found = [path for path in Path().glob(f"{start}{_YAML}") if path.is_file()]
+    inside = [path for folder in Path().glob(f"{start}*/") if folder.is_dir() for path in folder.glob(_YAML)]
+    visible = [path for path in (*found, *inside) if not any(part.startswith(".") for part in path.parts)]
+    return sorted(set(map(str, visible)))
+
+
+def overrides(context: typer.Context, incomplete: str) -> list[str]:
+    """Keys of the experiment file up to ``=``, and behind it the values that a key can have.
+
+    bash takes a word apart at each =, other shells don't.
+    """
+    from pipeline.config import vocabulary
+
+    before = [word for word in context.params.get("overrides") or () if word != "="]
+    if before and "=" not in before[-1] and os.environ.get("_PIPELINE_COMPLETE") == "complete_bash":
+        return _beginning(vocabulary.values_of(before[-1]), incomplete)
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        return [f"{key}={known}" for known in _beginning(vocabulary.values_of(key), value)]
+    file = context.params.get("file")
+    keys = vocabulary.all_keys(Path(file) if isinstance(file, str) else None)
+    return _beginning(_one_level(keys, incomplete), incomplete)
+
+
+def runs(incomplete: str) -> list[str]:
+    """Runs of the folder runs, the newest first."""
+    found = sorted((path.parent.name for path in Path("runs").glob("*/events.jsonl")), reverse=True)
+    return _beginning(["latest", *found], incomplete)
+
+
+def strategies(incomplete: str) -> list[str]:
+    """Strategies, after others in a list such as "single,ddp"."""
+    from pipeline import registry
+
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in _beginning(registry.names("strategies"), last)]
+
+
+def templates(incomplete: str) -> list[str]:
+    """Templates of ``pipeline new``."""
+    from pipeline.scaffold import catalog
+
+    return _beginning(catalog.names(), incomplete)
+
+
+def without_space_after_equals() -> None:
+    """Have ``--show-completion`` and ``--install-completion`` write a bash script that adds no space to ``key=``."""
+    from typer import _completion_shared as shared
+
+    script = shared.COMPLETION_SCRIPT_BASH.replace("    return 0", _NOSPACE)
+    shared._completion_scripts["bash"] = script
+
+
+def is_asked_for(arguments: Sequence[str]) -> bool:
+    """Whether the command line wants a completion script."""
+    return any(word.startswith(("--install-completion", "--show-completion")) for word in arguments)
+
+
+def _one_level(keys: Sequence[str], incomplete: str) -> Iterator[str]:
+    """Keys with their ``=``; of sections that aren't begun yet only ``train.``, so that the list stays short."""
+    depth = incomplete.count(".")
+    seen = dict.fromkeys(
+        key if key.count(".") <= depth else f"{'.'.join(key.split('.')[: depth + 1])}." for key in keys
+    )
+    yield from (name if name.endswith(".") else f"{name}=" for name in seen)
+
+
+def _beginning(words: Sequence[str] | Iterator[str], start: str) -> list[str]:
+    return [word for word in words if word.startswith(start)]

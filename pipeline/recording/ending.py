@@ -1,0 +1,84 @@
+"""The end of a run: the tracking store gets the rest, and a user hears where the results are."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import rich.console
+
+from pipeline.events import RunOpened
+from pipeline.recording import journal
+from pipeline.recording.mlflow import MlflowSubscriber
+from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.store import run_link
+from pipeline.recording.terminal import Terminal
+
+_DRAIN_SECONDS = 60.0
+_SILENT_SECONDS = 5.0  # of the drain; then a user is told what the run waits for
+_LOOK_SECONDS = 0.25
+
+
+def drain(
+    tracker: MlflowSubscriber | None,
+    recorder: Recorder,
+    *,
+    terminal: Terminal,
+    uri: str,
+    warn: Callable[[str], None],
+) -> None:
+    """Wait until the tracking store has everything, Ctrl-C or a minute at most, and say where to look."""
+    try:
+        if tracker and not _sent(tracker, _SILENT_SECONDS, console=terminal.progress):
+            warn(
+                f"waiting until MLflow has everything, {_DRAIN_SECONDS:.0f} seconds at most; Ctrl-C ends the wait, "
+                f"pipeline sync {recorder.folder} sends the rest later"
+            )
+            _sent(tracker, _DRAIN_SECONDS - _SILENT_SECONDS, console=terminal.progress)
+    finally:
+        recorder.close()
+        outcome = tracker.outcome if tracker else None
+        if outcome:
+            with suppress(OSError):  # the disk is full, or the folder gone: that is told elsewhere
+                outcome.keep(recorder.folder)
+        places = where_to_look(recorder.folder, uri, outcome)
+        terminal.result.print(places, markup=False, highlight=False, soft_wrap=True)
+
+
+def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> str:
+    """Where the results of a run are, a line for each place.
+
+    Args:
+        folder: the run's.
+        uri: of its tracking store.
+        outcome: what became of its results there; None if they weren't sent.
+    """
+    lines = [f"run      {folder}"]
+    if (folder / "report.html").exists():
+        lines.append(f"report   {folder / 'report.html'}")
+    if outcome and outcome.run_id:
+        lines.append(f"mlflow   {run_link(uri, outcome.experiment_id or '', outcome.run_id)}")
+    if outcome and not outcome.delivered:
+        lines.append(outcome.message)
+    return "\n".join(lines)
+
+
+def places_of(folder: Path) -> str:
+    """The same for a run that has ended, as its end said."""
+    first = next(iter(journal.read(folder / journal.FILE_NAME)), None)
+    uri = first.tracking_uri if isinstance(first, RunOpened) else ""
+    return where_to_look(folder, uri, TrackingOutcome.kept(folder))
+
+
+def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.Console) -> bool:
+    """Whether the tracking store has everything, after so many seconds at most; a terminal shows what it waits for."""
+    if not console.is_interactive or console.quiet:
+        return tracker.close(timeout_s=timeout_s) is not None
+    deadline = time.monotonic() + timeout_s
+    with console.status("sending to MLflow") as status:
+        while tracker.close(timeout_s=_LOOK_SECONDS) is None:
+            status.update(f"sending to MLflow, {tracker.waiting} to go")
+            if time.monotonic() > deadline:
+                return False
+    return True

@@ -1,0 +1,1 @@
+"""Looking back at runs: ``pipeline list``, ``show`` and ``diff``."""

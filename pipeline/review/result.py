@@ -1,0 +1,66 @@
+"""``pipeline show``: what a run came to, again, as it was printed at its end."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from pydantic import ValidationError
+
+from pipeline.config.values import Frozen
+from pipeline.errors import UsageError
+from pipeline.recording.console import Printable
+from pipeline.recording.runs import RunSummary
+from pipeline.speedup.forecast import FILE_NAME as FORECAST_NAME
+from pipeline.speedup.forecast import Forecast
+from pipeline.speedup.publish import REPORT_NAME
+from pipeline.speedup.report import Report, comparison_json, run_json
+from pipeline.speedup.tuned import FILE_NAME as TUNING_NAME
+from pipeline.speedup.tuned import TunedReport
+
+Model = TypeVar("Model", bound=Frozen)
+
+
+class Result(NamedTuple):
+    """What a command found out."""
+
+    report: Printable
+    to_json: Callable[[], str]
+    """What the command prints with ``--json``."""
+
+
+def result_of(run: RunSummary) -> Result | None:
+    """The result of a run; None if it has come to none.
+
+    Raises:
+        UsageError: its file is damaged, or of another version of this project.
+    """
+    if run.command == "predict":
+        forecast = _read(Forecast, run.folder / FORECAST_NAME)
+        return Result(forecast, lambda: forecast.model_dump_json(indent=2)) if forecast else None
+    if run.command == "tune-batch":
+        tuned = _read(TunedReport, run.folder / TUNING_NAME)
+        return Result(tuned, lambda: tuned.tuned.model_dump_json(indent=2)) if tuned else None
+    if (report := report_of(run)) is None:
+        return None
+    is_comparison = run.command == "compare"
+    return Result(report, lambda: comparison_json(report) if is_comparison else run_json(report, run.folder))
+
+
+def report_of(run: RunSummary) -> Report | None:
+    """The report of a run or a comparison; None if it has come to none.
+
+    Raises:
+        UsageError: its file is damaged, or of another version of this project.
+    """
+    return _read(Report, run.folder / REPORT_NAME)
+
+
+def _read(model: type[Model], path: Path) -> Model | None:
+    try:
+        return model.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError:
+        page = path.parent / "report.html"
+        other = f"; open {page}" if page.is_file() else ""
+        raise UsageError(f"{path}: not a result of this version of pipeline, or damaged{other}") from None

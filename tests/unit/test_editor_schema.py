@@ -1,0 +1,130 @@
+"""What editors know of experiment files: the schema beside them, and whether it says what loading says."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from pipeline import data, models, tasks
+from pipeline.config import targets
+from pipeline.config.load import experiment_json_schema, load
+from pipeline.config.project import BUILT_IN
+from pipeline.config.suggestions import SUGGESTED
+from pipeline.errors import ExperimentError
+from pipeline.tasks import Task
+
+ROOT = Path(__file__).parents[2]
+NAME = "experiment.schema.json"
+FOLDERS = [ROOT / "experiments", *sorted(ROOT.glob("templates/*/*/experiments"))]
+FILES = sorted(file for folder in FOLDERS for file in folder.glob("*.yaml"))
+EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
+# Editors know draft 7 (yaml-language-server does no other), our file says 2020-12: both must come to the same.
+VALIDATORS = [jsonschema.Draft202012Validator, jsonschema.Draft7Validator]
+
+
+def short(path: Path) -> str:
+    return "-".join([*path.relative_to(ROOT).parts[:2][-1:], path.stem])
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=short)
+def test_the_schema_beside_the_experiments_is_the_current_one(folder: Path) -> None:
+    assert json.loads((folder / NAME).read_text()) == experiment_json_schema(), "run: make schema"
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
+def test_each_experiment_begins_with_the_way_to_its_schema(path: Path) -> None:
+    first = next(line for line in path.read_text().splitlines() if not line.startswith("{%"))
+    comment, _, name = first.partition("$schema=")
+
+    assert comment == "# yaml-language-server: "
+    assert (path.parent / name).is_file()
+
+
+@pytest.mark.parametrize("validator", VALIDATORS)
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=short)
+def test_an_editor_marks_nothing_in_our_experiments(path: Path, validator: Any) -> None:
+    problems = list(validator(experiment_json_schema()).iter_errors(yaml.safe_load(path.read_text())))
+    assert problems == []
+
+
+def _set(*path: str | int, to: object) -> Callable[[Any], None]:
+    def change(experiment: Any) -> None:
+        for part in path[:-1]:
+            experiment = experiment[part]
+        experiment[path[-1]] = to
+
+    return change
+
+
+def _without(name: str) -> Callable[[Any], None]:
+    return lambda experiment: experiment.pop(name)
+
+
+BAD = {
+    "unknown section": _set("trian", to={}),
+    "unknown key": _set("train", "batchsize", to=128),
+    "no model": _without("model"),
+    "no training": _without("train"),
+    "text for a number": _set("train", "epochs", to="five"),
+    "nothing to do": _set("train", "epochs", to=0),
+    "unknown precision": _set("train", "precision", to="fp8"),
+    "unknown strategy": _set("parallel", "strategy", to="dpp"),
+    "unknown launcher": _set("parallel", "launcher", to="slurm"),
+    "no workers": _set("parallel", "workers", to=0),
+    "three numbers of workers": _set("parallel", "workers", to=[1, 2, 3]),
+    "no baseline": _set("compare", to=[]),
+    "unknown strategy in a list": _set("compare", to=[{"strategy": "none"}]),
+    "no dotted name": _set("model", "_target_", to="MLP"),
+    "no target": _set("optimizer", to={"lr": 0.1}),
+    "name with a space": _set("name", to="my experiment"),
+    "negative seed": _set("seed", to=-1),
+    "metric of training": _set("checkpoint", to={"best": "train/loss"}),
+}
+
+
+@pytest.mark.parametrize("validator", VALIDATORS)
+@pytest.mark.parametrize("change", BAD.values(), ids=BAD)
+def test_an_editor_marks_what_loading_refuses(change: Callable[[Any], None], validator: Any, tmp_path: Path) -> None:
+    experiment = yaml.safe_load((ROOT / "experiments" / "mlp.yaml").read_text())
+    change(experiment)
+    file = tmp_path / "bad.yaml"
+    file.write_text(yaml.safe_dump(experiment))
+
+    assert not validator(experiment_json_schema()).is_valid(experiment)
+    with pytest.raises(ExperimentError):
+        load(file)
+
+
+def test_no_generated_titles_stand_in_the_way() -> None:
+    """They would be all that a small window shows."""
+    schema = experiment_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    assert [name for s in sections for name, key in s["properties"].items() if "title" in key] == []
+
+
+@pytest.mark.parametrize("section", SUGGESTED)
+def test_suggested_components_exist(section: str) -> None:
+    for name in SUGGESTED[section]:
+        assert callable(targets.find(name, key=section, allowed=BUILT_IN))
+
+
+def test_suggestions_hold_all_that_is_built_in() -> None:
+    assert set(SUGGESTED["model"]) == {f"pipeline.models.{name}" for name in models.__all__}
+    assert set(SUGGESTED["data"]) == {f"pipeline.data.{name}" for name in data.__all__ if name != "Splits"}
+    built_in = {name for name, found in vars(tasks).items() if isinstance(found, type) and Task in found.__mro__[1:]}
+    assert set(SUGGESTED["task"]) == {f"pipeline.tasks.{name}" for name in built_in}
+
+
+def test_an_editor_can_offer_components_where_they_belong() -> None:
+    properties = experiment_json_schema()["properties"]
+    offered = {
+        "optimizer": properties["optimizer"]["properties"],
+        "scheduler": properties["scheduler"]["anyOf"][0]["properties"],
+        "metrics": properties["metrics"]["additionalProperties"]["properties"],
+    }
+    for section, inner in offered.items():
+        assert inner["_target_"]["examples"] == list(SUGGESTED[section])
