@@ -22,10 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 import pipeline
-from pipeline import registry
+from pipeline import meeting, registry
 from pipeline.advance import told_to
 from pipeline.channel import Address, ChannelOutbox
 from pipeline.contract import Rank, Trial
@@ -114,11 +113,11 @@ def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
     if dist.is_initialized() or not (rank.world_size > 1 or strategy.needs_process_group):
         yield  # a process that trains several trials, as tests do, keeps its group
         return
-    alone = rank.world_size == 1
+    timeout = timedelta(seconds=trial.experiment.parallel.timeout_s)
     dist.init_process_group(
         backend="nccl" if trial.device == "cuda" else "gloo",
-        timeout=timedelta(seconds=trial.experiment.parallel.timeout_s),
-        store=HashStore() if alone else None,
+        timeout=timeout,
+        store=meeting.store(rank, timeout=timeout),
         rank=rank.rank,
         world_size=rank.world_size,
     )

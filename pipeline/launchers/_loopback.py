@@ -3,8 +3,6 @@
 torch's own rendezvous listens on all interfaces, asks nobody who he is, and unpickles what it finds there.
 """
 
-import socket
-from contextlib import closing
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
@@ -15,6 +13,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+
+from pipeline import meeting
 
 NAME = "loopback"
 """What torch's elastic agent knows it by, once this module is imported."""
@@ -39,19 +39,8 @@ class _Rendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with closing(socket.socket()) as listening:
-            listening.bind((_HOST, 0))
-            listening.listen(socket.SOMAXCONN)
-            port = listening.getsockname()[1]
-            self._store = TCPStore(  # which closes the file descriptor that it is given
-                *(_HOST, port),
-                is_master=True,
-                timeout=self._timeout,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listening.detach(),
-            )
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(_HOST, port))
+        self._store = meeting.opened(_HOST, 0, timeout=self._timeout)
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(_HOST, self._store.port))
 
     def is_closed(self) -> bool:
         return self._closed

@@ -112,7 +112,8 @@ def _check_sqlite(path: Path) -> None:
 def _check_database(path: Path) -> None:
     wrong = "" if os.access(path, os.W_OK) else "no permission to write"
     try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+        # Not read-only: what a killed process has left half-written is undone by whoever opens it next.
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as database:
             database.execute("SELECT count(*) FROM sqlite_master")
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:  # busy: someone writes right now, our turn comes

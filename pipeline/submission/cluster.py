@@ -3,7 +3,8 @@
 import logging
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ for _chatty in (
     logging.getLogger(_chatty).setLevel(logging.WARNING)  # they set themselves to INFO when they are imported
 
 _REACH_S = 10.0
+_AGENT_S = 60.0
 _PORT = 8265
 
 
@@ -59,6 +61,23 @@ def explained(url: str) -> Iterator[None]:
         raise ResourceError(f"no Ray cluster answers at {url}: {_reason(error)}") from error
     except RuntimeError as error:
         raise ResourceError(f"the Ray cluster at {url} answered: {_first_line(error)}") from error
+
+
+def once_ready(call: Callable[..., object], **arguments: object) -> None:
+    """Call something that needs the agent of a node: a head that has just been started answers before it has one.
+
+    Raises:
+        RuntimeError: what the call raises, or there is no agent after a minute.
+    """
+    deadline = time.monotonic() + _AGENT_S
+    while True:
+        try:
+            call(**arguments)
+            return
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() >= deadline:
+                raise
+        time.sleep(1)
 
 
 def _url(address: str) -> str:

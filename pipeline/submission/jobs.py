@@ -68,7 +68,8 @@ class Jobs:
         identity = f"{request.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         values = variables(request.environment)
         with staged(package) as folder, cluster.explained(self.url):
-            self.client.submit_job(
+            cluster.once_ready(
+                self.client.submit_job,
                 entrypoint=entrypoint(request, folder=working_folder(package)),
                 submission_id=identity,
                 runtime_env={"working_dir": str(folder), "env_vars": {**_settings(request), **values}},
