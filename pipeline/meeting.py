@@ -8,8 +8,7 @@ import socket
 from contextlib import closing
 from datetime import timedelta
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from pipeline.contract import Rank
 
@@ -33,7 +32,7 @@ def opened(host: str, port: int, *, timeout: timedelta, world_size: int | None =
         )
 
 
-def store(rank: Rank, *, timeout: timedelta) -> dist.Store | None:
+def store(rank: Rank, *, timeout: timedelta) -> Store | None:
     """Where this rank meets the others; None if its launcher has opened one, as torch's elastic agent does."""
     if rank.world_size == 1:
         return HashStore()

@@ -45,7 +45,7 @@ class Head:
     """The head of a cluster, all of it in one process tree of ours; its home is a folder of the tests."""
 
     def __init__(self, folder: Path, home: Path) -> None:
-        port, dashboard = _free_ports(2)
+        port, dashboard, agent = _free_ports(3)
         self.url = f"http://127.0.0.1:{dashboard}"
         self.runs = home / "pipeline-runs"
         environment = {
@@ -61,7 +61,7 @@ class Head:
         environment.pop("RAY_ADDRESS", None)
         line = [BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--include-dashboard=true"]
         line += [f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--num-cpus=2"]
-        line += [f"--temp-dir={folder}", "--object-store-memory=100000000"]
+        line += [f"--temp-dir={folder}", "--object-store-memory=100000000", f"--dashboard-agent-listen-port={agent}"]
         self.log = folder / "head.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(line, env=environment, stdout=log, stderr=log)
