@@ -30,6 +30,7 @@ from pipeline.recording.folder import newest, read_state
 from pipeline.recording.mlflow import sync
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, open_trial, recorded
+from pipeline.recording.terminal import Terminal
 from pipeline.resources import Resources
 
 pytestmark = [
@@ -121,7 +122,7 @@ class Recording:
 
     @contextmanager
     def training(self, folder: Path | None = None, *, steps: int = 0) -> Iterator[Training]:
-        terminal = rich.console.Console(file=self._terminal, width=1000)
+        terminal = Terminal.on(rich.console.Console(file=self._terminal, width=1000))
         with recorded(self.plan, terminal=terminal, folder=folder) as recorder:
             yield Training(self.plan, recorder, shown=self._terminal, steps=steps)
 
@@ -371,7 +372,7 @@ def test_a_file_that_does_not_fit_is_an_error_with_its_name(small_disk: Path) ->
     run = Recording("sqlite:///unused.db", small_disk / "runs")
     with (
         pytest.raises(ResourceError, match="the disk is full; make room"),
-        recorded(run.plan, terminal=rich.console.Console(file=io.StringIO()), tracked=False),
+        recorded(run.plan, terminal=Terminal.on(rich.console.Console(file=io.StringIO())), tracked=False),
     ):
         (run.folder / "report.html").write_bytes(bytes(2**21))
 
@@ -471,8 +472,8 @@ def test_a_killed_driver_is_continued_without_gaps_and_double_points(proxy: Prox
 
 @pytest.mark.deep
 def test_the_end_of_a_run_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.recording.run._DRAIN_SECONDS", 2.0)
-    monkeypatch.setattr("pipeline.recording.run._SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("pipeline.recording.ending._DRAIN_SECONDS", 2.0)
+    monkeypatch.setattr("pipeline.recording.ending._SILENT_SECONDS", 0.5)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     run = Recording(proxy.uri, tmp_path)
     with run.training() as training:
