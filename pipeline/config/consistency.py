@@ -40,6 +40,7 @@ def contradictions(experiment: Experiment) -> list[Problem]:
             Problem("checkpoint.best", f"is {experiment.checkpoint.best}, which isn't measured; choose one of {known}")
         )
     problems += _only_for_ray(parallel)
+    problems += _layouts(experiment)
     for i, entry in enumerate(experiment.compare):
         if train.global_batch_size < (entry.workers or 1):
             problems.append(
@@ -78,6 +79,18 @@ def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
     for name, key in (("CPU", "cpus_per_worker"), ("GPU", "gpus_per_worker")):
         if name in parallel.resources_per_worker:
             yield Problem(f"parallel.resources_per_worker.{name}", f"is not a custom resource; write parallel.{key}")
+
+
+def _layouts(experiment: Experiment) -> Iterator[Problem]:
+    """FSDP2 cuts contiguous parameters only."""
+    if experiment.train.memory_format != "channels_last":
+        return
+    cuts = {"parallel.strategy": experiment.parallel.strategy}
+    cuts |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
+    for key, strategy in cuts.items():
+        if strategy == "fsdp":
+            message = "fsdp can't cut parameters in channels_last; write ddp, or train.memory_format: contiguous"
+            yield Problem(key, message)
 
 
 def _is_reported(metric: str, experiment: Experiment) -> bool:
