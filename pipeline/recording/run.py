@@ -57,7 +57,7 @@ def recorded(
         consoles = [Console(stdout=each, trials=plan.trials) for each in (terminal, _console(log))]
         with closing(Recorder(folder, subscribers=consoles, warn=warn)) as recorder:
             files = folders.describe(plan.experiment, folder)
-            tracker = MlflowSubscriber(folder=folder, warn=warn, uri=uri, known=recorder.known) if tracked else None
+            tracker = _tracker(recorder, uri=uri, warn=warn) if tracked else None
             if tracker:
                 recorder.subscribe(tracker)
             status: Status = "FINISHED"
@@ -78,6 +78,16 @@ def recorded(
                     warn(missing)
     if missing := _missing(recorder, log, tracker):
         raise ResourceError(missing)
+
+
+def _tracker(recorder: Recorder, *, uri: str, warn: Callable[[str], None]) -> MlflowSubscriber:
+    return MlflowSubscriber(
+        folder=recorder.folder,
+        warn=warn,
+        uri=uri,
+        known=recorder.known,
+        is_journaled=lambda: not recorder.missing,
+    )
 
 
 def open_trial(trial: Trial, recorder: Recorder) -> None:
