@@ -47,14 +47,14 @@ class Peer:
     def __init__(self, name: str, script: str, *, torchrun: bool = False, **environment: str) -> None:
         self.name = name
         self.environment = environment
-        self._script, _, self._flag = script.partition(" ")
+        self._script, *self._more = script.split()
         self._torchrun = torchrun
 
     def command(self, workload: str, *, workers: int, folder: Path) -> list[str]:
         """See `Competitor`."""
         starter = [*TORCHRUN, str(workers)] if self._torchrun else []
         asked = ["--workload", workload, "--workers", str(workers), "--out", str(folder / "result.json")]
-        return [sys.executable, *starter, str(HERE / self._script), *asked, *filter(None, [self._flag])]
+        return [sys.executable, *starter, str(HERE / self._script), *asked, *self._more]
 
     def result(self, workload: str, *, folder: Path) -> Result:
         """See `Competitor`."""
@@ -116,7 +116,8 @@ def experiment(work: Workload) -> dict[str, object]:
 
 
 BARE = Peer("bare loop", "bare.py")
-STOCK = Peer("bare loop, sample by sample", "bare.py --stock")
+STOCK = Peer("bare loop, sample by sample", "bare.py --loader stock")
+DIRECT = Peer("bare loop, no DataLoader", "bare.py --loader none")
 DDP = Peer("bare, torchrun", "ddp.py", torchrun=True)
 LIGHTNING = Peer("Lightning", "with_lightning.py")
 ACCELERATE = Peer("Accelerate", "with_accelerate.py", torchrun=True, ACCELERATE_USE_CPU="true")
@@ -134,17 +135,8 @@ _EVERYWHERE: dict[int, list[Competitor]] = {
 }
 _OVERHEAD: dict[int, list[Competitor]] = {
     1: [
-        BARE,
-        INPROCESS,
-        LIGHTNING,
-        UNTRACKED,
-        DDP,
-        OURS_TORCHRUN,
-        STOCK,
-        OURS_RAY,
-        RAY_TRAIN,
-        ACCELERATE,
-        TRANSFORMERS,
+        *(BARE, INPROCESS, DIRECT, UNTRACKED, LIGHTNING, DDP, OURS_TORCHRUN),
+        *(STOCK, OURS_RAY, RAY_TRAIN, ACCELERATE, TRANSFORMERS),
     ],
     2: [DDP, OURS_TORCHRUN, LIGHTNING, UNTRACKED_TORCHRUN, ACCELERATE, OURS_RAY, RAY_TRAIN, TRANSFORMERS],
 }

@@ -1,7 +1,8 @@
 """What the peers share: the same model, optimizer and batches in the same order, and what they write down.
 
 Batches come through torch's DataLoader in the training process. Its dataset reads a whole batch with one index
-operation, as pipeline does with a TensorDataset; ``--stock`` reads sample by sample, as TensorDataset itself does.
+operation, as pipeline does with a TensorDataset; ``--loader stock`` reads sample by sample, as TensorDataset itself
+does, and ``--loader none`` indexes the tensors without a DataLoader.
 """
 
 import argparse
@@ -30,14 +31,14 @@ class Job:
         parser.add_argument("--workers", type=int, required=True)
         parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes its JSON")
         parser.add_argument("--epochs", type=int)
-        parser.add_argument("--stock", action="store_true", help="read sample by sample")
+        parser.add_argument("--loader", choices=("rows", "stock", "none"), default="rows")
         arguments = parser.parse_args()
         self.name: str = arguments.workload
         self.work = WORKLOADS[arguments.workload]
         self.workers: int = arguments.workers
         self.out: Path = arguments.out.absolute()
         self.epochs: int = arguments.epochs or self.work.epochs
-        self.stock: bool = arguments.stock
+        self.kind: str = arguments.loader
 
     def model(self) -> nn.Module:
         """The model with the weights that pipeline's has at first."""
@@ -51,12 +52,14 @@ class Job:
         made: torch.optim.Optimizer = build(self.work.optimizer, model.parameters())
         return made
 
-    def loader(self, *, ranks: range) -> DataLoader[Any]:
+    def loader(self, *, ranks: range) -> Any:
         """Batches of these ranks in turn; of all, for a library that deals batches out itself."""
         data: TensorDataset = build(self.work.data)[0]
         order = Order(samples=len(data), global_batch_size=self.work.batch, seed=SEED)
         batches: Any = Batches(order, ranks=ranks, world_size=self.workers)
-        if self.stock:
+        if self.kind == "none":
+            return Direct(data.tensors, batches)
+        if self.kind == "stock":
             return DataLoader(data, batch_sampler=batches)
         return DataLoader(Rows(data.tensors), batch_sampler=batches, collate_fn=_as_is)
 
@@ -96,6 +99,19 @@ class Rows(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         index = torch.tensor(indices)
         return tuple(tensor[index] for tensor in self._tensors)
+
+
+class Direct:
+    """Batches without a DataLoader."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], batches: Batches) -> None:
+        self._rows, self._batches = Rows(tensors), batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return map(self._rows.__getitems__, self._batches)
 
 
 class Record:
