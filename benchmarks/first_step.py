@@ -2,9 +2,9 @@
 
     python benchmarks/first_step.py [--rounds 3] [--workers 1]
 
-Runs a small MLP with each launcher in turn. The stamps: when the command was given; when the kernel started the worker's
-process; the events of the journal; and this module's own data and model, which write down when they are called.
-Writes results/first_step.json and .md.
+Runs a small MLP with each launcher in turn. The stamps: when the command was given; when the kernel started the
+worker's process; the events of the journal; and this module's own data and model, which write down when they are
+called. Writes results/first_step.json and .md.
 """
 
 import argparse
