@@ -44,8 +44,15 @@ cluster-run:  ## Train on it, a container for each worker; EXPERIMENT=experiment
 cluster-down:  ## Stop it; runs and results stay (docker compose -f docker/compose.yaml down --volumes deletes them)
 	$(COMPOSE) down
 
-bench: $(STAMP)  ## Measure what the documentation claims: reported speedups against a hand-written script
+bench: $(STAMP)  ## The same work through pipeline, by hand, and through other libraries; 15 minutes on an idle machine
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python benchmarks/peers
+
+bench-more: $(STAMP)  ## Reported speedups against a script, first steps taken apart, a thousand ranks; half an hour
 	$(BIN)/python benchmarks/speedup.py
+	$(BIN)/python benchmarks/first_step.py
+	$(BIN)/python benchmarks/driver_scale.py
+	$(BIN)/python benchmarks/driver_scale.py --tracked --points 1000000
 
 schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors look for it
 	for folder in experiments templates/*/*/experiments; do $(BIN)/pipeline schema > "$$folder/experiment.schema.json"; done
@@ -68,4 +75,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $(STAMP)
 
-.PHONY: help run ui test test-deep test-faults test-docker cluster-env cluster-up cluster-run cluster-down bench schema check install clean
+.PHONY: help run ui test test-deep test-faults test-docker cluster-env cluster-up cluster-run cluster-down bench bench-more schema check install clean

@@ -27,6 +27,7 @@ Receive = Callable[[AnyEvent], None]
 _EVENT, _FILE, _CHUNK, _END = b"e", b"f", b"c", b"z"
 _STOP = b"s"
 _CHUNK_BYTES = 2**22
+_SILENT_S = 5.0
 
 
 class Address(Frozen):
@@ -50,6 +51,7 @@ class Inbox:
         self._connections: list[Connection[bytes, bytes]] = []
         self._stop_asked = False
         self._closed = False
+        self._heard = 0.0  # from anyone, in seconds of the monotonic clock
 
     def __enter__(self) -> Self:
         self._accepting = threading.Thread(target=self._accept, name="inbox", daemon=True)
@@ -58,8 +60,11 @@ class Inbox:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Wait for what is still on its way, then stop listening."""
-        for reader in self._readers:
-            reader.join(timeout=5.0)
+        since = time.monotonic()
+        while busy := [reader for reader in self._readers if reader.is_alive()]:
+            if time.monotonic() - max(since, self._heard) > _SILENT_S:
+                break  # nodes that were cut off never hang up; all together they cost this time once
+            busy[0].join(timeout=0.2)
         self._closed = True
         with suppress(OSError):  # wakes up the accepting thread
             socket.create_connection((self.address.host, self.address.port), timeout=5.0).close()
@@ -93,6 +98,7 @@ class Inbox:
                 connection.send_bytes(_STOP)
             messages = _messages(connection)
             for message in messages:
+                self._heard = time.monotonic()
                 if message[:1] == _EVENT:
                     self._receive(event_from_json(message[1:]))
                 elif message[:1] == _FILE:

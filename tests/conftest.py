@@ -42,6 +42,7 @@ _SET_FOR_GOOD = (
     "MLFLOW_DISABLE_",
     "_MLFLOW_",  # MLflow, when it is imported
     "KMP_",  # scikit-learn and torch, when they are imported
+    "PYTORCH_NVML_",  # Lightning, which MLflow imports where it is installed
     "TORCHINDUCTOR_",  # torch, when the inductor is imported
     "_TORCHINDUCTOR_",  # the inductor, when it compiles
     "RAY_CLIENT_MODE",  # Ray, when it is imported

@@ -41,6 +41,7 @@ def contradictions(experiment: Experiment) -> list[Problem]:
         )
     problems += _only_for_ray(parallel)
     problems += _against_local_sgd(experiment)
+    problems += _layouts(experiment)
     for i, entry in enumerate(experiment.compare):
         if train.global_batch_size < (entry.workers or 1):
             problems.append(
@@ -93,6 +94,18 @@ def _against_local_sgd(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(where, "lets each worker step by itself, so they can't skip steps together; write stop")
         if train.precision == "fp16":
             yield Problem(where, "lets each worker step by itself, and with fp16 skip others; use precision: bf16")
+
+
+def _layouts(experiment: Experiment) -> Iterator[Problem]:
+    """FSDP2 cuts contiguous parameters only."""
+    if experiment.train.memory_format != "channels_last":
+        return
+    cuts = {"parallel.strategy": experiment.parallel.strategy}
+    cuts |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
+    for key, strategy in cuts.items():
+        if strategy == "fsdp":
+            message = "fsdp can't cut parameters in channels_last; write ddp, or train.memory_format: contiguous"
+            yield Problem(key, message)
 
 
 def _is_reported(metric: str, experiment: Experiment) -> bool:

@@ -33,6 +33,8 @@ class Train(Frozen):
     """Micro-batches that each worker splits its share of a global batch into."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 use autocast; fp64 is for proofs that two runs train the same."""
+    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
+    """How image batches (four dimensions) and convolutions lie in memory; channels_last is what tensor cores read."""
     clip_grad_norm: PositiveFloat | None = None
     """Clip the global gradient norm to this value."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"

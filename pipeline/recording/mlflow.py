@@ -1,7 +1,7 @@
 """MLflow as a subscriber: nothing that happens to the tracking store reaches training, and nothing is lost.
 
-Events wait in a queue for one background thread, which sends them in batches and tries again until they are through.
-What isn't through at the end is in the journal, and `sync` sends it later.
+Events wait for one background thread, a few in memory and the others in the journal; it sends them in batches and
+tries again until they are through. What isn't through at the end is in the journal, and `sync` sends it later.
 """
 
 import time
@@ -10,14 +10,14 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Thread
 
 from pipeline.advance import Advance
 from pipeline.errors import UsageError
-from pipeline.events import Advanced, AnyEvent, Metrics, RunClosed, RunOpened, SystemMetrics
+from pipeline.events import Advanced, AnyEvent, RunClosed, RunOpened
 from pipeline.recording import journal
+from pipeline.recording.backlog import Backlog, size
 from pipeline.recording.delivery import Delivery, quiet
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import run_link, with_credentials
@@ -38,12 +38,21 @@ class MlflowSubscriber:
         uri: the store, credentials included; empty for the one that the events name.
         known: events that a continued run has in its journal. They are sent first: some may not have arrived, and
             those that have change nothing.
+        is_journaled: whether the journal has all events so far. Only then memory needn't keep those that wait.
     """
 
-    def __init__(self, *, folder: Path, warn: Callable[[str], None], uri: str = "", known: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        warn: Callable[[str], None],
+        uri: str = "",
+        known: int = 0,
+        is_journaled: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._folder = folder
         self._known = known
-        self._queue: SimpleQueue[AnyEvent | None] = SimpleQueue()
+        self._backlog = Backlog(folder / journal.FILE_NAME, is_written=is_journaled)
         self._closing = Flag()
         self._done = Flag()  # is_alive() is wrong once Ctrl-C has interrupted a join()
         self._delivery = Delivery(folder=folder, warn=warn, uri=uri)
@@ -54,7 +63,7 @@ class MlflowSubscriber:
     def receive(self, event: AnyEvent) -> None:
         """Take an event from any thread; returns at once and never raises."""
         if not isinstance(event, Advanced):
-            self._queue.put(event)
+            self._backlog.put(event)
 
     def close(self, timeout_s: float = 60.0) -> TrackingOutcome | None:
         """Wait until MLflow has everything, or won't take it; no events may come after that.
@@ -64,13 +73,13 @@ class MlflowSubscriber:
         """
         if not self._closing.is_set():
             self._closing.set()
-            self._queue.put(None)
+            self._backlog.close()
         return self.outcome if self._done.wait(timeout_s) else None
 
     @property
     def waiting(self) -> str:
         """What MLflow doesn't have yet, e.g. "12 events and 3 files"."""
-        events, files = self._waiting + max(0, self._queue.qsize() - 1), len(self._delivery.run.uploads)
+        events, files = self._waiting + len(self._backlog), len(self._delivery.run.uploads)
         parts = [f"{events:,} events"] * bool(events) + [f"{files} files"] * bool(files)
         return " and ".join(parts) or "the last words"
 
@@ -78,7 +87,7 @@ class MlflowSubscriber:
     def outcome(self) -> TrackingOutcome:
         """What has become of the results by now."""
         busy = "" if self._done.is_set() else "the run didn't wait any longer"
-        waiting = self._waiting + max(0, self._queue.qsize() - 1)  # the last one is our None
+        waiting = self._waiting + len(self._backlog)
         trouble = self._delivery.trouble or busy
         return TrackingOutcome.of(self._delivery, folder=self._folder, trouble=trouble, waiting=waiting)
 
@@ -119,18 +128,15 @@ class MlflowSubscriber:
         points, deadline = 0, self._upload_at if self._delivery.run.uploads else None
         while points < _BATCH_POINTS:
             try:
-                event = self._queue.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except Empty:
+                event = self._backlog.get(timeout_s=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
                 break
             if event is None:
-                if not batch:
-                    return None
-                self._queue.put(None)  # the end comes after this batch
-                break
+                return batch or None
             if not batch:
                 deadline = time.monotonic() + _BATCH_S
             batch.append(event)
-            points += _size(event)
+            points += size(event)
         return batch
 
 
@@ -144,27 +150,28 @@ def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
         UsageError: no journal, a damaged one, or its run is still going on and sends its events itself.
     """
     path = folder / journal.FILE_NAME
-    events = list(journal.read(path))
+    opened, last, count = None, None, 0
+    for event in journal.read(path):  # a second time below: a long run's events needn't be in memory all at once
+        opened, last, count = (event if isinstance(event, RunOpened) else opened), event, count + 1
     if journal.is_open(path):
         raise UsageError(
             f"{folder}: this run is still going on and sends its results itself; sync it when it has ended"
         )
-    opened = [event for event in events if isinstance(event, RunOpened)]
-    if not opened:
+    if opened is None or last is None:
         raise UsageError(f"{path}: nothing to send, the run ended before it began")
-    uri = with_credentials(opened[-1].tracking_uri)
+    uri = with_credentials(opened.tracking_uri)
     delivery = Delivery(folder=folder, warn=warn, uri=uri)
     ending = Flag()
     ending.set()
     with quiet():
-        with Advance("sending results", total=len(events), unit="events") as advance:
-            for batch in _batches(_ended_once(events)):
+        with Advance("sending results", total=count, unit="events") as advance:
+            for batch in _batches(_ended_once(path, last=last)):
                 if not (sent := _persist(partial(delivery.attempt, batch), ending=ending)):
                     break
                 advance.by(len(batch))
         if sent:
             _persist(delivery.upload, ending=ending)
-    outcome = TrackingOutcome.of(delivery, folder=folder, trouble=delivery.trouble, waiting=len(events))
+    outcome = TrackingOutcome.of(delivery, folder=folder, trouble=delivery.trouble, waiting=count)
     with suppress(OSError):  # a folder that can only be read is no reason to fail
         outcome.keep(folder)
     if outcome.message:
@@ -188,11 +195,12 @@ def _persist(attempt: Callable[[], bool], *, ending: Flag) -> bool:
     return True
 
 
-def _ended_once(events: list[AnyEvent]) -> Iterator[AnyEvent]:
-    """The events of a run that may have been continued, or killed."""
-    last = events[-1]
-    yield from (event for event in events if event is last or not isinstance(event, RunClosed))
-    if not isinstance(last, RunClosed):
+def _ended_once(path: Path, *, last: AnyEvent) -> Iterator[AnyEvent]:
+    """The events of a run that may have been continued, or killed; ``last`` is the last one."""
+    yield from (event for event in journal.read(path) if not isinstance(event, RunClosed))
+    if isinstance(last, RunClosed):
+        yield last
+    else:
         yield RunClosed(time=last.time, status="KILLED", message="The driver was killed before it could end the run.")
 
 
@@ -201,13 +209,9 @@ def _batches(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
     points = 0
     for event in events:
         batch.append(event)
-        points += _size(event)
+        points += size(event)
         if points >= _BATCH_POINTS:
             yield batch
             batch, points = [], 0
     if batch:
         yield batch
-
-
-def _size(event: AnyEvent) -> int:
-    return len(event.points) if isinstance(event, Metrics | SystemMetrics) else 1

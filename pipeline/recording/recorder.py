@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -112,15 +112,22 @@ class Recorder:
 
     def _earlier(self) -> Progress:
         """Continue what the journal has."""
+        ends: dict[tuple[str, int], Finished] = {}
+
+        def noticed() -> Iterator[AnyEvent]:  # a long run's events needn't be in memory all at once
+            for event in read(self.folder / FILE_NAME):
+                self.known += 1
+                if isinstance(event, Finished):
+                    ends[event.result.trial, event.result.repeat] = event
+                yield event
+
         try:
-            events = list(read(self.folder / FILE_NAME))
+            progress = Progress(noticed())
         except BaseException:
             self._journal.close()
             raise
-        self.known = len(events)
-        ends = {(end.result.trial, end.result.repeat): end for end in events if isinstance(end, Finished)}
         self.finished = list(ends.values())
-        return Progress(events)
+        return progress
 
     def _tell_trouble(self) -> None:
         trouble = self._journal.trouble

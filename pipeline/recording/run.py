@@ -54,7 +54,7 @@ def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Pa
         consoles = [Console(each, trials=plan.trials) for each in (terminal, Terminal.on(_console(log)))]
         with closing(Recorder(folder, subscribers=consoles, warn=warn)) as recorder:
             files = folders.describe(plan.experiment, folder)
-            tracker = MlflowSubscriber(folder=folder, warn=warn, uri=uri, known=recorder.known) if tracked else None
+            tracker = _tracker(recorder, uri=uri, warn=warn) if tracked else None
             if tracker:
                 recorder.subscribe(tracker)
             status: Status = "FINISHED"
@@ -75,6 +75,16 @@ def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Pa
                     warn(missing)
     if missing := _missing(recorder, log, tracker):
         raise ResourceError(missing)
+
+
+def _tracker(recorder: Recorder, *, uri: str, warn: Callable[[str], None]) -> MlflowSubscriber:
+    return MlflowSubscriber(
+        folder=recorder.folder,
+        warn=warn,
+        uri=uri,
+        known=recorder.known,
+        is_journaled=lambda: not recorder.missing,
+    )
 
 
 def open_trial(trial: Trial, recorder: Recorder) -> None:

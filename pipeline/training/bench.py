@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipeline.training import announce
 from pipeline.training.clock import synchronize
 from pipeline.training.collective import barrier, gather
-from pipeline.training.loader import to_device
 from pipeline.training.order import Draw
 from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
@@ -77,7 +76,7 @@ class TrialBench:
         return all(gather(fits, rank=self._setup.rank))
 
     def _placed(self, batch_size: int) -> Any:
-        return to_device(self._batch(batch_size), device=self._setup.device, dtype=self._setup.input_dtype)
+        return self._setup.placed(self._batch(batch_size))
 
     def _survives(self, batch: Any) -> bool:
         groups = [module.process_group for module in self._synced]

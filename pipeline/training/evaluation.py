@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from pipeline.advance import Advance
 from pipeline.events import Phase
-from pipeline.training.loader import to_device
 from pipeline.training.order import evaluation_draws
 from pipeline.training.setup import Setup
 from pipeline.training.together import padded_evaluation
@@ -75,7 +74,7 @@ def _over_own_samples(setup: Setup, module: torch.nn.Module) -> torch.Tensor:
     with Advance("evaluating", total=samples, unit="samples", silent=not setup.rank.is_first) as advance:
         for draw, batch in setup.validation_loader.batches(draws):
             with setup.autocast():
-                output = setup.task(module, to_device(batch, device=setup.device, dtype=setup.input_dtype))
+                output = setup.task(module, setup.placed(batch))
             if draw.weight:
                 total += output.loss.double() * draw.weight
                 setup.metrics.update(output.outputs, output.targets)

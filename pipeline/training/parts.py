@@ -54,7 +54,10 @@ def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ExperimentError.of("model", f"{experiment.model.target} has no trainable parameters; nothing to train")
-    return model.to(device, torch.float64 if experiment.train.precision == "fp64" else None)
+    placed = model.to(device, torch.float64 if experiment.train.precision == "fp64" else None)
+    if experiment.train.memory_format == "channels_last":
+        placed.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # missing in torch's stubs
+    return placed
 
 
 def strategy(trial: Trial, *, device: torch.device, rank: Rank, compute_dtype: torch.dtype | None = None) -> Strategy:

@@ -22,13 +22,14 @@ from pipeline.tasks import Task
 from pipeline.training import compilation, parts, recomputation, together
 from pipeline.training.averages import Averages
 from pipeline.training.compilation import Stopwatch
-from pipeline.training.loader import BatchLoader, length
+from pipeline.training.loader import BatchLoader, length, to_device
 from pipeline.training.order import Draw, Order
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 @dataclass(kw_only=True)
@@ -130,6 +131,15 @@ class Setup:
     def input_dtype(self) -> torch.dtype | None:
         """Type that floating-point inputs are cast to; None leaves them as they are."""
         return torch.float64 if self.experiment.train.precision == "fp64" else None
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """How images lie in memory."""
+        return MEMORY_FORMATS[self.experiment.train.memory_format]
+
+    def placed(self, batch: Any) -> Any:
+        """A batch from the loader as the model takes it: on the device, in the experiment's type and layout."""
+        return to_device(batch, device=self.device, dtype=self.input_dtype, memory_format=self.memory_format)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision where the experiment asks for it."""

@@ -13,7 +13,6 @@ from pipeline.errors import ExperimentError
 from pipeline.events import Phase
 from pipeline.training import lone_sample, nonfinite
 from pipeline.training.learning_rate import warmup_factor
-from pipeline.training.loader import to_device
 from pipeline.training.norms import total_norm
 from pipeline.training.order import Draw, mix
 from pipeline.training.setup import Setup
@@ -106,7 +105,7 @@ def _exchanging(setup: Setup, draw: Draw) -> AbstractContextManager[None]:
 def forward(setup: Setup, batch: Any) -> Tensor:
     """The mean loss of a micro-batch (scalar), with its graph."""
     with setup.autocast():
-        loss = setup.task(setup.wrapped, to_device(batch, device=setup.device, dtype=setup.input_dtype)).loss
+        loss = setup.task(setup.wrapped, setup.placed(batch)).loss
     if loss.ndim:
         raise ExperimentError.of(
             "task" if setup.experiment.task else "loss",

@@ -76,7 +76,8 @@ def test_readme_yaml_is_a_valid_experiment(tmp_path):
 
 def test_every_dependency_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    extras = project["optional-dependencies"]
+    wanted = project["dependencies"] + extras["dev"] + extras["bench"]
     names = {re.split(r"[\[<>=]", name)[0].lower().replace("_", "-") for name in wanted}
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in pins if "==" in line}

@@ -1,5 +1,6 @@
 """Results reach MLflow exactly once, in a SQLite file and through a server; stores that fail: test_outages.py."""
 
+import io
 import json
 import signal
 import socket
@@ -14,12 +15,14 @@ from pathlib import Path
 
 import mlflow
 import pytest
+import rich.console
 import torch
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from stores import Server
 
+from pipeline.config.load import load
 from pipeline.contract import Rank, Spread, StepParts, TrialResult
 from pipeline.errors import ResourceError, UsageError
 from pipeline.events import (
@@ -36,10 +39,14 @@ from pipeline.events import (
     TrialOpened,
 )
 from pipeline.models.mlp import MLP
+from pipeline.plan import make_plan
+from pipeline.recording.backlog import Backlog
 from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.mlflow import MlflowSubscriber, TrackingOutcome, sync
+from pipeline.recording.run import open_trial, recorded
 from pipeline.recording.store import check_store, resolve_uri, run_link
 from pipeline.recording.ui import serve
+from pipeline.resources import Resources
 
 pytestmark = pytest.mark.filterwarnings(
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too, but the tests' own client may be the first to import.
@@ -346,6 +353,41 @@ def test_twenty_thousand_points_of_a_killed_driver_are_replayed(
     assert (run.info.status, run.info.end_time) == ("KILLED", int((T0 + 1999) * 1000))
     counts = [len(client_of(database).get_metric_history(outcome.run_id, f"train/loss_{n}")) for n in range(10)]
     assert counts == [2000] * 10
+
+
+def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(
+    database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a recorded run, whose driver would hold it in memory otherwise; nothing is lost, nothing is there twice."""
+    monkeypatch.setattr("pipeline.recording.backlog.LIMIT_POINTS", 20)
+    highest = 0
+
+    def put(self: Backlog, event: AnyEvent) -> None:
+        nonlocal highest
+        original(self, event)
+        highest = max(highest, self._points)
+
+    original = Backlog.put
+    monkeypatch.setattr(Backlog, "put", put)
+    overrides = [
+        f"tracking.uri={database}",
+        f"tracking.directory={tmp_path}",
+        "parallel.launcher=inprocess",
+        "parallel.workers=1",
+        "parallel.strategy=single",
+    ]
+    experiment = load(Path(__file__).parents[2] / "experiments" / "mlp.yaml", overrides).experiment
+    plan = make_plan(experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
+    with recorded(plan, terminal=rich.console.Console(file=io.StringIO())) as recorder:
+        open_trial(plan.main, recorder)
+        for step in range(3000):
+            recorder.receive(metrics(step, names=5))
+    assert 20 <= highest < 25
+    run = client_of(database).search_runs([client_of(database).get_experiment_by_name(experiment.name).experiment_id])[
+        0
+    ]
+    history = client_of(database).get_metric_history(run.info.run_id, "train/loss_4")
+    assert sorted(point.step for point in history) == list(range(3000))
 
 
 def test_events_that_mlflow_refuses_take_no_others_with_them(

@@ -1,0 +1,299 @@
+"""ResNet-50 and GPT-2 small on one GPU: pipeline beside a script written by hand, in one process and in turn.
+
+    python benchmarks/gpu.py                       # on a machine with a CUDA GPU; some ten minutes
+    python benchmarks/gpu.py --device cpu --tiny   # that all of it works: seconds, the figures mean nothing
+
+bf16 by autocast, images in channels_last, with and without torch.compile. For each: samples/s and their spread, the
+share of the matmul peak that the model's own operations come to (MFU; the peak is measured on the same device), peak
+memory, and for pipeline how long a step waits for data. Needs torch, and of this project's dependencies neither Ray nor
+MLflow: pipeline trains in this process through its launcher `inprocess` with a journal. Writes results/gpu.json.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from gpu_work import CASES, TINY, Case
+from pydantic import BaseModel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.config.project import BUILT_IN
+from pipeline.config.schema import Experiment, Train
+from pipeline.contract import Trial, TrialResult
+from pipeline.launchers.base import Session
+from pipeline.launchers.inprocess import Launcher
+from pipeline.recording.recorder import Recorder
+from pipeline.training.clock import synchronize
+from pipeline.training.order import mix
+
+RESULTS = Path(__file__).parent / "results"
+SEED, LOG_EVERY = 17, 10
+WARMUP, STEPS, WINDOWS = 20, 20, 3
+TINY_STEPS = (2, 2, 2)
+CAN_COMPILE = "compile" in Train.model_fields
+
+
+class Figures(BaseModel):
+    """One way to do one case, over all rounds."""
+
+    case: str
+    who: str
+    compiled: bool
+    samples_per_second: list[float]
+    """Of all windows of all rounds."""
+    mfu: float
+    """The model's floating-point operations in a second, over those of a large bf16 matmul."""
+    peak_memory_mb: float
+    """Of the device; on CPU of this process, both ways together."""
+    data_wait_ms: float | None = None
+    """What the loader adds to a step, as pipeline measures it."""
+    first_losses: list[float]
+    """Of a few steps; both ways begin with the same weights, but deal batches in another order."""
+
+
+class Result(BaseModel):
+    """All that was measured."""
+
+    device: str
+    torch: str
+    tiny: bool
+    peak_tflops: float
+    """Of a bf16 matmul."""
+    remarks: list[str]
+    figures: list[Figures]
+
+
+def main() -> int:
+    """Measure, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small models, few steps")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--eager", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA GPU here; try --device cpu --tiny", file=sys.stderr)
+        return 3
+    if arguments.device == "cpu" and not arguments.tiny:
+        print("ResNet-50 and GPT-2 take hours on a CPU; add --tiny", file=sys.stderr)
+        return 2
+    result = measure(arguments.device, tiny=arguments.tiny, rounds=arguments.rounds, eager=arguments.eager)
+    (arguments.out / "gpu.json").write_text(result.model_dump_json(indent=1) + "\n")
+    print(page(result))
+    return 0
+
+
+def measure(device: str, *, tiny: bool, rounds: int, eager: bool) -> Result:
+    """All cases, both ways in turn."""
+    peak = matmul_peak(torch.device(device), size=256 if tiny else 8192)
+    remarks = [] if CAN_COMPILE or eager else ["pipeline has no train.compile; only the script is compiled"]
+    figures = []
+    for name, case in (TINY if tiny else CASES).items():
+        operations = model_flops(case, device=torch.device(device))
+        for compiled in (False,) if eager else (False, True):
+            ways: dict[str, Callable[..., Figures]] = {"bare": bare}
+            if CAN_COMPILE or not compiled:
+                ways["pipeline"] = ours
+            done: dict[str, list[Figures]] = {who: [] for who in ways}
+            for _ in range(rounds):
+                for who, way in ways.items():
+                    done[who].append(way(name, case, device=device, compiled=compiled, tiny=tiny))
+            for parts in done.values():
+                windows = [value for part in parts for value in part.samples_per_second]
+                mfu = median(windows) * operations / peak
+                figures.append(parts[-1].model_copy(update={"samples_per_second": windows, "mfu": mfu}))
+    shown = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return Result(
+        device=shown, torch=torch.__version__, tiny=tiny, peak_tflops=peak / 1e12, remarks=remarks, figures=figures
+    )
+
+
+def matmul_peak(device: torch.device, *, size: int) -> float:
+    """Floating-point operations in a second of a bf16 matmul of square matrices."""
+    one, other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    fastest = float("inf")
+    for _ in range(5):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(10):
+            one @ other
+        synchronize(device)
+        fastest = min(fastest, (time.perf_counter() - begin) / 10)
+    return 2 * size**3 / fastest
+
+
+def model_flops(case: Case, *, device: torch.device) -> float:
+    """Floating-point operations of forward and backward for one sample: those of matmuls and convolutions."""
+    model, task = made(case.model).to(device), made(case.task)
+    batch = [tensor[:2].to(device) for tensor in made(case.data)[0].tensors]
+    with FlopCounterMode(display=False) as counter:
+        task(model, batch).loss.backward()
+    return counter.get_total_flops() / 2
+
+
+def bare(name: str, case: Case, *, device: str, compiled: bool, tiny: bool) -> Figures:
+    """A loop as one would write it for this model."""
+    target = torch.device(device)
+    _forget(target)
+    torch.manual_seed(mix(SEED, "model"))
+    model = made(case.model).to(target)
+    layout = torch.channels_last if case.memory_format == "channels_last" else torch.contiguous_format
+    if layout is torch.channels_last:
+        model.to(memory_format=layout)
+    optimizer = made(case.optimizer, model.parameters())
+    task = made(case.task)
+    called: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
+    loader: DataLoader[Any] = DataLoader(
+        made(case.data)[0],
+        batch_size=case.batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=case.num_workers,
+        persistent_workers=case.num_workers > 0,
+        pin_memory=device == "cuda",
+    )
+    warmup, steps, windows = TINY_STEPS if tiny else (WARMUP, STEPS, WINDOWS)
+    losses: list[Tensor] = []
+    seconds: list[float] = []
+    begin = 0.0
+    while len(seconds) < windows:
+        for batch in loader:
+            moved = [tensor.to(target, non_blocking=True) for tensor in batch]
+            moved = [each.contiguous(memory_format=layout) if each.ndim == 4 else each for each in moved]
+            with torch.autocast(device, dtype=torch.bfloat16):
+                loss = task(called, moved).loss
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            if len(losses) % LOG_EVERY == 0:
+                losses[-1].item()
+            if len(losses) >= warmup and (len(losses) - warmup) % steps == 0:
+                synchronize(target)
+                now = time.perf_counter()
+                seconds += [now - begin] if begin else []
+                begin = now
+            if len(seconds) == windows:
+                break
+    return Figures(
+        case=name,
+        who="bare",
+        compiled=compiled,
+        samples_per_second=[steps * case.batch / each for each in seconds],
+        mfu=0.0,
+        peak_memory_mb=torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else _resident_mb(),
+        first_losses=torch.stack(losses[:warmup]).tolist(),
+    )
+
+
+def ours(name: str, case: Case, *, device: str, compiled: bool, tiny: bool) -> Figures:
+    """A measurement of pipeline, with its journal."""
+    _forget(torch.device(device))
+    trial = trial_of(case, device=device, compiled=compiled, tiny=tiny)
+    with tempfile.TemporaryDirectory() as folder, closing(Recorder(Path(folder), subscribers=[])) as recorder:
+        session = Session(folder=Path(folder), receive=recorder.receive, parallel=trial.experiment.parallel)
+        with Launcher(session) as launcher:
+            launcher.launch(trial)
+        if recorder.failures:
+            raise RuntimeError(f"{recorder.failures[0].error}\n{recorder.failures[0].traceback}")
+        result: TrialResult = recorder.finished[0].result
+    speed = result.samples_per_second  # of three windows: these are all of them
+    return Figures(
+        case=name,
+        who="pipeline",
+        compiled=compiled,
+        samples_per_second=[speed.low, speed.median, speed.high],
+        mfu=0.0,
+        peak_memory_mb=max(result.peak_memory_mb),
+        data_wait_ms=result.parts.data_wait_ms,
+        first_losses=list(result.losses),
+    )
+
+
+def trial_of(case: Case, *, device: str, compiled: bool, tiny: bool) -> Trial:
+    """What the launcher gets; made by hand, since planning looks for GPUs with NVIDIA's library."""
+    warmup, steps, windows = TINY_STEPS if tiny else (WARMUP, STEPS, WINDOWS)
+    train = {"epochs": 100, "global_batch_size": case.batch, "precision": "bf16", "memory_format": case.memory_format}
+    experiment = Experiment.model_validate(
+        {
+            "name": "gpu",
+            "seed": SEED,
+            "model": case.model,
+            "data": case.data,
+            "task": case.task,
+            "optimizer": case.optimizer,
+            "loader": {"num_workers": case.num_workers},
+            "train": {**train, **({"compile": True} if compiled else {})},
+            "measure": {"warmup_steps": warmup, "steps": steps, "windows": windows},
+        }
+    )
+    return Trial(
+        name="main",
+        role="baseline",
+        experiment=experiment,
+        strategy="single",
+        launcher="inprocess",
+        workers=1,
+        devices_per_worker=1 if device == "cuda" else 0,
+        device="cuda" if device == "cuda" else "cpu",
+        cpus_per_worker=torch.get_num_threads(),
+        allowed=(*BUILT_IN, "gpu_work"),
+        max_steps=experiment.measure.total_steps,
+    )
+
+
+def made(section: dict[str, Any], *arguments: Any) -> Any:
+    """What a section of the experiment names."""
+    keywords = {name: value for name, value in section.items() if name != "_target_"}
+    module, _, name = section["_target_"].rpartition(".")
+    return getattr(import_module(module), name)(*arguments, **keywords)
+
+
+def page(result: Result) -> str:
+    """A table in Markdown."""
+    lines = [
+        f"{result.device}, torch {result.torch}, bf16 matmul {result.peak_tflops:,.1f} TFLOP/s"
+        + (" (tiny: the figures mean nothing)" if result.tiny else ""),
+        *result.remarks,
+        "",
+        "| | compiled | samples/s | MFU | peak memory, MB | data wait, ms |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for one in result.figures:
+        speeds = one.samples_per_second
+        wait = "-" if one.data_wait_ms is None else f"{one.data_wait_ms:.2f}"
+        lines.append(
+            f"| {one.case}, {one.who} | {'yes' if one.compiled else 'no'} "
+            f"| {median(speeds):,.1f} ({min(speeds):,.1f} to {max(speeds):,.1f}) "
+            f"| {one.mfu:.1%} | {one.peak_memory_mb:,.0f} | {wait} |"
+        )
+    return "\n".join(lines)
+
+
+def _forget(device: torch.device) -> None:
+    """Make a fresh start: compiled code and cached memory of the run before are gone."""
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _resident_mb() -> float:
+    import psutil  # a GPU's memory is counted by torch
+
+    return float(psutil.Process().memory_info().rss) / 2**20
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The same work through pipeline, by hand, and through other libraries, in turn.
+
+    python benchmarks/peers                                  # as many rounds as fit into 14 minutes, five at most
+    python benchmarks/peers --rounds 1 --workloads mlp       # a part of it
+    python benchmarks/peers --page                           # only the page, from the figures there are
+
+Needs the optional dependencies "bench". Writes results/peers.json and results/peers.md. Ends with 1 if a competitor
+trained something else than the others.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+from competitors import INPROCESS, Row, rows
+from page import Results, different, page
+from race import ONE_THREAD, race
+from workloads import WORKLOADS
+
+from pipeline.resources import detect
+
+RESULTS = Path(__file__).parents[1] / "results"
+LIBRARIES = ("torch", "ray", "mlflow", "lightning", "accelerate", "transformers")
+QUIET = 0.1
+
+
+def main() -> int:
+    """Measure, write, print."""
+    arguments = _arguments()
+    out: Path = arguments.out
+    if not arguments.page:
+        measured = measure(rows(arguments.workloads), rounds=arguments.rounds, minutes=arguments.minutes)
+        (out / "peers.json").write_text(measured.model_dump_json(indent=1) + "\n")
+    results = Results.model_validate_json((out / "peers.json").read_text())
+    (out / "peers.md").write_text(page(results))
+    print(page(results))
+    if max(results.busy) > QUIET:
+        print(f"the machine was busy: other processes took {max(results.busy):.0%} of it")
+    if others := different(results):
+        print(f"not the same work: {', '.join(others)}")
+    return 1 if others else 0
+
+
+def measure(todo: list[Row], *, rounds: int, minutes: float) -> Results:
+    """As many rounds as fit, at least one; each second one in reverse."""
+    begin, longest = time.monotonic(), 0.0
+    machine = detect()
+    results = Results(
+        machine=f"{machine.processor}, {machine.summary}",
+        versions={name: version(name) for name in LIBRARIES},
+        rounds=0,
+        busy=[],
+        runs=[],
+    )
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        _create_store(base)
+        while results.rounds < rounds and time.monotonic() - begin + longest < 60 * minutes:
+            started = time.monotonic()
+            results.busy.append(psutil.cpu_percent(interval=2.0) / 100)
+            for competitor, workload, workers in todo[:: -1 if results.rounds % 2 else 1]:
+                run = race(competitor, workload, workers=workers, number=results.rounds, base=base)
+                results.runs.append(run)
+                print(f"{workload} x {workers}  {competitor.name:<32} {run.throughput:10.1f} samples/s", flush=True)
+            results.rounds += 1
+            longest = max(longest, time.monotonic() - started)
+    order = {(competitor.name, workload, workers): i for i, (competitor, workload, workers) in enumerate(todo)}
+    results.runs.sort(key=lambda run: (order[run.competitor, run.workload, run.workers], run.round))
+    return results
+
+
+def _create_store(base: Path) -> None:
+    """MLflow's database, whose first creation takes long, once for all runs."""
+    folder = base / "first"
+    folder.mkdir()
+    command = [*INPROCESS.command("resnet", workers=1, folder=folder), "train.epochs=1", "model.width=1"]
+    subprocess.run(
+        command, cwd=folder, env={**os.environ, **ONE_THREAD, **INPROCESS.environment}, check=True, capture_output=True
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="at most")
+    parser.add_argument("--minutes", type=float, default=14, help="no round is begun that would end later")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of peers.json and peers.md")
+    parser.add_argument("--page", action="store_true", help="measure nothing")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

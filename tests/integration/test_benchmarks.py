@@ -1,0 +1,58 @@
+"""The benchmarks that need other machines or hours, in small: that they run, and that they measure equal work."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+WITHOUT = (
+    "import runpy, sys; sys.modules.update(dict.fromkeys({absent})); sys.argv = {argv}; sys.path.insert(0, {folder!r})"
+)
+START = "runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def run(*arguments: str, absent: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    script, *rest = arguments
+    argv = [str(BENCHMARKS / script), *rest]
+    code = WITHOUT.format(absent=absent, argv=argv, folder=str(BENCHMARKS))
+    return subprocess.run([sys.executable, "-c", f"{code}; {START}"], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
+    """Nor a GPU, in small; both ways begin with the same weights and count the same operations."""
+    options = ["--device", "cpu", "--tiny", "--eager", "--rounds", "1", "--out", str(tmp_path)]
+    done = run("gpu.py", *options, absent=("ray", "mlflow", "sklearn", "typer", "matplotlib"))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "gpu.json").read_text())["figures"]
+    assert [(f["case"], f["who"]) for f in figures] == [
+        (case, who) for case in ("ResNet-50", "GPT-2 small") for who in ("bare", "pipeline")
+    ]
+    for one, other in (figures[:2], figures[2:]):
+        ratio = {f["mfu"] / sorted(f["samples_per_second"])[len(f["samples_per_second"]) // 2] for f in (one, other)}
+        assert max(ratio) == pytest.approx(min(ratio), rel=0.5)
+        assert one["first_losses"][0] == pytest.approx(other["first_losses"][0], rel=0.3)
+
+
+@pytest.mark.deep
+def test_a_thousand_ranks_lose_nothing(tmp_path: Path) -> None:
+    options = ["--ranks", "1000", "--points", "200000", "--tracked", "--out", str(tmp_path)]
+    done = run("driver_scale.py", *options)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "driver_scale_tracked.json").read_text())
+    assert result["points"] == result["in_journal"] == result["in_store"] == 200_000
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_all_competitors_do_the_same_work(tmp_path: Path) -> None:
+    """Losses of all are equal, else it ends with 1; needs the optional dependencies "bench"."""
+    pytest.importorskip("lightning")
+    pytest.importorskip("accelerate")
+    command = [sys.executable, BENCHMARKS / "peers", "--rounds", "1", "--workloads", "mlp", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pipeline, ray" in (tmp_path / "peers.md").read_text()

@@ -1,0 +1,69 @@
+"""Images and convolutions in channels_last: the same training, in another layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from pipeline.config.load import load
+from pipeline.contract import Rank
+from pipeline.errors import ExperimentError
+from pipeline.training.loader import to_device
+from pipeline.training.setup import build
+
+NETWORK: dict[str, Any] = {
+    "model": {"_target_": "pipeline.models.resnet18", "num_classes": 10, "in_channels": 1, "width": 2},
+    "data": {"_target_": "pipeline.data.digits", "validation_fraction": 0.8},
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+}
+RESNET = Path(__file__).parents[2] / "experiments" / "resnet.yaml"
+
+
+def sections(layout: str, *, precision: str = "fp64") -> dict[str, Any]:
+    train = {"epochs": 1, "global_batch_size": 64, "memory_format": layout, "precision": precision}
+    return {**NETWORK, "train": train}
+
+
+def test_both_layouts_train_the_same() -> None:
+    """In fp64, where nothing but the order of sums differs; evaluation included."""
+    results = [toys.trained(**sections(layout)) for layout in ("contiguous", "channels_last")]
+    (one, plain), (other, turned) = results
+
+    losses, turned_losses = plain.series("train/loss"), turned.series("train/loss")
+    assert len(losses) == len(turned_losses) == 6
+    assert losses == pytest.approx(turned_losses, rel=1e-6)
+    assert one.metrics["validation/loss"] == pytest.approx(other.metrics["validation/loss"], rel=1e-6)
+
+
+def test_weights_and_batches_lie_as_asked() -> None:
+    setup = build(toys.trial(**sections("channels_last", precision="fp32")), rank=Rank())
+    seen = []
+    setup.model.conv1.register_forward_hook(lambda module, given, out: seen.append((given[0], out)))  # type: ignore[union-attr, operator]
+    batch = setup.placed([torch.zeros(2, 3, 5, 5)[:, :1].expand(2, 1, 5, 5).contiguous(), torch.zeros(2)])
+    setup.model(batch[0])
+
+    ((_, out),) = seen
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert not out.is_contiguous()
+    weight = setup.model.layer1[0].conv1.weight  # type: ignore[index, union-attr]
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert not weight.is_contiguous()
+
+
+def test_only_images_are_laid_out_anew() -> None:
+    image, text = torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4)
+    moved = to_device([image, text], device=torch.device("cpu"), dtype=torch.float64, memory_format=torch.channels_last)
+    assert moved[0].is_contiguous(memory_format=torch.channels_last)
+    assert moved[1].is_contiguous()
+    assert {one.dtype for one in moved} == {torch.float64}
+    assert to_device(image, device=torch.device("cpu"), dtype=None).is_contiguous()
+
+
+def test_fsdp_refuses_it_with_the_line() -> None:
+    with pytest.raises(ExperimentError) as caught:
+        load(RESNET, ["train.memory_format=channels_last", "parallel.strategy=fsdp"])
+    (problem,) = caught.value.problems
+    assert problem.key == "parallel.strategy"
+    assert "train.memory_format: contiguous" in problem.message
