@@ -70,12 +70,14 @@ def status(
         _print_table(found)
 
 
-def follow_to_the_end(jobs: "Jobs", job: str) -> None:
-    """Show a job's output, and end as it does."""
+def follow_to_the_end(jobs: "Jobs", job: str, *, first: str = "") -> None:
+    """Show a line, if there is one, and a job's output, and end as it does."""
     from pipeline.submission.following import follow
     from pipeline.submission.jobs import failure, tell
 
     with _leaving("stopped following", jobs, job):
+        if first:
+            typer.echo(first)
         ended = follow(jobs, job, show=lambda text: typer.echo(text, nl=False))
     if (error := failure(ended)) is not None:
         raise error

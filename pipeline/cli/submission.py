@@ -106,7 +106,7 @@ def _send(request: "Request", *, address: str | None, follow: bool) -> None:
     job = jobs.submit(request, package)
     if (directory := run_directory(request)) is not None:
         typer.echo(f"its folder will be in {directory} of the head; tracking.directory=FOLDER changes that", err=True)
-    typer.echo(job)
     if follow:
-        follow_to_the_end(jobs, job)
+        follow_to_the_end(jobs, job, first=job)
+    typer.echo(job)
     typer.echo(how_to_go_on(jobs, job), err=True)

@@ -153,6 +153,7 @@ def pipeline(command: Pipeline, repository: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.deep
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
 def test_job_outlives_its_sender_stops_with_a_checkpoint_and_is_resumed_into_the_same_folder(
     head: Head,
     pipeline: Pipeline,
