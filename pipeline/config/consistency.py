@@ -41,6 +41,7 @@ def contradictions(experiment: Experiment) -> list[Problem]:
         )
     problems += _only_for_ray(parallel)
     problems += _against_local_sgd(experiment)
+    problems += _streamed(experiment)
     for i, entry in enumerate(experiment.compare):
         if train.global_batch_size < (entry.workers or 1):
             problems.append(
@@ -93,6 +94,27 @@ def _against_local_sgd(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(where, "lets each worker step by itself, so they can't skip steps together; write stop")
         if train.precision == "fp16":
             yield Problem(where, "lets each worker step by itself, and with fp16 skip others; use precision: bf16")
+
+
+def _streamed(experiment: Experiment) -> Iterator[Problem]:
+    """What rows that Ray Data sends can't do."""
+    if not experiment.is_streamed:
+        return
+    parallel, size, loader = experiment.parallel, experiment.train.global_batch_size, experiment.loader
+    if parallel.launcher in ("inprocess", "torchrun"):
+        message = f"is {parallel.launcher}, but pipeline.data.streamed is read by Ray; write launcher: ray"
+        yield Problem("parallel.launcher", message)
+    for workers in range(parallel.least_workers, parallel.workers + 1):
+        if size % workers:
+            message = f"is {size}, of which {workers} workers can't get blocks of the same size; use a multiple"
+            yield Problem("train.global_batch_size", message)
+            break
+    for name in ("num_workers", "collate"):
+        if getattr(loader, name):
+            message = (
+                "has no effect on pipeline.data.streamed, which Ray Data prepares; use its map_batches, remove this"
+            )
+            yield Problem(f"loader.{name}", message)
 
 
 def _is_reported(metric: str, experiment: Experiment) -> bool:
