@@ -1,8 +1,11 @@
-"""Small real datasets. Any other callable that returns a training and a validation dataset works as well."""
+"""Small real datasets, and files of any size. Any other callable that returns two datasets works as well."""
 
+from pipeline.data.arrays import arrays
 from pipeline.data.cifar import cifar10
 from pipeline.data.handwriting import digits
+from pipeline.data.shards import shards
 from pipeline.data.splits import Splits
 from pipeline.data.text import characters
+from pipeline.data.tokens import tokens
 
-__all__ = ["Splits", "characters", "cifar10", "digits"]
+__all__ = ["Splits", "arrays", "characters", "cifar10", "digits", "shards", "tokens"]

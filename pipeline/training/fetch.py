@@ -4,6 +4,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from pipeline.data.table import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.order import Draw, mix
 
@@ -20,19 +22,25 @@ Collate = Callable[[list[Any]], Any]
 def fetcher(dataset: Dataset[Any], *, collate: Collate | None, seed: int) -> "Rows | Samples":
     """What reads the batches of a dataset."""
     if type(dataset) is TensorDataset and collate is None:
-        return Rows(dataset.tensors)
+        return Rows(partial(_indexed, dataset.tensors))
+    if isinstance(dataset, Table) and collate is None:
+        return Rows(dataset.batch)
     return Samples(dataset, collate=collate, seed=seed)
 
 
 class Rows(Dataset[Any]):
-    """A TensorDataset, indexed once for a whole batch instead of once for each sample."""
+    """A dataset without randomness, indexed once for a whole batch instead of once for each sample."""
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._tensors = tensors
+    def __init__(self, read: Callable[[list[int]], tuple[torch.Tensor, ...]]) -> None:
+        self._read = read
 
     def __getitems__(self, draw: Draw) -> tuple[torch.Tensor, ...]:
-        index = torch.from_numpy(np.array(draw.indices))  # half the time of torch.tensor
-        return tuple(tensor[index] for tensor in self._tensors)
+        return self._read(draw.indices)
+
+
+def _indexed(tensors: tuple[torch.Tensor, ...], indices: list[int]) -> tuple[torch.Tensor, ...]:
+    index = torch.from_numpy(np.array(indices))  # half the time of torch.tensor
+    return tuple(tensor[index] for tensor in tensors)
 
 
 class Samples(Dataset[Any]):

@@ -1,0 +1,143 @@
+"""Memory of a process over an epoch of data ten times larger than all that it may use.
+
+    python benchmarks/flat_memory.py            # writes results/flat_memory.json and .png; needs 3 GB in /tmp
+
+Each kind of data is read by a process of its own as training reads it: in batches, in the order of an epoch. The
+process has a limit for memory of its own (RLIMIT_DATA: what is private and can be written to, whether touched or not).
+Pages of mapped files are the system's, which takes them back when it needs them; they are counted apart. "loaded"
+reads the same array into memory, to show that the limit is one.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import tarfile
+import tempfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.config.schema import Loader
+from pipeline.data import Splits, arrays, shards, tokens
+from pipeline.training.loader import BatchLoader
+from pipeline.training.order import Order
+
+LIMIT_MB, DATA_MB = 320, 3200
+KINDS = ("arrays", "tokens", "shards", "loaded")
+RESULTS = Path(__file__).parent / "results"
+_MB = 2**20
+_ROW = 64 * 1024  # bytes
+_SHARDS = 8
+_READINGS = 100
+
+
+def make(kind: str, folder: Path, *, data_mb: int) -> None:
+    """Write data; arrays and tokens are zeros, which need no room on the disk."""
+    rows = data_mb * _MB // _ROW
+    if kind == "shards":
+        for number in range(_SHARDS):
+            _write_shard(folder / f"train-{number}.tar", range(number, rows, _SHARDS))
+    elif kind == "tokens":
+        with (folder / "train.bin").open("wb") as file:
+            file.truncate(data_mb * _MB + 2)
+    else:
+        np.lib.format.open_memmap(folder / "inputs.npy", mode="w+", dtype=np.float32, shape=(rows, _ROW // 4)).flush()
+        np.save(folder / "targets.npy", np.arange(rows))
+
+
+def _write_shard(path: Path, samples: range) -> None:
+    with tarfile.open(path, "w") as tar:
+        for sample in samples:
+            for field, value in (("npy", np.full(_ROW // 4, sample, np.float32)), ("cls", sample)):
+                content = BytesIO()
+                np.save(content, value) if field == "npy" else content.write(str(value).encode())
+                member = tarfile.TarInfo(f"{sample:06d}.{field}")
+                member.size = content.tell()
+                content.seek(0)
+                tar.addfile(member, content)
+
+
+def data(kind: str, folder: Path) -> Splits:
+    """The data as an experiment declares it."""
+    if kind == "shards":
+        return shards(train=f"{folder}/train-{{0..{_SHARDS - 1}}}.tar", fields=["npy", "cls"])
+    if kind == "tokens":
+        return tokens(train=f"{folder}/train.bin", length=_ROW // 2)
+    return arrays(inputs=f"{folder}/inputs.npy", targets=f"{folder}/targets.npy")
+
+
+def limit_memory(limit_mb: float) -> None:
+    """Let this process have so much memory of its own, and no more."""
+    resource.setrlimit(resource.RLIMIT_DATA, (int(limit_mb * _MB),) * 2)
+
+
+def read_epoch(kind: str, folder: Path) -> dict[str, Any]:
+    """Read an epoch; readings of memory in MB after each hundredth of it, and how much was read."""
+    if kind == "loaded":
+        np.load(folder / "inputs.npy")
+    dataset: Any = data(kind, folder).train
+    loader = BatchLoader(dataset, options=Loader(), collate=None, seed=0, device=torch.device("cpu"))
+    order = Order(samples=len(dataset), global_batch_size=32, seed=0)
+    readings, samples = list[dict[str, float]](), 0
+    for step, (draw, _) in enumerate(loader.batches(order.draws(0, rank=0, world_size=1)), start=1):
+        samples += len(draw.indices)
+        if step * _READINGS // order.steps_per_epoch >= len(readings):
+            readings.append(memory() | {"read": round(samples * _ROW / _MB, 1)})
+    return {"samples": samples, "readings": readings}
+
+
+def memory() -> dict[str, float]:
+    """Of this process, in MB: its own pages, those of mapped files, and what RLIMIT_DATA counts."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    found = {line[0]: round(float(line[1]) / 1024, 1) for line in lines if len(line) == 3 and line[2] == "kB"}
+    return {"own": found["RssAnon:"], "mapped": found["RssFile:"], "data": found["VmData:"]}
+
+
+def measure(kind: str) -> dict[str, Any]:
+    """Have a process of its own read an epoch; its result, or the error that it ended with."""
+    with tempfile.TemporaryDirectory() as folder:
+        make(kind, Path(folder), data_mb=DATA_MB)
+        child = [sys.executable, __file__, kind, folder]
+        done = subprocess.run(child, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1]}
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def draw_chart(results: dict[str, Any]) -> None:
+    """The chart of what was measured."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for kind, result in results.items():
+        if readings := result.get("readings"):
+            axes.plot([r["read"] for r in readings], [r["own"] for r in readings], label=kind)
+    axes.axhline(LIMIT_MB, color="black", linestyle="--", label="limit")
+    axes.set(xlabel="data read, MB", ylabel="memory of the process's own, MB", ylim=(0, LIMIT_MB * 1.1))
+    axes.legend(loc="lower right")
+    figure.savefig(RESULTS / "flat_memory.png", dpi=120)
+
+
+def main() -> None:
+    """Measure all kinds, one after the other."""
+    results = {kind: measure(kind) for kind in KINDS}
+    declared = {"limit_mb": LIMIT_MB, "data_mb": DATA_MB}
+    (RESULTS / "flat_memory.json").write_text(json.dumps(declared | {"kinds": results}, separators=(",", ":")) + "\n")
+    draw_chart(results)
+    for kind, result in results.items():
+        own = [reading["own"] for reading in result.get("readings", ())]
+        print(f"{kind:<8}", result.get("error") or f"{own[0]:.0f} MB after the first batch, {max(own):.0f} MB at most")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        limit_memory(LIMIT_MB)
+        print(json.dumps(read_epoch(sys.argv[1], Path(sys.argv[2]))))
+    else:
+        main()

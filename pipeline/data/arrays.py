@@ -1,0 +1,85 @@
+"""Samples in .npy files that don't have to fit in memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from pipeline.data.mapped import Mapped
+from pipeline.data.splits import Splits
+from pipeline.data.table import Table
+from pipeline.errors import ExperimentError
+
+Transform = Callable[[Tensor], Tensor]
+
+
+def arrays(
+    *,
+    inputs: str,
+    targets: str,
+    validation_inputs: str | None = None,
+    validation_targets: str | None = None,
+    transform: Transform | None = None,
+) -> Splits:
+    """Pairs of (inputs[i], targets[i]) from memory-mapped .npy files, in their own types.
+
+    Args:
+        inputs: file of an array of (samples, ...).
+        targets: file of an array of (samples, ...).
+        validation_inputs: the same for validation; none: no validation.
+        validation_targets: the same for validation.
+        transform: called with the input of each sample, e.g. to make floats of bytes; may be random.
+
+    Raises:
+        ExperimentError: a file can't be mapped, or inputs and targets differ in number.
+    """
+    if (validation_inputs is None) != (validation_targets is None):
+        missing = "validation_inputs" if validation_inputs is None else "validation_targets"
+        raise ExperimentError.of(f"data.{missing}", "missing; validation needs both inputs and targets")
+    train = _pairs(inputs, targets, prefix="data.", transform=transform)
+    if validation_inputs is None or validation_targets is None:
+        return Splits(train, None)
+    return Splits(train, _pairs(validation_inputs, validation_targets, prefix="data.validation_", transform=transform))
+
+
+def _pairs(inputs: str, targets: str, *, prefix: str, transform: Transform | None) -> Dataset[tuple[Tensor, ...]]:
+    columns = (Mapped(Path(inputs), key=f"{prefix}inputs"), Mapped(Path(targets), key=f"{prefix}targets"))
+    if len(columns[0]) != len(columns[1]):
+        message = (
+            f"{targets} has {len(columns[1])} rows, but {inputs} has {len(columns[0])}; a sample needs one of each"
+        )
+        raise ExperimentError.of(f"{prefix}targets", message)
+    pairs = _Pairs(columns)
+    return _Transformed(pairs, transform) if transform else pairs
+
+
+class _Pairs(Table):
+    def __init__(self, columns: tuple[Mapped, ...]) -> None:
+        self._columns = columns
+
+    @override
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    @override
+    def batch(self, indices: list[int]) -> tuple[Tensor, ...]:
+        return tuple(torch.from_numpy(column.values[indices]) for column in self._columns)
+
+
+class _Transformed(Dataset[tuple[Tensor, ...]]):
+    """Read sample by sample, each with random numbers of its own."""
+
+    def __init__(self, pairs: _Pairs, transform: Transform) -> None:
+        self._pairs = pairs
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    @override
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, targets = self._pairs[index]
+        return self._transform(inputs), targets
