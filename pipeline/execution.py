@@ -71,7 +71,8 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
             _warn(f"beginning with {trial.workers} of {most} workers: there is no room for more", trial, recorder)
     while True:
         stood_since = recorder.last_progress if trial.resume else None
-        losses = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace)
+        with explained(file):
+            losses = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace)
         if stood_since is not None and recorder.first_progress is not None:
             idle = recorder.first_progress - stood_since
             _warn(f"training stood still for {idle:.0f} s until it was where it had been", trial, recorder)
@@ -169,4 +170,11 @@ def launcher_of(plan: Plan, recorder: Recorder, *, verbose: bool) -> Launcher:
     """The plan's launcher, a context manager, whose workers talk to the recorder."""
     parallel = plan.experiment.parallel
     kind: type[Launcher] = registry.load("launchers", parallel.launcher).Launcher
-    return kind(Session(folder=recorder.folder, receive=recorder.receive, parallel=parallel, verbose=verbose))
+    session = Session(
+        folder=recorder.folder,
+        receive=recorder.receive,
+        parallel=parallel,
+        streams=plan.experiment.is_streamed,
+        verbose=verbose,
+    )
+    return kind(session)

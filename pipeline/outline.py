@@ -7,15 +7,19 @@ from pipeline.contract import Trial
 from pipeline.plan import Plan, counted
 
 
-def describe(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation_samples: int) -> str:
-    """The plan, one line for each part of it."""
+def describe(plan: Plan, *, steps_per_epoch: int = 0, train_samples: int = 0, validation_samples: int = 0) -> str:
+    """The plan, one line for each part of it; without samples where only Ray can count them."""
     train = plan.experiment.train
+    batches = f"{train.global_batch_size} samples each, {train.precision}"
+    data = f"{train_samples} training samples, {validation_samples} validation samples"
+    steps = f"{steps_per_epoch} per epoch, {steps_per_epoch * train.epochs} in {train.epochs} epochs, {batches}"
+    if plan.experiment.is_streamed:
+        data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.epochs} epochs, {batches}"
     lines = [
         f"experiment   {plan.experiment.name}, seed {plan.experiment.seed}",
         f"machine      {plan.resources.summary}",
-        f"data         {train_samples} training samples, {validation_samples} validation samples",
-        f"steps        {steps_per_epoch} per epoch, {steps_per_epoch * train.epochs} in {train.epochs} epochs, "
-        f"{train.global_batch_size} samples each, {train.precision}",
+        f"data         {data}",
+        f"steps        {steps}",
         *([f"training     {', '.join(train.extras)}"] if train.extras else []),
         f"tracking     {plan.experiment.tracking.uri}",
         "",

@@ -97,6 +97,8 @@ def dry_run(file: ExperimentFile, *, with_baseline: bool, as_json: bool = False)
         PipelineError: as `run`, as far as it can be known before.
     """
     plan = make(file, with_baseline=with_baseline)
+    if file.experiment.is_streamed:
+        return describe(plan)
     with explained(file):
         train, validation = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
     steps = preflight.steps_per_epoch(file.experiment, train_samples=train)

@@ -35,6 +35,7 @@ from pipeline.system_metrics import SystemSampler
 from pipeline.training import batch_size, compilation
 from pipeline.training.loop import train
 from pipeline.training.order import mix
+from pipeline.training.stream import Streams
 from pipeline.training.watch import Watch, end_process
 
 _log = logging.getLogger(__name__)
@@ -46,7 +47,14 @@ class WorkerFailed(Exception):
     """The rank failed and has told the driver why."""
 
 
-def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | None = None) -> None:
+def run(
+    trial: Trial,
+    *,
+    rank: Rank,
+    outbox: Outbox,
+    end: Callable[[], None] | None = None,
+    streams: Streams | None = None,
+) -> None:
     """Train a trial on this rank; what comes out, an error included, goes to the driver.
 
     Args:
@@ -54,6 +62,7 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | N
         rank: this process among the workers.
         outbox: the way to the driver.
         end: ends this process when it hangs; None in the driver's own process, where that is only told.
+        streams: rows that the launcher has sent to the workers, instead of the data that the experiment names.
 
     Raises:
         WorkerFailed: after the failure has been reported.
@@ -68,7 +77,7 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | N
             _process_group(trial, rank=rank),
             SystemSampler(rank, outbox) if samples else nullcontext(),
         ):
-            outcome = _carried_out(trial, rank=rank, outbox=outbox)
+            outcome = _carried_out(trial, rank=rank, outbox=outbox, streams=streams)
     except Stopped:  # the driver, which asked for it, doesn't wait for a result
         return
     except (Exception, SystemExit) as error:  # user code may call exit()
@@ -89,13 +98,13 @@ def rank_from_environment() -> Rank:
     )
 
 
-def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | BatchSizesFound:
+def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None) -> Finished | BatchSizesFound:
     """Do what the trial is for."""
     if trial.role == "tuning":
-        sizes = batch_size.find(trial, rank=rank)
+        sizes = batch_size.find(trial, rank=rank, streams=streams)
         return BatchSizesFound(time=time.time(), trial=trial.name, sizes=sizes)
     with compilation.explained(trial.experiment.train.compile):
-        result = train(trial, rank=rank, outbox=outbox)
+        result = train(trial, rank=rank, outbox=outbox, streams=streams)
     return Finished(time=time.time(), trial=trial.name, result=result)
 
 

@@ -42,6 +42,7 @@ def contradictions(experiment: Experiment) -> list[Problem]:
     problems += _only_for_ray(parallel)
     problems += _against_local_sgd(experiment)
     problems += _layouts(experiment)
+    problems += _streamed(experiment)
     for i, entry in enumerate(experiment.compare):
         if train.global_batch_size < (entry.workers or 1):
             problems.append(
@@ -106,6 +107,27 @@ def _layouts(experiment: Experiment) -> Iterator[Problem]:
         if strategy == "fsdp":
             message = "fsdp can't cut parameters in channels_last; write ddp, or train.memory_format: contiguous"
             yield Problem(key, message)
+
+
+def _streamed(experiment: Experiment) -> Iterator[Problem]:
+    """What rows that Ray Data sends can't do."""
+    if not experiment.is_streamed:
+        return
+    parallel, size, loader = experiment.parallel, experiment.train.global_batch_size, experiment.loader
+    if parallel.launcher in ("inprocess", "torchrun"):
+        message = f"is {parallel.launcher}, but pipeline.data.streamed is read by Ray; write launcher: ray"
+        yield Problem("parallel.launcher", message)
+    for workers in range(parallel.least_workers, parallel.workers + 1):
+        if size % workers:
+            message = f"is {size}, of which {workers} workers can't get blocks of the same size; use a multiple"
+            yield Problem("train.global_batch_size", message)
+            break
+    for name in ("num_workers", "collate"):
+        if getattr(loader, name):
+            message = (
+                "has no effect on pipeline.data.streamed, which Ray Data prepares; use its map_batches, remove this"
+            )
+            yield Problem(f"loader.{name}", message)
 
 
 def _is_reported(metric: str, experiment: Experiment) -> bool:

@@ -20,8 +20,14 @@ BUILT_IN = (
     "pipeline.models",
     "pipeline.data",
     "pipeline.tasks",
+    "ray.data.read_csv",
+    "ray.data.read_images",
+    "ray.data.read_json",
+    "ray.data.read_numpy",
+    "ray.data.read_parquet",
+    "ray.data.FileShuffleConfig",
 )
-"""Packages whose classes and functions build things and do nothing else."""
+"""Packages whose classes and functions build things and do nothing else, and single functions of others."""
 
 _NAME = "pyproject.toml"
 

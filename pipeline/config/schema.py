@@ -163,7 +163,8 @@ class Experiment(Frozen):
     model: Component
     """Any callable that returns a torch.nn.Module."""
     data: Component
-    """Any callable that returns a training and a validation dataset (map-style; the second may be None)."""
+    """Any callable that returns a training and a validation dataset (map-style; the second may be None), or
+    pipeline.data.streamed."""
     loader: Loader = Loader()
     loss: Component | None = None
     """Any callable (outputs, targets) -> scalar mean over the samples; needed unless ``task`` is given."""
@@ -182,3 +183,8 @@ class Experiment(Frozen):
     """What the run is compared with; the first entry is the baseline of the speedup."""
     measure: Measure = Measure()
     tracking: Tracking = Tracking()
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether Ray Data sends rows to the workers, instead of workers that read samples."""
+        return self.data.target == "pipeline.data.streamed"

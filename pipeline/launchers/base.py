@@ -27,6 +27,8 @@ class Session:
     """Called with each event, from any thread."""
     parallel: Parallel
     """Where the workers run."""
+    streams: bool = False
+    """Whether the launcher reads the data and sends it to the workers."""
     verbose: bool = False
     """Whether to let the launcher's and the workers' output through to the terminal."""
     stop: StopRequest = field(default_factory=StopRequest)

@@ -4,6 +4,7 @@ A local Ray is started unless ``parallel.address`` or RAY_ADDRESS names a cluste
 """
 
 import threading
+import time
 from contextlib import ExitStack
 from typing import Self
 
@@ -17,8 +18,10 @@ from pipeline.channel import Address, Inbox
 from pipeline.config.parallel import Parallel
 from pipeline.contract import Trial
 from pipeline.errors import ResourceError
+from pipeline.events import Warned
 from pipeline.launchers._ray import cluster, places, room
 from pipeline.launchers._ray.code import to_send
+from pipeline.launchers._ray.ingest import Ingest
 from pipeline.launchers._ray.joined import Joined
 from pipeline.launchers._ray.network import Meeting
 from pipeline.launchers._ray.work import work
@@ -39,6 +42,7 @@ class Launcher:
         self.session = session
         self._address = cluster.cluster_address(session.parallel)
         self._running = 0  # workers
+        self._ingests: dict[str, Ingest] = {}
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -59,7 +63,7 @@ class Launcher:
     def room(self, trial: Trial) -> int:
         """What is free on each node that answers, and the workers that run."""
         try:
-            return self._running + room.free(places.per_worker(trial), apart=places.apart(trial))
+            return self._running + places.free(trial)
         except RayError:  # the head doesn't answer, which ends what runs
             return self._running
 
@@ -68,12 +72,13 @@ class Launcher:
         room.await_verdict(timeout_s=trial.experiment.parallel.start_timeout_s)
         self._joined.look_at_nodes(trial)
         places.await_room(trial)
+        ingest = self._ingest(trial)
         host = cluster.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
         vigil = Vigil(trial, receive=self.session.receive)
         inbox = Inbox(host=host, receive=vigil.receive, folder=self.session.folder)
         stop, resize = (ask.telling(inbox.ask_to_stop) for ask in (self.session.stop, self.session.resize))
         with vigil, inbox, stop, resize, environment(**_patience(trial)):
-            error = self._train(trial, inbox.address)
+            error = self._train(trial, inbox.address, ingest)
         if isinstance(error, WorkerGroupError) or (error is not None and vigil.lost):
             failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
             raise WorkersLost({rank: _how(failure) for rank, failure in failures.items()} | vigil.lost)
@@ -82,24 +87,40 @@ class Launcher:
         if error is not None:
             raise error
 
-    def _train(self, trial: Trial, address: Address) -> BaseException | None:
+    def _train(self, trial: Trial, address: Address, ingest: Ingest | None) -> BaseException | None:
         self._running = trial.workers
         try:
-            return _fit(self._trainer(trial, address))
+            return _fit(self._trainer(trial, address, ingest))
         finally:
             self._running = 0
 
-    def _trainer(self, trial: Trial, address: Address) -> DataParallelTrainer:
+    def _ingest(self, trial: Trial) -> Ingest | None:
+        """The trial's data, if it is Ray's; it was counted by the first trial that has the same."""
+        if not trial.experiment.is_streamed:
+            return None
+        declared = trial.experiment.data.model_dump_json()
+        if declared not in self._ingests:
+            self._ingests[declared] = Ingest(trial)
+        ingest = self._ingests[declared]
+        if left_out := ingest.left_out(trial):
+            message = f"{left_out} rows of each epoch are left out: {trial.workers} workers get equally many"
+            self.session.receive(Warned(time=time.time(), trial=trial.name, message=f"{message} with data.order: free"))
+        return ingest
+
+    def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> DataParallelTrainer:
         parallel = trial.experiment.parallel
         return DataParallelTrainer(
             work,
             train_loop_config={
                 "trial": trial.model_dump_json(),
                 "channel": address.model_dump_json(),
+                "stream": ingest.facts(trial).model_dump_json() if ingest else None,
                 "code": self._joined.code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
             backend_config=Meeting(interface=parallel.interface),
+            datasets=ingest.datasets(trial) if ingest else None,
+            dataset_config=ingest.dealing() if ingest else None,
             scaling_config=ScalingConfig(
                 num_workers=trial.workers,
                 use_gpu=trial.device == "cuda",

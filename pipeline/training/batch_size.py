@@ -17,6 +17,7 @@ from pipeline.errors import ExperimentError
 from pipeline.training.bench import TrialBench
 from pipeline.training.clock import spread
 from pipeline.training.setup import build
+from pipeline.training.stream import Streams
 
 CLOSE = 0.95
 """A throughput is close to the best from that fraction of it on."""
@@ -41,13 +42,13 @@ class Bench(Protocol):
         ...
 
 
-def find(trial: Trial, *, rank: Rank) -> BatchSizes:
+def find(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> BatchSizes:
     """Try the batch sizes of a trial. Collective; all ranks return the same.
 
     Raises:
         ExperimentError: the experiment can't be trained as it is written, or has fewer samples than devices.
     """
-    setup = build(trial, rank=rank)
+    setup = build(trial, rank=rank, streams=streams)
     samples = setup.order.samples
     if not (share := samples // trial.replicas):
         raise ExperimentError.of(

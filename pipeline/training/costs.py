@@ -18,7 +18,7 @@ from pipeline.errors import ExperimentError
 from pipeline.training.clock import synchronize
 from pipeline.training.collective import gather
 from pipeline.training.exchange import all_reduces, in_turn
-from pipeline.training.order import Draw
+from pipeline.training.order import Draw, StreamOrder
 from pipeline.training.readiness import gradients
 from pipeline.training.setup import Setup
 from pipeline.training.standstill import standstill
@@ -39,8 +39,14 @@ def costs(setup: Setup) -> Costs:
     """Measure what the steps of a trial are made of. Collective; takes some seconds.
 
     Raises:
-        ExperimentError: there are fewer samples than a batch has.
+        ExperimentError: there are fewer samples than a batch has, or they come in a stream.
     """
+    if isinstance(setup.order, StreamOrder):
+        raise ExperimentError.of(
+            "data",
+            f"{setup.experiment.data.target} is a stream, of which no batches of other sizes can be timed; "
+            "measure with pipeline compare, or predict with data of a fixed size such as pipeline.data.arrays",
+        )
     if setup.order.samples < setup.order.global_batch_size:
         raise ExperimentError.of(
             "data",

@@ -8,9 +8,7 @@ import torch.distributed as dist
 
 from pipeline.advance import Advance
 from pipeline.events import Phase
-from pipeline.training.order import evaluation_draws
 from pipeline.training.setup import Setup
-from pipeline.training.together import padded_evaluation
 from pipeline.training.watch import mark
 
 
@@ -65,14 +63,10 @@ def resulting_weights(setup: Setup) -> Iterator[None]:
 def _over_own_samples(setup: Setup, module: torch.nn.Module) -> torch.Tensor:
     """A rank's part of the mean loss, scalar float64 on the device; metrics are updated."""
     assert setup.validation_loader is not None
-    samples, world_size = setup.validation_samples, setup.rank.world_size
-    batch_size = max(1, setup.order.global_batch_size // world_size)
-    draws = evaluation_draws(samples, rank=setup.rank.rank, world_size=world_size, batch_size=batch_size)
-    if setup.strategy.shards:
-        draws = padded_evaluation(draws, samples=samples, world_size=world_size, batch_size=batch_size)
     total = torch.zeros((), dtype=torch.float64, device=setup.device)
+    samples, world_size = setup.validation_samples, setup.rank.world_size
     with Advance("evaluating", total=samples, unit="samples", silent=not setup.rank.is_first) as advance:
-        for draw, batch in setup.validation_loader.batches(draws):
+        for draw, batch in setup.validation_loader.batches(setup.evaluation_draws()):
             with setup.autocast():
                 output = setup.task(module, setup.placed(batch))
             if draw.weight:

@@ -1,7 +1,7 @@
 """BatchNorm on a micro-batch of one sample, which has no variance: what to write instead."""
 
 from pipeline.errors import ExperimentError
-from pipeline.training.order import Draw
+from pipeline.training.order import Draw, StreamOrder
 from pipeline.training.setup import Setup
 
 _SIGN = "Expected more than 1 value per channel when training"
@@ -19,6 +19,8 @@ def explained(setup: Setup, draw: Draw) -> ExperimentError:
     batch = round(1 / draw.weight) if draw.weight else order.samples % order.global_batch_size
     dealt = [f"{rank.world_size} workers"] * (rank.world_size > 1) + [f"{parts} micro-batches each"] * (parts > 1)
     shared = f" ({', '.join(dealt)})" if dealt else ""
+    if isinstance(order, StreamOrder):
+        return _refused(rank.rank, batch, shared, f"write a size that divides the {order.samples} rows of an epoch")
     needed = 2 * rank.world_size * parts
     sizes = [size for size in range(1, order.samples + 1) if _smallest(size, order.samples) >= needed]
     if sizes:
@@ -26,9 +28,13 @@ def explained(setup: Setup, draw: Draw) -> ExperimentError:
         remedy = f"write {closest}, which leaves at least 2 everywhere"
     else:
         remedy = f"there are only {order.samples} samples: use fewer workers or micro-batches"
+    return _refused(rank.rank, batch, shared, remedy)
+
+
+def _refused(rank: int, batch: int, shared: str, remedy: str) -> ExperimentError:
     return ExperimentError.of(
         "train.global_batch_size",
-        f"rank {rank.rank} gets one sample of a global batch of {batch}{shared}; "
+        f"rank {rank} gets one sample of a global batch of {batch}{shared}; "
         f"BatchNorm can't take statistics of one: {remedy}, or use a layer without them, such as GroupNorm",
     )
 

@@ -24,18 +24,21 @@ from pipeline.training.probe import probe, unused_parameters
 from pipeline.training.rehearsal import compile_ahead
 from pipeline.training.setup import Setup, build
 from pipeline.training.step import optimizer_step
+from pipeline.training.stream import Streams
 from pipeline.training.watch import mark, mark_step
 
 
-def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
+def train(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None = None) -> TrialResult:
     """Run a trial on this rank. All ranks return the same result; rank 0 reports on the way.
+
+    ``streams`` come from the launcher instead of the data that the experiment names.
 
     Raises:
         ExperimentError: the experiment can't be trained as it is written.
         TrainingError: training failed, e.g. the loss is not finite.
         Stopped: the driver asked for it; the newest checkpoint is of the last step.
     """
-    setup = build(placed(trial, rank=rank), rank=rank)
+    setup = build(placed(trial, rank=rank), rank=rank, streams=streams)
     clock = Clock(device=setup.device, warmup_steps=trial.experiment.measure.warmup_steps, compiling=setup.compiling)
     meter = Meter(trial=trial, rank=rank, order=setup.order, clock=clock, gauge=GpuGauge(setup.gpus), outbox=outbox)
     keeper = Keeper(setup, meter=meter, outbox=outbox)

@@ -153,14 +153,18 @@ class Finiteness:
     def _where(self, step: int, share: Tensor) -> str:
         """The step, and the samples that may be to blame. Collective."""
         epoch, index = divmod(step - 1, self.order.steps_per_epoch)
-        batch = self.order.global_batch(epoch, index)
+        batch, noun = self.order.global_batch(epoch, index), self.order.noun
         finite = gather(bool(torch.isfinite(share)), rank=self.rank)
         blamed = [rank for rank, is_finite in enumerate(finite) if not is_finite]
         where = f"step {step} (epoch {epoch + 1}); "
         if self.rank.world_size == 1 or not blamed:
-            return f"{where}its global batch is samples {some(batch)}"
-        shares = (f"of rank {rank}, samples {some(batch[rank :: self.rank.world_size])}" for rank in blamed)
+            return f"{where}its global batch is {noun} {some(batch)}"
+        shares = (f"of rank {rank}, {noun} {some(self._share(batch, rank))}" for rank in blamed)
         return f"{where}not finite is the share {', '.join(shares)}"
+
+    def _share(self, batch: Sequence[int], rank: int) -> list[int]:
+        share: list[int] = self.order.share(torch.tensor(batch), rank=rank, world_size=self.rank.world_size).tolist()
+        return share
 
     def _warn(self, message: str) -> None:
         if self.rank.is_first:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from typing_extensions import override
 
 
 def mix(*parts: int | str) -> int:
@@ -42,6 +43,9 @@ class Order:
     global_batch_size: int
     seed: int
 
+    noun = "samples"
+    """What a number of the order stands for."""
+
     @property
     def steps_per_epoch(self) -> int:
         """Global batches in an epoch."""
@@ -56,6 +60,14 @@ class Order:
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
         return torch.randperm(self.samples, generator=generator)
 
+    def share(self, batch: torch.Tensor, *, rank: int, world_size: int) -> torch.Tensor:
+        """What one rank gets of a global batch."""
+        return batch[rank::world_size]
+
+    def largest_share(self, step: int, *, world_size: int) -> int:
+        """Samples that the rank with the most gets in that step of an epoch."""
+        return -(-self.batch_size(step) // world_size)
+
     def global_batch(self, epoch: int, step: int) -> list[int]:
         """The sample indices of one global batch."""
         start = step * self.global_batch_size
@@ -67,13 +79,51 @@ class Order:
     ) -> Iterator[Draw]:
         """The micro-batches of one rank over an epoch from step ``first`` on, at least one for each step."""
         for batch in torch.split(self.permutation(epoch)[first * self.global_batch_size :], self.global_batch_size):
-            share = batch[rank::world_size]
+            share = self.share(batch, rank=rank, world_size=world_size)
             if not len(share):
                 yield Draw(epoch, batch[:1].tolist(), weight=0.0, is_last=True)
                 continue
             parts = [part.tolist() for part in share.tensor_split(min(micro_batches, len(share)))]
             for number, part in enumerate(parts, start=1):
                 yield Draw(epoch, part, weight=len(part) / len(batch), is_last=number == len(parts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOrder(Order):
+    """The order of a stream: a global batch is consecutive rows, each rank's share a block of them.
+
+    Blocks are all alike, so that the rows before them needn't be known; of an uneven last batch the first ranks get
+    whole blocks and the others nothing, or all the same if the stream deals them so.
+    """
+
+    share_size: int
+    """Rows in a block: what a rank gets of a whole global batch."""
+    deals_evenly: bool
+    """Whether an uneven last batch is divided evenly."""
+
+    noun = "rows"
+
+    @override
+    def permutation(self, epoch: int) -> torch.Tensor:
+        return torch.arange(self.samples)
+
+    @override
+    def share(self, batch: torch.Tensor, *, rank: int, world_size: int) -> torch.Tensor:
+        size = self._block(len(batch), world_size)
+        return batch[rank * size : (rank + 1) * size]
+
+    @override
+    def largest_share(self, step: int, *, world_size: int) -> int:
+        return min(self._block(self.batch_size(step), world_size), self.batch_size(step))
+
+    def _block(self, batch_size: int, world_size: int) -> int:
+        return batch_size // world_size if self.deals_evenly else self.share_size
+
+    def evaluation_draws(self, *, rank: int, world_size: int) -> Iterator[Draw]:
+        """One rank's part of the rows, weighted by all of them: over all ranks each occurs exactly once."""
+        for draw in self.draws(0, rank=rank, world_size=world_size):
+            if draw.weight:
+                yield draw._replace(weight=len(draw.indices) / self.samples)
 
 
 def evaluation_draws(samples: int, *, rank: int, world_size: int, batch_size: int) -> Iterator[Draw]:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,10 @@ from pipeline.tasks import Task
 from pipeline.training import compilation, parts, recomputation, together
 from pipeline.training.averages import Averages
 from pipeline.training.compilation import Stopwatch
-from pipeline.training.loader import BatchLoader, length, to_device
-from pipeline.training.order import Draw, Order
+from pipeline.training.loader import BatchLoader, to_device
+from pipeline.training.order import Draw, Order, StreamOrder, evaluation_draws
+from pipeline.training.source import dealt, read, runtime
+from pipeline.training.stream import StreamLoader, Streams
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -40,8 +42,8 @@ class Setup:
     rank: Rank
     device: torch.device
     order: Order
-    train_loader: BatchLoader
-    validation_loader: BatchLoader | None
+    train_loader: BatchLoader | StreamLoader
+    validation_loader: BatchLoader | StreamLoader | None
     validation_samples: int
     model: nn.Module
     wrapped: nn.Module
@@ -127,6 +129,20 @@ class Setup:
             return draws
         return together.padded(draws, order=self.order, world_size=world_size, micro_batches=micro_batches, first=first)
 
+    def evaluation_draws(self) -> Iterator[Draw]:
+        """The rank's part of the validation set."""
+        rank, world_size, samples = self.rank.rank, self.rank.world_size, self.validation_samples
+        batch_size = max(1, self.order.global_batch_size // world_size)
+        if isinstance(self.order, StreamOrder):
+            draws = replace(self.order, samples=samples, deals_evenly=False).evaluation_draws(
+                rank=rank, world_size=world_size
+            )
+        else:
+            draws = evaluation_draws(samples, rank=rank, world_size=world_size, batch_size=batch_size)
+        if not self.strategy.shards:
+            return draws
+        return together.padded_evaluation(draws, samples=samples, world_size=world_size, batch_size=batch_size)
+
     @property
     def input_dtype(self) -> torch.dtype | None:
         """Type that floating-point inputs are cast to; None leaves them as they are."""
@@ -165,34 +181,23 @@ class Setup:
         )
 
 
-def build(trial: Trial, *, rank: Rank) -> Setup:
+def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
     """Build data, model, optimizer and all the rest of one rank; the same on every rank.
+
+    ``streams`` come from the launcher instead of the data that the experiment names.
 
     Raises:
         ExperimentError: a component can't be built, or is not what its place needs.
     """
     experiment = trial.experiment
     device = device_of(trial, rank=rank)
-    train_set, validation_set = parts.data(experiment, allowed=trial.allowed)
-    samples = length(train_set, what="training")
-    validation_samples = length(validation_set, what="validation") if validation_set is not None else 0
-    order = Order(samples=samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed)
-    total_steps = order.steps_per_epoch * experiment.train.epochs
+    source = dealt(trial, streams, rank=rank, device=device) if streams else read(trial, rank=rank, device=device)
+    order = source.order
     create = partial(
         components.build,
         allowed=trial.allowed,
-        runtime={
-            "total_steps": total_steps,
-            "steps_per_epoch": order.steps_per_epoch,
-            "world_size": rank.world_size,
-        },
+        runtime=runtime(trial, order=order, rank=rank),
     )
-    collate = create(experiment.loader.collate, key="loader.collate") if experiment.loader.collate else None
-
-    def loader(dataset: Any) -> BatchLoader:
-        return BatchLoader(dataset, options=experiment.loader, collate=collate, seed=experiment.seed, device=device)
-
-    train_loader = loader(train_set)
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     model = parts.model(create, experiment, device=torch.device("cpu") if strategy.shards else device)
     how, recomputed = experiment.train.compile, experiment.train.activation_checkpointing
@@ -213,18 +218,18 @@ def build(trial: Trial, *, rank: Rank) -> Setup:
         rank=rank,
         device=device,
         order=order,
-        train_loader=train_loader,
-        validation_loader=loader(validation_set) if validation_set is not None else None,
-        validation_samples=validation_samples,
+        train_loader=source.train,
+        validation_loader=source.validation,
+        validation_samples=source.validation_samples,
         model=model,
         wrapped=wrapped,
         strategy=strategy,
         task=parts.task(create, experiment, device=device),
         create=create,
         optimizer=optimizer,
-        scheduler=parts.scheduler(create, experiment, optimizer=optimizer, validates=validation_set is not None),
+        scheduler=parts.scheduler(create, experiment, optimizer=optimizer, validates=source.validation is not None),
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
-        data_digest=parts.digest(experiment, samples, validation_samples, train_loader.read([0])),
+        data_digest=parts.digest(experiment, order.samples, source.validation_samples, source.first),
         compiling=stopwatch,
         averages=Averages(model, ema) if (ema := experiment.train.ema) is not None else None,
     )

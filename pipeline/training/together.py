@@ -15,7 +15,7 @@ def padded(draws: Iterable[Draw], *, order: Order, world_size: int, micro_batche
     for draw in draws:
         own.append(draw)
         if draw.is_last:
-            needed = min(micro_batches, ceil(order.batch_size(step) / world_size))
+            needed = min(micro_batches, order.largest_share(step, world_size=world_size))
             yield from [Draw(draw.epoch, draw.indices[:1], weight=0.0, is_last=False)] * (needed - len(own))
             yield from own
             step, own = step + 1, []

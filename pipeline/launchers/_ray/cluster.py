@@ -16,6 +16,7 @@ from ray.exceptions import AuthenticationError, RpcError
 from pipeline import resources
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError, UsageError
+from pipeline.launchers._ray import room
 from pipeline.launchers._ray.checks import refuse_others
 from pipeline.launchers._ray.nodes import facts_of_nodes
 from pipeline.launchers._ray.places import able_nodes
@@ -27,6 +28,7 @@ LOOPBACK = "127.0.0.1"
 _REACH_S = 10.0
 _ALIVE = 0  # of Ray's GcsNodeInfo
 _OBJECT_STORE_BYTES = 200_000_000  # events go over the channel and data is loaded by the workers
+_STREAMED_BYTES = 500_000_000
 _SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the end of a trial waits for this poll
     "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -66,12 +68,15 @@ def cluster_resources(address: str, parallel: Parallel) -> Resources:
 
 
 @contextmanager
-def connected(address: str | None, *, verbose: bool, runtime_env: Mapping[str, Any] | None = None) -> Iterator[None]:
+def connected(
+    address: str | None, *, verbose: bool, streams: bool = False, runtime_env: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """A local Ray that listens on loopback only, or a cluster that was there before.
 
     Args:
         address: the cluster's; None starts a local one.
         verbose: whether to let Ray's output through.
+        streams: whether a local Ray also reads the data, beside the workers, as loader processes would.
         runtime_env: Ray's description of what workers need.
 
     Raises:
@@ -80,8 +85,8 @@ def connected(address: str | None, *, verbose: bool, runtime_env: Mapping[str, A
     local: dict[str, Any] = {
         "address": "local",
         "include_dashboard": False,
-        "num_cpus": resources.detect().cpus,
-        "object_store_memory": _OBJECT_STORE_BYTES,
+        "num_cpus": resources.detect().cpus + room.READERS * streams,
+        "object_store_memory": _STREAMED_BYTES if streams else _OBJECT_STORE_BYTES,
         "_node_ip_address": LOOPBACK,
     }
     level = logging.INFO if verbose else logging.ERROR

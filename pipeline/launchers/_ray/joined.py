@@ -41,7 +41,7 @@ class Joined:
         untracked = tuple(map(str, package.untracked_code)) if package else ()
         with (
             sent(package, joined=address is not None) as (code, runtime_env),
-            connected(address, verbose=session.verbose, runtime_env=runtime_env),
+            connected(address, verbose=session.verbose, streams=session.streams, runtime_env=runtime_env),
         ):
             yield cls(session, address=address, code=code, untracked=untracked)
 

@@ -45,14 +45,21 @@ def await_room(trial: Trial) -> None:
     amounts = per_worker(trial)
     patience_s = trial.experiment.parallel.start_timeout_s
     deadline = time.monotonic() + patience_s
-    while (fit := room.free(amounts, apart=apart(trial))) < trial.workers:
-        capacity = room.capacity(amounts, apart=apart(trial))
+    streams = trial.experiment.is_streamed
+    while (fit := free(trial)) < trial.workers:
+        capacity = room.capacity(amounts, apart=apart(trial), streams=streams)
         there = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
         if capacity < trial.workers and not trial.resume:
-            raise ResourceError(f"{there}: room for {capacity} on its nodes")
+            reading = f", each of which keeps {room.READERS} core for reading the data" if streams else ""
+            raise ResourceError(f"{there}: room for {capacity} on its nodes{reading}")
         if time.monotonic() > deadline:
             raise ResourceError(f"{there}; room for {fit} was free within parallel.start_timeout_s, {patience_s:g} s")
         time.sleep(0.2)
+
+
+def free(trial: Trial) -> int:
+    """How many workers of a trial fit beside what runs."""
+    return room.free(per_worker(trial), apart=apart(trial), streams=trial.experiment.is_streamed)
 
 
 def apart(trial: Trial) -> bool:

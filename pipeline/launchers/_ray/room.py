@@ -3,33 +3,37 @@
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node  # a DeveloperAPI; Ray has no other way to ask
 
+READERS = 1
+"""Cores of each node that are left to Ray Data where it reads the data."""
 _ANSWER_S = 1.0
 _ROUNDING = 1e-6  # thirds of a custom resource
 _VERDICT_S = 60.0
 """Ray's own checks take 15 s to find out that a node doesn't answer, and longer if packets are just gone."""
 
 
-def free(amounts: Mapping[str, float], *, apart: bool) -> int:
+def free(amounts: Mapping[str, float], *, apart: bool, streams: bool = False) -> int:
     """Workers that fit beside what runs, each of them on one node.
 
     Args:
         amounts: what each worker occupies, e.g. {"CPU": 2}.
         apart: whether each worker needs a node of its own.
+        streams: whether Ray Data reads the data, which needs cores, too.
     """
     available = available_resources_per_node()
-    return _sum((available.get(node["NodeID"], {}) for node in _alive() if _answers(node)), amounts, apart=apart)
+    nodes = [available.get(node["NodeID"], {}) for node in _alive() if _answers(node)]
+    return _sum(_left(nodes, streams=streams), amounts, apart=apart)
 
 
-def capacity(amounts: Mapping[str, float], *, apart: bool) -> int:
+def capacity(amounts: Mapping[str, float], *, apart: bool, streams: bool = False) -> int:
     """Workers that fit if nothing else runs; arguments as for `free`."""
-    return _sum((node["Resources"] for node in _alive()), amounts, apart=apart)
+    return _sum(_left([node["Resources"] for node in _alive()], streams=streams), amounts, apart=apart)
 
 
 def await_verdict(*, timeout_s: float) -> None:
@@ -49,6 +53,12 @@ def _answers(node: Mapping[str, Any]) -> bool:
         socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=_ANSWER_S).close()
         return True
     return False
+
+
+def _left(nodes: Iterable[Mapping[str, float]], *, streams: bool) -> Iterator[Mapping[str, float]]:
+    """What workers can have of nodes that also read."""
+    for node in nodes:
+        yield {**node, "CPU": max(0.0, node.get("CPU", 0.0) - READERS)} if streams else node
 
 
 def _sum(nodes: Iterable[Mapping[str, float]], amounts: Mapping[str, float], *, apart: bool) -> int:

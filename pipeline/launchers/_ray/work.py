@@ -21,6 +21,9 @@ def work(config: dict[str, Any]) -> None:
     from pipeline.launchers._ray.logs import kept_output
     from pipeline.training.watch import end_process
 
+    if config["stream"] is not None:
+        from pipeline.launchers._ray.ingest import Facts
+        from pipeline.launchers._ray.rows import received
     trial = Trial.model_validate_json(config["trial"])
     context = ray.train.get_context()
     rank = Rank(
@@ -35,4 +38,5 @@ def work(config: dict[str, Any]) -> None:
         ChannelOutbox(Address.model_validate_json(config["channel"])) as outbox,
         kept_output(config["logs"], rank=rank, outbox=outbox),
     ):
-        worker.run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close))
+        streams = received(Facts.model_validate_json(config["stream"])) if config["stream"] is not None else None
+        worker.run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close), streams=streams)

@@ -18,6 +18,7 @@ from pipeline.training.checkpoints.saver import Job, Saver
 from pipeline.training.checkpoints.state import State, check, is_sharded, restore, snapshot
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.meter import Meter
+from pipeline.training.order import StreamOrder
 from pipeline.training.setup import Setup, device_of
 
 _PATIENCE_S = 30.0
@@ -97,6 +98,12 @@ class Keeper:
         if self._saver is not None:
             self._saver.whole = [*found.older, found.manifest]
         self._tell_resumed(found.manifest, self._storage)
+        order = self._setup.order
+        if isinstance(order, StreamOrder) and order.deals_evenly and found.manifest.step % order.steps_per_epoch:
+            self._warn_once(
+                "this epoch goes on with other rows than it would have had, of which some come twice: with data.order: "
+                "free they come as they are read; data.order: kept resumes exactly"
+            )
         return found.manifest.step
 
     def is_due(self, step: int) -> bool:

@@ -1,0 +1,126 @@
+"""Ray Data on its way to the workers: built and counted in the driver, cut into blocks, dealt to the ranks.
+
+Every block but the last holds the rows that a rank gets of a global batch. Where the order is kept, Ray deals blocks to
+the rank that has the fewest rows, which is in turn: so n blocks in a row are a global batch, at any number n of workers
+that divides it. Where it isn't, a rank gets a block that is on its node, and Ray evens out the rows at the end, which
+leaves out those that can't be divided.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from ray.train import DataConfig
+
+from pipeline.config import components
+from pipeline.config.values import Frozen
+from pipeline.contract import Trial
+from pipeline.data.streamed import Streamed
+from pipeline.errors import ExperimentError
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator, Dataset
+
+
+class Facts(Frozen):
+    """What a worker has to know about its stream, by the name of its part: train, validation."""
+
+    rows: Mapping[str, int]
+    schemas: Mapping[str, str]
+    columns: tuple[str, ...]
+    keeps_order: bool
+
+
+class Ingest:
+    """The pipelines of one experiment, counted once for all its trials."""
+
+    def __init__(self, trial: Trial) -> None:
+        """Build and count them; needs Ray.
+
+        Raises:
+            ExperimentError: a pipeline can't be built or run, is empty, or lacks a column.
+        """
+        import ray.data  # takes a second, which users of other data needn't wait for
+
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        made = components.build(trial.experiment.data, key="data", allowed=trial.allowed)
+        self._streamed = cast(Streamed, made)
+        self._parts = {"train": self._streamed.train}
+        if self._streamed.validation is not None:
+            self._parts["validation"] = self._streamed.validation
+        counted = {name: _counted(dataset, name, self._streamed.columns) for name, dataset in self._parts.items()}
+        self._rows = {name: rows for name, (rows, _) in counted.items()}
+        self._schemas = {name: schema for name, (_, schema) in counted.items()}
+
+    def datasets(self, trial: Trial) -> dict[str, "Dataset"]:
+        """The pipelines as TorchTrainer takes them, in blocks of a rank's share.
+
+        Raises:
+            ExperimentError: the global batch can't be dealt to that many workers, or is larger than an epoch.
+        """
+        size, workers = trial.experiment.train.global_batch_size, trial.workers
+        if size % workers:
+            message = f"is {size}, of which {workers} workers can't get blocks of the same size; use a multiple"
+            raise ExperimentError.of("train.global_batch_size", message)
+        if size > (rows := self._rows["train"]):
+            raise ExperimentError.of("train.global_batch_size", f"is {size}, but an epoch has {rows} rows; use fewer")
+        share = size // workers
+        return {
+            name: part.repartition(target_num_rows_per_block=share, strict=True) for name, part in self._parts.items()
+        }
+
+    def dealing(self) -> "Dealing":
+        """How Ray deals the blocks."""
+        return Dealing(keeps_order=self._streamed.keeps_order)
+
+    def facts(self, trial: Trial) -> Facts:
+        """What the workers have to know."""
+        rows = dict(self._rows)
+        if not self._streamed.keeps_order:
+            rows["train"] -= rows["train"] % trial.workers
+        keeps, columns = self._streamed.keeps_order, self._streamed.columns
+        return Facts(rows=rows, schemas=self._schemas, columns=columns, keeps_order=keeps)
+
+    def left_out(self, trial: Trial) -> int:
+        """Rows of an epoch that no worker gets."""
+        return self._rows["train"] - self.facts(trial).rows["train"]
+
+
+class Dealing(DataConfig):  # type: ignore[misc]
+    """Ray's way to split data among workers, with what its own has no switch for: dealing blocks in order."""
+
+    def __init__(self, *, keeps_order: bool) -> None:
+        super().__init__()
+        self._keeps_order = keeps_order
+
+    def configure(
+        self, datasets: dict[str, "Dataset"], world_size: int, worker_handles: Any, worker_node_ids: Any, **_: Any
+    ) -> list[dict[str, "DataIterator"]]:
+        """Each worker's part of each dataset, by rank."""
+        parts: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
+        for name, dataset in datasets.items():
+            copy = dataset.copy(dataset)
+            keeps_order = self._keeps_order or name == "validation"  # of which each row counts once
+            copy.context.execution_options.preserve_order = keeps_order
+            hints = None if keeps_order else worker_node_ids
+            splits = copy.streaming_split(world_size, equal=not keeps_order, locality_hints=hints)
+            for part, split in zip(parts, splits, strict=True):
+                part[name] = split
+        return parts
+
+
+def _counted(dataset: "Dataset", name: str, columns: tuple[str, ...]) -> tuple[int, str]:
+    """Rows and schema."""
+    key = f"data.{name}"
+    try:
+        schema = dataset.schema()
+        rows = dataset.count()
+    except Exception as error:  # whatever reading raises, and the user's own functions in the pipeline
+        said = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise ExperimentError.of(key, f"Ray Data can't count its rows: {said[:300]}") from error
+    if not rows:
+        raise ExperimentError.of(key, "has no rows; it needs at least one")
+    if missing := [column for column in columns if column not in schema.names]:
+        raise ExperimentError.of("data.columns", f"{', '.join(missing)}: {name} has {', '.join(schema.names)}")
+    return rows, repr(list(zip(schema.names, map(str, schema.types), strict=True)))

@@ -1,0 +1,74 @@
+"""Where the batches of one rank come from: data of which any sample can be read, or a stream of rows."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from pipeline.config import components
+from pipeline.contract import Rank, Trial
+from pipeline.training import parts
+from pipeline.training.loader import BatchLoader, length
+from pipeline.training.order import Order, StreamOrder
+from pipeline.training.stream import Stream, StreamLoader, Streams
+
+
+class Source(NamedTuple):
+    """The data of one rank."""
+
+    train: BatchLoader | StreamLoader
+    validation: BatchLoader | StreamLoader | None
+    order: Order
+    validation_samples: int
+    first: Any
+    """What tells it from other data of that size."""
+
+
+def read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
+    """The data that the experiment names.
+
+    Raises:
+        ExperimentError: it can't be built, or is not map-style.
+    """
+    experiment = trial.experiment
+    train, validation = parts.data(experiment, allowed=trial.allowed)
+    samples = length(train, what="training")
+    validation_samples = length(validation, what="validation") if validation is not None else 0
+    order = Order(samples=samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed)
+    known, own = runtime(trial, order=order, rank=rank), experiment.loader.collate
+    collate = components.build(own, key="loader.collate", allowed=trial.allowed, runtime=known) if own else None
+
+    def loader(dataset: Any) -> BatchLoader:
+        return BatchLoader(dataset, options=experiment.loader, collate=collate, seed=experiment.seed, device=device)
+
+    train_loader = loader(train)
+    validation_loader = loader(validation) if validation is not None else None
+    return Source(train_loader, validation_loader, order, validation_samples, train_loader.read([0]))
+
+
+def dealt(trial: Trial, streams: Streams, *, rank: Rank, device: torch.device) -> Source:
+    """The rows that the launcher sends."""
+    batch_size, pin = trial.experiment.train.global_batch_size, trial.experiment.loader.pin_memory
+    order = StreamOrder(
+        samples=streams.train.rows,
+        global_batch_size=batch_size,
+        seed=trial.experiment.seed,
+        share_size=batch_size // rank.world_size,
+        deals_evenly=not streams.train.keeps_order,
+    )
+
+    def loader(stream: Stream) -> StreamLoader:
+        return StreamLoader(stream, order=order, pin_memory=device.type == "cuda" if pin == "auto" else pin)
+
+    held_out = streams.validation
+    validation, rows = (loader(held_out), held_out.rows) if held_out else (None, 0)
+    return Source(loader(streams.train), validation, order, rows, streams.train.schema)
+
+
+def runtime(trial: Trial, *, order: Order, rank: Rank) -> Mapping[str, int]:
+    """The numbers for ${total_steps} and its like."""
+    return {
+        "total_steps": order.steps_per_epoch * trial.experiment.train.epochs,
+        "steps_per_epoch": order.steps_per_epoch,
+        "world_size": rank.world_size,
+    }

@@ -1,0 +1,138 @@
+"""Batches of a stream: rows that come one after the other and can't be asked for by number."""
+
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pipeline.errors import TrainingError
+from pipeline.training.order import Draw, StreamOrder
+
+Pass = Generator[Any, None, None]
+"""One rank's blocks of an epoch: batches of its share of each global batch, on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """What a launcher hands a rank instead of a dataset."""
+
+    rows: int
+    """In an epoch, over all ranks."""
+    keeps_order: bool
+    """Whether a global batch is consecutive rows, or whatever rows came to its ranks."""
+    schema: str
+    """Columns and their types, to tell data sets apart."""
+    open: Callable[[int], Pass]
+    """Begins the next pass, in blocks of that many rows. Collective once the first block is asked for."""
+
+
+class Streams(NamedTuple):
+    """The data of a training."""
+
+    train: Stream
+    validation: Stream | None
+
+
+class StreamLoader:
+    """Serves the draws of a `StreamOrder`, like `pipeline.training.loader.BatchLoader`.
+
+    All ranks ask for the same epochs and steps, and so begin their passes together.
+    """
+
+    def __init__(self, stream: Stream, *, order: StreamOrder, pin_memory: bool) -> None:
+        self._stream = stream
+        self._order = order
+        self._pin = pin_memory
+        self._opened = 0
+        self._pass: Pass = _nothing()
+        self._at = (-1, -1)  # epoch and step of the block
+        self._block: Any = None
+
+    def batches(self, draws: Iterable[Draw]) -> Iterator[tuple[Draw, Any]]:
+        """Each draw with its rows, on the CPU.
+
+        Raises:
+            TrainingError: a row can't be read, or there are fewer than were counted.
+        """
+        draws = iter(draws)
+        if (first := next(draws, None)) is None:  # the other ranks wait for this one to begin the pass
+            self._begin(0)
+            next(self._pass, None)
+            return
+        epoch, step = first.epoch, self._step(first)
+        if not (epoch == self._at[0] and step > self._at[1]):
+            self._begin(epoch)
+        taken = 0
+        for draw in chain([first], draws):
+            block = self._reached(draw)
+            rows = slice(taken, taken + len(draw.indices)) if draw.weight else slice(0, 1)
+            yield draw, self._cut(block, rows)
+            taken = 0 if draw.is_last else rows.stop if draw.weight else taken
+
+    def read(self, indices: list[int]) -> Any:
+        """As many rows as there are indices, whichever are at hand, again and again. Collective if none are."""
+        if self._block is None:
+            self._begin(0)
+            self._advance(0)
+        index = torch.arange(len(indices)) % _rows(self._block)
+        return tree_map(lambda leaf: leaf[index], self._block)
+
+    def _step(self, draw: Draw) -> int:
+        return draw.indices[0] // self._order.global_batch_size
+
+    def _begin(self, epoch: int) -> None:
+        """Begin the pass of an epoch. A pipeline that shuffles anew in each pass counts those that were begun."""
+        while True:
+            self._pass.close()
+            self._pass = self._stream.open(self._order.share_size)
+            self._at = (epoch, -1)
+            self._opened += 1
+            if self._opened > epoch:
+                return
+            next(self._pass, None)
+
+    def _reached(self, draw: Draw) -> Any:
+        while self._at[1] < self._step(draw):
+            if not self._advance(draw.epoch) and draw.weight:
+                said = (
+                    f"{self._stream.rows} rows were counted, but the stream ended in step {self._at[1] + 1} of an epoch"
+                )
+                raise TrainingError(f"{said}; does it yield the same rows each time?")
+        return self._block
+
+    def _advance(self, epoch: int) -> bool:
+        """Go on to the next step; False, and the block stays, if there are no more rows for this rank."""
+        self._at = (epoch, self._at[1] + 1)
+        try:
+            block = next(self._pass, None)
+        except Exception as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise TrainingError(f"the stream of rows can't be read: {said}", traceback.format_exc()) from error
+        if block is None:
+            return False
+        self._block = tree_map(_pinned, block) if self._pin else block
+        return True
+
+    def _cut(self, block: Any, rows: slice) -> Any:
+        if block is None or _rows(block) < min(rows.stop, self._order.share_size):
+            raise TrainingError(
+                f"{self._stream.rows} rows were counted, but there are fewer in step {self._at[1]} of an epoch; "
+                "does the stream yield the same rows each time?"
+            )
+        return tree_map(lambda leaf: leaf[rows], block)
+
+
+def _nothing() -> Pass:
+    yield from ()
+
+
+def _rows(block: Any) -> int:
+    return len(tree_leaves(block)[0])
+
+
+def _pinned(leaf: Any) -> Any:
+    return leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf
