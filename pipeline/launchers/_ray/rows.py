@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 def received(facts: Facts) -> Streams:
     """This rank's streams. Collective."""
-    return Streams(_stream("train", facts), _stream("validation", facts) if "validation" in facts.rows else None)
+    parts = {name: stream_of(ray.train.get_dataset_shard(name), name, facts) for name in facts.rows}
+    return Streams(parts["train"], parts.get("validation"))
 
 
-def _stream(name: str, facts: Facts) -> Stream:
-    shard = ray.train.get_dataset_shard(name)
+def stream_of(shard: "DataIterator", name: str, facts: Facts) -> Stream:
+    """The stream that Ray's part of a dataset is."""
 
     def opened(rows: int) -> Pass:
         return _passed(shard, rows=rows, columns=facts.columns)

@@ -1,0 +1,290 @@
+"""Rows of Ray Data in real trainings: which global batches they become, at any number of workers and after a resume."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from pipeline import registry
+from pipeline.config.components import allowed_packages
+from pipeline.config.load import load
+from pipeline.errors import ExperimentError
+from pipeline.events import Metrics, Resumed, Warned
+from pipeline.launchers.base import Session
+from pipeline.launchers.ray.cluster import connected
+from pipeline.launchers.ray.ingest import Facts, Ingest
+from pipeline.launchers.ray.rows import stream_of
+from pipeline.plan import make_plan
+from pipeline.recording import journal
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.run import open_trial
+from pipeline.resources import Resources
+from pipeline.training.order import StreamOrder
+from pipeline.training.stream import StreamLoader
+
+FILES, HELD_OUT = [37, 20, 31, 9, 13], [7, 10]
+"""Rows in each file: 110 to train on, in global batches of 24, of which the last of an epoch has 14."""
+BATCH, STEPS_PER_EPOCH, EPOCHS, LR = 24, 5, 2, 0.05
+TOLERANCE = 1e-12
+
+YAML = """
+name: streamed
+seed: 3
+model: {_target_: torch.nn.Linear, in_features: 4, out_features: 1}
+data:
+  _target_: pipeline.data.streamed
+  train: {_target_: ray.data.read_parquet, paths: PATH/train}
+  validation: {_target_: ray.data.read_parquet, paths: PATH/validation}
+  columns: [x, y]
+loss: {_target_: torch.nn.MSELoss}
+optimizer: {_target_: torch.optim.SGD, lr: 0.05}
+train: {epochs: 2, global_batch_size: 24, precision: fp64, log_every_steps: 2}
+parallel: {launcher: ray, strategy: ddp, cpus_per_worker: 1}
+tracking: {log_model: false}
+"""
+SHUFFLED = ["data.train.shuffle._target_=ray.data.FileShuffleConfig", "data.train.shuffle.seed=5"]
+
+
+def rows(counts: list[int], *, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    generator = np.random.default_rng(seed)
+    inputs = [generator.normal(size=(count, 4)).astype(np.float32) for count in counts]
+    return [(x, x.sum(1, keepdims=True) + np.float32(0.1)) for x in inputs]
+
+
+def write(folder: Path, parts: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    folder.mkdir()
+    for number, part in enumerate(parts):
+        columns = {
+            name: pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), array.shape[1])
+            for name, array in zip("xy", part, strict=True)
+        }
+        pq.write_table(pa.table(columns), folder / f"{number}.parquet")
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    write(folder / "train", rows(FILES, seed=0))
+    write(folder / "validation", rows(HELD_OUT, seed=1))
+    (folder / "streamed.yaml").write_text(YAML.replace("PATH", str(folder)))
+    return folder / "streamed.yaml"
+
+
+class Trials:
+    """One session of Ray, in which trainings run one after the other."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self._path = path
+        self._folder = folder
+        self._recorder = Recorder(folder, subscribers=[])
+        parallel = load(path, []).experiment.parallel
+        session = Session(folder=folder, receive=self._recorder.receive, parallel=parallel, streams=True)
+        self._launcher = registry.load("launchers", "ray").Launcher(session)
+
+    def __enter__(self) -> "Trials":
+        self._launcher.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._launcher.__exit__(*error)
+        self._recorder.close()
+
+    def train(self, name: str, *more: str, workers: int, resume: Path | None = None) -> list[Any]:
+        """The events of a training with checkpoints in a folder of its name."""
+        file = load(self._path, [f"parallel.workers={workers}", *more])
+        plan = make_plan(
+            file.experiment, Resources(cpus=2, memory_mb=4096), allowed=allowed_packages(), with_baseline=False
+        )
+        places = {"name": name, "checkpoints": str(resume or self.checkpoints(name)), "resume": resume is not None}
+        trial = plan.main.model_copy(update={**places, "cpus_per_worker": 1})
+        open_trial(trial, self._recorder)
+        self._launcher.launch(trial)
+        return [event for event in journal.read(self._folder / journal.FILE_NAME) if event.trial == name]
+
+    def checkpoints(self, name: str) -> Path:
+        return self._folder / "checkpoints" / name
+
+    def copied_up_to(self, name: str, step: int) -> Path:
+        """The checkpoints of a training as they were after a step."""
+        copy = shutil.copytree(
+            self.checkpoints(name), self._folder / "checkpoints" / f"{name}-{step}-{os.urandom(2).hex()}"
+        )
+        for place in copy.iterdir():
+            if place.name > f"step-{step:08d}":
+                shutil.rmtree(place)
+        return copy
+
+
+@pytest.fixture(scope="module")
+def trials(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with Trials(experiment, tmp_path_factory.mktemp("session")) as ready:
+            yield ready
+
+
+def series(events: list[Any], name: str = "train/loss") -> dict[int, float]:
+    points = [point for event in events if isinstance(event, Metrics) for point in event.points]
+    return {point.step: point.value for point in points if point.name == name}
+
+
+def by_hand() -> tuple[dict[int, float], dict[int, float]]:
+    """Losses of training and validation in plain PyTorch: the rows in the order of the files, cut into batches."""
+    from pipeline.training.order import mix
+
+    train, held_out = (
+        [torch.from_numpy(np.concatenate(column)).double() for column in zip(*rows(counts, seed=seed), strict=True)]
+        for counts, seed in ((FILES, 0), (HELD_OUT, 1))
+    )
+    torch.manual_seed(mix(3, "model"))
+    model = torch.nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses: dict[int, float] = {}
+    validation: dict[int, float] = {}
+    for _ in range(EPOCHS):
+        for inputs, targets in zip(*(column.split(BATCH) for column in train), strict=True):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses[len(losses) + 1] = loss.item()
+        validation[len(losses)] = torch.nn.functional.mse_loss(model(held_out[0]), held_out[1]).item()
+    return losses, validation
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rays_blocks_are_the_rows_in_their_order(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the workers of a training, whose start would take most of the time."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    path, size = experiment, 2
+    trial = make_plan(
+        load(path, [f"parallel.workers={size}"]).experiment,
+        Resources(cpus=2, memory_mb=4096),
+        allowed=allowed_packages(),
+        with_baseline=False,
+    ).main
+    with connected(None, verbose=False, streams=True):
+        ingest = Ingest(trial)
+        facts = ingest.facts(trial)
+        shards = ingest.dealing().configure(ingest.datasets(trial), size, None, None)
+        with ThreadPoolExecutor(size) as pool:
+            dealt = list(pool.map(partial(_epochs, shards, facts), range(size)))
+
+    expected = [torch.from_numpy(np.concatenate(column)) for column in zip(*rows(FILES, seed=0), strict=True)]
+    assert facts.rows == {"train": sum(FILES), "validation": sum(HELD_OUT)}
+    for first, second in zip(*dealt, strict=True):  # ranks, in each epoch
+        assert len(first) == len(second) == STEPS_PER_EPOCH
+        for column, whole in enumerate(expected):
+            for parts, batch in zip(zip(first, second, strict=True), whole.split(BATCH), strict=True):
+                assert torch.equal(torch.cat([part[column] for part in parts]), batch)
+
+
+def _epochs(shards: list[dict[str, Any]], facts: Facts, rank: int) -> list[list[Any]]:
+    """The rows that one rank draws, by epoch and step."""
+    plan = StreamOrder(samples=sum(FILES), global_batch_size=BATCH, seed=0, share_size=12, deals_evenly=False)
+    reader = StreamLoader(stream_of(shards[rank]["train"], "train", facts), order=plan, pin_memory=False)
+    return [
+        [batch for _, batch in reader.batches(plan.draws(epoch, rank=rank, world_size=2))] for epoch in range(EPOCHS)
+    ]
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+def test_global_batches_are_the_rows_in_their_order(trials: Trials) -> None:
+    losses, validation = by_hand()
+    events = trials.train("two", "train.gradient_accumulation=2", workers=2)
+
+    assert series(events) == pytest.approx(losses, rel=0, abs=TOLERANCE)
+    assert series(events, "validation/loss") == pytest.approx(validation, rel=0, abs=TOLERANCE)
+    assert len(losses) == EPOCHS * STEPS_PER_EPOCH
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+def test_an_epochs_shuffle_and_a_resume_are_the_same_at_any_number_of_workers(trials: Trials) -> None:
+    checkpoints = ["checkpoint.every_steps=1", "checkpoint.keep=20"]
+    whole = series(events := trials.train("shuffled", *SHUFFLED, *checkpoints, workers=2))
+    ordered, _ = by_hand()
+    assert [step for step in whole if whole[step] == pytest.approx(ordered[step], rel=1e-6)] == []
+    assert not [event for event in events if isinstance(event, Warned)]
+
+    for name, step, workers in (("same", 7, 2), ("fewer", 7, 1), ("first", 2, 3)):
+        place = trials.copied_up_to("shuffled", step)
+        resumed = trials.train(name, *SHUFFLED, *checkpoints, workers=workers, resume=place)
+        assert [event.step for event in resumed if isinstance(event, Resumed)] == [step]
+        rest = {number: loss for number, loss in whole.items() if number > step}
+        assert series(resumed) == pytest.approx(rest, rel=0, abs=TOLERANCE)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_without_order_each_row_comes_once_and_a_resume_says_what_it_does_not_promise(trials: Trials) -> None:
+    free = ["data.order=free", "checkpoint.every_steps=1", "checkpoint.keep=20", "train.global_batch_size=12"]
+    events = trials.train("free", *free, workers=3)
+    warned = [event.message for event in events if isinstance(event, Warned)]
+    resumed = trials.train("free again", *free, workers=3, resume=trials.copied_up_to("free", 4))
+
+    assert list(series(events)) == list(range(1, 21))  # 9 of 12 rows in each of 2 epochs, then 0 of 12
+    assert warned == ["2 rows of each epoch are left out: 3 workers get equally many with data.order: free"]
+    assert list(series(resumed)) == list(range(5, 21))
+    assert any("this epoch goes on with other rows" in e.message for e in resumed if isinstance(e, Warned))
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["data.columns=[x,z]"], r"data\.columns: z: train has x, y"),
+        (["data.train.paths=/nowhere"], r"data\.train.*/nowhere"),
+        (["train.global_batch_size=200"], r"train\.global_batch_size: is 200, but an epoch has 110 rows; use fewer"),
+    ],
+)
+def test_what_ray_cannot_stream_is_refused(trials: Trials, changes: list[str], message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        trials.train("refused", *changes, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ["parallel.launcher=torchrun"],
+            r"parallel\.launcher: is torchrun, but pipeline\.data\.streamed is read by Ray",
+        ),
+        (["parallel.launcher=inprocess"], r"parallel\.launcher: is inprocess, but .* write launcher: ray"),
+        (["parallel.workers=5"], r"train\.global_batch_size: is 24, of which 5 workers can't get blocks of the same"),
+        (["parallel.workers=[1,6]"], r"train\.global_batch_size: is 24, of which 5 workers can't"),
+        (["loader.num_workers=1"], r"loader\.num_workers: has no effect on pipeline\.data\.streamed"),
+    ],
+)
+def test_what_no_stream_can_do_is_refused_before(experiment: Path, changes: list[str], message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        load(experiment, changes)
+
+
+def test_only_named_functions_of_ray_may_be_used(experiment: Path, components_of: Callable[[Path, str], str]) -> None:
+    assert components_of(experiment, "ray.data.read_parquet") == ""
+    assert "none of the allowed packages" in components_of(experiment, "ray.data.read_sql")
+    assert "which is not allowed" in components_of(experiment, "ray.init")
+
+
+@pytest.fixture
+def components_of() -> Callable[[Path, str], str]:
+    from pipeline.config import components
+
+    def problems(path: Path, target: str) -> str:
+        experiment = load(path, [f"data.train._target_={target}"]).experiment
+        return "; ".join(problem.message for problem in components.check(experiment, allowed=allowed_packages()))
+
+    return problems
