@@ -27,6 +27,7 @@ from pipeline.launchers._ray.network import Meeting
 from pipeline.launchers._ray.work import work
 from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import Session, WorkersLost, environment
+from pipeline.plan import counted
 from pipeline.resources import Resources
 
 _AFTER_OTHERS_S = 30.0
@@ -103,8 +104,9 @@ class Launcher:
             self._ingests[declared] = Ingest(trial)
         ingest = self._ingests[declared]
         if left_out := ingest.left_out(trial):
-            message = f"{left_out} rows of each epoch are left out: {trial.workers} workers get equally many"
-            self.session.receive(Warned(time=time.time(), trial=trial.name, message=f"{message} with data.order: free"))
+            reason = f"because {trial.workers} workers get equally many with data.order: free"
+            message = f"left out of each epoch: {counted(left_out, 'row')}, {reason}"
+            self.session.receive(Warned(time=time.time(), trial=trial.name, message=message))
         return ingest
 
     def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> DataParallelTrainer:

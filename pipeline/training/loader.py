@@ -113,11 +113,12 @@ def length(dataset: Dataset[Any], *, what: str) -> int:
     Raises:
         ExperimentError: it is empty, or not map-style.
     """
-    streams = isinstance(dataset, IterableDataset)  # which inherits a __getitem__
+    # The first inherits a __getitem__.
+    streams = isinstance(dataset, IterableDataset) or type(dataset).__module__.startswith("ray.data.")
     if streams or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         instead = (
             ". A stream has no order that can be dealt to any number of workers and resumed exactly, so none is taken; "
-            "give each sample an index and read it when it is asked for"
+            "give each sample an index and read it when it is asked for, or use pipeline.data.streamed"
         )
         raise ExperimentError.of(
             "data",

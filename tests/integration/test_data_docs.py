@@ -1,0 +1,110 @@
+"""The YAML of docs/data.md, word for word, on files that have the names it gives."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import webdataset
+import yaml
+
+from pipeline.events import Finished, Started
+from pipeline.recording import journal
+
+DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+BLOCKS = {
+    re.findall(r"pipeline\.data\.(\w+)", block)[0]: block for block in re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
+}
+ROWS = {"train": 22, "validation": 9}
+SIZES = {"arrays": 4, "shards": 3 * 2 * 2, "streamed": 4}
+"""Numbers in a sample's input."""
+
+
+def columns(part: str) -> tuple[np.ndarray, np.ndarray]:
+    inputs = np.random.default_rng(len(part)).normal(size=(ROWS[part], 4)).astype(np.float32)
+    return inputs, np.arange(ROWS[part]) % 3
+
+
+def arrays() -> None:
+    for part in ROWS:
+        for name, column in zip("xy", columns(part), strict=True):
+            np.save(f"data/{part}-{name}.npy", column)
+
+
+def tokens() -> None:
+    for name, windows in (("train-0", 10), ("train-1", 12), ("validation", 9)):
+        (np.arange(32 * windows + 1) % 50).astype(np.uint16).tofile(f"data/{name}.bin")
+
+
+def shards() -> None:
+    for part, count in ROWS.items():
+        with webdataset.ShardWriter(f"data/{part}-%06d.tar", maxcount=11, verbose=0) as writer:
+            for i in range(count):
+                writer.write({"__key__": f"{i:06d}", "png": np.full((2, 2, 3), i, np.uint8), "cls": i % 3})
+
+
+def streamed() -> None:
+    for part in ROWS:
+        inputs, targets = columns(part)
+        table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(inputs.ravel()), 4), "y": targets})
+        Path("data", part).mkdir()
+        for number, first in enumerate(range(0, len(targets), 7)):
+            pq.write_table(table.slice(first, 7), f"data/{part}/{number}.parquet")
+
+
+def experiment(kind: str) -> dict[str, Any]:
+    """The block of the documentation, and all that it leaves out."""
+    gpt = {"vocabulary_size": 50, "context_length": 32, "width": 4, "depth": 1, "heads": 1}
+    model = (
+        {"model": {"_target_": "pipeline.models.GPT", **gpt}, "task": {"_target_": "pipeline.tasks.LanguageModel"}}
+        if kind == "tokens"
+        else {
+            "model": {"_target_": "pipeline.models.MLP", "in_features": SIZES[kind], "hidden": [4], "num_classes": 3},
+            "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+        }
+    )
+    return {
+        "name": kind,
+        **model,
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.01},
+        "train": {"epochs": 1, "global_batch_size": 4},
+        **yaml.safe_load(BLOCKS[kind]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "write"),
+    [
+        ("arrays", arrays),
+        ("tokens", tokens),
+        ("shards", shards),
+        pytest.param("streamed", streamed, marks=[pytest.mark.deep, pytest.mark.timeout(900)]),
+    ],
+)
+def test_what_is_written_there_trains(
+    kind: str, write: Callable[[], None], command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    Path("data").mkdir()
+    write()
+    Path("experiment.yaml").write_text(yaml.safe_dump(experiment(kind)))
+    ended = command("run", "experiment.yaml", "--no-baseline", "tracking.log_model=false")
+
+    assert ended.code == 0, ended.output
+    (folder,) = Path("runs").iterdir()
+    events = list(journal.read(folder / journal.FILE_NAME))
+    (begun,) = (event for event in events if isinstance(event, Started))
+    assert {"train": begun.train_samples, "validation": begun.validation_samples} == ROWS
+    (finished,) = (event for event in events if isinstance(event, Finished))
+    assert finished.result.steps == 6
+    assert "validation/loss" in finished.result.metrics
+
+
+def test_every_block_of_yaml_is_tested() -> None:
+    assert BLOCKS.keys() == {"arrays", "tokens", "shards", "streamed"}
+    assert DOCS.count("```yaml") == len(BLOCKS)
