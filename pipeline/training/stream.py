@@ -87,7 +87,7 @@ class StreamLoader:
     def _begin(self, epoch: int) -> None:
         """Begin the pass of an epoch. A pipeline that shuffles anew in each pass counts those that were begun."""
         while True:
-            self._pass.close()
+            self._end()
             self._pass = self._stream.open(self._order.share_size)
             self._at = (epoch, -1)
             self._opened += 1
@@ -95,13 +95,23 @@ class StreamLoader:
                 return
             next(self._pass, None)
 
+    def _end(self) -> None:
+        """End the pass; one that got to the end of its epoch must have no more rows."""
+        last = -(-self._stream.rows // self._order.global_batch_size) - 1
+        if self._at[1] == last and next(self._pass, None) is not None:
+            raise self._miscounted("there are more of them")
+        self._pass.close()
+
+    def _miscounted(self, how: str) -> TrainingError:
+        where = f"but {how} in step {self._at[1] + 1} of an epoch"
+        return TrainingError(
+            f"{self._stream.rows} rows were counted, {where}; does the pipeline yield the same each time?"
+        )
+
     def _reached(self, draw: Draw) -> Any:
         while self._at[1] < self._step(draw):
             if not self._advance(draw.epoch) and draw.weight:
-                said = (
-                    f"{self._stream.rows} rows were counted, but the stream ended in step {self._at[1] + 1} of an epoch"
-                )
-                raise TrainingError(f"{said}; does it yield the same rows each time?")
+                raise self._miscounted("there is none left")
         return self._block
 
     def _advance(self, epoch: int) -> bool:
@@ -119,10 +129,7 @@ class StreamLoader:
 
     def _cut(self, block: Any, rows: slice) -> Any:
         if block is None or _rows(block) < min(rows.stop, self._order.share_size):
-            raise TrainingError(
-                f"{self._stream.rows} rows were counted, but there are fewer in step {self._at[1]} of an epoch; "
-                "does the stream yield the same rows each time?"
-            )
+            raise self._miscounted("there are fewer")
         return tree_map(lambda leaf: leaf[rows], block)
 
 
