@@ -22,6 +22,9 @@ from pipeline.config.components import allowed_packages
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError
 from pipeline.events import Metrics, Resumed, Warned
+from pipeline.launchers._ray.cluster import connected
+from pipeline.launchers._ray.ingest import Facts, Ingest
+from pipeline.launchers._ray.rows import stream_of
 from pipeline.launchers.base import Session
 from pipeline.plan import make_plan
 from pipeline.recording import journal

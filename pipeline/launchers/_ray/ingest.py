@@ -8,18 +8,17 @@ leaves out those that can't be divided.
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
-
-from ray.train import DataConfig
+from typing import TYPE_CHECKING, cast
 
 from pipeline.config import components
 from pipeline.config.values import Frozen
 from pipeline.contract import Trial
 from pipeline.data.streamed import Streamed
 from pipeline.errors import ExperimentError
+from pipeline.launchers._ray.dealing import Dealing
 
 if TYPE_CHECKING:
-    from ray.data import DataIterator, Dataset
+    from ray.data import Dataset
 
 
 class Facts(Frozen):
@@ -70,7 +69,7 @@ class Ingest:
             name: part.repartition(target_num_rows_per_block=share, strict=True) for name, part in self._parts.items()
         }
 
-    def dealing(self) -> "Dealing":
+    def dealing(self) -> Dealing:
         """How Ray deals the blocks."""
         return Dealing(keeps_order=self._streamed.keeps_order)
 
@@ -85,29 +84,6 @@ class Ingest:
     def left_out(self, trial: Trial) -> int:
         """Rows of an epoch that no worker gets."""
         return self._rows["train"] - self.facts(trial).rows["train"]
-
-
-class Dealing(DataConfig):  # type: ignore[misc]
-    """Ray's way to split data among workers, with what its own has no switch for: dealing blocks in order."""
-
-    def __init__(self, *, keeps_order: bool) -> None:
-        super().__init__()
-        self._keeps_order = keeps_order
-
-    def configure(
-        self, datasets: dict[str, "Dataset"], world_size: int, worker_handles: Any, worker_node_ids: Any, **_: Any
-    ) -> list[dict[str, "DataIterator"]]:
-        """Each worker's part of each dataset, by rank."""
-        parts: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
-        for name, dataset in datasets.items():
-            copy = dataset.copy(dataset)
-            keeps_order = self._keeps_order or name == "validation"  # of which each row counts once
-            copy.context.execution_options.preserve_order = keeps_order
-            hints = None if keeps_order else worker_node_ids
-            splits = copy.streaming_split(world_size, equal=not keeps_order, locality_hints=hints)
-            for part, split in zip(parts, splits, strict=True):
-                part[name] = split
-        return parts
 
 
 def _counted(dataset: "Dataset", name: str, columns: tuple[str, ...]) -> tuple[int, str]:
