@@ -122,6 +122,9 @@ def _streamed(experiment: Experiment) -> Iterator[Problem]:
             message = f"is {size}, of which {workers} workers can't get blocks of the same size; use a multiple"
             yield Problem("train.global_batch_size", message)
             break
+    if experiment.train.compile is not None:
+        message = "needs batches of all sizes before the first step, which a stream doesn't have; remove it"
+        yield Problem("train.compile", message)
     for name in ("num_workers", "collate"):
         if getattr(loader, name):
             message = (
