@@ -13,9 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from pipeline.launchers.ray.cluster import connected
-from pipeline.launchers.ray.ingest import Facts, Ingest
-from pipeline.launchers.ray.rows import stream_of
 
 from pipeline import registry
 from pipeline.config.components import allowed_packages
