@@ -10,7 +10,15 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.models.resnet34",
         "pipeline.models.resnet50",
     ),
-    "data": ("pipeline.data.digits", "pipeline.data.cifar10", "pipeline.data.characters"),
+    "data": (
+        "pipeline.data.digits",
+        "pipeline.data.cifar10",
+        "pipeline.data.characters",
+        "pipeline.data.arrays",
+        "pipeline.data.tokens",
+        "pipeline.data.shards",
+        "pipeline.data.streamed",
+    ),
     "loss": (
         "torch.nn.CrossEntropyLoss",
         "torch.nn.BCEWithLogitsLoss",
