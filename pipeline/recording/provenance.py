@@ -1,8 +1,10 @@
 """Where a run comes from: code, configuration, hardware and installed packages."""
 
 import getpass
+import os
 import platform
 import subprocess
+import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -50,8 +52,10 @@ def hardware(plan: Plan) -> str:
 
 
 def write_environment(path: Path) -> None:
-    """The installed packages with their versions, as pip reads them."""
-    packages = sorted({f"{package.name}=={package.version}" for package in distributions()}, key=str.lower)
+    """The installed packages with their versions, as pip reads them; not those that Ray brings within its own."""
+    vendored = tuple(f"{folder}{os.sep}ray{os.sep}" for folder in sys.path if folder)
+    folders = [folder for folder in sys.path if not folder.startswith(vendored)]
+    packages = sorted({f"{one.name}=={one.version}" for one in distributions(path=folders)}, key=str.lower)
     path.write_text(f"# python {platform.python_version()}, {platform.platform()}\n" + "\n".join(packages) + "\n")
 
 

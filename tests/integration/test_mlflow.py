@@ -45,6 +45,7 @@ from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.mlflow import MlflowSubscriber, TrackingOutcome, sync
 from pipeline.recording.run import open_trial, recorded
 from pipeline.recording.store import check_store, resolve_uri, run_link
+from pipeline.recording.terminal import Terminal
 from pipeline.recording.ui import serve
 from pipeline.resources import Resources
 
@@ -378,7 +379,7 @@ def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(
     ]
     experiment = load(Path(__file__).parents[2] / "experiments" / "mlp.yaml", overrides).experiment
     plan = make_plan(experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
-    with recorded(plan, terminal=rich.console.Console(file=io.StringIO())) as recorder:
+    with recorded(plan, terminal=Terminal.on(rich.console.Console(file=io.StringIO()))) as recorder:
         open_trial(plan.main, recorder)
         for step in range(3000):
             recorder.receive(metrics(step, names=5))

@@ -221,17 +221,16 @@ def test_cluster_that_knows_us_not_is_an_error(
     token: str | None,
     said: str,
     head: Head,
-    pipeline: Pipeline,
-    monkeypatch: pytest.MonkeyPatch,
+    start: Start,
     tmp_path: Path,
 ) -> None:
+    # In a process of its own: Ray reads a token once, and keeps one in the home directory once it has run here.
+    environment = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_TOKEN": token or ""}
     if token is None:
-        monkeypatch.delenv("RAY_AUTH_TOKEN")
-        monkeypatch.setenv("HOME", str(tmp_path))  # where Ray keeps one once it has run here
-    else:
-        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
-    code, _, stderr = pipeline("status", "--address", head.url)
-    assert code == 3
+        del environment["RAY_AUTH_TOKEN"]
+    asking = start("status", "--address", head.url, cwd=tmp_path, env=environment)
+    _, stderr = asking.communicate(timeout=PATIENCE_S)
+    assert asking.returncode == 3
     assert said in stderr
     assert "wrong" * 8 not in stderr
 
