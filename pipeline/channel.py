@@ -62,8 +62,10 @@ class Inbox:
         """Wait for what is still on its way, then stop listening."""
         since = time.monotonic()
         while busy := [reader for reader in self._readers if reader.is_alive()]:
-            if time.monotonic() - max(since, self._heard) > _SILENT_S:
-                break  # nodes that were cut off never hang up; all together they cost this time once
+            # Nodes that were cut off never hang up; all together they cost this time once. After Ctrl-C, workers may
+            # go on talking until their launcher ends them.
+            if time.monotonic() - (max(since, self._heard) if kind is None else since) > _SILENT_S:
+                break
             busy[0].join(timeout=0.2)
         self._closed = True
         with suppress(OSError):  # wakes up the accepting thread

@@ -27,6 +27,7 @@ EVENTS: list[AnyEvent] = [
     events.SystemMetrics(time=1.0, node="n", points=(events.Point("system/cpu", 0, 1.5),)),
     events.Warned(time=1.0, message="two\nlines"),
     Failed(time=1.0, rank=Rank(rank=1, world_size=2), error="E", traceback="T", problems=(Problem("k", "m", "p:1"),)),
+    events.Advanced(time=1.0, what="evaluating", done=2, total=3, unit="samples"),
     events.Heartbeat(
         time=1.0, rank=Rank(rank=1, world_size=2), pid=7, process_started=0.5, step=3, phase=events.Phase.BACKWARD,
         idle_s=0.1, stack="  File ...",
