@@ -67,7 +67,8 @@ def _bar(label: str, done: int, total: int | None) -> str:
 def _displayed(html: str) -> "DisplayHandle | None":
     from IPython.display import display
 
-    return display(_mime(html), raw=True, display_id=True)
+    handle: DisplayHandle | None = display(_mime(html), raw=True, display_id=True)
+    return handle
 
 
 def _replace(handle: "DisplayHandle | None", html: str) -> None:

@@ -2,14 +2,21 @@
 
 import re
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import nbformat
 import pytest
+from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook
 
+from pipeline.recording import journal
+
+Found = TypeVar("Found")
 ROOT = Path(__file__).parents[2]
 
 
@@ -18,6 +25,15 @@ def executed(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
     client = NotebookClient(notebook, timeout=200, allow_errors=True, resources={"metadata": {"path": str(folder)}})
     return [cell.outputs for cell in client.execute().cells if cell.cell_type == "code"]
+
+
+def eventually(look: Callable[[], Found | None], *, patience_s: float = 100) -> Found:
+    """What a look comes to find."""
+    deadline = time.monotonic() + patience_s
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return found
 
 
 def of_kind(kind: str, outputs: list[NotebookNode]) -> str:
@@ -103,3 +119,30 @@ def test_workers_under_ray_from_a_notebook(project: Path, tmp_path: Path, monkey
     assert "ddp x 2: done" in of_kind("text/html", done)
     printed = "".join(output.get("text", "") for output in done)
     assert re.fullmatch(r"\d\.\d+ False\n", printed)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
+def test_an_interrupted_kernel_ends_the_run_and_goes_on(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    folder = Path(shutil.copytree(project, tmp_path / "project"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    parallel = f"parallel={{strategy: ddp, launcher: {launcher}, workers: 2, cpus_per_worker: 1}}"
+    slow = "model={_target_: lab.Sluggish, ms: 50}"
+    training = f"pipeline.run('lab.yaml', {parallel!r}, {slow!r}, 'train.epochs=9999', baseline=False)"
+    manager, kernel = start_new_kernel(cwd=str(folder))
+    try:
+        kernel.execute(f"import psutil, pipeline; {training}")
+        log = eventually(lambda: next(folder.glob("runs/*/log.txt"), None))
+        eventually(lambda: "main: ddp x 2: step" in log.read_text())
+        manager.interrupt_kernel()
+        assert kernel.get_shell_msg(timeout=60)["content"]["ename"] == "KeyboardInterrupt"
+        kernel.execute("left = psutil.Process().children(recursive=True); assert not left, left")
+        assert kernel.get_shell_msg(timeout=60)["content"]["status"] == "ok"
+    finally:
+        kernel.stop_channels()
+        manager.shutdown_kernel()
+    ended = journal.ending(log.parent / journal.FILE_NAME)
+    assert ended is not None
+    assert ended.status == "KILLED"
