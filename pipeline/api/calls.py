@@ -142,8 +142,11 @@ def _alone() -> Iterator[None]:
         raise UsageError("pipeline starts its workers itself: start this script without torchrun")
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("call it in the main thread, which is the one that gets signals")
-    with _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
-        yield
+    try:
+        with _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
+            yield
+    except KeyboardInterrupt as error:
+        raise type(error) from None  # without the way through our code
 
 
 @contextmanager
