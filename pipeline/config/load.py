@@ -46,14 +46,11 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
         ExperimentError: the file is wrong; carries every problem that was found.
     """
     tree, file_lines = _parse(_read(Path(path)), str(path))
-    return checked(Path(path), tree, dict(file_lines), overrides)
+    return checked(str(path), tree, dict(file_lines), overrides)
 
 
-def checked(
-    path: Path, tree: dict[str, Any], entries: dict[str, int | str], overrides: Sequence[str]
-) -> ExperimentFile:
+def checked(name: str, tree: dict[str, Any], entries: dict[str, int | str], overrides: Sequence[str]) -> ExperimentFile:
     """The experiment of a tree, whose keys stand in the lines of ``entries``; both are changed. See `load`."""
-    name = str(path)
     rejected = apply_overrides(overrides, tree, entries)
     places = Places(name, entries)
     resolved, problems = interpolation.resolve(_without_secrets(tree, ()))
@@ -66,7 +63,7 @@ def checked(
         problems += _unreported(contradictions(experiment), problems)
     if problems or rejected:
         raise _explain([*problems, *rejected], places)
-    return ExperimentFile(path, experiment, places)
+    return ExperimentFile(Path(name), experiment, places)
 
 
 def _explain(problems: Iterable[Problem], places: Places) -> ExperimentError:

@@ -1,7 +1,6 @@
 """An experiment that is written in Python instead of a file."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pipeline.config import keys
@@ -25,7 +24,7 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Ex
         raise ExperimentError([Problem("", "holds itself; write it out", _NAME)]) from None
     if problems:
         raise ExperimentError(problems)
-    return checked(Path(_NAME), _copied(values), {}, overrides)
+    return checked(_NAME, _copied(values), {}, overrides)
 
 
 def _copied(value: Any) -> Any:
