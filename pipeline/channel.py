@@ -28,6 +28,7 @@ _EVENT, _FILE, _CHUNK, _END = b"e", b"f", b"c", b"z"
 _STOP = b"s"
 _CHUNK_BYTES = 2**22
 _SILENT_S = 5.0
+_INTERRUPTED_S = 2.0
 
 
 class Address(Frozen):
@@ -59,13 +60,14 @@ class Inbox:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Wait for what is still on its way, then stop listening."""
+        """Wait for what is still on its way, then stop listening. After Ctrl-C, Ray's workers may still be at it."""
         since = time.monotonic()
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         while busy := [reader for reader in self._readers if reader.is_alive()]:
-            # Nodes that were cut off never hang up; all together they cost this time once. After Ctrl-C, workers may
-            # go on talking until their launcher ends them.
-            if time.monotonic() - (max(since, self._heard) if kind is None else since) > _SILENT_S:
-                break
+            # After an error workers may go on talking until their launcher ends them.
+            since_heard = time.monotonic() - (max(since, self._heard) if kind is None else since)
+            if since_heard > (_INTERRUPTED_S if interrupted else _SILENT_S):
+                break  # nodes that were cut off never hang up; all together they cost this time once
             busy[0].join(timeout=0.2)
         self._closed = True
         with suppress(OSError):  # wakes up the accepting thread

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pipeline.config.load import ExperimentFile
 from pipeline.contract import Trial
@@ -28,7 +29,7 @@ def compare(
     wanted: Wanted,
     verbose: bool,
     terminal: Terminal,
-    show: Callable[[Report], None],
+    show: Callable[[Report, Path], None],
 ) -> None:
     """Measure what is wanted and report it; what is measured when it is interrupted is reported, too.
 
@@ -37,7 +38,7 @@ def compare(
         wanted: what to compare.
         verbose: whether to let the workers' output through.
         terminal: where progress and the report are shown.
-        show: gets the report, e.g. to print it as JSON.
+        show: gets the report and the folder of the run, e.g. to print it as JSON.
 
     Raises:
         PipelineError: what went wrong, ready to be shown; after the report, if anything could be measured.
@@ -54,7 +55,7 @@ def compare(
                 comparison.measure(launcher)
         finally:
             if recorder.finished:
-                show(comparison.report())
+                show(comparison.report(), recorder.folder)
     if comparison.failures:
         raise next(iter(comparison.failures.values()))
 

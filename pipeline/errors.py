@@ -35,6 +35,15 @@ class PipelineError(Exception):
 
     exit_code = 1
 
+    @property
+    def told(self) -> str:
+        """What a user gets to see."""
+        return f"error: {self}" if "\n" not in str(self) else str(self)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback."""
+        return self.told.splitlines()
+
 
 class ExperimentError(PipelineError):
     """The experiment file is wrong: unknown key, wrong value, component that can't be built, unusable data."""
@@ -77,6 +86,11 @@ class TrainingError(PipelineError):
     def __init__(self, message: str, details: str = "") -> None:
         self.details = details
         super().__init__(message)
+
+    @property
+    def told(self) -> str:
+        """Also the failed rank's own traceback."""
+        return "\n".join(filter(None, [self.details.rstrip(), super().told]))
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (str(self), self.details)

@@ -3,7 +3,6 @@
 Commands import what they need when they run, so that ``--help`` answers at once and doesn't load torch.
 """
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from pipeline.cli import about, completion, diagnosis, experiments, jobs, projects, results, submission
 from pipeline.cli.arguments import show
 from pipeline.errors import PipelineError, Terminated
+from pipeline.imports import importable
 
 app = typer.Typer(
     help="Declarative experiments for data-parallel PyTorch training, with measured speedups.",
@@ -44,11 +44,11 @@ app.command()(projects.new)
 def main() -> NoReturn:
     """Entry point. Errors that are the user's to mend are shown without a traceback."""
     signal.signal(signal.SIGTERM, _terminate)
-    _make_importable(Path.cwd())
     if completion.is_asked_for(sys.argv[1:]):
         completion.without_space_after_equals()
     try:
-        app(args=_with_latest(sys.argv[1:]), prog_name="pipeline")
+        with importable(Path.cwd()):
+            app(args=_with_latest(sys.argv[1:]), prog_name="pipeline")
     except PipelineError as error:
         show(error)
         sys.exit(error.exit_code)
@@ -62,13 +62,6 @@ def _with_latest(arguments: list[str]) -> list[str]:
         "--resume=latest" if word == "--resume" and (next_.startswith("-") or "=" in next_) else word
         for word, next_ in zip(arguments, following, strict=False)
     ]
-
-
-def _make_importable(folder: Path) -> None:
-    """The project's own components, as for ``python -m``; here and in the processes that this one starts."""
-    sys.path.insert(0, str(folder))
-    inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), inherited]))
 
 
 def _terminate(*_: object) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli import completion
-from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, TrainingError, UsageError
+from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
 
 FileArgument = Annotated[
     str,
@@ -70,9 +70,7 @@ def interruptible() -> Iterator[None]:
 
 def show(error: PipelineError) -> None:
     """An error as a user sees it: what went wrong, and of training the failed rank's own traceback."""
-    if isinstance(error, TrainingError) and error.details:
-        typer.echo(error.details.rstrip(), err=True)
-    typer.echo(f"error: {error}" if "\n" not in str(error) else str(error), err=True)
+    typer.echo(error.told, err=True)
 
 
 def problems_of(error: PipelineError | None) -> list[dict[str, str]]:

@@ -116,7 +116,7 @@ def compare(
             wanted=wanted,
             verbose=verbose,
             terminal=Terminal.of(as_json=as_json, quiet=quiet),
-            show=lambda report: typer.echo(comparison_json(report)) if as_json else None,
+            show=lambda report, _: typer.echo(comparison_json(report)) if as_json else None,
         )
 
 

@@ -16,7 +16,7 @@ from pipeline.config.overrides import apply_overrides
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, Problem, UsageError
 
-__all__ = ["ExperimentFile", "experiment_json_schema", "load"]
+__all__ = ["ExperimentFile", "checked", "experiment_json_schema", "load"]
 
 _KEEPS_SECRETS = ("tracking", "uri")  # which is written down without its credentials
 
@@ -45,9 +45,12 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
         UsageError: the file can't be read, or an override is malformed.
         ExperimentError: the file is wrong; carries every problem that was found.
     """
-    name = str(path)
-    tree, file_lines = _parse(_read(Path(path)), name)
-    entries: dict[str, int | str] = dict(file_lines)
+    tree, file_lines = _parse(_read(Path(path)), str(path))
+    return checked(str(path), tree, dict(file_lines), overrides)
+
+
+def checked(name: str, tree: dict[str, Any], entries: dict[str, int | str], overrides: Sequence[str]) -> ExperimentFile:
+    """The experiment of a tree, whose keys stand in the lines of ``entries``; both are changed. See `load`."""
     rejected = apply_overrides(overrides, tree, entries)
     places = Places(name, entries)
     resolved, problems = interpolation.resolve(_without_secrets(tree, ()))
@@ -60,7 +63,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
         problems += _unreported(contradictions(experiment), problems)
     if problems or rejected:
         raise _explain([*problems, *rejected], places)
-    return ExperimentFile(Path(path), experiment, places)
+    return ExperimentFile(Path(name), experiment, places)
 
 
 def _explain(problems: Iterable[Problem], places: Places) -> ExperimentError:

@@ -46,6 +46,11 @@ class _Search(NamedTuple):
 
     def _refuse_by_name(self) -> None:
         root, *rest = self.target.split(".")
+        if root == "__main__":
+            self._fail(
+                f"{self.target} is defined in a notebook or a script, where workers can't import it; put it into a "
+                f"module file, e.g. net.py beside it, and write net.{rest[-1]}"
+            )
         roots = {package.partition(".")[0] for package in self.allowed}
         if any(part.startswith("_") for part in (root, *rest)):
             self._fail(f"{self.target} is private; a name that begins with an underscore can't be used")

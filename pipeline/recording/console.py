@@ -1,4 +1,4 @@
-"""Events in the terminal: a live display on a terminal, plain lines in a log file, and the final table.
+"""Events in the terminal: a live display on a terminal or in a notebook, plain lines in a log file, the final table.
 
 A failure is not shown here: the command line prints it once everything has ended.
 """
@@ -12,6 +12,7 @@ from pipeline import events
 from pipeline.contract import Trial
 from pipeline.events import Advanced, AnyEvent, Finished, FirstStep, Metrics, Started, TrialOpened
 from pipeline.recording.display import Display, Lines, LiveDisplay, figures, write
+from pipeline.recording.notebook import NotebookDisplay
 from pipeline.recording.tables import PrintableTable, headed, laid_out
 from pipeline.recording.terminal import Terminal
 
@@ -54,6 +55,8 @@ class Console:
         if self._stdout.quiet:
             return None
         waiting = _waiting(event, self._trials.get(event.trial))
+        if self._stdout.is_jupyter:
+            return NotebookDisplay(self._label, waiting=waiting)
         display = LiveDisplay if self._stdout.is_interactive else Lines
         return display(self._stdout, self._label, waiting=waiting)
 

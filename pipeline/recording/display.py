@@ -49,14 +49,14 @@ class Lines:
         match event:
             case Started():
                 self._started = event
-                self._line(_facts(event))
+                self._line(facts(event))
             case Metrics() if self._started:
                 self._first = self._first or event
                 if self._is_due(event):
                     self._printed_at = event.time
                     values = {point.name: point.value for point in event.points}
                     left = _left(self._first, event, total=self._started.total_steps)
-                    self._line(", ".join([*_position(event, self._started), *figures(values), *left]))
+                    self._line(", ".join([*position(event, self._started), *figures(values), *left]))
             case Advanced():
                 self._besides.show(event)
 
@@ -94,12 +94,12 @@ class LiveDisplay:
             case Started():
                 self._started = event
                 self._progress.reset(self._task, total=event.total_steps, description=self._label, steps="")
-                self._say(f"{_facts(event)}; first step ...")
+                self._say(f"{facts(event)}; first step ...")
             case FirstStep():
                 self._say("training ...")
             case Metrics() if self._started:
                 self._values |= {point.name: point.value for point in event.points}
-                step, *rest = _position(event, self._started)
+                step, *rest = position(event, self._started)
                 self._progress.update(self._task, completed=event.step, steps=step)
                 self._say(", ".join([*rest, *figures(self._values)]))
             case Advanced():
@@ -123,7 +123,7 @@ class _ThinnedLines:
     def show(self, event: Advanced) -> None:
         if event.time - self._shown_at.setdefault(event.what, event.time) >= _LINE_EVERY_S:
             self._shown_at[event.what] = event.time
-            self._line(f"{event.what}, {_amounts(event)}")
+            self._line(f"{event.what}, {amounts(event)}")
 
 
 class _Bars:
@@ -141,7 +141,7 @@ class _Bars:
         if event.what not in self._tasks:
             self._tasks[event.what] = self._progress.add_task(event.what, total=event.total, steps="")
         task = self._tasks[event.what]
-        self._progress.update(task, completed=event.done, total=event.total, steps=_amounts(event))
+        self._progress.update(task, completed=event.done, total=event.total, steps=amounts(event))
 
 
 @contextmanager
@@ -184,14 +184,16 @@ def figures(values: Mapping[str, float]) -> Iterator[str]:
     yield from (f"{name} {value:.4g}" for name, value in values.items() if name.startswith(_VALIDATION))
 
 
-def _facts(event: Started) -> str:
+def facts(event: Started) -> str:
+    """What is trained on what, in a line."""
     samples = f"{event.train_samples:,} training and {event.validation_samples:,} validation samples"
     devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
     shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")
     return f"{event.parameters:,} parameters, {samples}, {event.total_steps:,} steps, on {shown}"
 
 
-def _position(event: Metrics, started: Started) -> list[str]:
+def position(event: Metrics, started: Started) -> list[str]:
+    """The step and the epoch, of how many."""
     return [f"step {event.step}/{started.total_steps}", f"epoch {event.epoch}/{started.epochs}"]
 
 
@@ -203,9 +205,9 @@ def _left(first: Metrics, now: Metrics, *, total: int) -> Iterator[str]:
         yield f"{rest} left"
 
 
-def _amounts(event: Advanced) -> str:
+def amounts(event: Advanced) -> str:
     """How much of how much, e.g. "1,200/10,000 samples" or "12.3 MB/170 MB"."""
-    amounts = [amount for amount in (event.done, event.total) if amount is not None]
+    known = [amount for amount in (event.done, event.total) if amount is not None]
     if event.unit == "B":
-        return "/".join(map(decimal, amounts))
-    return f"{'/'.join(f'{amount:,}' for amount in amounts)} {event.unit}".rstrip()
+        return "/".join(map(decimal, known))
+    return f"{'/'.join(f'{amount:,}' for amount in known)} {event.unit}".rstrip()

@@ -120,7 +120,10 @@ def _teller(terminal: rich.console.Console) -> Callable[[str], None]:
 
 
 def _console(log: Log) -> rich.console.Console:
-    return rich.console.Console(file=cast("IO[str]", log), width=120)
+    """Plain lines, even where notebooks and FORCE_COLOR ask for more."""
+    return rich.console.Console(
+        file=cast("IO[str]", log), width=120, force_jupyter=False, force_terminal=False, color_system=None
+    )
 
 
 def _open(plan: Plan, recorder: Recorder, *, uri: str, files: Sequence[str]) -> None:

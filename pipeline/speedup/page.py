@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from pipeline.speedup import FIRST_STEPS, Advice
 from pipeline.speedup.report import Report
@@ -35,9 +35,7 @@ _RESOURCES = (
 
 def save_page(report: Report, chart: Path, path: Path) -> None:
     """Write the page; ``chart`` is the PNG that `pipeline.speedup.chart.save_chart` has drawn."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(files("pipeline.speedup").joinpath("report.html.jinja").read_text("utf-8"))
-    page = template.render(
+    page = _template("report.html.jinja").render(
         report=report,
         rate=with_spread(report.main.samples_per_second),
         advice=[(advice.reason.rstrip("."), tuple(marked(advice))) for advice in report.advice],
@@ -45,6 +43,23 @@ def save_page(report: Report, chart: Path, path: Path) -> None:
         method=tuple(_method(report)),
     )
     path.write_text(page, encoding="utf-8")
+
+
+def fragment(report: Report, chart: Path, *, places: str) -> str:
+    """Result and chart for a notebook, as HTML that needs nothing else; without the chart if its file is gone.
+
+    Args:
+        report: what came out.
+        chart: the PNG.
+        places: where all of it is, line by line.
+    """
+    picture = b64encode(chart.read_bytes()).decode("ascii") if chart.is_file() else ""
+    return _template("fragment.html.jinja").render(report=report, chart=picture, places=places)
+
+
+def _template(name: str) -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(files("pipeline.speedup").joinpath(name).read_text("utf-8"))
 
 
 def marked(advice: Advice) -> Iterator[tuple[str, bool]]:

@@ -7,6 +7,7 @@ from pipeline.speedup.chart import save_chart
 from pipeline.speedup.page import save_page
 from pipeline.speedup.report import Report, comparison_json
 
+CHART_NAME = "speedup.png"
 REPORT_NAME = "speedup.json"
 """Name of a `Report` in a run's folder."""
 
@@ -18,9 +19,9 @@ def save(report: Report, folder: Path) -> tuple[str, ...]:
         texts["comparison.json"] = comparison_json(report) + "\n"
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    save_chart(report, folder / "speedup.png")
-    save_page(report, folder / "speedup.png", folder / "report.html")
-    return (*texts, "speedup.png", "report.html")
+    save_chart(report, folder / CHART_NAME)
+    save_page(report, folder / CHART_NAME, folder / "report.html")
+    return (*texts, CHART_NAME, "report.html")
 
 
 def _table(report: Report) -> str:

@@ -62,6 +62,9 @@ class Net(nn.Module):
     def _fail(self) -> None:
         if self.fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault in ("SIGINT", "SIGTERM"):
+            signal.raise_signal(signal.Signals[self.fault])
+            return
         if self.fault == "exits":
             raise SystemExit("a library that gives up")
         raise ZeroDivisionError("the model's own mistake")

@@ -1,0 +1,182 @@
+"""``run`` and ``compare`` from Python: as the commands, with their results returned and their errors raised."""
+
+import random
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import numpy as np
+import torch
+
+from pipeline import comparison, registry, runner
+from pipeline.api.experiment import Experiment, Source
+from pipeline.api.result import ComparisonResult, RunResult
+from pipeline.config.nearest import did_you_mean
+from pipeline.errors import Terminated, UsageError
+from pipeline.imports import importable
+from pipeline.launchers.base import outer_rank
+from pipeline.matrix import Wanted
+from pipeline.recording.terminal import Terminal
+from pipeline.speedup.report import Report
+
+
+def run(
+    experiment: Experiment | Source,
+    *overrides: str,
+    baseline: bool = True,
+    resume: str | None = None,
+    allow_changed: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> RunResult:
+    """Train, next to a measured baseline, as ``pipeline run`` does.
+
+    Args:
+        experiment: a file, a dict that holds what a file would, or what `Experiment.load` made of them.
+        overrides: such as "train.epochs=2".
+        baseline: whether to measure what the speedup is relative to.
+        resume: go on with an interrupted run: "latest", the beginning of its id, or its folder.
+        allow_changed: whether that run may have had another experiment.
+        quiet: whether to show nothing but warnings.
+        verbose: whether to let the workers' output through.
+
+    Raises:
+        PipelineError: what went wrong; a notebook shows its message alone.
+        KeyboardInterrupt: Ctrl-C or the kernel was interrupted; the run has ended as KILLED.
+    """
+    ended: list[tuple[Report, Path]] = []
+    with _alone():
+        runner.run(
+            Experiment.load(experiment, *overrides).file,
+            with_baseline=baseline,
+            verbose=verbose,
+            terminal=_terminal(quiet=quiet),
+            show=lambda report, folder: ended.append((report, folder)),
+            resume=resume,
+            allow_changed=allow_changed,
+        )
+    return RunResult.of(*ended[-1])
+
+
+def compare(
+    experiment: Experiment | Source,
+    *overrides: str,
+    strategies: Sequence[str] = (),
+    workers: Sequence[int] = (),
+    repeats: int = 3,
+    scaling: Literal["strong", "weak", "both"] = "strong",
+    profile: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> ComparisonResult:
+    """Measure strategies and numbers of workers side by side, as ``pipeline compare`` does.
+
+    Args:
+        experiment: as in `run`.
+        overrides: as in `run`.
+        strategies: names; by default those of the experiment's ``compare``.
+        workers: numbers of workers; by default those of the experiment's ``compare``.
+        repeats: measurements of each cell, in turn with the others.
+        scaling: strong: the same global batch; weak: the same batch for each worker.
+        profile: whether to record a torch.profiler trace of each cell.
+        quiet: whether to show nothing but warnings.
+        verbose: whether to let the workers' output through.
+
+    Raises:
+        PipelineError: what went wrong; what was measured before is in the run's folder.
+        KeyboardInterrupt: as `run`.
+    """
+    ended: list[tuple[Report, Path]] = []
+    _check_wanted(strategies, workers, repeats, scaling)
+    with _alone():
+        comparison.compare(
+            Experiment.load(experiment, *overrides).file,
+            wanted=Wanted(
+                strategies=tuple(strategies),
+                workers=tuple(workers),
+                repeats=repeats,
+                scaling=scaling,
+                profile=profile,
+            ),
+            verbose=verbose,
+            terminal=_terminal(quiet=quiet),
+            show=lambda report, folder: ended.append((report, folder)),
+        )
+    return ComparisonResult.of(*ended[-1])
+
+
+def _check_wanted(strategies: Sequence[str], workers: Sequence[int], repeats: int, scaling: str) -> None:
+    known = registry.names("strategies")
+    for name in (strategies,) if isinstance(strategies, str) else strategies:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
+            raise UsageError(f"strategies: no strategy is called {name!r}{hint}")
+    if isinstance(strategies, str):
+        raise UsageError(f'strategies is a text; write a list, ["{strategies}"]')
+    for count in (*workers, repeats):
+        if type(count) is not int or count < 1:
+            raise UsageError(f"workers and repeats are numbers from 1 on, not {count!r}")
+    if scaling not in ("strong", "weak", "both"):
+        raise UsageError(f"scaling is {scaling!r}; write strong, weak or both")
+
+
+def _terminal(*, quiet: bool) -> Terminal:
+    """As of the commands; a notebook shows what is returned, so it needn't be printed."""
+    terminal = Terminal.of(as_json=quiet, quiet=quiet)
+    if not terminal.progress.is_jupyter:
+        return terminal
+    return terminal._replace(result=Terminal.of(as_json=True, quiet=True).result)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """The process for one run: its code can be imported; what is global is put back afterwards.
+
+    Raises:
+        UsageError: a run can't be started from here.
+    """
+    if outer_rank() is not None:
+        raise UsageError("pipeline starts its workers itself: start this script without torchrun")
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("call it in the main thread, which is the one that gets signals")
+    try:
+        with _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
+            yield
+    except KeyboardInterrupt as error:
+        raise type(error) from None  # without the way through our code
+
+
+@contextmanager
+def _sigterm_as_error() -> Iterator[None]:
+    """SIGTERM ends the run in an orderly way, then whatever it would have ended without a run."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    terminated = False
+    try:
+        yield
+    except Terminated:
+        terminated = True
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if terminated:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """The launcher ``inprocess`` trains in this very process, with its own seeds and number of threads."""
+    threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        random.setstate(python)
+        np.random.set_state(numpy)

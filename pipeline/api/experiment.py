@@ -1,0 +1,54 @@
+"""An experiment as Python has it: from a file or a dict, checked, with overrides."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from pipeline.config.load import ExperimentFile, load
+from pipeline.config.mapping import from_mapping
+from pipeline.config.summary import to_yaml
+from pipeline.recording.folder import shown
+
+Source = str | PathLike[str] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is to be trained, on what; made by `load`."""
+
+    source: Source
+    """The file, or the dict."""
+    overrides: tuple[str, ...]
+    file: ExperimentFile
+    """The same, checked; ``file.experiment`` has its sections."""
+
+    @classmethod
+    def load(cls, source: "Source | Experiment", *overrides: str) -> "Experiment":
+        """An experiment from a file, or from a dict that holds what a file would; changed by ``key=value``.
+
+        Raises:
+            UsageError: the file can't be read, or an override is malformed.
+            ExperimentError: something in it is wrong; carries every problem that was found.
+        """
+        if isinstance(source, Experiment):
+            return cls.load(source.source, *source.overrides, *overrides) if overrides else source
+        if isinstance(source, Mapping):
+            file = from_mapping(source, overrides)
+            return cls(deepcopy(source), overrides, file)
+        return cls(source, overrides, load(str(source), overrides))
+
+    @property
+    def name(self) -> str:
+        """Its ``name``."""
+        return self.file.experiment.name
+
+    def to_yaml(self) -> str:
+        """The file that holds it, defaults included, without credentials."""
+        return to_yaml(shown(self.file.experiment))
+
+    def __repr__(self) -> str:
+        parallel = self.file.experiment.parallel
+        how = f"{parallel.strategy} x {parallel.workers} with {parallel.launcher}"
+        return f"Experiment({self.name}: {how})"

@@ -1,0 +1,105 @@
+"""What a run or a comparison came to, as Python has it; a notebook shows its table and its chart."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pipeline.events import Metrics
+from pipeline.recording import journal
+from pipeline.recording.ending import places_of
+from pipeline.recording.outcome import TrackingOutcome
+from pipeline.speedup import Row
+from pipeline.speedup.page import fragment
+from pipeline.speedup.publish import CHART_NAME
+from pipeline.speedup.report import Report
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MAIN = "main"  # name of the trial
+_RELATIVE = ("speedup", "efficiency")  # of the driver, not of a step
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """The figures of several trials side by side, and where they are kept."""
+
+    report: Report
+    """All figures, with remarks and advice."""
+    folder: Path
+    """Has everything: journal, report, chart, logs."""
+    mlflow_experiment_id: str | None
+    """None if MLflow never answered."""
+    mlflow_run_id: str | None
+    """Of the main run; None if MLflow never answered."""
+
+    @classmethod
+    def of(cls, report: Report, folder: Path) -> Self:
+        """The result in a run's folder, once the run has ended."""
+        kept = TrackingOutcome.kept(folder)
+        experiment, run = (kept.experiment_id, kept.run_id) if kept else ("", "")
+        return cls(report, folder.resolve(), experiment or None, run or None)
+
+    @property
+    def speedup(self) -> float | None:
+        """Throughput of the training, or of a comparison's fastest, over the baseline's; None where none is claimed."""
+        return self.report.speedup
+
+    @property
+    def efficiency(self) -> float | None:
+        """Speedup over the ratio of replicas, 1 is linear; None where no speedup is claimed."""
+        return self.report.efficiency
+
+    @property
+    def chart(self) -> Path:
+        """A PNG."""
+        return self.folder / CHART_NAME
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """A row for each trial, columns as in MLflow's speedup_table.json; None where something is unknown."""
+        import pandas as pd
+
+        return pd.DataFrame(self.report.table()).set_index("trial")
+
+    def __repr__(self) -> str:
+        return f"{self.report.name}: {self.report.headline}\n{places_of(self.folder)}"
+
+    def _repr_html_(self) -> str:
+        return fragment(self.report, self.chart, places=places_of(self.folder))
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult(Result):
+    """What a training came to, next to its baseline."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The last value of each metric of the training, e.g. "validation/accuracy"."""
+        return self.report.main.metrics
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Of each step of the training, the mean over its global batch."""
+        return tuple(self.history()["train/loss"].dropna())
+
+    def history(self) -> "pd.DataFrame":
+        """Each metric of the training by step, counted from 1; NaN in steps that have no value."""
+        import pandas as pd
+
+        values: dict[str, dict[int, float]] = {}
+        for event in journal.read(self.folder / journal.FILE_NAME):
+            if isinstance(event, Metrics) and event.trial == _MAIN:
+                for point in (point for point in event.points if point.name not in _RELATIVE):
+                    values.setdefault(point.name, {})[point.step] = point.value
+        return pd.DataFrame(values).sort_index().rename_axis("step")
+
+
+@dataclass(frozen=True, repr=False)
+class ComparisonResult(Result):
+    """What a comparison measured."""
+
+    @property
+    def best(self) -> Row:
+        """The cell with the highest speedup; the baseline if nothing else could be measured."""
+        return self.report.main
