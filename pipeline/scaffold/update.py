@@ -72,7 +72,9 @@ def _recorded(project: Path) -> tuple[Template, Answers]:
     except FileNotFoundError:
         raise UsageError(f"{file} is not there; run this in a project that was generated from a template") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{file} can't be read ({_what(error)}); restore it: git checkout -- {file.name}") from None
+        raise UsageError(
+            f"{file} can't be read ({_what(error)}); restore it from git: git checkout -- {file.name}"
+        ) from None
     return catalog.find(name), given
 
 

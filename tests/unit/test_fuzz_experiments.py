@@ -446,19 +446,19 @@ def written(tree: Any, *, flow: bool = False) -> bytes:
     return text.encode(errors="surrogatepass")
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
 @given(broken_trees(), st.booleans())
 def test_values_and_keys(tree: Any, flow: bool) -> None:
     outcome(written(tree, flow=flow))
 
 
-@settings(max_examples=800, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=600, deadline=None, suppress_health_check=SLOW)
 @given(broken_bytes())
 def test_bytes(content: bytes) -> None:
     outcome(content)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(overrides, min_size=1, max_size=3))
 def test_overrides(given_: list[str]) -> None:
     outcome(GOOD.encode(), *given_)
