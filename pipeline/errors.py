@@ -14,6 +14,9 @@ traceback; anything else that escapes is a defect of this project and keeps its 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MOST_PROBLEMS = 100
+"""That are shown of one file: a file with more is not what it was meant to be."""
+
 
 class Problem(NamedTuple):
     """One thing wrong in an experiment file.
@@ -52,7 +55,9 @@ class ExperimentError(PipelineError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(map(str, self.problems)))
+        shown = list(map(str, self.problems[:MOST_PROBLEMS]))
+        more = ["... and more problems"] if len(self.problems) > MOST_PROBLEMS else []
+        super().__init__("\n".join(shown + more))
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.problems,)

@@ -13,12 +13,14 @@ from omegaconf.errors import (
 )
 
 from pipeline.config import keys, runtime, secrets
+from pipeline.config.messages import cut
 from pipeline.config.nearest import did_you_mean
-from pipeline.errors import Problem
+from pipeline.errors import MOST_PROBLEMS, Problem
 
 _NO_KEY = re.compile(r"Interpolation key '(.*)' not found")
 _NO_VARIABLE = re.compile(r"Environment variable '(.*?)' not found")
 _INSIDE_ITSELF = "it refers to a section that it is itself in"
+_LONGEST = 200  # characters of what OmegaConf says, which repeats the value
 _UNRESOLVED = re.compile(r"(\\*)\$\{")
 
 
@@ -56,11 +58,13 @@ class _Resolver:
             return {name: self._checked(inner, keys.child(key, name)) for name, inner in value.items()}
         if isinstance(value, list):
             return [self._checked(inner, keys.child(key, i)) for i, inner in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value  # creating a config of each takes long in a file with thousands of values
         try:
             OmegaConf.create({"value": value})
         except (OmegaConfBaseException, RecursionError):
             message = (
-                f"is {value!r}, which is not a whole ${{...}}; close its brackets, or write \\${{ for the text ${{"
+                f"is {cut(value)}, which is not a whole ${{...}}; close its brackets, or write \\${{ for the text ${{"
             )
             self.problems.append(Problem(key, message))
             return None
@@ -91,11 +95,13 @@ class _Resolver:
         said = str(error).splitlines()[0]
         if isinstance(error, MissingMandatoryValue):
             return "is left open (???); give it a value"
-        return f"is {self._raw.get(key)!r}; {self._reason(error, said)}"
+        return f"is {cut(self._raw.get(key))}; {self._reason(error, said)}"
 
     def _reason(self, error: Exception, said: str) -> str:
         if found := _NO_KEY.search(said):
-            return f"there is no key {found[1]}{did_you_mean(found[1], [*self._known, *runtime.RUNTIME_VALUES])}"
+            long = len(found[1]) > _LONGEST
+            known = [*self._known, *runtime.RUNTIME_VALUES] if len(self.problems) < MOST_PROBLEMS and not long else []
+            return f"there is no key {found[1][:_LONGEST]}{did_you_mean(found[1], known)}"
         if found := _NO_VARIABLE.search(said):
             return f"the environment variable {found[1]} is not set; set it, or write ${{oc.env:{found[1]},default}}"
         if isinstance(error, InterpolationToMissingValueError):
@@ -106,7 +112,8 @@ class _Resolver:
             return "it refers to itself"
         if "Interpolation to parent" in said:
             return _INSIDE_ITSELF
-        return said.partition("while resolving interpolation: ")[2] or said
+        reason = said.partition("while resolving interpolation: ")[2] or said
+        return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
 
 
 def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:

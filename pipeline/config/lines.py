@@ -20,8 +20,13 @@ COMMAND_LINE = "command line: "
 _SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")}
 _COLLECTIONS = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq")}
 _MERGE = "tag:yaml.org,2002:merge"
+_KINDS = {f"tag:yaml.org,2002:{name}": name for name in ("float", "bool", "null")}
+_KINDS["tag:yaml.org,2002:int"] = "a whole number of at most 64 bits"
+_KINDS["tag:yaml.org,2002:str"] = "a text that UTF-8 can write"
+_MOST_BITS = 64
+_LONGEST = 200  # characters of an override in a message
 _MOST_VALUES = 50_000
-_DEEPEST = 100
+_DEEPEST = 40  # OmegaConf takes some ten calls of Python's thousand for each level
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Places:
         """The "file:line" of a key or of the nearest section around it, or "command line: train.epochs=3"."""
         entry = self.entries.get(self._known(key))
         if isinstance(entry, str):
-            return f"{COMMAND_LINE}{entry}"
+            return of_override(entry)
         return f"{self.name}:{entry}" if entry else self.name
 
     def sorted(self, problems: Iterable[Problem]) -> list[Problem]:
@@ -53,8 +58,15 @@ class Places:
         return next((near for near in keys.ancestors(key) if near in self.entries), "")
 
 
-def parse(text: str, *, place: PlaceOf) -> tuple[Any, dict[str, int]]:
+def of_override(override: str) -> str:
+    """The place of a problem that an override has."""
+    return f"{COMMAND_LINE}{override if len(override) <= _LONGEST else f'{override[:_LONGEST]}...'}"
+
+
+def parse(text: str, *, place: PlaceOf, depth: int = 0) -> tuple[Any, dict[str, int]]:
     """The value of a YAML document (None if it is empty) and the line of every key.
+
+    ``depth`` says in how many sections the value will stand.
 
     Raises:
         ExperimentError: not YAML, duplicate keys, keys that are no texts, tags, or more than an experiment can need.
@@ -66,7 +78,7 @@ def parse(text: str, *, place: PlaceOf) -> tuple[Any, dict[str, int]]:
     except RecursionError:
         raise ExperimentError([Problem("", f"nested deeper than {_DEEPEST} levels", place(1))]) from None
     reader = _Reader(place)
-    value = None if node is None else reader.value(node, "", depth=0)
+    value = None if node is None else reader.value(node, "", depth=depth)
     if reader.problems:
         raise ExperimentError(reader.problems)
     return value, reader.lines
@@ -138,9 +150,9 @@ class _Reader:
             self.problems.append(self._problem(key, f"the YAML tag {_short(node.tag)} can't be used; remove it", node))
             return None
         try:
-            return self._constructor.construct_object(node)
+            return _usable(self._constructor.construct_object(node))
         except (yaml.YAMLError, ValueError, KeyError, OverflowError):
-            message = f"{node.value[:40]!r} is not {_short(node.tag).strip('!')}; put texts in quotes"
+            message = f"{node.value[:40]!r} is not {_KINDS.get(node.tag, _short(node.tag))}; put texts in quotes"
             self.problems.append(self._problem(key, message, node))
             return None
 
@@ -150,3 +162,17 @@ class _Reader:
 
 def _short(tag: str) -> str:
     return tag.replace("tag:yaml.org,2002:", "!!")
+
+
+def _usable(value: Any) -> Any:
+    """The value.
+
+    Raises:
+        OverflowError: a number with more bits than anything computes with; one of 4300 digits can't even be shown.
+        ValueError: half of a surrogate pair, as YAML's escapes can make one; it can't be written down again.
+    """
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise OverflowError
+    if isinstance(value, str):
+        value.encode()
+    return value

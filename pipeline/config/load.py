@@ -18,6 +18,7 @@ from pipeline.errors import ExperimentError, Problem, UsageError
 
 __all__ = ["ExperimentFile", "checked", "experiment_json_schema", "load"]
 
+_MOST_BYTES = 2**20
 _KEEPS_SECRETS = ("tracking", "uri")  # which is written down without its credentials
 
 
@@ -89,14 +90,20 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:  # not all of it: it may be a device, or a checkpoint
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            message = f"is larger than {_MOST_BYTES // 2**20} MiB; is it an experiment?"
+            raise ExperimentError([Problem("", message, str(path))])
+        return content.decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"{path}: there is no such file{_others(path.parent, meant=str(path))}") from None
     except IsADirectoryError:
         raise UsageError(f"{path}: is a folder{_others(path)}") from None
     except UnicodeDecodeError as error:
         message = f"is not a text in UTF-8 (byte {error.start + 1}); save it as UTF-8"
-        raise ExperimentError([Problem("", message, str(path))]) from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ExperimentError([Problem("", message, f"{path}:{line}")]) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{path}: can't be read: {reason}") from None

@@ -13,8 +13,10 @@ from pipeline.config.dialect import Loader
 from pipeline.config.jsonschema import Schema, Shape
 from pipeline.config.keys import Part
 from pipeline.config.nearest import did_you_mean, nearest
-from pipeline.errors import Problem
+from pipeline.errors import MOST_PROBLEMS, Problem
 
+_CREDENTIALS = re.compile(r"(?<=://).*@")  # also of what is no address; `without_credentials` needs one
+_LONGEST = 60
 _NEXT_SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
 _KINDS = {bool: "a truth value", int: "a whole number", float: "a number", str: "a text"}
 _BOUNDS = {
@@ -26,7 +28,7 @@ _BOUNDS = {
 
 
 def problems(error: ValidationError, model: type[BaseModel], data: object) -> list[Problem]:
-    """One problem for each key that ``model`` refuses in ``data``."""
+    """One problem for each key that ``model`` refuses in ``data``, as many as are shown."""
     shape = Shape.of(model)
     found: dict[str, Problem] = {}
     for details in error.errors(include_url=False):
@@ -34,7 +36,11 @@ def problems(error: ValidationError, model: type[BaseModel], data: object) -> li
             continue
         parts = _parts(details, data)
         key = keys.join(parts)
-        found.setdefault(key, Problem(key, _sentence(details, parts, shape)))  # a union complains once per choice
+        if key in found:  # a union complains once per choice
+            continue
+        found[key] = Problem(key, _sentence(details, parts, shape))
+        if len(found) > MOST_PROBLEMS:
+            break
     return list(found.values())
 
 
@@ -45,9 +51,14 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return f"{str(value).lower()} (a truth value)"
     if isinstance(value, str | int | float):
-        text = repr(value)
-        return f"{text if len(text) <= 60 else text[:57] + '...'} ({_KINDS[type(value)]})"
+        return f"{cut(value)} ({_KINDS[type(value)]})"
     return "a mapping" if isinstance(value, Mapping) else "a list"
+
+
+def cut(value: object) -> str:
+    """A value as Python writes it, its beginning if that is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _is_echo(details: ErrorDetails) -> bool:
@@ -83,8 +94,12 @@ def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape) -> s
         case "too_short":
             return "is an empty list; write at least one entry, or leave the key out"
         case "value_error" if "enum" not in schema:
-            return f"is {shown(details['input'])}; {details['ctx']['error']}"
+            return f"is {shown(_without_password(details['input']))}; {details['ctx']['error']}"
     return _wrong(details["input"], parts, shape)
+
+
+def _without_password(value: object) -> object:
+    return _CREDENTIALS.sub("", value) if isinstance(value, str) else value
 
 
 def _unknown(parts: tuple[Part, ...], shape: Shape) -> str:

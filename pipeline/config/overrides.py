@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.config import keys, lines
-from pipeline.config.lines import COMMAND_LINE
 from pipeline.config.messages import shown
 from pipeline.errors import ExperimentError, Problem, UsageError
 
@@ -21,9 +20,9 @@ def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dic
     for override in overrides:
         key, text = _split(override)
         try:
-            _set(tree, key, lines.parse(text, place=lambda _: "")[0])
+            _set(tree, key, lines.parse(text, place=lambda _: "", depth=len(keys.split(key)))[0])
         except ExperimentError as error:
-            problems += [Problem(_inside(key, p.key), p.message, f"{COMMAND_LINE}{override}") for p in error.problems]
+            problems += [Problem(_inside(key, p.key), p.message, lines.of_override(override)) for p in error.problems]
         else:
             _note(entries, key, override)
     return problems

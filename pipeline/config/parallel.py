@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from pipeline.config.values import Frozen, LauncherName, NotNegative, Positive, PositiveFloat, StrategyName
+from pipeline.config.values import Frozen, LauncherName, NotNegative, Positive, PositiveFloat, StrategyName, Writable
 
 
 def _least_and_most(value: object) -> object:
@@ -54,9 +54,9 @@ class Parallel(Frozen):
     """Custom Ray resources that each worker occupies, by name."""
     placement: Literal["pack", "spread", "strict_spread"] = "pack"
     """How Ray places workers: on as few nodes as possible, over as many as possible, or each on a node of its own."""
-    interface: str | None = None
+    interface: Writable | None = None
     """Network interface for gloo and NCCL on all nodes; default: the one with the address by which Ray knows a node."""
-    address: str | None = None
+    address: Writable | None = None
     """Address of a running Ray cluster; a local one is started otherwise. RAY_ADDRESS is read too."""
     ship_code: bool = True
     """Send the project's files that git tracks to a cluster; false where its nodes have them at the same path."""

@@ -57,7 +57,7 @@ def project_file(start: Path | None = None) -> Path | None:
 def _tools(file: Path) -> dict[str, object]:
     try:
         tools = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise UsageError(f"{file}: can't be read: {error}") from None
     return tools if isinstance(tools, dict) else {}
 

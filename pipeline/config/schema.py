@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_serializer, field_validator
 
 from pipeline.config.parallel import Parallel
 from pipeline.config.secrets import without_credentials
 from pipeline.config.toolbox import OR_BOOLEAN, SWITCH, Compile, Ema, Patterns, in_words
-from pipeline.config.values import Component, Frozen, NotNegative, Positive, PositiveFloat, StrategyName
+from pipeline.config.values import Component, Frozen, NotNegative, Positive, PositiveFloat, StrategyName, Writable
 
 
 class LearningRateScaling(Frozen):
@@ -90,7 +91,7 @@ class Checkpoint(Frozen):
     """A metric such as validation/accuracy: the checkpoint with its best value is kept besides."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether small or large values of ``best`` are good; auto: small if its name ends in loss or error."""
-    directory: str | None = None
+    directory: Writable | None = None
     """Folder or address (s3://bucket/folder) with one folder for each run; default: the run's own folder."""
 
     @property
@@ -129,11 +130,11 @@ class Measure(Frozen):
 class Tracking(Frozen):
     """Where results go."""
 
-    uri: str = "sqlite:///mlflow.db"
+    uri: Writable = "sqlite:///mlflow.db"
     """MLflow tracking URI: sqlite:///FILE or a server's http(s) address."""
-    experiment: str | None = None
+    experiment: Writable | None = None
     """MLflow experiment; default: this experiment's name."""
-    directory: str = "runs"
+    directory: Writable = "runs"
     """Folder for the journal, the logs and the report of each run."""
     log_model: bool = True
     """Log the trained model to MLflow; the weights stay in the run's folder in any case."""
@@ -150,6 +151,10 @@ class Tracking(Frozen):
             raise ValueError(
                 "MLflow no longer keeps runs in plain folders; write sqlite:///mlflow.db or a server's http address"
             )
+        if uri.startswith(("http:", "https:")) and not _is_address(uri):
+            raise ValueError("this is no address; write http://HOST:PORT")
+        if uri.removesuffix("/") in ("sqlite:", "sqlite:/", "sqlite://"):
+            raise ValueError("this names no file; write sqlite:///mlflow.db")
         return uri
 
 
@@ -188,3 +193,11 @@ class Experiment(Frozen):
     def is_streamed(self) -> bool:
         """Whether Ray Data sends rows to the workers, instead of workers that read samples."""
         return self.data.target == "pipeline.data.streamed"
+
+
+def _is_address(uri: str) -> bool:
+    try:
+        parts = urlsplit(uri)
+        return bool(parts.hostname) and parts.port != 0 and uri.isascii() and " " not in uri
+    except ValueError:  # brackets or a port that mean nothing
+        return False

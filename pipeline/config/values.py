@@ -1,5 +1,6 @@
 """What the sections of an experiment file are made of: frozen, strict types."""
 
+import unicodedata
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -44,6 +45,14 @@ def _known(kind: registry.Kind) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _writable(text: str) -> str:
+    if any(unicodedata.category(character) == "Cc" for character in text):
+        raise ValueError("holds a control character, which no file or address can have; remove it")
+    return text
+
+
+Writable = Annotated[str, AfterValidator(_writable)]
+"""What becomes a part of files' names or addresses."""
 StrategyName = Annotated[str, _known("strategies")]
 LauncherName = Annotated[str, _known("launchers")]
 Positive = Annotated[int, Field(gt=0, strict=True)]

@@ -144,6 +144,6 @@ def _cut_torn_line(path: Path) -> None:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

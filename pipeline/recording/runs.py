@@ -110,7 +110,7 @@ def find(text: str, directory: Path) -> Path:
     if text == LATEST and there:
         return there[-1]
     for folder in (Path(text), directory / text):
-        if (folder / journal.FILE_NAME).is_file():
+        if _is_run(folder):
             return folder
     found = [folder for folder in there if folder.name.startswith(text)]
     if len(found) == 1:
@@ -121,6 +121,13 @@ def find(text: str, directory: Path) -> Path:
         raise UsageError(f"{text}: {len(found)} runs begin like that; write more of one of {some}")
     newest = f"; the newest are {', '.join(names[-3:])}" if names else ", nor any other"
     raise UsageError(f"{text}: no such run in {directory}{did_you_mean(text, names, cutoff=0.4) or newest}")
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return (folder / journal.FILE_NAME).is_file()
+    except OSError:  # a name that is too long, for instance
+        return False
 
 
 def _told(path: Path) -> Iterator[AnyEvent]:

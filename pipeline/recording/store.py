@@ -78,7 +78,10 @@ def check_store(uri: str) -> str | None:
             f"tracking.uri: MLflow has no store for {without_credentials(uri)}; write sqlite:///mlflow.db or http://HOST:PORT"
         )
     if path := sqlite_path(uri):
-        _check_sqlite(path)
+        try:
+            _check_sqlite(path)
+        except OSError as error:
+            raise ResourceError(f"tracking.uri: {path} can't be used ({error.strerror}); name another file") from error
     return _check_server(uri) if is_server(uri) else None
 
 

@@ -65,7 +65,7 @@ def _pairs(a: Mapping[str, str | float], b: Mapping[str, str | float]) -> dict[s
 def _environment(opened: RunOpened, folder: Path) -> dict[str, str]:
     tags = {name.replace("_", " "): opened.tags[name] for name in _TAGS if name in opened.tags}
     try:
-        lines = (folder / ENVIRONMENT_NAME).read_text(encoding="utf-8").splitlines()
+        lines = (folder / ENVIRONMENT_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return tags
     platform = lines[0].removeprefix(_COMMENT).partition(", ")[2] if lines else ""

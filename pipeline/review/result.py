@@ -1,14 +1,14 @@
 """``pipeline show``: what a run came to, again, as it was printed at its end."""
 
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from pydantic import ValidationError
+import rich.console
 
-from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
-from pipeline.recording.console import Printable
+from pipeline.recording.console import Printable, print_report
 from pipeline.recording.runs import RunSummary
 from pipeline.speedup.forecast import FILE_NAME as FORECAST_NAME
 from pipeline.speedup.forecast import Forecast
@@ -17,7 +17,9 @@ from pipeline.speedup.report import Report, comparison_json, run_json
 from pipeline.speedup.tuned import FILE_NAME as TUNING_NAME
 from pipeline.speedup.tuned import TunedReport
 
-Model = TypeVar("Model", bound=Frozen)
+Model = TypeVar("Model", Report, Forecast, TunedReport)
+_INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a result raises that has the right types and holds together no longer; pydantic's errors are among them."""
 
 
 class Result(NamedTuple):
@@ -57,10 +59,12 @@ def report_of(run: RunSummary) -> Report | None:
 
 def _read(model: type[Model], path: Path) -> Model | None:
     try:
-        return model.model_validate_json(path.read_bytes())
+        result = model.model_validate_json(path.read_bytes())
+        print_report(result, stdout=rich.console.Console(file=StringIO()))
+        return result
     except FileNotFoundError:
         return None
-    except ValidationError:
+    except (OSError, *_INCONSISTENT):
         page = path.parent / "report.html"
         other = f"; open {page}" if page.is_file() else ""
         raise UsageError(f"{path}: not a result of this version of pipeline, or damaged{other}") from None

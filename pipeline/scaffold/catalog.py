@@ -105,7 +105,7 @@ def _read(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(_broken(file, "is missing")) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(_broken(file, f"can't be read: {error}")) from None
     if not isinstance(content, dict):
         raise UsageError(_broken(file, "is no mapping"))

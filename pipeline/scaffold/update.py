@@ -68,12 +68,32 @@ def _recorded(project: Path) -> tuple[Template, Answers]:
     file = project / ".cruft.json"
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
-        name, given = Path(state["directory"]).name, state["context"]["cookiecutter"]
+        name, given = Path(state["directory"]).name, _texts(state["context"]["cookiecutter"])
     except FileNotFoundError:
         raise UsageError(f"{file} is not there; run this in a project that was generated from a template") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{file} can't be read ({error!r}); restore it from git") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"{file} can't be read ({_what(error)}); restore it from git: git checkout -- {file.name}"
+        ) from None
     return catalog.find(name), given
+
+
+def _texts(answers: object) -> Answers:
+    """Answers as they were read.
+
+    Raises:
+        TypeError: they are no texts.
+    """
+    if not isinstance(answers, dict):
+        raise TypeError("the answers are no mapping")
+    for key, value in answers.items():
+        if not isinstance(value, str) or not value.isprintable():
+            raise TypeError(f"{key} is no line of text")
+    return answers
+
+
+def _what(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _check_clean(project: Path) -> None:

@@ -139,7 +139,7 @@ class TestNotYaml:
             ("# only a comment\n", "e.yaml: is empty; an experiment begins with name: my-experiment"),
             ("- a\n", "e.yaml: is a list; write sections such as model: and data:"),
             ("just text", "e.yaml: is 'just text' (a text); write sections such as model: and data:"),
-            (b"a: \xff\xfe", "e.yaml: is not a text in UTF-8 (byte 4); save it as UTF-8"),
+            (b"a: \xff\xfe", "e.yaml:1: is not a text in UTF-8 (byte 4); save it as UTF-8"),
             ("a: 1\nb: \x01", "e.yaml:2: a character that can't stand in a text file; save the file as UTF-8 text"),
             ("train:\n\tepochs: 1", "e.yaml:2: a tab in the indentation; use spaces"),
             ("a: {b: 1\nc: 2", "e.yaml:1: a bracket that is not closed, or a comma that is missing"),
@@ -159,10 +159,10 @@ class TestNotYaml:
             ("a: @b", "e.yaml:1: a text can't begin with this character; put it in quotes"),
             ("a: 1\nb: !!python/name:os.system x", "e.yaml:2: b: the YAML tag !!python/name:os.system can't be used"),
             ("a: {1: x}", "e.yaml:1: a: the key 1 is not a text; put it in quotes"),
-            ("a: !!int x", "e.yaml:1: a: 'x' is not int; put texts in quotes"),
+            ("a: !!int x", "e.yaml:1: a: 'x' is not a whole number of at most 64 bits; put texts in quotes"),
             ("a: {<<: 3}", "e.yaml:1: a: <<: takes a mapping, e.g. <<: *defaults"),
             ("a: &a [*a]", "e.yaml:1: "),
-            ("a: " + "[" * 5000, "e.yaml:1: nested deeper than 100 levels"),
+            ("a: " + "[" * 5000, "e.yaml:1: nested deeper than 40 levels"),
         ],
     )
     def test_each_has_a_sentence_and_a_line(self, text: str | bytes, expected: str) -> None:

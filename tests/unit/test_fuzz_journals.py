@@ -1,0 +1,268 @@
+"""Damaged journals, stores and answers: every command says so in a sentence; none shows a traceback or writes there."""
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from samples import finished, report, spread
+
+from pipeline import recovery
+from pipeline.cli import results
+from pipeline.config.load import load
+from pipeline.config.schema import Experiment
+from pipeline.config.summary import to_yaml
+from pipeline.errors import PipelineError
+from pipeline.events import Metrics, Point, RunClosed, RunOpened, TrialOpened, event_to_json
+from pipeline.recording import journal
+from pipeline.recording.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
+from pipeline.recording.journal import FILE_NAME
+from pipeline.recording.store import check_store, resolve_uri
+from pipeline.speedup.publish import REPORT_NAME
+from pipeline.training.checkpoints.manifest import Manifest, StoredFile, parse
+
+BEGAN = 1_772_366_400.0
+EVENTS = [
+    RunOpened(
+        time=BEGAN, run="a", tracking_uri="sqlite:///m.db", tracking_experiment="digits",
+        tags={"role": "main", "strategy": "ddp", "world_size": "2"}, params={"name": "digits"}, trials=("main",),
+    ),
+    TrialOpened(time=BEGAN, role="main", title="ddp x 2", tags={}, params={}),
+    Metrics(time=BEGAN + 1, step=1, epoch=1, points=(Point("train/loss", 1, 0.5), Point("speedup", 1, 1.5))),
+    finished("main", spread(100)),
+    RunClosed(time=BEGAN + 60, status="FINISHED"),
+]  # fmt: skip
+JOURNAL = b"".join(event_to_json(event) + b"\n" for event in EVENTS)
+REPORT = report().model_dump_json().encode()
+
+SLOW = [HealthCheck.too_slow]  # this machine may be busy with something else
+UNFINISHED = b"".join(event_to_json(event) + b"\n" for event in EVENTS[:-1])
+LAB = (REPOSITORY / "tests" / "project" / "lab.yaml").read_text().replace("name: lab", "name: digits")
+WRITTEN = to_yaml(Experiment.model_validate(yaml.safe_load(LAB))).encode()
+ENVIRONMENT = b"# Python 3.11, Linux\ntorch==2.13.0\nray==2.60.0\n"
+MANIFEST = (
+    Manifest(
+        step=3, epoch=1, steps_per_epoch=3, global_batch_size=4, world_size=2, time=BEGAN, versions={"torch": "2"},
+        experiment={"seed": 1, "lr": [0.1, None]}, data_digest="a", files=(StoredFile(name="x", size=1, sha256="a"),),
+    )
+    .sealed().model_dump_json().encode()
+)  # fmt: skip
+
+
+def _store() -> bytes:
+    with TemporaryDirectory() as folder:
+        with closing(sqlite3.connect(f"{folder}/m.db")) as database, database:
+            database.execute("CREATE TABLE runs (name TEXT)")
+            database.executemany("INSERT INTO runs VALUES (?)", [(str(n),) for n in range(2000)])
+        return Path(folder, "m.db").read_bytes()
+
+
+STORE = _store()
+numbers = st.sampled_from([0, -1, 10**30, -(10**30), 1e308, float("inf"), float("nan"), 253402300800.0, -62135596801.0])
+leaves = (
+    st.none()
+    | st.booleans()
+    | numbers
+    | st.sampled_from(["", "x", "\x1b[31m", "[bold]", "[/]", "é" * 300, "-1", "1e9"])
+)
+odd = (
+    leaves | st.lists(leaves, max_size=2) | st.dictionaries(st.sampled_from(["kind", "a", "role"]), leaves, max_size=2)
+)
+SNIPPETS = [
+    b"",
+    b"\n",
+    b"\r\n",
+    b"\x00",
+    b"\xff\xfe",
+    b"{}\n",
+    b"[]\n",
+    b"null\n",
+    b"1\n",
+    b'{"kind":"run_opened"}\n',
+    b"}",
+    b'"',
+    b"[",
+]
+SNIPPETS += [b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"\xef\xbb\xbf", b"\\ud800", b"\n\n\n", b" " * 3000]
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Bytes flipped, cut out, put in; the end missing."""
+    content = bytearray(whole)
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(content)))
+        end = min(len(content), start + draw(st.integers(0, 300)))
+        match draw(st.sampled_from(["insert", "flip", "cut", "repeat", "end", "start"])):
+            case "insert":
+                content[start:start] = draw(st.sampled_from(SNIPPETS))
+            case "flip" if start < len(content):
+                content[start] ^= 1 << draw(st.integers(0, 7))
+            case "cut":
+                del content[start:end]
+            case "repeat":
+                content[start:start] = content[start:end]
+            case "end":
+                del content[start:]
+            case "start":
+                del content[:start]
+    return bytes(content)
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield (*path, name)
+        yield from places_in(inner, (*path, name))
+
+
+def changed(draw: st.DrawFn, document: Any) -> Any:
+    """With another value somewhere, or without it."""
+    places = list(places_in(document))
+    if not places:
+        return document
+    *section, name = draw(st.sampled_from(places))
+    inside = document
+    for part in section:
+        inside = inside[part]
+    if draw(st.booleans()):
+        inside[name] = draw(odd)
+    else:
+        del inside[name]
+    return document
+
+
+@st.composite
+def changed_lines(draw: st.DrawFn) -> bytes:
+    """Whole lines of JSON that say something else, in another order, twice, or not at all."""
+    lines = [json.loads(line) for line in JOURNAL.splitlines()]
+    lines = draw(st.permutations(lines) | st.just(lines) | st.lists(st.sampled_from(lines), max_size=6))
+    lines = json.loads(json.dumps(lines))
+    for _ in range(draw(st.integers(0, 3))):
+        if lines:
+            changed(draw, draw(st.sampled_from(lines)))
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+@st.composite
+def changed_report(draw: st.DrawFn) -> bytes:
+    document = json.loads(REPORT)
+    for _ in range(draw(st.integers(1, 2))):
+        changed(draw, document)
+    return json.dumps(document).encode()
+
+
+@st.composite
+def changed_manifest(draw: st.DrawFn) -> bytes:
+    document = draw(st.builds(json.loads, st.just(MANIFEST)))
+    return json.dumps(changed(draw, document)).encode()
+
+
+journals = damaged(JOURNAL) | changed_lines() | st.binary(max_size=40)
+reports = damaged(REPORT) | changed_report() | st.just(REPORT)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One for all examples of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("damaged"))
+        yield Path.cwd()
+
+
+def run(name: str, lines: bytes, report: bytes | None = REPORT) -> Path:
+    folder = Path("runs") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE_NAME).write_bytes(lines)
+    if report is not None:
+        (folder / REPORT_NAME).write_bytes(report)
+    return folder
+
+
+def said(look: Callable[[], object]) -> bool:
+    """Whether a command ended well; if not, it says why. Anything else than our errors fails the test."""
+    code, message = 0, ""
+    try:
+        look()
+    except PipelineError as error:
+        code, message = error.exit_code, str(error)
+    assert code in (0, 2, 3)
+    assert bool(code) == bool(message.strip())
+    return not code
+
+
+def everything(folder: Path = Path()) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=SLOW)
+@given(journals, reports, damaged(ENVIRONMENT))
+def test_looking_back(lines: bytes, damaged_report: bytes, environment: bytes) -> None:
+    shutil.rmtree("runs", ignore_errors=True)
+    run("20260101-a", JOURNAL)
+    (run("20260102-b", lines, damaged_report) / ENVIRONMENT_NAME).write_bytes(environment)
+    before = everything()
+    for as_json in (False, True):
+        results.list_(as_json=as_json)
+        said(partial(results.show, "20260102", as_json=as_json))
+        said(partial(results.diff, "20260101", "20260102", as_json=as_json))
+    assert everything() == before
+
+
+@settings(deadline=None, max_examples=120, suppress_health_check=SLOW)
+@given(st.just(UNFINISHED) | damaged(UNFINISHED) | journals, st.just(WRITTEN) | damaged(WRITTEN), st.booleans())
+def test_what_resume_asks_first(lines: bytes, experiment: bytes, newest: bool) -> None:
+    """All that `run --resume` reads before it writes; a whole run shows that it can be had."""
+    Path("lab.yaml").write_text(LAB)
+    file = load("lab.yaml")
+    shutil.rmtree("runs", ignore_errors=True)
+    (run("20260102-digits-b", lines, None) / EXPERIMENT_NAME).write_bytes(experiment)
+    before = everything()
+
+    def resume() -> None:
+        state = recovery.earlier(file, recovery.LATEST if newest else "20260102")
+        recovery.changes(file, state, allowed=True)
+        recovery.left_out(file, state)
+
+    could = said(resume)
+    assert could or (lines, experiment) != (UNFINISHED, WRITTEN)
+    assert everything() == before
+
+
+@settings(deadline=None, max_examples=300)
+@given(damaged(UNFINISHED) | journals)
+def test_a_journal_that_was_opened_again_has_no_torn_line(content: bytes) -> None:
+    Path("again.jsonl").write_bytes(content)
+    with closing(journal.Journal(Path("again.jsonl"))) as opened:
+        opened.append(EVENTS[0])
+
+    kept = Path("again.jsonl").read_bytes()
+    assert kept.endswith(event_to_json(EVENTS[0]) + b"\n")
+    assert content.startswith(kept.removesuffix(event_to_json(EVENTS[0]) + b"\n"))
+
+
+@settings(deadline=None, max_examples=300)
+@given(damaged(STORE))
+def test_a_damaged_store_is_refused_or_opens(content: bytes) -> None:
+    Path("m.db").write_bytes(content)
+    said(partial(check_store, resolve_uri("sqlite:///m.db", base=Path.cwd())))
+    assert Path("m.db").read_bytes() == content
+    Path("m.db").unlink()
+
+
+@settings(deadline=None, max_examples=500)
+@given(damaged(MANIFEST) | changed_manifest())
+def test_a_manifest_is_whole_or_none(content: bytes) -> None:
+    found = parse(content)
+    assert found is None or found == parse(MANIFEST)
