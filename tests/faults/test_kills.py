@@ -200,6 +200,7 @@ def test_what_cannot_go_on_is_refused(killed: Attempt, more: list[str], told: st
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.deep
 def test_an_allowed_change_is_told(killed: Attempt) -> None:
     ended = killed.run("optimizer.lr=0.2", "train.epochs=10", "--resume", "--allow-changed")
     assert ended.code == 0, ended.output

@@ -11,7 +11,7 @@ from census import compared, injected
 from pipeline.events import Resumed, TrialOpened, Warned
 from pipeline.training.order import Order
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
+pytestmark = [pytest.mark.deep, pytest.mark.faults]
 
 EPOCHS = 3
 """Each has one bad batch, and three rollbacks are the most."""
@@ -30,7 +30,7 @@ BAD_STEPS = [
 
 
 @pytest.mark.parametrize(
-    "launcher", [["parallel.launcher=inprocess", "parallel.workers=1"], pytest.param(DDP, marks=pytest.mark.deep)],
+    "launcher", [["parallel.launcher=inprocess", "parallel.workers=1"], DDP],
     ids=["inprocess", "torchrun"],
 )  # fmt: skip
 def test_what_it_left_out_stays_left_out(

@@ -82,6 +82,7 @@ def test_a_tiny_model(tmp_path: Path) -> None:
     assert not any("rank" in one.reason for one in advice)
 
 
+@pytest.mark.deep
 def test_a_straggling_rank(tmp_path: Path) -> None:
     advice = advised(tmp_path, *DDP, "model={_target_: lab.Sluggish, ms: 40.0, rank: 1}")
 

@@ -149,6 +149,7 @@ def test_bad_wishes(command: Any, arguments: list[str], told: str) -> None:
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.deep
 def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
     """A model that only breaks on the second worker."""
     ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "parallel.cpus_per_worker=1"]

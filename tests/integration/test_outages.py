@@ -489,6 +489,7 @@ def test_the_end_of_a_run_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path, m
     assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
 
 
+@pytest.mark.deep
 def test_ctrl_c_ends_the_wait_for_a_store_that_hangs(proxy: Proxy, project: Path, tmp_path: Path, start: Any) -> None:
     """A whole run, whose files hang at its end."""
     proxy.fault, proxy.where = "hangs", "/mlflow-artifacts/"

@@ -158,7 +158,7 @@ def test_a_run_that_failed_is_closed_as_failed(command: Command, project: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["inprocess", "torchrun"])
+@pytest.mark.parametrize("launcher", [pytest.param("inprocess", marks=pytest.mark.deep), "torchrun"])
 def test_an_exception_in_the_model_is_shown_once(project: Path, tmp_path: Path, start: Any, launcher: str) -> None:
     workers = 1 if launcher == "inprocess" else 2
     more = [f"parallel.launcher={launcher}", f"parallel.workers={workers}", "parallel.strategy=ddp"]
@@ -257,7 +257,7 @@ STOPS = [
     pytest.param(Stop("ray", "main: ddp x 2: starting", signal.SIGTERM), marks=pytest.mark.deep),
     Stop("ray", "main: ddp x 2: step", to_group=True),
     pytest.param(Stop("inprocess", "main: ddp: step"), marks=pytest.mark.deep),
-    Stop("inprocess", "main: ddp: step", signal.SIGTERM),
+    pytest.param(Stop("inprocess", "main: ddp: step", signal.SIGTERM), marks=pytest.mark.deep),
 ]
 
 

@@ -43,6 +43,7 @@ def tune(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return run
 
 
+@pytest.mark.deep
 def test_all_ranks_agree_when_one_has_too_little_memory(tune: Callable[..., Tuned]) -> None:
     """Rank 0 alone would go on, and wait for ever in an all-reduce."""
     tuned = tune(*TWO_WORKERS, *HUNGRY, "model.rank=1", "--json")

@@ -65,6 +65,7 @@ def test_the_other_commands_of_a_new_project(installed: Baked) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Proactor event loop")
+@pytest.mark.deep
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = bake(tmp_path / "idea", "dp-prototype")
     monkeypatch.setenv("PYTHONPATH", f"{project.folder / 'src'}:{REPOSITORY}")

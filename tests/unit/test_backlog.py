@@ -55,6 +55,7 @@ def expected(first: int, last: int) -> list[Metrics]:
     return [metrics(step) for step in range(first, last + 1)]
 
 
+@pytest.mark.deep
 def test_memory_holds_a_few_and_the_journal_the_others(lab: Lab) -> None:
     lab.record(1000)
     assert lab.in_memory == 3
