@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, Ended
+from attempts import Ended
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_fuzz_experiments import broken_bytes, broken_trees, overrides, written
@@ -116,7 +116,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> Pat
     place.mkdir()
     monkeypatch.chdir(place)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    shutil.copy(REPOSITORY / "tests" / "project" / "lab.yaml", "good.yaml")
+    shutil.copy(Path(__file__).parents[1] / "project" / "lab.yaml", "good.yaml")
     Path("binary").write_bytes(bytes(range(256)) * 40)
     Path("empty").touch()
     Path("folder").mkdir()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import REPOSITORY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import finished, report, spread
@@ -47,7 +46,7 @@ REPORT = report().model_dump_json().encode()
 
 SLOW = [HealthCheck.too_slow]  # this machine may be busy with something else
 UNFINISHED = b"".join(event_to_json(event) + b"\n" for event in EVENTS[:-1])
-LAB = (REPOSITORY / "tests" / "project" / "lab.yaml").read_text().replace("name: lab", "name: digits")
+LAB = (Path(__file__).parents[1] / "project" / "lab.yaml").read_text().replace("name: lab", "name: digits")
 WRITTEN = to_yaml(Experiment.model_validate(yaml.safe_load(LAB))).encode()
 ENVIRONMENT = b"# Python 3.11, Linux\ntorch==2.13.0\nray==2.60.0\n"
 MANIFEST = (
