@@ -21,7 +21,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("to", ["the agent", pytest.param("all processes", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("to", ["the agent", "all processes"])
 def test_sigterm_writes_a_checkpoint(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random, to: str
 ) -> None:

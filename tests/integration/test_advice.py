@@ -149,6 +149,7 @@ def _worker(node: str, assignment: Path, *, rank: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.deep
 def test_a_slow_link(nodes: tuple[str, str], tmp_path: Path) -> None:
     shape(nodes)
     advice = between(nodes, tmp_path)

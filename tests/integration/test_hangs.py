@@ -35,6 +35,7 @@ def test_a_stopped_rank_is_named_and_ended(project: Path, tmp_path: Path, start:
     assert "Traceback" not in stderr
 
 
+@pytest.mark.deep
 def test_a_deadlock_in_a_dataset_is_shown(project: Path, tmp_path: Path, start: Any) -> None:
     data = "data={_target_: lab.locked, rank: 1}"
     process = start("run", "lab.yaml", *overrides(tmp_path, "torchrun"), data, cwd=project)

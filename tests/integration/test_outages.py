@@ -242,6 +242,7 @@ def test_a_store_that_creates_runs_without_saying_so_has_one_in_the_end(
     assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
 
 
+@pytest.mark.deep
 def test_a_slow_store_slows_nothing_down(proxy: Proxy, tmp_path: Path) -> None:
     proxy.fault = "slow"
     run = Recording(proxy.uri, tmp_path)
@@ -400,6 +401,7 @@ def test_a_folder_that_is_deleted_under_way(proxy: Proxy, tmp_path: Path) -> Non
 SECRET = "pl4nted-passw0rd"
 
 
+@pytest.mark.deep
 def test_a_password_is_in_no_file_and_sync_takes_it_from_the_environment(
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_no_cluster_at_the_address_is_refused(run: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.deep
 def test_the_environment_names_the_cluster_too(cluster: Cluster, run: Any) -> None:
     cluster.environment["RAY_ADDRESS"] = cluster.address
     try:

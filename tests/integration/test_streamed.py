@@ -164,6 +164,7 @@ def by_hand() -> tuple[dict[int, float], dict[int, float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.deep
 def test_rays_blocks_are_the_rows_in_their_order(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the workers of a training, whose start would take most of the time."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

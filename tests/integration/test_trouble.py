@@ -203,7 +203,8 @@ def test_cuda_without_a_gpu_is_refused(command: Command, monkeypatch: pytest.Mon
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("workers", [1, 2])
 def test_rollback_leaves_out_the_batch_that_is_not_finite(command: Command, tmp_path: Path, workers: int) -> None:
     """One sample of the data is a NaN: its batch is left out in each of two epochs, the rest is trained."""
     ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", f"parallel.workers={workers}"]
@@ -252,7 +253,7 @@ STOPS = [
     pytest.param(Stop("torchrun", "baseline: single: starting", signal.SIGTERM), marks=pytest.mark.deep),
     pytest.param(Stop("torchrun", "main: ddp x 2: step", to_group=True), marks=pytest.mark.deep),
     pytest.param(Stop("torchrun", "main: ddp x 2: step"), marks=pytest.mark.deep),
-    Stop("torchrun", "main: ddp x 2: step", signal.SIGTERM),
+    pytest.param(Stop("torchrun", "main: ddp x 2: step", signal.SIGTERM), marks=pytest.mark.deep),
     pytest.param(Stop("torchrun", "main: ddp x 2: done"), marks=pytest.mark.deep),
     pytest.param(Stop("ray", "main: ddp x 2: starting", signal.SIGTERM), marks=pytest.mark.deep),
     Stop("ray", "main: ddp x 2: step", to_group=True),

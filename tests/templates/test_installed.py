@@ -41,6 +41,7 @@ def install(folder: Path, *what: str | Path) -> Path:
     return programs
 
 
+@pytest.mark.deep
 def test_the_tests_of_a_new_project(installed: Baked) -> None:
     out = succeed(installed.folder, "make", "test")
 
