@@ -131,8 +131,9 @@ def test_types_of_models_and_data(baked: tuple[Baked, ...], tmp_path: Path) -> N
     succeed(tmp_path, "mypy", "--config-file", config, "--cache-dir", _cache(baked), *sources)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
-    "data", [None, *(pytest.param(data, marks=pytest.mark.deep) for data in ("digits", "cifar10", "image_folder"))]
+    "data", [None, "digits", "cifar10", "image_folder"]
 )
 def test_types_of_a_whole_project(baked: tuple[Baked, ...], data: str | None) -> None:
     """One for each form of the tests; the prototype has no data to choose."""
