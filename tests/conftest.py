@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from pipeline import cli, registry
 from pipeline.config.load import load
@@ -51,6 +52,9 @@ _SET_FOR_GOOD = (
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = str(os.getpid())
+    # The same examples in each run of the gate; HYPOTHESIS_PROFILE=default draws others.
+    settings.register_profile("gate", derandomize=True)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
     # A shell that starts the tests in the background lets them, and all that they start, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch's elastic agent never closes the log files of its workers.
