@@ -34,6 +34,7 @@ def main() -> int:
     """Measure, write, print."""
     arguments = _arguments()
     out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
     if not arguments.page:
         measured = measure(rows(arguments.workloads), rounds=arguments.rounds, minutes=arguments.minutes)
         (out / "peers.json").write_text(measured.model_dump_json(indent=1) + "\n")
@@ -65,9 +66,11 @@ def measure(todo: list[Row], *, rounds: int, minutes: float) -> Results:
             started = time.monotonic()
             results.busy.append(psutil.cpu_percent(interval=2.0) / 100)
             for competitor, workload, workers in todo[:: -1 if results.rounds % 2 else 1]:
+                begun = time.monotonic()
                 run = race(competitor, workload, workers=workers, number=results.rounds, base=base)
                 results.runs.append(run)
-                print(f"{workload} x {workers}  {competitor.name:<32} {run.throughput:10.1f} samples/s", flush=True)
+                took = f"{time.monotonic() - begun:5.1f} s in all"
+                print(f"{workload} x {workers}  {competitor.name:<32} {run.throughput:10.1f} samples/s {took}", flush=True)
             results.rounds += 1
             longest = max(longest, time.monotonic() - started)
     order = {(competitor.name, workload, workers): i for i, (competitor, workload, workers) in enumerate(todo)}
