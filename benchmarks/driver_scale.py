@@ -6,10 +6,10 @@
 
 Simulated ranks, some hundred in each of a few processes, send metrics and a heartbeat each second through the real
 channel; what a launcher and `pipeline run` put behind it is real, too: Inbox, Vigil, Recorder with its journal,
-consoles, MLflow. In a training only rank 0 sends metrics; here all of them do, as fast as the driver takes them. With
---tracked, the run's end waits for MLflow as long as it takes. Resident memory of the driver is read once a second;
-every point is counted in the journal and in the store. Writes results/driver_scale.json or driver_scale_tracked.json,
-and a .md with the table.
+consoles, the process that writes to MLflow. In a training only rank 0 sends metrics; here all of them do, as fast as
+the driver takes them. With --tracked, the run's end waits for MLflow as long as it takes. Resident memory is read once
+a second; every point is counted in the journal and in the store. Writes results/driver_scale.json or
+driver_scale_tracked.json, and a .md with the table.
 """
 
 import argparse
@@ -34,9 +34,10 @@ from pipeline.contract import Trial
 from pipeline.events import Metrics
 from pipeline.launchers._vigil import Vigil
 from pipeline.plan import make_plan
-from pipeline.recording import journal
+from pipeline.recording import ending, journal
 from pipeline.recording import run as recording
 from pipeline.recording.recorder import Recorder
+from pipeline.recording.terminal import Terminal
 from pipeline.resources import detect
 
 HERE = Path(__file__).parent
@@ -51,6 +52,9 @@ class Sample(BaseModel):
     seconds: float
     """Since the first rank was started."""
     rss_mb: float
+    """Resident memory of the driver."""
+    tracker_mb: float
+    """Resident memory of the process that writes to MLflow; 0 without."""
     points: int
     """Points that the recorder has taken."""
 
@@ -76,7 +80,7 @@ class Result(BaseModel):
 
     @property
     def growth_mb_per_million(self) -> float:
-        """Of resident memory, from the first fifth of all points on, when everyone is connected, to the last sample."""
+        """Of the driver, from the first fifth of all points on, when everyone is connected, to the last sample."""
         first = next(sample for sample in self.samples if sample.points >= self.points / 5)
         last = self.samples[-1]
         highest = max(sample.rss_mb for sample in self.samples if sample.seconds >= first.seconds)
@@ -121,8 +125,8 @@ def simulate(folder: Path, *, ranks: int, events: int, tracked: bool) -> Result:
     plan = make_plan(
         load(HERE.parent / "experiments" / "mlp.yaml", overrides).experiment, detect(), with_baseline=False
     )
-    terminal = rich.console.Console(file=io.StringIO())
-    recording._DRAIN_SECONDS = 24 * 3600.0  # a run gives MLflow a minute and leaves the rest to `pipeline sync`
+    terminal = Terminal.on(rich.console.Console(file=io.StringIO()))
+    ending._DRAIN_SECONDS = 24 * 3600.0  # a run gives MLflow a minute and leaves the rest to `pipeline sync`
     counter, samples, done = Counter(), list[Sample](), threading.Event()
     start = time.monotonic()
     watcher = threading.Thread(target=_sample, args=(samples, counter, start, done))
@@ -166,9 +170,11 @@ def _receive(trial: Trial, recorder: Recorder, *, ranks: int, events: int) -> No
 
 def _sample(samples: list[Sample], counter: Counter, start: float, done: threading.Event) -> None:
     process = psutil.Process()
+    trackers = [each for each in process.children() if "mlflow_process" in " ".join(each.cmdline())]
     while not done.wait(1.0):
-        rss = process.memory_info().rss / 2**20
-        samples.append(Sample(seconds=time.monotonic() - start, rss_mb=rss, points=counter.points))
+        rss, tracker = (sum(each.memory_info().rss for each in those) / 2**20 for those in ([process], trackers))
+        now = time.monotonic() - start
+        samples.append(Sample(seconds=now, rss_mb=rss, tracker_mb=tracker, points=counter.points))
 
 
 def _in_store(path: Path) -> int:
@@ -187,14 +193,18 @@ def page(result: Result) -> str:
         f"({result.journal_mb:,.0f} MB), {store}. The last rank was heard after {result.connect_s:.1f} s,",
         f"the journal had everything after {result.receive_s:.0f} s ({result.points / result.receive_s:,.0f} points/s)"
         + (f", the store after {result.store_s:.0f} s." if result.store_s else "."),
-        f"Memory grew by {result.growth_mb_per_million:.1f} MB for each million points after the first fifth.",
+        f"The driver's memory grew by {result.growth_mb_per_million:.1f} MB for each million points after the first",
+        f"fifth; the process that writes to MLflow had {max(one.tracker_mb for one in result.samples):,.0f} MB at most.",
         "",
-        "| seconds | points taken | resident memory, MB |",
-        "|--:|--:|--:|",
+        "| seconds | points taken | driver, MB | writer to MLflow, MB |",
+        "|--:|--:|--:|--:|",
     ]
     step = max(1, len(result.samples) // _ROWS)
     shown = [*result.samples[:-1:step], result.samples[-1]]
-    lines += [f"| {sample.seconds:.0f} | {sample.points:,} | {sample.rss_mb:,.0f} |" for sample in shown]
+    lines += [
+        f"| {sample.seconds:.0f} | {sample.points:,} | {sample.rss_mb:,.0f} | {sample.tracker_mb:,.0f} |"
+        for sample in shown
+    ]
     return "\n".join(lines) + "\n"
 
 

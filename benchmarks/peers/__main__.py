@@ -70,7 +70,9 @@ def measure(todo: list[Row], *, rounds: int, minutes: float) -> Results:
                 run = race(competitor, workload, workers=workers, number=results.rounds, base=base)
                 results.runs.append(run)
                 took = f"{time.monotonic() - begun:5.1f} s in all"
-                print(f"{workload} x {workers}  {competitor.name:<32} {run.throughput:10.1f} samples/s {took}", flush=True)
+                print(
+                    f"{workload} x {workers}  {competitor.name:<32} {run.throughput:10.1f} samples/s {took}", flush=True
+                )
             results.rounds += 1
             longest = max(longest, time.monotonic() - started)
     order = {(competitor.name, workload, workers): i for i, (competitor, workload, workers) in enumerate(todo)}

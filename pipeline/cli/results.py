@@ -110,7 +110,7 @@ def sync(
     import rich.console
 
     from pipeline.recording.display import progress_on
-    from pipeline.recording.mlflow import sync as send
+    from pipeline.recording.sync import sync as send
 
     with progress_on(rich.console.Console(highlight=False, stderr=True)):
         outcome = send(folder, warn=lambda message: typer.echo(message, err=True))

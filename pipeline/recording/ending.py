@@ -39,6 +39,8 @@ def drain(
     finally:
         recorder.close()
         outcome = tracker.outcome if tracker else None
+        if tracker:
+            tracker.close()
         if outcome:
             with suppress(OSError):  # the disk is full, or the folder gone: that is told elsewhere
                 outcome.keep(recorder.folder)
@@ -74,10 +76,10 @@ def places_of(folder: Path) -> str:
 def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.Console) -> bool:
     """Whether the tracking store has everything, after so many seconds at most; a terminal shows what it waits for."""
     if not console.is_interactive or console.quiet:
-        return tracker.close(timeout_s=timeout_s) is not None
+        return tracker.finish(timeout_s) is not None
     deadline = time.monotonic() + timeout_s
     with console.status("sending to MLflow") as status:
-        while tracker.close(timeout_s=_LOOK_SECONDS) is None:
+        while tracker.finish(_LOOK_SECONDS) is None:
             status.update(f"sending to MLflow, {tracker.waiting} to go")
             if time.monotonic() > deadline:
                 return False

@@ -14,9 +14,9 @@ _FILE_NAME = "tracking.json"
 class TrackingOutcome(Frozen):
     """Where the results of a run ended up."""
 
-    experiment_id: str
+    experiment_id: str = ""
     """MLflow's id of the experiment; empty if MLflow never answered."""
-    run_id: str
+    run_id: str = ""
     """MLflow's id of the main run; empty if MLflow never answered."""
     delivered: bool
     """Whether everything is in MLflow that it will ever take."""
@@ -45,22 +45,26 @@ class TrackingOutcome(Frozen):
             trouble: why some aren't in MLflow; empty if all are.
             waiting: number of those that aren't.
         """
-        return cls(
-            experiment_id=delivery.run.experiment_id,
-            run_id=delivery.run.run_id,
-            delivered=not trouble,
-            message=_missing(delivery, folder=folder, trouble=trouble, waiting=waiting),
-        )
-
-
-def _missing(delivery: Delivery, *, folder: Path, trouble: str, waiting: int) -> str:
-    if trouble:
         files = len(delivery.run.uploads)
         parts = [f"{waiting} events"] * bool(waiting) + [f"{files} files"] * bool(files)
-        return (
-            f"{' and '.join(parts) or 'some results'} aren't in MLflow ({trouble}); they are in {folder / FILE_NAME}, "
+        known = cls(experiment_id=delivery.run.experiment_id, run_id=delivery.run.run_id, delivered=True)
+        if trouble:
+            return known.lacking(" and ".join(parts) or "some results", folder=folder, trouble=trouble)
+        if not delivery.refused:
+            return known
+        message = f"MLflow refused {delivery.refused} events; they are in {folder / FILE_NAME}"
+        return known.model_copy(update={"message": message})
+
+    def lacking(self, what: str, *, folder: Path, trouble: str) -> "TrackingOutcome":
+        """The same when MLflow doesn't have everything.
+
+        Args:
+            what: isn't there, e.g. "some results".
+            folder: the run's folder.
+            trouble: why.
+        """
+        message = (
+            f"{what} aren't in MLflow ({trouble}); they are in {folder / FILE_NAME}, "
             f"send them with: pipeline sync {folder}"
         )
-    if delivery.refused:
-        return f"MLflow refused {delivery.refused} events; they are in {folder / FILE_NAME}"
-    return ""
+        return self.model_copy(update={"delivered": False, "message": message})

@@ -80,6 +80,7 @@ def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Pa
 def _tracker(recorder: Recorder, *, uri: str, warn: Callable[[str], None]) -> MlflowSubscriber:
     return MlflowSubscriber(
         folder=recorder.folder,
+        log=recorder.folder / LOG_NAME,
         warn=warn,
         uri=uri,
         known=recorder.known,

@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,8 +63,8 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.env = folder / "secrets.env"
         self.secrets = create_env(self.env)
-        with self.env.open("a") as file:  # the system picks free ports
-            file.write("MLFLOW_PORT=0\nRAY_PORT=0\n")
+        with self.env.open("a") as file:  # MLflow answers to the port that it knows, so Docker can't pick one
+            file.write("MLFLOW_PORT={}\nRAY_PORT={}\n".format(*_free_ports(2)))
             file.write("TRAIN_IMAGE=pipeline-train:test\nMLFLOW_IMAGE=pipeline-mlflow:test\n")
 
     def compose(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -120,6 +122,12 @@ def inspected(container: str) -> dict[str, Any]:
 def user_ids(container: str) -> set[str]:
     """Of all processes in a container."""
     return set(docker("top", f"{PROJECT}-{container}", "-eo", "uid,pid").split()[2::2])
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
 
 
 def _options(files: Sequence[str], *, env: Path) -> Iterator[str]:

@@ -210,7 +210,8 @@ def test_a_killed_worker_is_replaced(cluster: Cluster) -> None:
 
 def test_a_worker_that_dies_by_itself_is_started_again(cluster: Cluster) -> None:
     before = inspected("ray-worker-1")["RestartCount"]
-    cluster.execute("ray-worker", "sh", "-c", "kill -9 $(pgrep -x raylet)")
+    program = "import psutil; [each.kill() for each in psutil.process_iter() if each.name() == 'raylet']"
+    cluster.execute("ray-worker", "python", "-c", program)
     wait_for(lambda: inspected("ray-worker-1")["RestartCount"] > before)
     wait_for(lambda: cluster.health("ray-worker-1") == "healthy")
 

@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import mlflow
+import psutil
 import pytest
 import rich.console
 import torch
@@ -40,11 +41,12 @@ from pipeline.events import (
 )
 from pipeline.models.mlp import MLP
 from pipeline.plan import make_plan
-from pipeline.recording.backlog import Backlog
 from pipeline.recording.journal import FILE_NAME, Journal
-from pipeline.recording.mlflow import MlflowSubscriber, TrackingOutcome, sync
+from pipeline.recording.mlflow import MlflowSubscriber
+from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.run import open_trial, recorded
 from pipeline.recording.store import check_store, resolve_uri, run_link
+from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
 from pipeline.recording.ui import serve
 from pipeline.resources import Resources
@@ -180,10 +182,14 @@ def journaled(folder: Path, events: list[AnyEvent]) -> Path:
 
 
 def deliver(folder: Path, events: list[AnyEvent], *, warn: Callable[[str], None]) -> TrackingOutcome:
-    subscriber = MlflowSubscriber(folder=folder, warn=warn)
-    for event in events:
-        subscriber.receive(event)
-    return subscriber.close(timeout_s=60)
+    """Hand events over without a journal, as on a disk that is full from the beginning."""
+    (folder / FILE_NAME).touch()
+    with closing(MlflowSubscriber(folder=folder, log=folder / "log.txt", warn=warn, is_journaled=lambda: False)) as one:
+        for event in events:
+            one.receive(event)
+        outcome = one.finish(timeout_s=120)
+    assert outcome is not None
+    return outcome
 
 
 def client_of(uri: str) -> MlflowClient:
@@ -334,13 +340,13 @@ def test_what_a_dead_server_missed_is_sent_by_sync(server: Server, tmp_path: Pat
     events = [opened(server.uri, "late"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
     server.kill()
     try:
-        outcome = deliver(journaled(tmp_path, events), events, warn=warnings_told.append)
+        outcome = deliver(tmp_path, events, warn=warnings_told.append)
     finally:
         server.start()
     assert not outcome.delivered
     assert outcome.message.startswith("3 events aren't in MLflow (")
     assert outcome.message.endswith(f"pipeline sync {tmp_path}")
-    outcome = sync(tmp_path, warn=warnings_told.append)
+    outcome = sync(journaled(tmp_path, events), warn=warnings_told.append)
     assert outcome.delivered
     assert len(client_of(server.uri).get_metric_history(outcome.run_id, "train/loss_0")) == 1
 
@@ -356,20 +362,8 @@ def test_twenty_thousand_points_of_a_killed_driver_are_replayed(
     assert counts == [2000] * 10
 
 
-def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(
-    database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a recorded run, whose driver would hold it in memory otherwise; nothing is lost, nothing is there twice."""
-    monkeypatch.setattr("pipeline.recording.backlog.LIMIT_POINTS", 20)
-    highest = 0
-
-    def put(self: Backlog, event: AnyEvent) -> None:
-        nonlocal highest
-        original(self, event)
-        highest = max(highest, self._points)
-
-    original = Backlog.put
-    monkeypatch.setattr(Backlog, "put", put)
+def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(database: str, tmp_path: Path) -> None:
+    """Nothing is lost, nothing is there twice."""
     overrides = [
         f"tracking.uri={database}",
         f"tracking.directory={tmp_path}",
@@ -383,12 +377,44 @@ def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(
         open_trial(plan.main, recorder)
         for step in range(3000):
             recorder.receive(metrics(step, names=5))
-    assert 20 <= highest < 25
     run = client_of(database).search_runs([client_of(database).get_experiment_by_name(experiment.name).experiment_id])[
         0
     ]
     history = client_of(database).get_metric_history(run.info.run_id, "train/loss_4")
     assert sorted(point.step for point in history) == list(range(3000))
+
+
+def test_a_process_that_dies_takes_no_results_with_it(database: str, tmp_path: Path, warnings_told: list[str]) -> None:
+    """What it was to send is in the journal; the user hears of it at once."""
+    events = [opened(database, "died"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
+    journaled(tmp_path, events)
+    with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=warnings_told.append)) as subscriber:
+        (process,) = [each for each in psutil.Process().children() if "mlflow_process" in " ".join(each.cmdline())]
+        process.kill()
+        outcome = subscriber.finish(timeout_s=120)
+    assert outcome is not None
+    assert not outcome.delivered
+    assert "ended with exit code -9" in outcome.message
+    assert outcome.message.endswith(f"pipeline sync {tmp_path}")
+    assert len(warnings_told) == 1
+    assert "they wait in" in warnings_told[0]
+    assert sync(tmp_path, warn=warnings_told.append).delivered
+
+
+def test_the_process_goes_with_the_one_that_trains(database: str, tmp_path: Path) -> None:
+    """Killed, it can't tell anyone; nobody may be left who writes to a run that is resumed."""
+    program = (
+        "import sys, time; from pathlib import Path; from pipeline.recording.mlflow import MlflowSubscriber\n"
+        "MlflowSubscriber(folder=Path(sys.argv[1]), log=Path(sys.argv[1]) / 'log.txt', warn=print)\n"
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    journaled(tmp_path, [opened(database, "orphan"), metrics(0)])
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        (process,) = psutil.Process(driver.pid).children()
+        driver.kill()
+    assert psutil.wait_procs([process], timeout=60)[1] == []
 
 
 def test_events_that_mlflow_refuses_take_no_others_with_them(

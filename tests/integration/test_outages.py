@@ -27,9 +27,9 @@ from pipeline.plan import Plan, make_plan
 from pipeline.recording import journal
 from pipeline.recording import mlflow_entities as entities
 from pipeline.recording.folder import newest, read_state
-from pipeline.recording.mlflow import sync
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, open_trial, recorded
+from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
 from pipeline.resources import Resources
 

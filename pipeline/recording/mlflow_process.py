@@ -1,0 +1,163 @@
+"""The process that writes a run to MLflow, beside the one that trains and at a lower priority.
+
+It reads the run's journal as that grows. What `pipeline.recording.mlflow` tells it comes line by line on standard
+input: an `Order`, then events that the journal has no room for, then `CLOSE`. It answers with lines of `Said`.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from threading import Event as Flag
+from threading import Thread
+from time import monotonic
+from typing import BinaryIO
+
+from pipeline.config.values import Frozen
+from pipeline.events import AnyEvent, event_from_json
+from pipeline.recording.attempts import BATCH_POINTS, persist, size
+from pipeline.recording.delivery import Delivery, quiet
+from pipeline.recording.feed import Feed
+from pipeline.recording.journal import FILE_NAME
+from pipeline.recording.outcome import TrackingOutcome
+
+CLOSE = b"close\n"
+"""The run has ended, its journal has its last event."""
+_BATCH_S = 1.0
+_UPLOAD_PAUSE_S = 5.0
+_TELL_S = 0.25
+
+
+class Order(Frozen):
+    """What to write, and where to."""
+
+    folder: Path
+    """Of the run."""
+    uri: str
+    """Of the store, credentials included; empty for the one that the events name."""
+    known: int
+    """Events that a continued run has in its journal. They are sent first: some may not have arrived, and those that
+    have change nothing."""
+
+
+class Said(Frozen):
+    """What a run hears of its results."""
+
+    warning: str = ""
+    """Of trouble; once when it begins and once when it ends. Such a line says nothing else."""
+    waiting: str = ""
+    """What MLflow doesn't have yet, e.g. "12 events and 3 files"."""
+    outcome: TrackingOutcome | None = None
+    """What has become of the results by now."""
+    is_done: bool = False
+    """Whether MLflow has everything, or won't take it."""
+
+
+class Writer:
+    """Sends what comes from a feed until it ends.
+
+    Args:
+        order: what to write, and where to.
+        warn: told of trouble.
+    """
+
+    def __init__(self, order: Order, *, warn: Callable[[str], None]) -> None:
+        self.feed = Feed(order.folder / FILE_NAME, known=order.known)
+        self.closing = Flag()
+        """Set with the feed's end; from then on nobody waits long for a store that is down."""
+        self.done = Flag()
+        self._folder = order.folder
+        self._delivery = Delivery(folder=order.folder, warn=warn, uri=order.uri)
+        self._batch = 0  # events that are on their way
+        self._upload_at = 0.0
+
+    def work(self) -> None:
+        """Send everything; never raises."""
+        try:
+            with quiet():
+                if self._deliver_all():
+                    persist(self._delivery.upload, ending=self.closing)
+        except Exception as error:  # noqa: BLE001 - MLflow can't even be imported; training doesn't need it
+            self._delivery.fail(error)
+        finally:
+            self.done.set()
+
+    def said(self) -> Said:
+        """How far it is."""
+        is_done = self.done.is_set()
+        events, files = self._batch + len(self.feed), len(self._delivery.run.uploads)
+        parts = [f"{events:,} events"] * bool(events) + [f"{files} files"] * bool(files)
+        trouble = self._delivery.trouble or ("" if is_done else "the run didn't wait any longer")
+        return Said(
+            waiting=" and ".join(parts) or "the last words",
+            outcome=TrackingOutcome.of(self._delivery, folder=self._folder, trouble=trouble, waiting=events),
+            is_done=is_done,
+        )
+
+    def _deliver_all(self) -> bool:
+        """Send events until the run ends; False if the last ones can't be sent."""
+        while (batch := self._next_batch()) is not None:
+            self._batch = len(batch)
+            if batch and not persist(partial(self._delivery.attempt, batch), ending=self.closing):
+                return False
+            self._batch = 0
+            if monotonic() >= self._upload_at and not self._delivery.upload():
+                self._upload_at = monotonic() + _UPLOAD_PAUSE_S  # results don't wait for files
+        return True
+
+    def _next_batch(self) -> list[AnyEvent] | None:
+        """Events of about a second, none if files are due first; None after the end."""
+        batch: list[AnyEvent] = []
+        points, deadline = 0, self._upload_at if self._delivery.run.uploads else None
+        while points < BATCH_POINTS:
+            try:
+                event = self.feed.get(timeout_s=None if deadline is None else max(0.0, deadline - monotonic()))
+            except TimeoutError:
+                break
+            if event is None:
+                return batch or None
+            if not batch:
+                deadline = monotonic() + _BATCH_S
+            batch.append(event)
+            points += size(event)
+        return batch
+
+
+def main() -> None:
+    """Write a run, as standard input says, until it has ended or the process that trains is no more."""
+    answers = _private_stdout()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    order = Order.model_validate_json(sys.stdin.buffer.readline())
+    writer = Writer(order, warn=lambda message: _tell(answers, Said(warning=message)))
+    Thread(target=_listen, args=(writer,), daemon=True).start()
+    Thread(target=writer.work, daemon=True).start()
+    known = ""
+    while not writer.done.wait(_TELL_S):
+        said = writer.said()
+        if said.outcome and (writer.closing.is_set() or said.outcome.run_id != known):
+            known = said.outcome.run_id
+            _tell(answers, said)
+    _tell(answers, writer.said())
+
+
+def _listen(writer: Writer) -> None:
+    for line in sys.stdin.buffer:
+        if line == CLOSE:
+            writer.closing.set()
+            writer.feed.end()
+            return
+        writer.feed.put(event_from_json(line))
+    os._exit(1)  # the process that trains was killed: as with it, so with its results, the journal has them
+
+
+def _tell(answers: BinaryIO, said: Said) -> None:
+    answers.write(said.model_dump_json().encode() + b"\n")
+
+
+def _private_stdout() -> BinaryIO:
+    """Where the answers go; what libraries print goes to standard error, the run's log."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return answers
