@@ -194,7 +194,7 @@ def page(result: Result) -> str:
         f"the journal had everything after {result.receive_s:.0f} s ({result.points / result.receive_s:,.0f} points/s)"
         + (f", the store after {result.store_s:.0f} s." if result.store_s else "."),
         f"The driver's memory grew by {result.growth_mb_per_million:.1f} MB for each million points after the first",
-        f"fifth; the process that writes to MLflow had {max(one.tracker_mb for one in result.samples):,.0f} MB at most.",
+        f"fifth; the one that writes to MLflow had {max(one.tracker_mb for one in result.samples):,.0f} MB at most.",
         "",
         "| seconds | points taken | driver, MB | writer to MLflow, MB |",
         "|--:|--:|--:|--:|",
