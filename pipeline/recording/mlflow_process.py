@@ -26,7 +26,7 @@ from pipeline.recording.outcome import TrackingOutcome
 CLOSE = b"close\n"
 """The run has ended, its journal has its last event."""
 _BATCH_S = 1.0
-_UPLOAD_PAUSE_S = 5.0
+_UPLOAD_PAUSE_S = 2.0
 _TELL_S = 0.25
 
 

@@ -57,7 +57,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")  # of a server that hangs; ours is 30 seconds
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr("pipeline.recording.mlflow._UPLOAD_PAUSE_S", 1.0)
     with Proxy(server) as proxy:
         yield proxy
 
