@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-from pipeline.speedup.chart import save_chart
-from pipeline.speedup.page import save_page
 from pipeline.speedup.report import Report, comparison_json
 
 CHART_NAME = "speedup.png"
@@ -14,6 +12,10 @@ REPORT_NAME = "speedup.json"
 
 def save(report: Report, folder: Path) -> tuple[str, ...]:
     """Write the report as JSON, table, chart and page; returns their names."""
+    # Not above: matplotlib takes half a second, which the first step shouldn't wait for.
+    from pipeline.speedup.chart import save_chart
+    from pipeline.speedup.page import save_page
+
     texts = {REPORT_NAME: report.to_json() + "\n", "speedup_table.json": _table(report)}
     if report.is_comparison:
         texts["comparison.json"] = comparison_json(report) + "\n"
