@@ -28,7 +28,7 @@ import rich.console
 from pydantic import BaseModel
 from simulated_ranks import POINTS_PER_EVENT
 
-from pipeline.channel import Inbox
+from pipeline.channel.inbox import Inbox
 from pipeline.config.load import load
 from pipeline.contract import Trial
 from pipeline.events import Metrics

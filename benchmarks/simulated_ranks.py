@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.channel import Address, ChannelOutbox
+from pipeline.channel.outbox import ChannelOutbox
+from pipeline.channel.wire import Address
 from pipeline.contract import Rank
 from pipeline.events import Heartbeat, Metrics, Phase, Point
 

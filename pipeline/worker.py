@@ -26,7 +26,8 @@ import torch.distributed as dist
 import pipeline
 from pipeline import meeting, registry
 from pipeline.advance import told_to
-from pipeline.channel import Address, ChannelOutbox
+from pipeline.channel.outbox import ChannelOutbox
+from pipeline.channel.wire import Address
 from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
 from pipeline.events import AnyEvent, BatchSizesFound, Failed, Finished, Outbox, event_to_json

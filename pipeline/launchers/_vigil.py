@@ -15,7 +15,7 @@ from typing import Self
 import psutil
 
 from pipeline import blame
-from pipeline.channel import Receive
+from pipeline.channel.inbox import Receive
 from pipeline.contract import Trial
 from pipeline.events import AnyEvent, Failed, Heartbeat, Phase
 from pipeline.training.watch import INTERVAL_S, doing, stuck

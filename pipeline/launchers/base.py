@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
-from pipeline.channel import Receive, inside, not_kept
+from pipeline.channel.inbox import Receive, inside, not_kept
 from pipeline.config.parallel import Parallel
 from pipeline.contract import Trial
 from pipeline.events import AnyEvent

@@ -14,7 +14,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedErr
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from pipeline import resources
-from pipeline.channel import Address, Inbox
+from pipeline.channel.inbox import Inbox
+from pipeline.channel.wire import Address
 from pipeline.config.parallel import Parallel
 from pipeline.contract import Trial
 from pipeline.errors import ResourceError

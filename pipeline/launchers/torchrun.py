@@ -16,7 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipeline import resources, worker
-from pipeline.channel import Address, Inbox
+from pipeline.channel.inbox import Inbox
+from pipeline.channel.wire import Address
 from pipeline.config.parallel import Parallel
 from pipeline.contract import Rank, Trial
 from pipeline.errors import Terminated

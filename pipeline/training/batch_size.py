@@ -15,8 +15,8 @@ from pipeline.advance import Advance
 from pipeline.contract import BatchCandidate, BatchSizes, Rank, Trial
 from pipeline.errors import ExperimentError
 from pipeline.training.bench import TrialBench
+from pipeline.training.build import build
 from pipeline.training.clock import spread
-from pipeline.training.setup import build
 from pipeline.training.stream import Streams
 
 CLOSE = 0.95

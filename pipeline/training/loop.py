@@ -11,6 +11,7 @@ from pipeline.contract import Rank, Trial, TrialResult
 from pipeline.errors import Stopped
 from pipeline.events import Outbox, Phase, Point
 from pipeline.training import announce, trace
+from pipeline.training.build import build
 from pipeline.training.checkpoints.keeper import Keeper, placed
 from pipeline.training.clock import Clock, spread
 from pipeline.training.collective import gather
@@ -22,7 +23,7 @@ from pipeline.training.meter import Meter
 from pipeline.training.nonfinite import check_weights
 from pipeline.training.probe import probe, unused_parameters
 from pipeline.training.rehearsal import compile_ahead
-from pipeline.training.setup import Setup, build
+from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
 from pipeline.training.stream import Streams
 from pipeline.training.watch import mark, mark_step

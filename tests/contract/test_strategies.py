@@ -23,7 +23,7 @@ from pipeline.events import AnyEvent, Failed
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.models import MLP
 from pipeline.strategies import base
-from pipeline.training.setup import build
+from pipeline.training.build import build
 from pipeline.training.step import optimizer_step
 
 NAMES = registry.names("strategies")

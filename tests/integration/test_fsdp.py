@@ -19,10 +19,11 @@ from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
 from pipeline.contract import Rank, Trial
 from pipeline.events import AnyEvent, Failed, Finished, Metrics, Resumed, Warned, event_from_json, event_to_json
+from pipeline.training.build import build
 from pipeline.training.checkpoints.agreement import from_first
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.norms import local
-from pipeline.training.setup import Setup, build
+from pipeline.training.setup import Setup
 from pipeline.training.step import gradients, optimizer_step
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,8 @@ from pipeline.config.project import allowed_packages
 from pipeline.contract import Rank, Trial
 from pipeline.events import AnyEvent, Failed, Metrics, Warned, event_from_json, event_to_json
 from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.training.build import build
 from pipeline.training.order import Order
-from pipeline.training.setup import build
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

@@ -29,6 +29,7 @@ from pipeline.events import (
     event_to_json,
 )
 from pipeline.recording import journal
+from pipeline.training.build import build
 from pipeline.training.checkpoints import catalog, files
 from pipeline.training.checkpoints.agreement import from_first
 from pipeline.training.checkpoints.keeper import Keeper
@@ -38,7 +39,7 @@ from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.clock import Clock
 from pipeline.training.gauge import GpuGauge
 from pipeline.training.meter import Meter
-from pipeline.training.setup import Setup, build
+from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
 
 pytestmark = pytest.mark.slow

@@ -211,7 +211,7 @@ def reference(root: Path) -> tuple[dict[int, float], list[Weights]]:
 
 def _first_weights(root: Path) -> Weights:
     """What the trial's seed makes of the model."""
-    from pipeline.training.setup import build
+    from pipeline.training.build import build
 
     trial = _trial(root, "local", overrides=NORMED, strategy="single")
     return build(trial, rank=Rank()).model.state_dict()

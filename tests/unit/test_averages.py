@@ -14,9 +14,10 @@ from pipeline.contract import Rank
 from pipeline.events import Warned
 from pipeline.training import announce, loop
 from pipeline.training.averages import Averages
+from pipeline.training.build import build
 from pipeline.training.evaluation import evaluate
 from pipeline.training.loop import train
-from pipeline.training.setup import Setup, build
+from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
 
 DECAY = 0.8

@@ -16,7 +16,7 @@ from pipeline.speedup.batch_advice import BatchAdvice, advise
 from pipeline.training import bench
 from pipeline.training.batch_size import CLOSE, Search, find, outcome
 from pipeline.training.bench import TrialBench, is_out_of_memory
-from pipeline.training.setup import build
+from pipeline.training.build import build
 
 REFUSED_BYTES = 2**60
 

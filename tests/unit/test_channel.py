@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.channel import Address, ChannelOutbox, Inbox, inside
+from pipeline.channel.inbox import Inbox, inside
+from pipeline.channel.outbox import ChannelOutbox
+from pipeline.channel.wire import Address
 from pipeline.events import AnyEvent, Metrics, Point, Warned
 
 DRIVER = """
 import sys
 from pathlib import Path
-from pipeline.channel import Inbox
+from pipeline.channel.inbox import Inbox
 
 with Inbox(host="127.0.0.1", receive=lambda event: print(event.message, flush=True), folder=Path(sys.argv[1])) as inbox:
     print(inbox.address.model_dump_json(), flush=True)
@@ -29,7 +31,8 @@ with Inbox(host="127.0.0.1", receive=lambda event: print(event.message, flush=Tr
 
 WORKER = """
 import sys, threading
-from pipeline.channel import Address, ChannelOutbox
+from pipeline.channel.outbox import ChannelOutbox
+from pipeline.channel.wire import Address
 from pipeline.events import Warned
 
 with ChannelOutbox(Address.model_validate_json(sys.argv[1])) as outbox:

@@ -11,11 +11,11 @@ from torch import nn
 
 from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
+from pipeline.training.build import build
 from pipeline.training.costs import costs, sizes
 from pipeline.training.exchange import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces
 from pipeline.training.loop import train
 from pipeline.training.readiness import gradients
-from pipeline.training.setup import build
 
 SLEEP_S = 0.02
 

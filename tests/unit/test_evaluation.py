@@ -8,9 +8,9 @@ import toys
 from torchmetrics.classification import MulticlassF1Score
 
 from pipeline.contract import Rank
+from pipeline.training.build import build
 from pipeline.training.evaluation import evaluate
 from pipeline.training.probe import probe
-from pipeline.training.setup import build
 
 
 def test_the_validation_loss_is_the_mean_over_all_samples() -> None:

@@ -10,8 +10,8 @@ import toys
 from pipeline.config.load import load
 from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
+from pipeline.training.build import build
 from pipeline.training.loader import to_device
-from pipeline.training.setup import build
 
 NETWORK: dict[str, Any] = {
     "model": {"_target_": "pipeline.models.resnet18", "num_classes": 10, "in_channels": 1, "width": 2},

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from pipeline.contract import Rank, StepParts
+from pipeline.training.build import build
 from pipeline.training.probe import probe, unused_parameters
-from pipeline.training.setup import Setup, build
+from pipeline.training.setup import Setup
 
 FORWARD_MS, SAMPLE_MS, OPTIMIZER_MS = 20.0, 2.0, 12.0
 BATCH = 8

@@ -16,8 +16,8 @@ import toys
 from pipeline.contract import Rank, Trial
 from pipeline.events import AnyEvent, ArtifactSaved
 from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.training.build import build
 from pipeline.training.loop import train
-from pipeline.training.setup import build
 from pipeline.training.trace import STEPS, record
 
 NAME = "traces/main.json.gz"

@@ -15,10 +15,10 @@ from pipeline.config.schema import LearningRateScaling
 from pipeline.contract import Rank
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.events import Metrics, ModelSaved, Started
+from pipeline.training.build import build
 from pipeline.training.learning_rate import scaling_factor, warmup_factor
 from pipeline.training.loop import train
 from pipeline.training.order import Order, mix
-from pipeline.training.setup import build
 
 STEPS = 3
 """Steps in an epoch of toys.regression, with the usual batch of 8."""

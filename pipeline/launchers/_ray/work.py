@@ -10,7 +10,8 @@ from typing import Any
 
 import ray.train
 
-from pipeline.channel import Address, ChannelOutbox
+from pipeline.channel.outbox import ChannelOutbox
+from pipeline.channel.wire import Address
 from pipeline.contract import Rank, Trial
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError, Stopped
 from pipeline.events import Outbox, Resumed, Warned
+from pipeline.training.build import device_of
 from pipeline.training.checkpoints import memory, resuming
 from pipeline.training.checkpoints.agreement import from_first
 from pipeline.training.checkpoints.changed import Written
@@ -19,7 +20,7 @@ from pipeline.training.checkpoints.state import State, check, is_sharded, restor
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.meter import Meter
 from pipeline.training.order import StreamOrder
-from pipeline.training.setup import Setup, device_of
+from pipeline.training.setup import Setup
 
 _PATIENCE_S = 30.0
 """How long training waits for a checkpoint that is being written when the next one is due."""

@@ -1,0 +1,77 @@
+"""How one rank's `Setup` comes out of its Trial."""
+
+from functools import partial
+
+import torch
+
+from pipeline.config import components
+from pipeline.contract import Rank, Trial
+from pipeline.training import compilation, parts, recomputation
+from pipeline.training.averages import Averages
+from pipeline.training.setup import DTYPES, Setup
+from pipeline.training.source import dealt, read, runtime
+from pipeline.training.stream import Streams
+
+
+def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
+    """Build data, model, optimizer and all the rest of one rank; the same on every rank.
+
+    ``streams`` come from the launcher instead of the data that the experiment names.
+
+    Raises:
+        ExperimentError: a component can't be built, or is not what its place needs.
+    """
+    experiment = trial.experiment
+    device = device_of(trial, rank=rank)
+    source = dealt(trial, streams, rank=rank, device=device) if streams else read(trial, rank=rank, device=device)
+    order = source.order
+    create = partial(
+        components.build,
+        allowed=trial.allowed,
+        runtime=runtime(trial, order=order, rank=rank),
+    )
+    strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
+    model = parts.model(create, experiment, device=torch.device("cpu") if strategy.shards else device)
+    how, recomputed = experiment.train.compile, experiment.train.activation_checkpointing
+    recomputation.apply(model, recomputed, is_compiled=how is not None)
+    wrapped = strategy.wrap(model)
+    stopwatch = None
+    if how is not None:
+        stopwatch = compilation.compile_parts(
+            strategy.compiled(wrapped, model),
+            how,
+            device=device,
+            threads=trial.cpus_per_worker,
+            overlaps=not recomputed,  # torch can't cut a graph in which something is computed again
+        )
+    optimizer = parts.optimizer(create, experiment, model=model)
+    return Setup(
+        trial=trial,
+        rank=rank,
+        device=device,
+        order=order,
+        train_loader=source.train,
+        validation_loader=source.validation,
+        validation_samples=source.validation_samples,
+        model=model,
+        wrapped=wrapped,
+        strategy=strategy,
+        task=parts.task(create, experiment, device=device),
+        create=create,
+        optimizer=optimizer,
+        scheduler=parts.scheduler(create, experiment, optimizer=optimizer, validates=source.validation is not None),
+        scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
+        data_digest=parts.digest(experiment, order.samples, source.validation_samples, source.first),
+        compiling=stopwatch,
+        averages=Averages(model, ema) if (ema := experiment.train.ema) is not None else None,
+    )
+
+
+def device_of(trial: Trial, *, rank: Rank) -> torch.device:
+    """The device of a rank; ranks of one node take its GPUs in order."""
+    if trial.device == "cpu":
+        return torch.device("cpu")
+    # Ray shows each worker only its own GPU, torchrun shows every worker all of them.
+    index = rank.local_rank if torch.cuda.device_count() > rank.local_rank else 0
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
