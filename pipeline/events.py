@@ -42,6 +42,10 @@ class RunOpened(Event):
     params: Mapping[str, str]
     trials: tuple[str, ...]
     """Names of all trials of the plan, in order."""
+    sweep: str = ""
+    """Id of the sweep that the run is a trial of; empty for others."""
+    title: str = ""
+    """What sets it apart from others, e.g. "trial 3: optimizer.lr=0.01"; empty if its id does."""
 
 
 class TrialOpened(Event):
@@ -206,6 +210,15 @@ class ModelSaved(Event):
     """Path inside the run's folder of one small batch of model inputs, as the model takes them."""
 
 
+class Tagged(Event):
+    """A sweep says something about itself or one of its trials."""
+
+    kind: Literal["tagged"] = "tagged"
+    run: str
+    """Id of the run."""
+    tags: Mapping[str, str]
+
+
 class CheckpointSaved(Event):
     """A checkpoint is whole."""
 
@@ -259,6 +272,7 @@ AnyEvent = Annotated[
     | BatchSizesFound
     | ArtifactSaved
     | ModelSaved
+    | Tagged
     | CheckpointSaved
     | Resumed
     | RunClosed,

@@ -14,7 +14,7 @@ from pipeline.resources import Resources
 class Plan(Frozen):
     """What a command will do, in order."""
 
-    command: Literal["run", "compare", "predict", "tune-batch"] = "run"
+    command: Literal["run", "compare", "predict", "tune-batch", "sweep"] = "run"
     experiment: Experiment
     resources: Resources
     trials: tuple[Trial, ...]

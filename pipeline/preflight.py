@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline import registry
-from pipeline.config import components, messages
+from pipeline.config import components, messages, variation
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.errors import Problem
@@ -16,7 +16,7 @@ from pipeline.training.order import Order
 
 
 def check(file: ExperimentFile) -> tuple[str, ...]:
-    """Check what the file names: components with their arguments, strategies with their options.
+    """Check what the file names: components with their arguments, strategies with their options, values of a sweep.
 
     Returns the packages that components may come from.
 
@@ -27,6 +27,8 @@ def check(file: ExperimentFile) -> tuple[str, ...]:
     allowed = components.allowed_packages()
     problems = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
+    if not problems:
+        problems = variation.check_each(file.experiment, file.varied, check)
     if problems:
         raise file.explain(problems)
     return allowed

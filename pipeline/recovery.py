@@ -15,7 +15,7 @@ LATEST = "latest"
 """The run of this experiment that began last."""
 
 _HOW_NOT_WHAT = (
-    *("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint."),
+    *("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint.", "sweep"),
     *("train.compile", "train.activation_checkpointing"),
 )
 """Parts of an experiment that don't decide what is trained: they may change between two attempts."""

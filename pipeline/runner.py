@@ -20,7 +20,7 @@ from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import artifact, recorded
+from pipeline.recording.run import Membership, artifact, recorded
 from pipeline.recording.terminal import Terminal
 from pipeline.speedup import publish
 from pipeline.speedup.advise import advise
@@ -37,6 +37,7 @@ def run(
     show: Callable[[Report, Path], None] | None = None,
     resume: str | None = None,
     allow_changed: bool = False,
+    member: Membership | None = None,
 ) -> None:
     """Run an experiment: its baseline, its training, its report.
 
@@ -48,6 +49,7 @@ def run(
         show: gets the report and the folder of the run, e.g. to print it as JSON.
         resume: the run to go on with, see `pipeline.recovery.earlier`; None starts a new one.
         allow_changed: whether that run may have had another experiment.
+        member: given for a run that is a trial of a sweep.
 
     Raises:
         PipelineError: what went wrong, ready to be shown.
@@ -61,7 +63,7 @@ def run(
     plan = _as_started(make(file, with_baseline=with_baseline))
     for note in (*plan.notes, *changes, *map(_stays_left_out, left_out.values())):
         terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
-    with recorded(plan, terminal=terminal, folder=earlier.folder if earlier else None) as recorder:
+    with recorded(plan, terminal=terminal, folder=earlier.folder if earlier else None, member=member) as recorder:
         done = {end.result.trial for end in recorder.finished}
         try:
             with launcher_of(plan, recorder, verbose=verbose) as launcher:

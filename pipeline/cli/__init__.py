@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from pipeline.cli import about, completion, diagnosis, experiments, jobs, projects, results, submission
+from pipeline.cli import about, completion, diagnosis, experiments, jobs, projects, results, submission, sweeps
 from pipeline.cli.arguments import show
 from pipeline.errors import PipelineError, Terminated
 from pipeline.imports import importable
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.callback()(about.options)
 app.command()(experiments.run)
 app.command()(experiments.compare)
+app.command()(sweeps.sweep)
 app.command("tune-batch")(experiments.tune_batch)
 app.command()(experiments.predict)
 app.command()(experiments.check)

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Iterator
 
+from pipeline.config.nearest import did_you_mean
 from pipeline.config.parallel import Parallel
 from pipeline.config.schema import Experiment
+from pipeline.config.sweep import misused
 from pipeline.errors import Problem
 
 
@@ -39,6 +41,7 @@ def contradictions(experiment: Experiment) -> list[Problem]:
         problems.append(
             Problem("checkpoint.best", f"is {experiment.checkpoint.best}, which isn't measured; choose one of {known}")
         )
+    problems += _swept(experiment)
     problems += _only_for_ray(parallel)
     problems += _against_local_sgd(experiment)
     problems += _layouts(experiment)
@@ -131,6 +134,24 @@ def _streamed(experiment: Experiment) -> Iterator[Problem]:
                 "has no effect on pipeline.data.streamed, which Ray Data prepares; use its map_batches, remove this"
             )
             yield Problem(f"loader.{name}", message)
+
+
+def _swept(experiment: Experiment) -> Iterator[Problem]:
+    """A sweep of what isn't measured, or that can't do what it says."""
+    sweep = experiment.sweep
+    if sweep is None:
+        return
+    if not _is_reported(sweep.metric, experiment):
+        known = [f"validation/{name}" for name in ("loss", *experiment.metrics)]
+        hint = did_you_mean(sweep.metric, known) or f"; choose one of {', '.join(known)}"
+        yield Problem("sweep.metric", f"is {sweep.metric}, which isn't measured{hint}")
+    for key, message in misused(sweep):
+        yield Problem(f"sweep.{key}", message)
+    varied = sweep.parameters.get("train.epochs")
+    epochs = max([experiment.train.epochs, *(n for n in (varied.candidates if varied else ()) if isinstance(n, int))])
+    if sweep.asha is not None and sweep.asha.grace_epochs >= epochs:
+        message = f"is {sweep.asha.grace_epochs} of {epochs} epochs, so that no trial is stopped; write fewer"
+        yield Problem("sweep.asha.grace_epochs", message)
 
 
 def _is_reported(metric: str, experiment: Experiment) -> bool:

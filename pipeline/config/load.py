@@ -1,13 +1,14 @@
 """From a file and overrides to an Experiment, with every problem reported at once: start reading at `load`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import interpolation, keys, lines, messages, runtime, secrets
+from pipeline.config import interpolation, keys, lines, messages, runtime, secrets, variation
 from pipeline.config.consistency import contradictions
 from pipeline.config.jsonschema import Shape, experiment_json_schema
 from pipeline.config.lines import Places
@@ -29,6 +30,19 @@ class ExperimentFile:
     path: Path
     experiment: Experiment
     places: Places
+    tree: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What the file says, with its overrides, before ``${...}`` is replaced; it may hold secrets."""
+
+    def varied(self, values: Mapping[str, Any]) -> "ExperimentFile":
+        """The same without its sweep and with other values, by dotted key.
+
+        Raises:
+            ExperimentError: they don't go together.
+        """
+        tree = deepcopy(dict(self.tree))
+        tree.pop("sweep", None)
+        entries = dict(self.places.entries)
+        return checked(self.places.name, tree, entries, [variation.override(key, values[key]) for key in values])
 
     def locate(self, key: str) -> str:
         """Of "train.epochs": "experiments/resnet.yaml:9" its line, or the nearest section's around it."""
@@ -64,7 +78,10 @@ def checked(name: str, tree: dict[str, Any], entries: dict[str, int | str], over
         problems += _unreported(contradictions(experiment), problems)
     if problems or rejected:
         raise _explain([*problems, *rejected], places)
-    return ExperimentFile(Path(name), experiment, places)
+    file = ExperimentFile(Path(name), experiment, places, tree)
+    if wrong := variation.problems(experiment, file.varied):
+        raise file.explain(wrong)
+    return file
 
 
 def _explain(problems: Iterable[Problem], places: Places) -> ExperimentError:

@@ -8,6 +8,7 @@ from pydantic import Field, field_serializer, field_validator
 
 from pipeline.config.parallel import Parallel
 from pipeline.config.secrets import without_credentials
+from pipeline.config.sweep import Sweep
 from pipeline.config.toolbox import OR_BOOLEAN, SWITCH, Compile, Ema, Patterns, in_words
 from pipeline.config.values import Component, Frozen, NotNegative, Positive, PositiveFloat, StrategyName, Writable
 
@@ -188,6 +189,8 @@ class Experiment(Frozen):
     """What the run is compared with; the first entry is the baseline of the speedup."""
     measure: Measure = Measure()
     tracking: Tracking = Tracking()
+    sweep: Sweep | None = None
+    """What ``pipeline sweep`` tries; other commands leave it out."""
 
     @property
     def is_streamed(self) -> bool:

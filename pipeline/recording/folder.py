@@ -1,5 +1,6 @@
 """The folder of a run: made for a new one, found again for one that is to go on."""
 
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from pipeline.recording import journal, provenance
 
 EXPERIMENT_NAME = "experiment.yaml"
 ENVIRONMENT_NAME = "environment.txt"
+_TRIAL = re.compile(r"trial-\d+")
 
 
 class RunState(Frozen):
@@ -53,6 +55,23 @@ def create(plan: Plan) -> Path:
     return root / name
 
 
+def sweep_of(folder: Path) -> str:
+    """Id of the sweep that a run is a trial of, whose folder its own lies in; empty for other runs."""
+    return folder.absolute().parent.name if _TRIAL.fullmatch(folder.name) else ""
+
+
+def id_of(folder: Path) -> str:
+    """Id of a run: the name of its folder, after that of its sweep if it has one."""
+    sweep = sweep_of(folder)
+    return f"{sweep}/{folder.name}" if sweep else folder.name
+
+
+def trials_of(folder: Path) -> list[Path]:
+    """The folders of a sweep's trials that have begun, in their order; none for other runs."""
+    there = (path.parent for path in folder.glob(f"trial-*/{journal.FILE_NAME}"))
+    return sorted((each for each in there if _TRIAL.fullmatch(each.name)), key=lambda each: (len(each.name), each.name))
+
+
 def shown(experiment: Experiment) -> Experiment:
     """The experiment as it may be written down: without credentials."""
     tracking = experiment.tracking.model_copy(update={"uri": without_credentials(experiment.tracking.uri)})
@@ -71,15 +90,16 @@ def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
     return EXPERIMENT_NAME, ENVIRONMENT_NAME
 
 
-def newest(directory: Path, *, name: str) -> Path | None:
+def newest(directory: Path, *, name: str, role: str = "main") -> Path | None:
     """The folder of the run of an experiment that began last; None if there is none.
 
     Args:
         directory: where runs are, ``tracking.directory``.
         name: of the experiment.
+        role: main for a training, or the command that made it.
     """
     folders = sorted(directory.glob(f"*-{name}-*"), reverse=True)  # their names begin with the time
-    return next((folder for folder in folders if _is_run_of(folder, name)), None)
+    return next((folder for folder in folders if _is_run_of(folder, name, role=role)), None)
 
 
 def read_state(folder: Path) -> RunState:
@@ -131,10 +151,10 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         raise
 
 
-def _is_run_of(folder: Path, name: str) -> bool:
+def _is_run_of(folder: Path, name: str, *, role: str) -> bool:
     path = folder / journal.FILE_NAME
     opened = _opened(path) if path.is_file() else None
-    return opened is not None and opened.params.get("name") == name and opened.tags.get("role") == "main"
+    return opened is not None and opened.params.get("name") == name and opened.tags.get("role") == role
 
 
 def _opened(path: Path) -> RunOpened | None:

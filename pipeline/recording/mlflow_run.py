@@ -19,6 +19,7 @@ from pipeline.events import (
     RunOpened,
     Started,
     SystemMetrics,
+    Tagged,
     TrialOpened,
 )
 from pipeline.recording import mlflow_entities as entities
@@ -109,7 +110,9 @@ class MlflowRun:
         self.experiment_id = experiment_id(self._client, event.tracking_experiment, root=artifact_root(uri))
         self._runs = TaggedRuns(self._client, name=event.run, experiment=self.experiment_id)
         tags = {"mlflow.source.name": "pipeline", "mlflow.source.type": "LOCAL", **event.tags}
-        self.run_id = self._runs.open(event, trial=MAIN, title=event.run, tags=tags)
+        if event.sweep:
+            tags |= {"mlflow.parentRunId": self._runs.of(event.sweep, trial=MAIN), "sweep": event.sweep}
+        self.run_id = self._runs.open(event, trial=MAIN, title=event.title or event.run, tags=tags)
         self._errors = {}
         self._describe(self.run_id, params=event.params)
 
@@ -162,6 +165,10 @@ class MlflowRun:
     def _(self, event: ModelSaved) -> None:
         if event not in self._models:
             self._models.append(event)  # exporting takes cores, and a measurement may follow: it waits for the end
+
+    @_write.register
+    def _(self, event: Tagged) -> None:
+        self._describe(self._runs.of(event.run, trial=MAIN), tags=event.tags)
 
     @_write.register
     def _(self, event: RunClosed) -> None:

@@ -59,6 +59,16 @@ class TaggedRuns:
         run = self._client.create_run(self._experiment, time, {tag.key: tag.value for tag in given}, title)
         return str(run.info.run_id)
 
+    def of(self, name: str, *, trial: str) -> str:
+        """Id of another run's MLflow run, such as that of the sweep which this one is a trial of.
+
+        Raises:
+            LookupError: MLflow doesn't have it, or not yet.
+        """
+        if not (found := self._found({RUN_TAG: name, TRIAL_TAG: trial})):
+            raise LookupError(f"{name} isn't in MLflow yet; pipeline sync sends it")
+        return str(max(found, key=_content).info.run_id)
+
     def end(self, run_id: str, event: Event, *, status: Status) -> None:
         """End one run."""
         self._client.set_terminated(run_id, status=status, end_time=entities.milliseconds(event))

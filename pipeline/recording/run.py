@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
@@ -28,8 +29,27 @@ from pipeline.recording.terminal import Terminal
 LOG_NAME = "log.txt"
 
 
+@dataclass(frozen=True)
+class Membership:
+    """A run that is a trial of a sweep."""
+
+    folder: Path
+    """Its own, inside the sweep's; it is made by the sweep."""
+    title: str
+    """What sets it apart from the others."""
+    interruption: Callable[[], str]
+    """Why it was interrupted, if it was."""
+
+
 @contextmanager
-def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Path | None = None) -> Iterator[Recorder]:
+def recorded(
+    plan: Plan,
+    *,
+    terminal: Terminal,
+    tracked: bool = True,
+    folder: Path | None = None,
+    member: Membership | None = None,
+) -> Iterator[Recorder]:
     """A recorder for the events of a run. The run is closed with the status that the block ends in.
 
     Args:
@@ -38,6 +58,7 @@ def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Pa
         tracked: whether the run goes to the tracking store, too, or to its folder only.
         folder: that of a run which goes on: its journal is continued, its run in the tracking store is opened again.
             By default a new run begins.
+        member: what a run in a sweep is told by.
 
     Raises:
         ResourceError: the run's folder or the tracking store can't be written; at the end, if the disk had no room for
@@ -46,7 +67,7 @@ def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Pa
     """
     uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None
-    folder = folder or folders.create(plan)
+    folder = folder or (member.folder if member else folders.create(plan))
     with folders.explained(folder), closing(Log(folder / LOG_NAME)) as log, _logging_to(log):
         warn = _teller(terminal.warnings)
         if warning:
@@ -60,11 +81,11 @@ def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Pa
             status: Status = "FINISHED"
             message = ""
             try:
-                _open(plan, recorder, uri=uri, files=files)
+                _open(plan, recorder, uri=uri, files=files, title=member.title if member else "")
                 with folders.explained(folder):
                     yield recorder
             except BaseException as error:
-                status, message = _status(error)
+                status, message = _status(error, interruption=member.interruption() if member else "")
                 raise
             finally:
                 for console in consoles:
@@ -127,12 +148,14 @@ def _console(log: Log) -> rich.console.Console:
     )
 
 
-def _open(plan: Plan, recorder: Recorder, *, uri: str, files: Sequence[str]) -> None:
+def _open(plan: Plan, recorder: Recorder, *, uri: str, files: Sequence[str], title: str) -> None:
     experiment = plan.experiment
     recorder.receive(
         RunOpened(
             time=time.time(),
-            run=recorder.folder.name,
+            run=folders.id_of(recorder.folder),
+            sweep=folders.sweep_of(recorder.folder),
+            title=title,
             tracking_uri=without_credentials(uri),
             tracking_experiment=experiment.tracking.experiment or experiment.name,
             tags=provenance.run_tags(plan),
@@ -161,9 +184,9 @@ def _missing(recorder: Recorder, log: Log, tracker: MlflowSubscriber | None) -> 
     return f"{recorder.folder} lacks {' and '.join(parts)}, the disk was full to the end; {rest}"
 
 
-def _status(error: BaseException) -> tuple[Status, str]:
+def _status(error: BaseException, *, interruption: str) -> tuple[Status, str]:
     if isinstance(error, KeyboardInterrupt):
-        return "KILLED", "interrupted"
+        return "KILLED", interruption or "interrupted"
     return "FAILED", str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
 
 

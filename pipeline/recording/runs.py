@@ -26,7 +26,7 @@ class RunSummary(Frozen):
     """Its id, the name of its folder."""
     folder: Path
     command: str
-    """run, compare, predict or tune-batch."""
+    """run, compare, predict, tune-batch or sweep."""
     experiment: str
     status: Status | Literal["RUNNING"]
     """RUNNING while a driver writes to the journal; KILLED if none has closed it."""

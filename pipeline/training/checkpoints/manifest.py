@@ -15,7 +15,7 @@ FILE_NAME = "manifest.json"
 VALUES = "values.json"
 """All of the state that is no tensor."""
 _ASIDE: Mapping[str, Any] = {
-    **dict.fromkeys(("name", "tracking", "compare", "measure", "checkpoint", "loader", "parallel"), True),
+    **dict.fromkeys(("name", "tracking", "compare", "measure", "checkpoint", "loader", "parallel", "sweep"), True),
     "train": {"compile", "activation_checkpointing"},
 }
 _FOLDER = re.compile(r"step-(\d{8,})")

@@ -1,0 +1,155 @@
+"""The section ``sweep``: which values are tried, which of them are best, and when a trial is given up."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
+
+from pipeline.config.toolbox import OR_BOOLEAN, SWITCH
+from pipeline.config.values import Frozen, NotNegative, Positive
+
+MOST_TRIALS = 10_000
+"""A sweep of more is a slip of the pen."""
+
+
+def _range(kind: type, *, example: str, least: float = -math.inf) -> BeforeValidator:
+    """Two finite numbers, the smaller one first."""
+
+    def check(value: object) -> object:
+        allowed = (int, float) if kind is float else (int,)
+        where = f", in place of {json.dumps(value, default=str)}" if isinstance(value, list | tuple) else ""
+        noun = "numbers" if kind is float else "whole numbers"
+        if not isinstance(value, list | tuple) or len(value) != 2 or any(type(end) not in allowed for end in value):
+            raise ValueError(f"write two {noun}, the lowest and the highest, e.g. {example}{where}")
+        low, high = value
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(f"write two finite {noun}, e.g. {example}{where}")
+        if low >= high:
+            raise ValueError(f"write the lowest first, then one that is higher, e.g. {example}{where}")
+        if low <= least:
+            raise ValueError(f"a logarithm needs {noun} greater than 0, e.g. {example}{where}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _pair(of: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "array", "items": {"type": of}, "minItems": 2, "maxItems": 2})
+
+
+Uniform = Annotated[tuple[float, float], _range(float, example="[0.0, 0.5]"), _pair("number")]
+LogUniform = Annotated[tuple[float, float], _range(float, example="[1e-4, 1e-1]", least=0), _pair("number")]
+IntUniform = Annotated[tuple[int, int], _range(int, example="[2, 8]"), _pair("integer")]
+IntLogUniform = Annotated[tuple[int, int], _range(int, example="[16, 512]", least=0), _pair("integer")]
+Values = Annotated[tuple[Any, ...], Field(min_length=1)]
+
+
+class Parameter(Frozen):
+    """The values that one key is given: exactly one of these."""
+
+    grid: Values | None = None
+    """Each of these, in combination with each of the other grids."""
+    choice: Values | None = None
+    """One of these, all equally likely."""
+    uniform: Uniform | None = None
+    """A number between two others."""
+    log_uniform: LogUniform | None = None
+    """A number between two others whose logarithm is evenly spread: for learning rates and the like."""
+    int_uniform: IntUniform | None = None
+    """A whole number from the first to the second, both included."""
+    int_log_uniform: IntLogUniform | None = None
+    """The same, with its logarithm evenly spread: for sizes."""
+
+    @model_serializer(mode="wrap")
+    def _only_what_is_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in write(self).items() if value is not None}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those that are given; a whole file has exactly one."""
+        return tuple(name for name in type(self).model_fields if getattr(self, name) is not None)
+
+    @property
+    def candidates(self) -> tuple[Any, ...]:
+        """All values if there is a list of them, else the lowest and the highest."""
+        return tuple(value for kind in self.kinds for value in getattr(self, kind))
+
+    def __str__(self) -> str:
+        kind = self.kinds[0]
+        return f"{kind} {json.dumps(list(getattr(self, kind)))}"
+
+
+class Asha(Frozen):
+    """Asynchronous successive halving (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning")."""
+
+    grace_epochs: Positive = 1
+    """Epochs that each trial is trained before it may be stopped."""
+    reduction_factor: Annotated[int, Field(ge=2, strict=True)] = 3
+    """Of the trials that reach an epoch at which they are compared, one in so many goes on; these epochs are
+    grace_epochs and its multiples by powers of this number."""
+
+
+class Sweep(Frozen):
+    """``pipeline sweep``: the same experiment with other values, and which of them are best."""
+
+    metric: Annotated[str, Field(pattern=r"^validation/.")] = "validation/loss"
+    """The metric by which trials are compared, such as validation/loss: its last value."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether small or large values of ``metric`` are good; auto: small if its name ends in loss or error."""
+    parameters: Annotated[Mapping[str, Parameter], Field(min_length=1)]
+    """What is tried, by the dotted keys that overrides have: optimizer.lr: {log_uniform: [1e-4, 1e-1]}."""
+    trials: Positive = 1
+    """Draws of the parameters that are no grids; each is trained once for each combination of the grids."""
+    search: Literal["random", "optuna"] = "random"
+    """random draws each trial by itself; optuna (TPE) learns from the trials that have ended."""
+    asha: Annotated[Asha | None, SWITCH, OR_BOOLEAN] = None
+    """Stop trials early that are worse than others at the same epoch: true, or how."""
+    concurrent: Positive | None = None
+    """Trials that run at the same time; default: as many as there are cores or GPUs for."""
+    seed: NotNegative | None = None
+    """Decides what is drawn; default: the experiment's seed."""
+
+    @property
+    def minimizes(self) -> bool:
+        """Whether small values of ``metric`` are good."""
+        return self.mode == "min" or (self.mode == "auto" and self.metric.endswith(("loss", "error")))
+
+    @property
+    def direction(self) -> Literal["min", "max"]:
+        """What is good, in the words of Ray Tune and Optuna."""
+        return "min" if self.minimizes else "max"
+
+    @property
+    def grids(self) -> dict[str, tuple[Any, ...]]:
+        """The values of the parameters that are grids."""
+        return {key: found.grid for key, found in self.parameters.items() if found.grid is not None}
+
+    @property
+    def combinations(self) -> int:
+        """Of the grids; 1 without any."""
+        return math.prod(len(values) for values in self.grids.values())
+
+    @property
+    def total(self) -> int:
+        """Trials in all."""
+        return self.trials * self.combinations
+
+
+def misused(sweep: Sweep) -> Iterator[tuple[str, str]]:
+    """What no single field of the section can know: key inside it, and what is wrong."""
+    for key, parameter in sweep.parameters.items():
+        if len(parameter.kinds) != 1:
+            names = ", ".join(Parameter.model_fields)
+            given = f"is given as {' and '.join(parameter.kinds)}" if parameter.kinds else "has no values"
+            yield f"parameters.{key}", f"{given}; write one of {names}, e.g. {{choice: [1, 2]}}"
+        elif parameter.grid is not None and sweep.search == "optuna":
+            yield f"parameters.{key}.grid", "can't be searched by optuna; write choice, or search: random"
+    drawn = [key for key in sweep.parameters if key not in sweep.grids]
+    if sweep.trials == 1 and drawn and "trials" not in sweep.model_fields_set:
+        yield "trials", f"missing; write how often {', '.join(drawn)} {'is' if len(drawn) == 1 else 'are'} drawn"
+    if not drawn and sweep.trials > 1:
+        yield "trials", f"is {sweep.trials}, but all parameters are grids, which are trained once; remove it"
+    if sweep.total > MOST_TRIALS:
+        yield "parameters", f"make {sweep.total:,} trials; at most {MOST_TRIALS:,} can be right"

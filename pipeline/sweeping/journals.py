@@ -1,0 +1,98 @@
+"""What the journals of a sweep's trials say: nothing else is needed to know how far it is."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.events import AnyEvent, Metrics, RunClosed, RunOpened, Started, event_from_json
+from pipeline.recording import journal
+from pipeline.speedup.swept import State
+from pipeline.sweeping.assignment import STOPPED_EARLY
+
+_TOLD = (b'"metrics"', b'"started"')
+
+
+class Evaluation(NamedTuple):
+    """One value of the sweep's metric."""
+
+    epoch: int
+    """Epochs done."""
+    step: int
+    value: float
+
+    def as_score(self, *, minimizes: bool) -> float:
+        """The value, or the worst there is if it is NaN: a training that has diverged."""
+        return self.value if not math.isnan(self.value) else math.inf if minimizes else -math.inf
+
+
+class Unmeasurable(Exception):
+    """The training has no validation set, and so no metric that a sweep could go by."""
+
+
+class Follower:
+    """Reads the evaluations of a trial as they are written.
+
+    Args:
+        folder: the trial's.
+        metric: the sweep's.
+    """
+
+    def __init__(self, folder: Path, *, metric: str) -> None:
+        self.epochs = 0
+        """Of the whole training; 0 until it is known."""
+        self._path = folder / journal.FILE_NAME
+        self._metric = metric
+        self._read = 0
+
+    def evaluations(self) -> Iterator[Evaluation]:
+        """Those that have been written since the last call.
+
+        Raises:
+            Unmeasurable: there will never be one.
+        """
+        for event in self._new_events():
+            if isinstance(event, Started) and event.trial == "main":
+                self.epochs = event.epochs
+                if not event.validation_samples:
+                    raise Unmeasurable(f"the data has no validation set, and so no {self._metric}")
+            elif isinstance(event, Metrics) and event.trial == "main":
+                for point in event.points:
+                    if point.name == self._metric:
+                        yield Evaluation(event.epoch, point.step, point.value)
+
+    def _new_events(self) -> Iterator[AnyEvent]:
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # it is being written
+                self._read += len(line)
+                if any(mark in line for mark in _TOLD):
+                    yield event_from_json(line)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a trial's journal says what was to be run: else it begins from the beginning."""
+    path = folder / journal.FILE_NAME
+    return path.is_file() and isinstance(next(iter(journal.read(path)), None), RunOpened)
+
+
+def state_of(folder: Path) -> tuple[State, str]:
+    """How a trial stands, and why."""
+    if not has_begun(folder):
+        return "not begun", ""
+    if journal.is_open(folder / journal.FILE_NAME):
+        return "running", ""
+    end = journal.ending(folder / journal.FILE_NAME)
+    if end is None:
+        return "interrupted", "its process was killed"
+    return _state(end), end.message
+
+
+def _state(end: RunClosed) -> State:
+    if end.status == "KILLED":
+        return "stopped early" if end.message.startswith(STOPPED_EARLY) else "interrupted"
+    return "finished" if end.status == "FINISHED" else "failed"

@@ -1,0 +1,132 @@
+"""What has become of a sweep's trials, and the report of it: terminal, files, tracking store."""
+
+import json
+import math
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipeline.config.load import ExperimentFile
+from pipeline.config.variation import override
+from pipeline.events import Tagged
+from pipeline.recording import provenance
+from pipeline.recording.console import print_report
+from pipeline.recording.folder import id_of
+from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.run import artifact
+from pipeline.recording.terminal import Terminal
+from pipeline.speedup.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial
+from pipeline.sweeping.assignment import Record, Suggestion, folder_name
+from pipeline.sweeping.journals import Follower, Unmeasurable, state_of
+from pipeline.sweeping.planning import SweepPlan
+
+
+def trial(sweep: Path, suggestion: Suggestion, *, metric: str) -> SweptTrial:
+    """What has become of one trial, by its folder inside the sweep's."""
+    folder = sweep / folder_name(suggestion.number)
+    state, message = state_of(folder)
+    record = Record.read(folder)
+    if state == "not begun" and record is not None and record.failure:
+        state, message = "failed", record.failure
+    try:
+        last = next(reversed(list(Follower(folder, metric=metric).evaluations())), None)
+    except Unmeasurable as error:
+        state, message, last = "failed", str(error), None
+    return SweptTrial(
+        number=suggestion.number,
+        values=suggestion.values,
+        state=state,
+        message="" if state == "finished" else message.partition("\n")[0],
+        value=last.value if last else None,
+        epochs=last.epoch if last else 0,
+        steps=last.step if last else 0,
+        run=f"{sweep.name}/{folder.name}",
+    )
+
+
+def records(sweep: Path) -> Iterator[Record]:
+    """Of the trials that have begun, from the first one on."""
+    number = 1
+    while (record := Record.read(sweep / folder_name(number))) is not None:
+        yield record
+        number += 1
+
+
+def report(
+    file: ExperimentFile, plan: SweepPlan, recorder: Recorder, *, overrides: Sequence[str], terminal: Terminal
+) -> SweptReport:
+    """Set the trials side by side."""
+    swept = _swept(file, plan, recorder.folder, overrides=overrides)
+    result = SweptReport(swept=swept, hardware=provenance.hardware(plan.plan))
+    print_report(result, stdout=terminal.result)
+    if swept.command:
+        terminal.result.print(" ".join(swept.command), markup=False, highlight=False, soft_wrap=True)
+    recorder.summary = result.markdown()
+    for event in _tags(swept, recorder.folder):
+        recorder.receive(event)
+    for name, text in _files(result).items():  # last, since a disk may be full
+        (recorder.folder / name).write_text(text, encoding="utf-8")
+        artifact(name, recorder)
+    return result
+
+
+def best_of(trials: Sequence[SweptTrial], *, minimizes: bool) -> SweptTrial | None:
+    """The best of those that were trained to their end: one that was stopped early was worse than another.
+
+    Of equal ones the first.
+    """
+    whole = [one for one in trials if one.state == "finished" and one.value is not None and not math.isnan(one.value)]
+    pick = min if minimizes else max
+    return pick(whole, key=lambda one: one.value) if whole else None
+
+
+def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequence[str]) -> Swept:
+    sweep = plan.sweep
+    begun = (Suggestion(number=record.number, values=record.values) for record in records(folder))
+    trials = tuple(trial(folder, each, metric=sweep.metric) for each in plan.suggestions or begun)
+    best = best_of(trials, minimizes=sweep.minimizes)
+    return Swept(
+        experiment=file.experiment.name,
+        metric=sweep.metric,
+        mode=sweep.direction,
+        search=sweep.search,
+        seed=plan.seed,
+        trials=trials,
+        best=best.number if best else None,
+        command=_command(file, best, overrides=overrides) if best else (),
+        run=id_of(folder),
+    )
+
+
+def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]) -> tuple[str, ...]:
+    """Trains the best one again; the words are quoted for a shell."""
+    given = [word for word in overrides if not word.startswith("sweep.") and word.partition("=")[0] not in best.values]
+    words = [*given, *(override(key, value) for key, value in best.values.items())]
+    return ("pipeline", "run", *map(shlex.quote, (str(file.path), *words)))
+
+
+def _tags(swept: Swept, folder: Path) -> Iterator[Tagged]:
+    """What the tracking store is to say of the sweep and its trials; what was said in an earlier session is replaced."""
+    now = time.time()
+    for one in swept.trials:
+        if one.state == "finished":
+            yield Tagged(time=now, run=one.run, tags={"best": str(one.number == swept.best).lower()})
+        elif one.state == "stopped early":
+            yield Tagged(time=now, run=one.run, tags={"stopped_early": one.message})
+    if (best := swept.trial(swept.best)) is not None:
+        kept = TrackingOutcome.kept(folder / folder_name(best.number))
+        tags = {"best_run": best.run, "best_run_id": kept.run_id if kept else ""}
+        tags |= {f"best.{key}": str(value) for key, value in best.values.items()}
+        yield Tagged(time=now, run=swept.run, tags={**tags, f"best.{swept.metric}": f"{best.value:.6g}"})
+
+
+def _files(result: SweptReport) -> dict[str, str]:
+    columns = result.columns()
+    table = {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}
+    return {
+        FILE_NAME: result.model_dump_json(indent=1) + "\n",
+        TABLE_NAME: json.dumps(table),
+        CSV_NAME: result.to_csv(),
+    }
