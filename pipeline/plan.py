@@ -214,5 +214,7 @@ def _notes(main: Trial, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
         yield f"local SGD: from step {start + 1} on each worker has its own weights; their average is evaluated"
         if start > warmup:
             yield f"local SGD begins after {start} steps: measurements, which warm up for {warmup}, don't see it"
+    if main.experiment.sweep is not None:
+        yield "the file's own values are trained, its sweep is left out; pipeline sweep tries those"
     if wanted and not has_baseline:
         yield f"{main.title} is the baseline itself: no speedup to measure"

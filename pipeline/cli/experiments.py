@@ -1,7 +1,7 @@
 """Commands that take an experiment: check it, run it, measure it."""
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,9 @@ from pipeline.cli.arguments import (
     with_address,
 )
 from pipeline.errors import PipelineError
+
+if TYPE_CHECKING:
+    from pipeline.config.load import ExperimentFile
 
 
 def run(
@@ -200,14 +203,23 @@ def check(
     errors: dict[str, PipelineError] = {}
     for file in files:
         try:
-            preflight.check(load(file))
+            preflight.check(experiment := load(file))
         except PipelineError as error:
             show(error)
             errors[file] = error
         else:
             if not quiet:
-                typer.echo(f"{file}: ok", err=as_json)
+                typer.echo(f"{file}: ok{_sweep_in(experiment)}", err=as_json)
     if as_json:
         typer.echo(json.dumps([{"file": file, "problems": problems_of(errors.get(file))} for file in files], indent=2))
     if errors:
         raise typer.Exit(next(iter(errors.values())).exit_code)
+
+
+def _sweep_in(file: "ExperimentFile") -> str:
+    """What the file's sweep would do, as far as it is known without asking a cluster."""
+    if file.experiment.sweep is None:
+        return ""
+    from pipeline.sweeping.planning import in_a_line
+
+    return f"; {in_a_line(file)}"

@@ -71,6 +71,8 @@ def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json
         console.print(f"{summary.run}: {_state(summary)}", style="yellow", markup=False)
     if result is not None:
         print_report(result.report, stdout=console)
+        if result.command:
+            console.print(result.command, markup=False, soft_wrap=True)
     console.print(places_of(summary.folder), markup=False, soft_wrap=True)
 
 
@@ -110,13 +112,16 @@ def sync(
     import rich.console
 
     from pipeline.recording.display import progress_on
+    from pipeline.recording.folder import trials_of
     from pipeline.recording.sync import sync as send
 
-    with progress_on(rich.console.Console(highlight=False, stderr=True)):
-        outcome = send(folder, warn=lambda message: typer.echo(message, err=True))
-    typer.echo(outcome.message)
-    if not outcome.delivered:
-        raise typer.Exit(3)
+    trials = trials_of(folder)  # they need their sweep there, and what it says of them needs them
+    for each in [folder, *trials, folder] if trials else [folder]:
+        with progress_on(rich.console.Console(highlight=False, stderr=True)):
+            outcome = send(each, warn=lambda message: typer.echo(message, err=True))
+        typer.echo(outcome.message)
+        if not outcome.delivered:
+            raise typer.Exit(3)
 
 
 def _found(run: str, directory: Path) -> "RunSummary":

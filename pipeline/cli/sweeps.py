@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from pipeline.cli import completion
 from pipeline.cli.arguments import (
     Cluster,
     FileArgument,
@@ -14,7 +15,6 @@ from pipeline.cli.arguments import (
     interruptible,
     with_address,
 )
-from pipeline.cli import completion
 
 ResumeSweep = Annotated[
     str | None,

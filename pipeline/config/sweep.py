@@ -146,6 +146,8 @@ def misused(sweep: Sweep) -> Iterator[tuple[str, str]]:
             yield f"parameters.{key}", f"{given}; write one of {names}, e.g. {{choice: [1, 2]}}"
         elif parameter.grid is not None and sweep.search == "optuna":
             yield f"parameters.{key}.grid", "can't be searched by optuna; write choice, or search: random"
+    if any(len(parameter.kinds) != 1 for parameter in sweep.parameters.values()):
+        return
     drawn = [key for key in sweep.parameters if key not in sweep.grids]
     if sweep.trials == 1 and drawn and "trials" not in sweep.model_fields_set:
         yield "trials", f"missing; write how often {', '.join(drawn)} {'is' if len(drawn) == 1 else 'are'} drawn"

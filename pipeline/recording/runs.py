@@ -11,6 +11,7 @@ from pipeline.contract import Status
 from pipeline.errors import UsageError
 from pipeline.events import AnyEvent, Metrics, RunOpened, event_from_json
 from pipeline.recording import journal
+from pipeline.recording.folder import id_of, sweep_of, trials_of
 
 LATEST = "latest"
 """The run that began last."""
@@ -23,7 +24,7 @@ class RunSummary(Frozen):
     """One run in a line."""
 
     run: str
-    """Its id, the name of its folder."""
+    """Its id, the name of its folder; of a sweep's trial with the sweep's before it."""
     folder: Path
     command: str
     """run, compare, predict, tune-batch or sweep."""
@@ -42,6 +43,8 @@ class RunSummary(Frozen):
     """None while it goes on, and if its driver was killed."""
     message: str = ""
     """Why it ended, unless it finished."""
+    sweep: str = ""
+    """Id of the sweep that it is a trial of; empty for other runs."""
 
     @property
     def what(self) -> str:
@@ -60,10 +63,11 @@ def folders(directory: Path) -> list[Path]:
 
 
 def summaries(directory: Path) -> Iterator[RunSummary]:
-    """All runs of a directory, the newest last; without those that ended before they began."""
+    """All runs of a directory, the newest last, after a sweep its trials; without those that ended before they began."""
     for folder in folders(directory):
-        if (summary := summarized(folder)) is not None:
-            yield summary
+        for each in (folder, *trials_of(folder)):
+            if (summary := summarized(each)) is not None:
+                yield summary
 
 
 def summarized(folder: Path) -> RunSummary | None:
@@ -80,7 +84,8 @@ def summarized(folder: Path) -> RunSummary | None:
     is_training = role == "main"
     figures = {p.name: p.value for e in events if isinstance(e, Metrics) and e.trial == "main" for p in e.points}
     return RunSummary(
-        run=folder.name,
+        run=id_of(folder),
+        sweep=sweep_of(folder),
         folder=folder,
         command="run" if is_training else role,
         experiment=last.params.get("name", last.tracking_experiment),

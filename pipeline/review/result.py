@@ -14,10 +14,12 @@ from pipeline.speedup.forecast import FILE_NAME as FORECAST_NAME
 from pipeline.speedup.forecast import Forecast
 from pipeline.speedup.publish import REPORT_NAME
 from pipeline.speedup.report import Report, comparison_json, run_json
+from pipeline.speedup.swept import FILE_NAME as SWEEP_NAME
+from pipeline.speedup.swept import SweptReport
 from pipeline.speedup.tuned import FILE_NAME as TUNING_NAME
 from pipeline.speedup.tuned import TunedReport
 
-Model = TypeVar("Model", Report, Forecast, TunedReport)
+Model = TypeVar("Model", Report, Forecast, TunedReport, SweptReport)
 _INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a result raises that has the right types and holds together no longer; pydantic's errors are among them."""
 
@@ -28,6 +30,8 @@ class Result(NamedTuple):
     report: Printable
     to_json: Callable[[], str]
     """What the command prints with ``--json``."""
+    command: str = ""
+    """What to run next, for a shell."""
 
 
 def result_of(run: RunSummary) -> Result | None:
@@ -42,6 +46,11 @@ def result_of(run: RunSummary) -> Result | None:
     if run.command == "tune-batch":
         tuned = _read(TunedReport, run.folder / TUNING_NAME)
         return Result(tuned, lambda: tuned.tuned.model_dump_json(indent=2)) if tuned else None
+    if run.command == "sweep":
+        swept = _read(SweptReport, run.folder / SWEEP_NAME)
+        if swept is None:
+            return None
+        return Result(swept, lambda: swept.swept.model_dump_json(indent=2), swept.command)
     if (report := report_of(run)) is None:
         return None
     is_comparison = run.command == "compare"

@@ -18,7 +18,7 @@ Column = tuple[str, Callable[[RunSummary], str]]
 def show(runs: Sequence[RunSummary], *, now: datetime, console: rich.console.Console) -> None:
     """Print the runs. Where the terminal is narrow, the column of the experiment goes first: ids hold its name."""
     columns: list[Column] = [
-        ("run", lambda run: run.run),
+        ("run", lambda run: f"  {run.folder.name}" if run.sweep else run.run),
         ("experiment", lambda run: run.experiment),
         ("what", lambda run: run.what),
         ("status", lambda run: run.status),

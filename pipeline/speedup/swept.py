@@ -82,9 +82,17 @@ class SweptReport(Frozen):
     def closing(self) -> tuple[str, ...]:
         """Which trial is best, and how to train it again."""
         best = self.swept.trial(self.swept.best)
+        left = sum(trial.state in ("interrupted", "not begun") for trial in self.swept.trials)
+        more = (f"{left} of {len(self.swept.trials)} trials are left; --resume goes on with them.",) if left else ()
         if best is None:
-            return ("No trial has been trained to its end, so none is best.",)
-        return (f"Best: trial {best.number} with {self.swept.metric} {_figure(best.value)}. To train it again:",)
+            return "No trial has been trained to its end, so none is best.", *more
+        again = f"Best: trial {best.number} with {self.swept.metric} {_figure(best.value)}. To train it again:"
+        return *more, again
+
+    @property
+    def command(self) -> str:
+        """Trains the best one again, in a shell; empty if there is none."""
+        return " ".join(self.swept.command)
 
     @property
     def advised(self) -> tuple[str, ...]:
@@ -94,8 +102,8 @@ class SweptReport(Frozen):
     def markdown(self) -> str:
         """For the description of the sweep's run."""
         (table,) = self.tables
-        lines = [f"**{self.closing[0]}**", ""] if self.swept.best else [self.closing[0], ""]
-        lines += [f"    {' '.join(self.swept.command)}", ""] if self.swept.command else []
+        lines = [*self.closing, ""]
+        lines += [f"    {self.command}", ""] if self.command else []
         lines += [f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
         lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table.rows]
         return "\n".join(lines)

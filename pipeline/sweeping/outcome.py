@@ -61,8 +61,8 @@ def report(
     swept = _swept(file, plan, recorder.folder, overrides=overrides)
     result = SweptReport(swept=swept, hardware=provenance.hardware(plan.plan))
     print_report(result, stdout=terminal.result)
-    if swept.command:
-        terminal.result.print(" ".join(swept.command), markup=False, highlight=False, soft_wrap=True)
+    if result.command:
+        terminal.result.print(result.command, markup=False, highlight=False, soft_wrap=True)
     recorder.summary = result.markdown()
     for event in _tags(swept, recorder.folder):
         recorder.receive(event)
@@ -77,9 +77,10 @@ def best_of(trials: Sequence[SweptTrial], *, minimizes: bool) -> SweptTrial | No
 
     Of equal ones the first.
     """
-    whole = [one for one in trials if one.state == "finished" and one.value is not None and not math.isnan(one.value)]
+    values = {one.number: one.value for one in trials if one.state == "finished" and one.value is not None}
+    whole = [one for one in trials if not math.isnan(values.get(one.number, math.nan))]
     pick = min if minimizes else max
-    return pick(whole, key=lambda one: one.value) if whole else None
+    return pick(whole, key=lambda one: values[one.number]) if whole else None
 
 
 def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequence[str]) -> Swept:
@@ -108,7 +109,7 @@ def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]
 
 
 def _tags(swept: Swept, folder: Path) -> Iterator[Tagged]:
-    """What the tracking store is to say of the sweep and its trials; what was said in an earlier session is replaced."""
+    """What the tracking store is to say of the sweep and its trials, in place of what an earlier session has said."""
     now = time.time()
     for one in swept.trials:
         if one.state == "finished":

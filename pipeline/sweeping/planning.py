@@ -165,9 +165,7 @@ def _fit(trial: Trial, resources: Resources) -> int:
     return max(1, workers // trial.workers)
 
 
-def _suggestions(
-    file: ExperimentFile, sweep: Sweep, *, seed: int, common: Mapping[str, Any]
-) -> "list[Suggestion]":
+def _suggestions(file: ExperimentFile, sweep: Sweep, *, seed: int, common: Mapping[str, Any]) -> "list[Suggestion]":
     if sweep.search != "random":
         return []
     drawn = [Suggestion(number=number, values=values) for number, values in enumerate(draws(sweep, seed=seed), 1)]

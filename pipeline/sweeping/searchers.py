@@ -15,7 +15,7 @@ Complete = Callable[[Suggestion], tuple[Suggestion, str]]
 """Adds why a suggestion can't be trained, if it can't, and the hash of its experiment."""
 
 
-class _Forgetful(Searcher):  # type: ignore[misc] - Ray has no types
+class _Forgetful(Searcher):  # type: ignore[misc]  # Ray has no types
     """Tune writes down all that it has, and needs nothing of it: the journals are what a sweep goes on from."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,8 +131,8 @@ def _distribution(parameter: Parameter) -> Any:
 
     if parameter.choice is not None:
         return CategoricalDistribution(tuple(range(len(parameter.choice))))  # Optuna takes no lists or mappings
-    if ends := parameter.int_uniform or parameter.int_log_uniform:
-        return IntDistribution(*ends, log=parameter.int_log_uniform is not None)
+    if whole := parameter.int_uniform or parameter.int_log_uniform:
+        return IntDistribution(*whole, log=parameter.int_log_uniform is not None)
     ends = parameter.uniform or parameter.log_uniform
     assert ends is not None  # the file was checked
     return FloatDistribution(*ends, log=parameter.log_uniform is not None)

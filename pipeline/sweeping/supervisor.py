@@ -25,7 +25,7 @@ class TrialFailed(Exception):
     """A trial's process ended badly; the message is the user's."""
 
 
-class Supervisor(tune.Trainable):
+class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
     """Starts a trial, reports each of its evaluations to Ray Tune, and stops it when Tune wants it to.
 
     A trial that has ended in an earlier session of the sweep is not trained again: what its journal says is reported.

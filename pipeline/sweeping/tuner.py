@@ -37,7 +37,7 @@ class Watcher(Protocol):
 
 
 class Halt:
-    """Makes Ray Tune stand still when a sweep is interrupted: else it would begin other trials, and stop these early."""
+    """Makes Ray Tune stand still when a sweep is interrupted: it would begin other trials, and stop these early."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -58,7 +58,7 @@ class Halt:
             raise SystemExit  # ends a thread without a word
 
 
-class _Callback(tune.Callback):
+class _Callback(tune.Callback):  # type: ignore[misc]  # Ray has no types
     """Hands on what happens, without Ray's words for it."""
 
     def __init__(self, watcher: Watcher, halt: Halt, *, metric: str) -> None:

@@ -1,0 +1,153 @@
+"""``pipeline sweep`` as a whole: real trials side by side, ASHA, MLflow, and what is looked at afterwards."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Ended, started
+from mlflow import MlflowClient
+from swept import INPROCESS, Folder, section
+
+from pipeline.events import CheckpointSaved, RunClosed
+
+pytestmark = pytest.mark.slow
+
+MLP = REPOSITORY / "experiments" / "mlp.yaml"
+PATIENCE_S = 230.0
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Folder, Ended]:
+    """Three trials, two side by side; the third can't learn, and begins when a better one has ended."""
+    cwd = tmp_path_factory.mktemp("sweep")
+    rates = {"grid": [0.1, 0.05, 1e-6]}
+    overrides = [
+        *INPROCESS,
+        "train.epochs=30",
+        section(parameters={"optimizer.lr": rates}, asha={"reduction_factor": 2}),
+    ]
+    process = started("sweep", MLP, *overrides, cwd=cwd)
+    try:
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    return Folder(cwd), Ended(process.returncode, stdout, stderr)
+
+
+def test_trials_run_side_by_side_and_the_worst_is_stopped_early(swept: tuple[Folder, Ended]) -> None:
+    folder, ended = swept
+    assert ended.code == 0, ended.output
+    assert "Traceback" not in ended.output
+
+    trials = folder.result["trials"]
+    assert [trial["values"]["optimizer.lr"] for trial in trials] == [0.1, 0.05, 1e-6]
+    assert trials[2]["state"] == "stopped early"
+    assert trials[2]["message"].startswith("stopped early by ASHA after epoch ")
+    assert max(folder.epochs(3)) < 30
+    assert folder.of(3, RunClosed)[0].status == "KILLED"
+    assert folder.of(3, CheckpointSaved)
+
+    best = folder.result["best"]
+    assert trials[best - 1]["state"] == "finished"
+    assert trials[best - 1]["epochs"] == 30
+    assert trials[best - 1]["value"] == min(trial["value"] for trial in trials if trial["state"] == "finished")
+
+    first, second = folder.events(1), folder.events(2)
+    assert first[0].time < second[-1].time
+    assert second[0].time < first[-1].time
+    assert all(not [e for e in folder.events(n) if getattr(e, "trial", "") == "baseline"] for n in (1, 2, 3))
+
+
+def test_mlflow_has_one_parent_with_children_and_marks_the_best(swept: tuple[Folder, Ended]) -> None:
+    folder, _ = swept
+    runs = folder.children
+    parent = runs.pop(folder.sweep.name)
+    assert set(runs) == {"trial-001", "trial-002", "trial-003"}
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
+    assert {name: run.data.params["optimizer.lr"] for name, run in runs.items()} == {
+        "trial-001": "0.1", "trial-002": "0.05", "trial-003": "1e-06"
+    }  # fmt: skip
+    assert runs["trial-003"].info.run_name == "trial 3: optimizer.lr=1.0e-06"
+
+    best = f"trial-{folder.result['best']:03}"
+    assert [name for name, run in runs.items() if run.data.tags.get("best") == "true"] == [best]
+    assert parent.data.tags["best_run_id"] == runs[best].info.run_id
+    assert parent.data.tags["best.optimizer.lr"] == runs[best].data.params["optimizer.lr"]
+    assert parent.data.metrics["validation/loss"] == runs[best].data.metrics["validation/loss"]
+    assert runs["trial-003"].info.status == "KILLED"
+    assert runs["trial-003"].data.tags["stopped_early"].startswith("stopped early by ASHA")
+    assert parent.info.status == "FINISHED"
+    artifacts = {
+        one.path for one in MlflowClient(f"sqlite:///{folder.path}/mlflow.db").list_artifacts(parent.info.run_id)
+    }
+    assert {"sweep.json", "sweep_table.json", "sweep.csv", "experiment.yaml", "log.txt"} <= artifacts
+
+
+def test_the_table_fits_a_terminal_and_names_the_command_that_trains_the_best_again(
+    swept: tuple[Folder, Ended], command: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ended = swept
+    lines = ended.stdout.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("trial ") and "state" in line)
+    assert max(map(len, lines[begin : begin + 5])) <= 80
+    assert lines[begin].split() == ["trial", "lr", "validation/loss", "epochs", "state"]
+    best = folder.result["trials"][folder.result["best"] - 1]
+    again = next(line for line in lines if line.startswith("pipeline run "))
+    assert again.endswith(f"optimizer.lr={best['values']['optimizer.lr']}")
+    assert "sweep" not in again
+
+    monkeypatch.chdir(folder.path)
+    shown = command("show", "latest")
+    assert again in shown.stdout
+    assert lines[begin] in shown.stdout
+    rows = list(csv.DictReader((folder.sweep / "sweep.csv").read_text().splitlines()))
+    assert [row["optimizer.lr"] for row in rows] == ["0.1", "0.05", "1e-06"]
+    assert [row["best"] for row in rows].count("True") == 1
+
+
+def test_list_show_and_diff_know_the_trials(
+    swept: tuple[Folder, Ended], command: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = swept
+    monkeypatch.chdir(folder.path)
+    name = folder.sweep.name
+    runs = json.loads(command("list", "--json").stdout)
+    assert [run["run"] for run in runs] == [name, *(f"{name}/trial-{n:03}" for n in (1, 2, 3))]
+    assert [run["command"] for run in runs] == ["sweep", "run", "run", "run"]
+    table = command("list").stdout.splitlines()
+    assert [line.split()[0] for line in table[-4:]] == [name, "trial-001", "trial-002", "trial-003"]
+    assert "validation/loss" in command("show", f"{name}/trial-001").stdout
+    difference = json.loads(command("diff", f"{name}/trial-001", f"{name}/trial-002", "--json").stdout)
+    assert difference["configuration"] == {"optimizer.lr": {"a": "0.1", "b": "0.05"}}
+    again = command("run", str(MLP), "--resume", *INPROCESS, f"tracking.directory={folder.path}/runs")
+    assert "has no run of mlp-digits" in again.stderr  # a trial of a sweep is not gone on with by chance
+
+
+def test_what_is_not_there_is_told_before_anything_starts(command: Callable[..., Ended], tmp_path: Path) -> None:
+    there = (f"tracking.directory={tmp_path}/runs", f"tracking.uri=sqlite:///{tmp_path}/m.db")
+    rates = section(parameters={"optimizer.lr": {"grid": [0.1, 0.2]}}, concurrent=99)
+    none = command("sweep", "lab.yaml", *there)
+    assert (none.code, "lab.yaml: sweep: missing; write what to try" in none.stderr) == (2, True)
+    many = command("sweep", "lab.yaml", rates, *there)
+    assert many.code == 3
+    assert "99 trials of 1 worker with 1 core each don't fit side by side" in many.stderr
+    resumed = command("sweep", "lab.yaml", rates.replace("99", "1"), "--resume", *there)
+    assert (resumed.code, "has no sweep of lab" in resumed.stderr) == (2, True)
+    plan = command("sweep", "lab.yaml", rates.replace("99", "1"), "--dry-run", *there)
+    assert plan.code == 0
+    assert "side by side 1 trial, each single with inprocess: 1 worker" in plan.stdout
+    assert "trial 2: optimizer.lr=0.2" in plan.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_run_says_that_it_leaves_the_sweep_out(command: Callable[..., Ended], tmp_path: Path) -> None:
+    plan = command("run", "lab.yaml", section(parameters={"optimizer.lr": {"grid": [0.1, 0.2]}}), "--dry-run")
+    assert "note: the file's own values are trained, its sweep is left out; pipeline sweep tries those" in plan.stdout
+
+
+def test_check_says_what_the_sweep_would_do(command: Callable[..., Ended]) -> None:
+    checked = command("check", str(REPOSITORY / "experiments" / "sweep.yaml"))
+    assert checked.code == 0
+    assert "ok; sweep of 8 trials over optimizer.lr (log_uniform [0.001, 1.0])" in checked.stdout

@@ -1,0 +1,270 @@
+"""The section ``sweep``: what it means, what is refused, and that the same seed draws the same values."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import preflight
+from pipeline.config.load import ExperimentFile, load
+from pipeline.config.summary import config_hash, flatten, to_yaml
+from pipeline.config.sweep import Parameter, Sweep
+from pipeline.config.variation import override
+from pipeline.errors import ExperimentError
+from pipeline.sweeping.drawing import draws
+
+FILE = """\
+name: swept
+model: {_target_: torch.nn.Linear, in_features: 4, out_features: 2}
+data: {_target_: pipeline.data.digits}
+loss: {_target_: torch.nn.CrossEntropyLoss}
+metrics: {accuracy: {_target_: torchmetrics.classification.MulticlassAccuracy, num_classes: 10}}
+optimizer: {_target_: torch.optim.SGD, lr: 0.1}
+train: {epochs: 4, global_batch_size: 16}
+sweep:
+"""
+PARAMETERS = """\
+  parameters:
+    optimizer.lr: {log_uniform: [1e-4, 1e-1]}
+    train.global_batch_size: {grid: [16, 32]}
+  trials: 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def read(section: str, *overrides: str) -> ExperimentFile:
+    Path("s.yaml").write_text(FILE + section)
+    return load("s.yaml", overrides)
+
+
+def swept(section: str) -> Sweep:
+    sweep = read(section).experiment.sweep
+    assert sweep is not None
+    return sweep
+
+
+def problems_of(section: str, *overrides: str, deeply: bool = False) -> list[str]:
+    def found() -> None:
+        file = read(section, *overrides)
+        if deeply:
+            preflight.check(file)
+
+    with pytest.raises(ExperimentError) as caught:
+        found()
+    return [str(problem) for problem in caught.value.problems]
+
+
+def parameters(**given: str) -> str:
+    lines = "".join(f"    {key.replace('__', '.')}: {value}\n" for key, value in given.items())
+    return f"  parameters:\n{lines}  trials: 2\n"
+
+
+class TestReading:
+    def test_what_is_left_out_has_a_default(self) -> None:
+        sweep = swept(PARAMETERS)
+        assert (sweep.metric, sweep.direction, sweep.search) == ("validation/loss", "min", "random")
+        assert (sweep.asha, sweep.concurrent, sweep.seed) == (None, None, None)
+        assert (sweep.total, sweep.combinations) == (6, 2)
+
+    def test_large_is_good_unless_the_name_says_loss_or_error(self) -> None:
+        assert swept(PARAMETERS + "  metric: validation/accuracy\n").direction == "max"
+        assert swept(PARAMETERS + "  metric: validation/accuracy\n  mode: min\n").direction == "min"
+
+    def test_asha_is_switched_on_by_a_word(self) -> None:
+        sweep = swept(PARAMETERS + "  asha: true\n")
+        assert sweep.asha is not None
+        assert (sweep.asha.grace_epochs, sweep.asha.reduction_factor) == (1, 3)
+
+    def test_the_resolved_file_reads_the_same(self) -> None:
+        experiment = read(PARAMETERS).experiment
+        Path("again.yaml").write_text(to_yaml(experiment))
+        assert load("again.yaml").experiment == experiment
+
+    def test_parameters_of_the_tracking_store_hold_only_what_is_given(self) -> None:
+        flat = {key: value for key, value in flatten(read(PARAMETERS).experiment).items() if "parameters" in key}
+        assert flat == {
+            "sweep.parameters.optimizer.lr.log_uniform": "[0.0001, 0.1]",
+            "sweep.parameters.train.global_batch_size.grid": "[16, 32]",
+        }
+
+    def test_a_trial_is_the_file_with_its_values_and_without_the_sweep(self) -> None:
+        varied = read(PARAMETERS).varied({"optimizer.lr": 0.01, "train.global_batch_size": 32}).experiment
+        by_hand = load("s.yaml", ["optimizer.lr=0.01", "train.global_batch_size=32", "sweep=null"]).experiment
+        assert varied == by_hand
+        assert config_hash(varied) == config_hash(by_hand)
+        assert varied.sweep is None
+
+    def test_what_refers_to_a_varied_value_follows_it(self) -> None:
+        text = FILE.replace("lr: 0.1}", "lr: 0.1, weight_decay: '${optimizer.lr}'}")
+        Path("s.yaml").write_text(text + PARAMETERS)
+        varied = load("s.yaml").varied({"optimizer.lr": 0.03})
+        assert varied.experiment.optimizer.arguments["weight_decay"] == 0.03
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(
+        ("given", "told"),
+        [
+            ("{loguniform: [1, 2]}", "unknown key; did you mean log_uniform?"),
+            ("{log_uniform: [0, 1]}", "a logarithm needs numbers greater than 0, e.g. [1e-4, 1e-1]"),
+            ("{log_uniform: [1, 0.1]}", "write the lowest first, then one that is higher"),
+            ("{uniform: [1]}", "write two numbers, the lowest and the highest, e.g. [0.0, 0.5], in place of [1]"),
+            ("{uniform: [.nan, 1]}", "write two finite numbers"),
+            ("{int_uniform: [1.5, 2]}", "write two whole numbers"),
+            ("{int_log_uniform: [0, 2]}", "a logarithm needs whole numbers greater than 0"),
+            ("{choice: []}", "is an empty list; write at least one entry"),
+            ("{grid: 3}", "is 3 (a whole number); write a list"),
+            ("{}", "has no values; write one of grid, choice, uniform"),
+            ("{grid: [1], choice: [2]}", "is given as grid and choice; write one of"),
+            ("0.1", "is 0.1 (a number); write a mapping, its keys are grid, choice"),
+        ],
+    )
+    def test_values_that_say_nothing(self, given: str, told: str) -> None:
+        (problem,) = problems_of(parameters(optimizer__lr=given))
+        assert problem.startswith("s.yaml:10: sweep.parameters.optimizer.lr")
+        assert told in problem
+
+    def test_a_key_that_the_file_can_not_have(self) -> None:
+        (problem,) = problems_of(parameters(train__batch_size="{choice: [16, 32]}"))
+        assert problem == ("s.yaml:10: sweep.parameters.train.batch_size: unknown key; did you mean global_batch_size?")
+
+    def test_each_value_that_the_schema_refuses(self) -> None:
+        (a, b) = problems_of(parameters(train__global_batch_size="{choice: [16, -1, many]}"))
+        assert "is -1 (a whole number); write a whole number greater than 0" in a
+        assert "is 'many' (a text); write a whole number greater than 0" in b
+
+    def test_a_number_with_a_fraction_for_a_key_that_counts(self) -> None:
+        (problem, _) = problems_of(parameters(train__epochs="{uniform: [1.5, 8.5]}"))
+        assert "is 1.5 (a number); write a whole number greater than 0" in problem
+
+    def test_all_problems_at_once(self) -> None:
+        section = parameters(train__epoch="{grid: [1]}", optimizer__lr="{choice: [1, 2]}", train__seeds="{choice: [1]}")
+        assert len(problems_of(section)) == 2
+
+    def test_what_contradicts_the_rest_of_the_file(self) -> None:
+        (problem,) = problems_of(parameters(train__gradient_accumulation="{choice: [1, 64]}"))
+        assert "64 micro-batches of a worker's 16 samples; use at most 16" in problem
+
+    @pytest.mark.parametrize("key", ["name", "parallel.workers", "tracking.uri", "sweep.trials", "compare"])
+    def test_what_is_the_same_for_all_trials(self, key: str) -> None:
+        (problem,) = problems_of(f"  parameters: {{{key}: {{choice: [1, 2]}}}}\n  trials: 2\n")
+        assert f"{key.partition('.')[0]} is the same for all trials of a sweep" in problem
+
+    def test_a_section_and_a_key_inside_it(self) -> None:
+        sgd = "{_target_: torch.optim.SGD, lr: 1}"
+        (problem,) = problems_of(parameters(optimizer=f"{{choice: [{sgd}]}}", optimizer__lr="{choice: [1]}"))
+        assert "lies inside optimizer, which is varied as a whole; remove one of them" in problem
+
+    def test_no_key_at_all(self) -> None:
+        (problem,) = problems_of("  parameters: {'optimizer lr': {choice: [1]}}\n  trials: 2\n")
+        assert "'optimizer lr' is no key of an experiment" in problem
+
+    def test_an_argument_that_the_component_does_not_take(self) -> None:
+        section = parameters(optimizer__momentun="{choice: [0.0, 0.9]}", model___target_="{choice: [torch.nn.Liner]}")
+        assert problems_of(section, deeply=True) == [
+            "s.yaml:10: sweep.parameters.optimizer.momentun: torch.optim.SGD has no such argument; "
+            "did you mean momentum?",
+            "s.yaml:11: sweep.parameters.model._target_: torch.nn has no Liner; did you mean Linear?",
+        ]
+
+    @pytest.mark.parametrize(
+        ("more", "told"),
+        [
+            ("  metric: validation/los\n", "which isn't measured; did you mean validation/loss?"),
+            ("  metric: train/loss\n", "write the metric by which trials are compared, such as validation/loss"),
+            ("  mode: smallest\n", "write one of auto, min, max"),
+            ("  search: bayes\n", "write one of random, optuna"),
+            ("  search: optuna\n", "can't be searched by optuna; write choice, or search: random"),
+            ("  asha: {grace_epochs: 4}\n", "is 4 of 4 epochs, so that no trial is stopped; write fewer"),
+            ("  asha: {reduction_factor: 1}\n", "of at least 2"),
+            ("  asha: {grace_epoch: 1}\n", "unknown key; did you mean grace_epochs?"),
+            ("  concurrent: 0\n", "greater than 0"),
+            ("  scheduler: asha\n", "unknown key"),
+        ],
+    )
+    def test_how_to_search(self, more: str, told: str) -> None:
+        (problem,) = problems_of(PARAMETERS + more)
+        assert problem.startswith("s.yaml:1")
+        assert told in problem
+
+    def test_how_often_to_draw(self) -> None:
+        drawn, grid = "    optimizer.lr: {uniform: [0, 1]}\n", "    optimizer.lr: {grid: [0, 1]}\n"
+        assert "write how often optimizer.lr is drawn" in problems_of(f"  parameters:\n{drawn}")[0]
+        assert "all parameters are grids" in problems_of(f"  parameters:\n{grid}  trials: 2\n")[0]
+        assert (
+            "make 20,002 trials"
+            in problems_of(f"  parameters:\n{grid}    seed: {{uniform: [1, 2]}}\n  trials: 10001\n")[0]
+        )
+
+    def test_no_parameters(self) -> None:
+        assert "sweep.parameters: missing" in problems_of("  trials: 2\n")[0]
+
+    def test_an_override_that_breaks_the_sweep_is_named(self) -> None:
+        (problem,) = problems_of(PARAMETERS, "sweep.parameters={train.epochs: {choice: [0]}}")
+        assert problem.startswith("command line: sweep.parameters=")
+
+
+class TestDrawing:
+    def test_the_same_seed_draws_the_same(self) -> None:
+        sweep = swept(PARAMETERS)
+        assert list(draws(sweep, seed=1)) == list(draws(sweep, seed=1)) != list(draws(sweep, seed=2))
+
+    def test_more_trials_change_none_before(self) -> None:
+        few, more = swept(PARAMETERS), swept(PARAMETERS.replace("trials: 3", "trials: 9"))
+        assert list(draws(more, seed=1))[: few.total] == list(draws(few, seed=1))
+
+    def test_another_parameter_changes_none_of_the_others(self) -> None:
+        more = PARAMETERS.replace("  trials", "    optimizer.momentum: {uniform: [0.0, 0.9]}\n  trials")
+        pairs = zip(draws(swept(PARAMETERS), seed=1), draws(swept(more), seed=1), strict=True)
+        assert all(one["optimizer.lr"] == other["optimizer.lr"] for one, other in pairs)
+
+    def test_each_draw_meets_each_combination_of_the_grids(self) -> None:
+        drawn = list(draws(swept(PARAMETERS + "  seed: 5\n"), seed=5))
+        assert [values["train.global_batch_size"] for values in drawn] == [16, 32] * 3
+        assert len({values["optimizer.lr"] for values in drawn}) == 3
+        assert drawn[0]["optimizer.lr"] == drawn[1]["optimizer.lr"]
+
+    @pytest.mark.parametrize(
+        ("parameter", "allowed"),
+        [
+            (Parameter(uniform=(0.5, 0.6)), lambda value: 0.5 <= value <= 0.6),
+            (Parameter(log_uniform=(1e-4, 1e-1)), lambda value: 1e-4 <= value <= 1e-1),
+            (Parameter(int_uniform=(2, 4)), lambda value: value in (2, 3, 4)),
+            (Parameter(int_log_uniform=(1, 3)), lambda value: value in (1, 2, 3)),
+            (Parameter(choice=("a", None)), lambda value: value in ("a", None)),
+        ],
+    )
+    def test_values_lie_where_they_should_and_reach_everywhere(self, parameter: Parameter, allowed: Any) -> None:
+        sweep = Sweep(parameters={"key": parameter}, trials=400)
+        values = [one["key"] for one in draws(sweep, seed=0)]
+        assert all(map(allowed, values))
+        if parameter.uniform or parameter.log_uniform:
+            assert len(set(values)) > 50
+        else:
+            assert len(set(values)) == len(parameter.choice or (1, 2, 3))
+
+    def test_a_logarithm_is_evenly_spread(self) -> None:
+        sweep = Sweep(parameters={"key": Parameter(log_uniform=(1e-4, 1.0))}, trials=2000)
+        tens = [math.floor(math.log10(one["key"])) for one in draws(sweep, seed=0)]
+        for ten in (-4, -3, -2, -1):
+            assert 400 < tens.count(ten) < 600
+
+    def test_numbers_can_be_read(self) -> None:
+        sweep = Sweep(parameters={"key": Parameter(uniform=(0.0, 1.0))}, trials=50)
+        assert all(
+            len(f"{one['key']:g}") <= 10 and float(f"{one['key']:.4g}") == one["key"] for one in draws(sweep, seed=0)
+        )
+
+
+@pytest.mark.parametrize(
+    "value", [0.1, 1e-5, 3, True, None, "sgd", "1e-3", "a: b", [1, 2.5], {"_target_": "a.b", "x": [1]}, math.inf]
+)
+def test_an_override_gives_the_value_back(value: object) -> None:
+    Path("s.yaml").write_text(FILE + PARAMETERS)
+    file = load("s.yaml", [override("optimizer.weight_decay", value)])
+    assert file.experiment.optimizer.arguments["weight_decay"] == value
