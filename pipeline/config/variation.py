@@ -45,7 +45,7 @@ def problems(experiment: Experiment, vary: Vary) -> list[Problem]:
     found: list[Problem] = []
     for key, parameter in experiment.sweep.parameters.items():
         wrong = list(_key_problems(key, among=list(experiment.sweep.parameters)))
-        wrong = wrong or _all_refusals(key, parameter.candidates, vary, lambda file: None)
+        wrong = wrong or _all_refusals(key, parameter.candidates, vary, lambda _: None)
         found += [Problem(f"sweep.parameters.{key}", message) for message in wrong]
     return found
 
@@ -68,7 +68,7 @@ def _key_problems(key: str, *, among: list[str]) -> Iterator[str]:
         yield f"{key!r} is no key of an experiment; write a dotted one, such as optimizer.lr"
         return
     if section in _FIXED and not f"{key}.".startswith(f"{_ALLOWED}."):
-        yield f"{section} is the same for all trials of a sweep; pipeline compare sets strategies and workers side by side"
+        yield f"{section} is the same for all trials of a sweep; to compare strategies or workers, use pipeline compare"
     around = set(keys.ancestors(key)) - {key}
     if inside := next((other for other in among if other in around), None):
         yield f"lies inside {inside}, which is varied as a whole; remove one of them"

@@ -63,7 +63,7 @@ def folders(directory: Path) -> list[Path]:
 
 
 def summaries(directory: Path) -> Iterator[RunSummary]:
-    """All runs of a directory, the newest last, after a sweep its trials; without those that ended before they began."""
+    """All runs of a directory, the newest last, a sweep before its trials; none that ended before it began."""
     for folder in folders(directory):
         for each in (folder, *trials_of(folder)):
             if (summary := summarized(each)) is not None:

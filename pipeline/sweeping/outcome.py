@@ -103,7 +103,8 @@ def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Se
 
 def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]) -> tuple[str, ...]:
     """Trains the best one again; the words are quoted for a shell."""
-    given = [word for word in overrides if not word.startswith("sweep.") and word.partition("=")[0] not in best.values]
+    given = [word for word in overrides if not word.startswith(("sweep.", "sweep="))]
+    given = [word for word in given if word.partition("=")[0] not in best.values]
     words = [*given, *(override(key, value) for key, value in best.values.items())]
     return ("pipeline", "run", *map(shlex.quote, (str(file.path), *words)))
 

@@ -12,7 +12,10 @@ from swept import INPROCESS, Folder, section
 
 from pipeline.events import CheckpointSaved, RunClosed
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
+]
 
 MLP = REPOSITORY / "experiments" / "mlp.yaml"
 PATIENCE_S = 230.0

@@ -15,7 +15,12 @@ from swept import INPROCESS, Folder, section
 
 from pipeline.events import Failed, Resumed, RunClosed, RunOpened, Started
 
-pytestmark = [pytest.mark.slow, pytest.mark.deep, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deep,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
+]
 
 MLP = REPOSITORY / "experiments" / "mlp.yaml"
 PATIENCE_S = 400.0
