@@ -29,6 +29,8 @@ def override(key: str, value: object) -> str:
 
 def written(value: object) -> str:
     """A value as YAML in one line."""
+    if isinstance(value, float) and math.isfinite(value):
+        return repr(value)  # 1e-06, which PyYAML spells 1.0e-06
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, allow_unicode=True, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.config.sweep import Parameter, Sweep
+from pipeline.config.variation import override
 
 _DIGITS = 4
 
@@ -34,8 +35,6 @@ def rounded(parameter: Parameter, value: Any) -> Any:
 
 def titled(number: int, values: Mapping[str, Any]) -> str:
     """A trial as people see it, e.g. "trial 3: optimizer.lr=0.01, model.width=64"."""
-    from pipeline.config.variation import override
-
     return f"trial {number}: {', '.join(override(key, value) for key, value in values.items())}"
 
 

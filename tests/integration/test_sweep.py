@@ -72,7 +72,7 @@ def test_mlflow_has_one_parent_with_children_and_marks_the_best(swept: tuple[Fol
     assert {name: run.data.params["optimizer.lr"] for name, run in runs.items()} == {
         "trial-001": "0.1", "trial-002": "0.05", "trial-003": "1e-06"
     }  # fmt: skip
-    assert runs["trial-003"].info.run_name == "trial 3: optimizer.lr=1.0e-06"
+    assert runs["trial-003"].info.run_name == "trial 3: optimizer.lr=1e-06"
 
     best = f"trial-{folder.result['best']:03}"
     assert [name for name, run in runs.items() if run.data.tags.get("best") == "true"] == [best]

@@ -247,7 +247,7 @@ e.yaml:16: tracking.uri: is 'mlruns' (a text); MLflow no longer keeps runs in pl
 write sqlite:///mlflow.db or a server's http address
 e.yaml:16: tracking.log_model: is 'maybe' (a text); write true or false
 e.yaml:17: zzz: unknown key; an experiment takes name, seed, model, data, loader, loss, task, metrics, optimizer, \
-scheduler, train, checkpoint, parallel, compare, measure, tracking
+scheduler, train, checkpoint, parallel, compare, measure, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (a whole number); write _target_: package.name
 e.yaml:19: measure: is empty; write a mapping, its keys are warmup_steps, steps, windows
 command line: compare[7].workers=2: compare[7].workers: compare has no entry 7; it has 2, counted from 0
