@@ -99,7 +99,7 @@ def test_the_table_fits_a_terminal_and_names_the_command_that_trains_the_best_ag
     best = folder.result["trials"][folder.result["best"] - 1]
     again = next(line for line in lines if line.startswith("pipeline run "))
     assert again.endswith(f"optimizer.lr={best['values']['optimizer.lr']}")
-    assert "sweep" not in again
+    assert "sweep=" not in again
 
     monkeypatch.chdir(folder.path)
     shown = command("show", "latest")
