@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 TAG = f"mlflow.sharedViewState.{VIEW}"
 """Of an experiment that has the view."""
 
-_NAME_WIDTH_PX = 275  # a whole name
-_ALWAYS = {"0": 50, "attributes.`Run Name`": _NAME_WIDTH_PX, "runDateAndNestInfo": 135}
+_ALWAYS = {"0": 50, "attributes.`Run Name`": 275, "runDateAndNestInfo": 145}
 """Columns that can't be taken away, as the table calls them; the widths are in pixels."""
 _TAGS = {"strategy": 75, "world_size": 85, "launcher": 75}
 _METRICS = {"speedup": 75, "efficiency": 80, "throughput/samples_per_second": 150}

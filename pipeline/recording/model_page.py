@@ -47,7 +47,9 @@ def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel") -> "Iter
 
     for name in run.data.metrics:
         if name.startswith(_REACHED):
-            last = max(client.get_metric_history(run.info.run_id, name), key=lambda point: (point.step, point.timestamp))
+            last = max(
+                client.get_metric_history(run.info.run_id, name), key=lambda point: (point.step, point.timestamp)
+            )
             yield Metric(name, last.value, last.timestamp, last.step, model_id=logged.model_id)
 
 

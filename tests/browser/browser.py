@@ -37,7 +37,13 @@ class Pages:
 
     @contextmanager
     def open(
-        self, address: str, *, ready: Callable[[Page], Locator], name: str, size: tuple[int, int] = (1440, 900), dark: bool = False
+        self,
+        address: str,
+        *,
+        ready: Callable[[Page], Locator],
+        name: str,
+        size: tuple[int, int] = (1440, 900),
+        dark: bool = False,
     ) -> Iterator[Page]:
         """A page once something is visible on it; it talks to no host but its own.
 
@@ -68,7 +74,9 @@ class Pages:
             context.close()
         own = urlsplit(address).netloc
         assert own or not complaints, complaints  # MLflow's pages complain by themselves, ours must not
-        assert {url for url in asked if urlsplit(url).scheme in {"http", "https"} and urlsplit(url).netloc != own} == set()
+        assert {
+            url for url in asked if urlsplit(url).scheme in {"http", "https"} and urlsplit(url).netloc != own
+        } == set()
 
 
 def _show(page: Page, address: str, *, ready: Callable[[Page], Locator]) -> None:

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -101,7 +101,10 @@ def test_the_table_of_runs_says_without_a_click_what_they_reached(shown: Shown, 
     name, link = line.split(": ")
     assert (name, link) == ("resnet-digits", shown.printed("all runs"))
     with pages.open(link, ready=names, name="runs", size=WIDE) as page:
-        tags, metrics = ["strategy", "world_size", "launcher"], ["speedup", "efficiency", "throughput/samples_per_second"]
+        tags, metrics = (
+            ["strategy", "world_size", "launcher"],
+            ["speedup", "efficiency", "throughput/samples_per_second"],
+        )
         reached = ["validation/accuracy", "validation/loss", "train/loss"]
         assert columns(page) == ["Run Name", "Created", *tags, *metrics, *reached, "Duration"]
         expect(names(page)).to_have_text([str(shown.run.info.run_name)])
@@ -132,7 +135,9 @@ def test_a_click_on_the_name_stays_among_pages_for_training(shown: Shown, pages:
 
 
 def test_the_printed_link_opens_the_run_with_its_description(shown: Shown, pages: Pages) -> None:
-    with pages.open(shown.link, ready=lambda page: page.get_by_text("Show more"), name="run", size=(1440, 1200)) as page:
+    with pages.open(
+        shown.link, ready=lambda page: page.get_by_text("Show more"), name="run", size=(1440, 1200)
+    ) as page:
         page.get_by_text("Show more").click()
         expect(page.get_by_role("heading", name=str(shown.run.info.run_name))).to_be_visible()
         expect(page.locator("strong", has_text=re.compile(r"^ddp x 2 does .* samples/s: .*single"))).to_be_visible()
@@ -222,7 +227,12 @@ with torch.no_grad():
     print(json.dumps((model(inputs).argmax(1) == targets).double().mean().item()))
 """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return float(json.loads(done.stdout.splitlines()[-1]))

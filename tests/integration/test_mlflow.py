@@ -98,7 +98,8 @@ def opened(uri: str, run: str) -> RunOpened:
         tracking_uri=uri,
         tracking_experiment="mlflow-test",
         tags={"strategy": "ddp", "git_commit": "0123abcd"},
-        params={"train.epochs": "2", "metrics.accuracy._target_": "torchmetrics.Accuracy", "model.layers": "x" * 7000} | {f"many.{i}": str(i) for i in range(120)},
+        params={"train.epochs": "2", "metrics.accuracy._target_": "torchmetrics.Accuracy", "model.layers": "x" * 7000}
+        | {f"many.{i}": str(i) for i in range(120)},
         trials=("main", "baseline"),
     )
 
