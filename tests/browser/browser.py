@@ -70,7 +70,7 @@ class Pages:
             _show(page, address, ready=ready)
             yield page
         finally:
-            page.screenshot(path=SCREENSHOTS / f"{name}.png")
+            (SCREENSHOTS / f"{name}.png").write_bytes(page.screenshot())  # Playwright's own way leaves a thread behind
             context.close()
         own = urlsplit(address).netloc
         assert own or not complaints, complaints  # MLflow's pages complain by themselves, ours must not
