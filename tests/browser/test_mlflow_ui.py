@@ -268,7 +268,7 @@ def test_system_metrics_of_two_nodes_are_told_apart(shown: Shown, pages: Pages) 
         folder = project(nodes.storage(0) / "project", tracked=True)
         two = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.placement=strict_spread"]
         slow = "model={_target_: lab.Sluggish, ms: 200}"  # the first sample is taken after a second
-        ran = run(nodes, folder, *two, slow, f"tracking.uri={shown.store}")
+        ran = run(nodes, folder, *two, slow, "checkpoint.keep=0", f"tracking.uri={shown.store}")
     assert ran.code == 0, ran.output
     client = MlflowClient(tracking_uri=shown.store, registry_uri=shown.store)
     experiment = client.get_experiment_by_name("lab")
