@@ -31,7 +31,7 @@ test-docker: $(STAMP)  ## Build the images, run an experiment on the compose clu
 	$(BIN)/python -m pytest -m docker tests/docker
 
 test-browser: $(STAMP)  ## Look at the MLflow UI and the report in Chromium; screenshots in browser-screenshots/
-	@command -v chromium > /dev/null || { echo "no chromium here; install it: apt-get install --yes chromium"; exit 1; }
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || { echo "no chromium here; install it: apt-get install --yes chromium"; exit 1; }
 	$(BIN)/python -m pytest -m browser tests/browser
 
 cluster-env:  ## Draw the secrets of the compose cluster into docker/.env; those that are there stay
