@@ -30,6 +30,10 @@ test-docker: $(STAMP)  ## Build the images, run an experiment on the compose clu
 	docker info --format 'Docker {{.ServerVersion}}'
 	$(BIN)/python -m pytest -m docker tests/docker
 
+test-browser: $(STAMP)  ## Look at the MLflow UI and the report in Chromium; screenshots in browser-screenshots/
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || { echo "no chromium here; install it: apt-get install --yes chromium"; exit 1; }
+	$(BIN)/python -m pytest -m browser tests/browser
+
 cluster-env:  ## Draw the secrets of the compose cluster into docker/.env; those that are there stay
 	@docker/create-env.sh docker/.env
 
@@ -75,4 +79,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $(STAMP)
 
-.PHONY: help run ui test test-deep test-faults test-docker cluster-env cluster-up cluster-run cluster-down bench bench-more schema check install clean
+.PHONY: help run ui test test-deep test-faults test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema check install clean

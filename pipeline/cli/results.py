@@ -102,7 +102,7 @@ def ui(
     from pipeline.recording.store import resolve_uri
     from pipeline.recording.ui import serve
 
-    serve(resolve_uri(store, base=Path.cwd()), port=port, ready=lambda address: typer.echo(f"MLflow UI: {address}"))
+    serve(resolve_uri(store, base=Path.cwd()), port=port, ready=_open)
 
 
 def sync(
@@ -122,6 +122,17 @@ def sync(
         typer.echo(outcome.message)
         if not outcome.delivered:
             raise typer.Exit(3)
+
+
+def _open(address: str) -> None:
+    """Say what there is to see: without its view of runs, MLflow opens with pages for GenAI."""
+    from pipeline.recording.ui_pages import pages
+
+    try:
+        links = [f"{page.experiment}: {page.link}" for page in pages(address)]
+    except (OSError, ValueError) as error:  # a server that asks for a password, or a page that isn't MLflow's
+        links = [f"which experiments it has isn't known here: {error}"]
+    typer.echo("\n".join([f"MLflow UI: {address}", *links]))
 
 
 def _found(run: str, directory: Path) -> "RunSummary":

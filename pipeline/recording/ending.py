@@ -12,7 +12,7 @@ from pipeline.recording import journal
 from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.store import run_link
+from pipeline.recording.store import run_link, runs_link, ui_address
 from pipeline.recording.terminal import Terminal
 
 _DRAIN_SECONDS = 60.0
@@ -60,7 +60,8 @@ def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> st
     if (folder / "report.html").exists():
         lines.append(f"report   {folder / 'report.html'}")
     if outcome and outcome.run_id:
-        lines.append(f"mlflow   {run_link(uri, outcome.experiment_id or '', outcome.run_id)}")
+        lines.append(f"mlflow   {run_link(uri, outcome.experiment_id, outcome.run_id)}")
+        lines.append(f"all runs {runs_link(ui_address(uri), outcome.experiment_id)}")
     if outcome and not outcome.delivered:
         lines.append(outcome.message)
     return "\n".join(lines)

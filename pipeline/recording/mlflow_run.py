@@ -23,6 +23,7 @@ from pipeline.events import (
     TrialOpened,
 )
 from pipeline.recording import mlflow_entities as entities
+from pipeline.recording import mlflow_view
 from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
 from pipeline.recording.model import log_model
 from pipeline.recording.store import artifact_root
@@ -115,6 +116,8 @@ class MlflowRun:
         self.run_id = self._runs.open(event, trial=MAIN, title=event.title or event.run, tags=tags)
         self._errors = {}
         self._describe(self.run_id, params=event.params)
+        created_ms = entities.milliseconds(event)
+        mlflow_view.save(self._client, self.experiment_id, params=event.params, created_ms=created_ms)
 
     @_write.register
     def _(self, event: TrialOpened) -> None:

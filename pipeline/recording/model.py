@@ -12,6 +12,7 @@ import yaml
 
 from pipeline.config.schema import Experiment
 from pipeline.events import ModelSaved
+from pipeline.recording import model_page
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,7 @@ def log_model(
             client.finalize_logged_model(logged.model_id, "FAILED")
             return
         client.log_model_artifacts(logged.model_id, str(path))
+        model_page.describe(client, logged, path=path, example=example)
     client.finalize_logged_model(logged.model_id, "READY")
 
 

@@ -16,7 +16,9 @@ _SQLITE = "sqlite:///"
 _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _HEALTH_TIMEOUT_S = 3
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
-_TRAINING_VIEW = "?workflowType=machine_learning"  # without it, MLflow's menu is that for GenAI
+_TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's menu is that for GenAI
+VIEW = "speedups"
+"""What links to the table of runs call the view that `pipeline.recording.mlflow_view` saves."""
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where ``pipeline ui`` serves unless told otherwise."""
 
@@ -87,10 +89,18 @@ def check_store(uri: str) -> str | None:
 
 def run_link(uri: str, experiment_id: str, run_id: str) -> str:
     """Where people look at a run: an address, preceded by the command that serves it if no server does yet."""
-    page = f"/#/experiments/{experiment_id}/runs/{run_id}{_TRAINING_VIEW}"
-    if is_server(uri):
-        return without_credentials(uri).rstrip("/") + page
-    return f"pipeline ui, then {UI_ADDRESS}{page}"
+    page = f"{ui_address(uri)}/#/experiments/{experiment_id}/runs/{run_id}?{_TRAINING_VIEW}"
+    return page if is_server(uri) else f"pipeline ui, then {page}"
+
+
+def runs_link(address: str, experiment_id: str) -> str:
+    """Where people compare the runs of an experiment; without ``/runs`` MLflow opens its page for GenAI."""
+    return f"{address}/#/experiments/{experiment_id}/runs?viewStateShareKey={VIEW}&{_TRAINING_VIEW}"
+
+
+def ui_address(uri: str) -> str:
+    """Where the UI on a store is, or will be once ``pipeline ui`` serves it."""
+    return without_credentials(uri).rstrip("/") if is_server(uri) else UI_ADDRESS
 
 
 def _check_sqlite(path: Path) -> None:

@@ -39,6 +39,8 @@ def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str]
         ResourceError: the server didn't start.
     """
     if is_server(uri):
+        if ready:
+            ready(without_credentials(uri))
         return without_credentials(uri)
     if (path := sqlite_path(uri)) and not path.exists():
         raise UsageError(f"{path}: no runs yet; `pipeline run EXPERIMENT` makes this file")

@@ -9,6 +9,9 @@ from pipeline.config.values import Frozen
 from pipeline.contract import Role, Scaling
 from pipeline.speedup import Advice, Row, Unmeasured
 
+_LEADING = ("title", "samples_per_second", "speedup", "efficiency", "same_training")
+"""The columns of a table that stand first: what is seen without scrolling."""
+
 
 class Range(Frozen):
     """The lowest and the highest of several measurements."""
@@ -116,7 +119,8 @@ class RunRecord(Frozen):
 def columns(entries: Sequence[Row | Unmeasured]) -> dict[str, list[Any]]:
     """Columns for MLflow's ``log_table``: one entry per cell, spreads and metrics flat, None where unknown."""
     records = [_flat(entry) if isinstance(entry, Row) else entry.model_dump() for entry in entries]
-    names = dict.fromkeys(name for record in records for name in record)
+    known = dict.fromkeys(name for record in records for name in record)
+    names = [*(name for name in _LEADING if name in known), *(name for name in known if name not in _LEADING)]
     return {name: [record.get(name) for record in records] for name in names}
 
 

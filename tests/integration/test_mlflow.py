@@ -45,10 +45,11 @@ from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.run import open_trial, recorded
-from pipeline.recording.store import check_store, resolve_uri, run_link
+from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link, ui_address
 from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
 from pipeline.recording.ui import serve
+from pipeline.recording.ui_pages import pages
 from pipeline.resources import Resources
 
 pytestmark = pytest.mark.filterwarnings(
@@ -97,7 +98,8 @@ def opened(uri: str, run: str) -> RunOpened:
         tracking_uri=uri,
         tracking_experiment="mlflow-test",
         tags={"strategy": "ddp", "git_commit": "0123abcd"},
-        params={"train.epochs": "2", "model.layers": "x" * 7000} | {f"many.{i}": str(i) for i in range(120)},
+        params={"train.epochs": "2", "metrics.accuracy._target_": "torchmetrics.Accuracy", "model.layers": "x" * 7000}
+        | {f"many.{i}": str(i) for i in range(120)},
         trials=("main", "baseline"),
     )
 
@@ -273,6 +275,10 @@ def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
     assert (child.info.run_name, child.info.status, child.data.params["a"]) == ("single", "FINISHED", "2")
     assert len(client.get_metric_history(child.info.run_id, "train/loss_0")) == 5
     assert_is_a_table(client, outcome.run_id, tmp_path)
+    view = json.loads(client.get_experiment(outcome.experiment_id).tags["mlflow.sharedViewState.speedups"])
+    columns = json.loads(view["state"])["selectedColumns"]
+    assert (view["name"], view["createdAt"]) == ("Speedups", int(T0 * 1000))
+    assert {"tags.`strategy`", "metrics.`speedup`", "metrics.`validation/accuracy`"} <= set(columns)
 
     before = contents(store, outcome)
     journaled(folder, events)
@@ -300,6 +306,10 @@ def test_the_logged_model_loads_back_with_a_signature(
     loaded = mlflow.pytorch.load_model(logged.model_uri)
     original = MLP(4, hidden=[8], num_classes=3)
     original.load_state_dict(torch.load(folder / "model" / "weights.pt", weights_only=True))
+    note = logged.tags["mlflow.note.content"]
+    assert f'load_model("{logged.model_uri}")' in note
+    assert "| output | float32 | (-1, 3) |" in note
+    assert [(metric.key, metric.step) for metric in logged.metrics] == [("validation/accuracy", 20)]
     inputs = torch.randn(5, 4)  # another batch size than the example's
     torch.testing.assert_close(loaded(inputs), original(inputs))
     assert warnings_told == []
@@ -516,6 +526,9 @@ def test_links_lead_to_the_page_of_the_run() -> None:
         "https://host/#/experiments/3/runs/abc?workflowType=machine_learning"
     )
     assert run_link("sqlite:////x/mlflow.db", "3", "abc").startswith("pipeline ui")
+    assert runs_link(ui_address("https://me:secret@host/"), "3") == (
+        "https://host/#/experiments/3/runs?viewStateShareKey=speedups&workflowType=machine_learning"
+    )
 
 
 def test_the_ui_answers_on_its_port_and_goes_without_a_trace(database: str, tmp_path: Path) -> None:
@@ -524,13 +537,14 @@ def test_the_ui_answers_on_its_port_and_goes_without_a_trace(database: str, tmp_
         port = probe.getsockname()[1]
     program = f"""from pipeline.recording.ui import serve
 serve({database!r}, port={port}, ready=lambda address: print(address, flush=True))"""
-    client_of(database)  # the file exists
+    outcome = deliver(tmp_path, [opened(database, "ui"), RunClosed(time=T0, status="FINISHED")], warn=print)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         address = process.stdout.readline().decode().strip()
         assert address == f"http://127.0.0.1:{port}"
         with urllib.request.urlopen(address, timeout=10) as page:
             assert b"MLflow" in page.read()
+        assert ("mlflow-test", runs_link(address, outcome.experiment_id)) in list(pages(address))
         with pytest.raises(UsageError, match=f"port {port} .*--port"):
             serve(database, port=port)
         process.send_signal(signal.SIGINT)
