@@ -24,6 +24,7 @@ from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import check_store, resolve_uri
 from pipeline.recording.terminal import Terminal
+from pipeline.recording.trackers import Attached, attach
 
 LOG_NAME = "log.txt"
 
@@ -54,9 +55,10 @@ def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Pa
         consoles = [Console(each, trials=plan.trials) for each in (terminal, Terminal.on(_console(log)))]
         with closing(Recorder(folder, subscribers=consoles, warn=warn)) as recorder:
             files = folders.describe(plan.experiment, folder)
+            own = _own_trackers(plan, recorder, warn=warn) if tracked else ()
             tracker = _tracker(recorder, uri=uri, warn=warn) if tracked else None
-            if tracker:
-                recorder.subscribe(tracker)
+            for subscriber in (*own, *([tracker] if tracker else ())):
+                recorder.subscribe(subscriber)
             status: Status = "FINISHED"
             message = ""
             try:
@@ -70,6 +72,8 @@ def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Pa
                 for console in consoles:
                     console.close()
                 _close(recorder, status=status, message=message)
+                for each in own:
+                    each.close()
                 drain(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
                 if status != "FINISHED" and (missing := _missing(recorder, log, tracker)):
                     warn(missing)
@@ -84,6 +88,16 @@ def _tracker(recorder: Recorder, *, uri: str, warn: Callable[[str], None]) -> Ml
         warn=warn,
         uri=uri,
         known=recorder.known,
+        is_journaled=lambda: not recorder.missing,
+    )
+
+
+def _own_trackers(plan: Plan, recorder: Recorder, *, warn: Callable[[str], None]) -> Sequence[Attached]:
+    return attach(
+        plan.experiment,
+        recorder.folder,
+        allowed=plan.main.allowed,
+        warn=warn,
         is_journaled=lambda: not recorder.missing,
     )
 
