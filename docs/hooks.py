@@ -1,6 +1,6 @@
 """Takes into the site what pages link to outside of docs/, such as ../benchmarks/results/speedup.json.
 
-On the disk and where repositories are browsed those links work as they are; in the site the files lie under repository/.
+Those links work as they are on the disk and where repositories are browsed; in the site the files are in repository/.
 """
 
 import posixpath

@@ -1,7 +1,7 @@
 """Writes docs/keys.md from the schema, on standard output; make schema calls it.
 
-The page is committed, so that it is read where the repository is browsed and a change of a key shows in a review; a test
-holds it to be the current one.
+The page is committed, so that it is read where the repository is browsed, and a change of a key shows in a review; a
+test holds it to be the current one.
 """
 
 import json

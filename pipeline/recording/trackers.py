@@ -79,9 +79,8 @@ class Attached:
             self._tracker.close()
         except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
             said = " ".join(str(error).split())[:300]
-            self._warn(
-                f"{self._name} raised {type(error).__name__}: {said}; it gets no more events, {self._journal} has them all"
-            )
+            rest = f"it gets no more events, {self._journal} has them all"
+            self._warn(f"{self._name} raised {type(error).__name__}: {said}; {rest}")
         finally:
             self._done.set()
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: built strictly, with nothing loaded from elsewhere, and its figures those of the results."""
+"""The documentation as a site: built strictly, nothing in it loaded from elsewhere, its figures those measured."""
 
 import json
 import os

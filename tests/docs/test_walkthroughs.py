@@ -1,8 +1,9 @@
 """The documentation's examples, executed from top to bottom as a reader would, each page in a folder of its own.
 
-A block with a title, such as ``title="mine/net.py"``, is written to that file. One below ``<!-- test: run -->`` is executed:
-commands one after the other, Python as a script. ``run deep`` is for make test-deep, ``with KEY=VALUE`` shortens the
-trainings of a block, ``exit N`` is the code that it must end with. ``cd`` counts for the rest of the page.
+A block with a title, such as ``title="mine/net.py"``, is written to that file. One below ``<!-- test: run -->`` is
+executed: commands one after the other, Python as a script. ``run deep`` is for make test-deep; ``, with KEY=VALUE``
+shortens the block's trainings, ``, exit N`` is the code that it must end with, ``, needs MODULE`` an optional library.
+``cd`` counts for the rest of the page.
 """
 
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,8 @@ import pytest
 from blocks import Block, blocks
 
 ROOT = Path(__file__).parents[2]
-WALKED = {
-    page.relative_to(ROOT).as_posix(): found
-    for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
-    if any(block.is_run for block in (found := blocks(page, root=ROOT)))
-}
+PAGES = {page.relative_to(ROOT).as_posix(): blocks(page, root=ROOT) for page in sorted(ROOT.glob("docs/*.md"))}
+WALKED = {page: found for page, found in PAGES.items() if any(block.is_run for block in found)}
 INSTEAD = {
     # The environment of the tests stays as it is; what is installed is the same, from the same pyproject.toml.
     "pip install -e .": "python -m pip install --quiet --no-deps --no-build-isolation --no-index --target packages .",
@@ -104,5 +103,6 @@ def test_the_examples_of_a_page(page: str, walk: Walk) -> None:
 @pytest.mark.parametrize("page", [page for page, found in WALKED.items() if any(b.is_deep for b in found)])
 def test_all_examples_of_a_page(page: str, walk: Walk) -> None:
     for block in WALKED[page]:
-        if block.title or block.is_run:
+        needed = block.option("needs")
+        if block.title or (block.is_run and (not needed or find_spec(needed))):
             walk.through(block)
