@@ -59,7 +59,7 @@ schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors 
 	$(BIN)/python docs/keys_page.py > docs/keys.md
 
 docs: $(STAMP)  ## Build the documentation as a site, site/index.html; a broken link or a forgotten page is an error
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 check: $(STAMP)  ## Everything that a change must pass: format, lint, types, layers, tests
 	$(BIN)/ruff format --check .

@@ -58,7 +58,7 @@ def _options() -> Iterator[str]:
         if shape.fields(()):
             yield f"\n## `parallel.options` of {name}\n"
             yield from _table(shape, (), list(shape.fields(())))
-    yield "\nThe other strategies take no options. Yours may: see [Extend](extend.md).\n"
+    yield "\nThe other strategies take no options. Yours may: see [Extend](extend.md)."
 
 
 def _table(shape: Shape, path: tuple[Any, ...], names: list[str]) -> Iterator[str]:
@@ -140,4 +140,4 @@ def _is_only_section(shape: Shape, path: tuple[Any, ...]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(page()))
+    sys.stdout.write("\n".join(page()) + "\n")

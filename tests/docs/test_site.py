@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -18,12 +20,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
-        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    built = build(ROOT, folder)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
+
+
+def build(root: Path, into: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", into],
+        cwd=root,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 class Loaded(HTMLParser):
@@ -50,6 +60,25 @@ def test_every_page_is_there_and_loads_nothing_from_elsewhere(site: Path) -> Non
         assert [address for address in loaded.addresses if re.match(r"(https?:)?//", address)] == [], page
 
 
+BROKEN = {
+    "[gone](nowhere.md)": "'nowhere.md'",
+    "[gone](../benchmarks/nothing.json)": "'../benchmarks/nothing.json'",
+    "[gone](keys.md#nothing)": "'keys.md#nothing'",
+}
+
+
+def test_a_broken_link_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(DOCS, tmp_path / "docs")
+    for name in ("mkdocs.yml", "constraints.txt", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "docs" / "forgotten.md").write_text("# In no menu")
+    with (tmp_path / "docs" / "index.md").open("a") as page:
+        page.write("\n".join(BROKEN))
+    built = build(tmp_path, tmp_path / "site")
+    assert built.returncode == 1
+    assert [complaint for complaint in (*BROKEN.values(), "forgotten.md") if complaint not in built.stderr] == []
+
+
 def test_search_finds_a_key(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())
     assert any("warmup_steps" in entry["text"] for entry in index["docs"] if entry["location"].startswith("keys.html"))
@@ -61,10 +90,8 @@ def test_what_pages_link_to_outside_is_in_the_site(site: Path) -> None:
 
 
 def test_the_page_of_keys_is_the_current_one() -> None:
-    written = subprocess.run(
-        [sys.executable, DOCS / "keys_page.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert (DOCS / "keys.md").read_text() == written.stdout, "run: make schema"
+    written = "\n".join([*runpy.run_path(str(DOCS / "keys_page.py"))["page"](), ""])
+    assert (DOCS / "keys.md").read_text() == written, "run: make schema"
 
 
 def test_the_page_of_strategies_has_the_figures_of_the_results() -> None:
