@@ -24,6 +24,7 @@ WALKED = {page: found for page, found in PAGES.items() if any(block.is_run for b
 INSTEAD = {
     # The environment of the tests stays as it is; what is installed is the same, from the same pyproject.toml.
     "pip install -e .": "python -m pip install --quiet --no-deps --no-build-isolation --no-index --target packages .",
+    "torchrun ": "python -m torch.distributed.run ",  # the same; its script may not be on the PATH
 }
 
 
@@ -57,7 +58,8 @@ class Walk:
         elif first == "pipeline" and not set("|>&*") & set(line):
             self._pipeline(words, block)
         else:
-            self._shell(INSTEAD.get(line, line), block)
+            known = next((said for said in INSTEAD if line.startswith(said)), "")
+            self._shell(INSTEAD[known] + line.removeprefix(known) if known else line, block)
 
     def _pipeline(self, words: list[str], block: Block) -> None:
         """In this process, which saves importing torch each time."""
