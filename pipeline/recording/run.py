@@ -24,7 +24,7 @@ from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import check_store, resolve_uri
 from pipeline.recording.terminal import Terminal
-from pipeline.recording.trackers import Attached, attach
+from pipeline.recording.trackers import attach
 
 LOG_NAME = "log.txt"
 
@@ -55,7 +55,7 @@ def recorded(plan: Plan, *, terminal: Terminal, tracked: bool = True, folder: Pa
         consoles = [Console(each, trials=plan.trials) for each in (terminal, Terminal.on(_console(log)))]
         with closing(Recorder(folder, subscribers=consoles, warn=warn)) as recorder:
             files = folders.describe(plan.experiment, folder)
-            own = _own_trackers(plan, recorder, warn=warn) if tracked else ()
+            own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
             tracker = _tracker(recorder, uri=uri, warn=warn) if tracked else None
             for subscriber in (*own, *([tracker] if tracker else ())):
                 recorder.subscribe(subscriber)
@@ -88,16 +88,6 @@ def _tracker(recorder: Recorder, *, uri: str, warn: Callable[[str], None]) -> Ml
         warn=warn,
         uri=uri,
         known=recorder.known,
-        is_journaled=lambda: not recorder.missing,
-    )
-
-
-def _own_trackers(plan: Plan, recorder: Recorder, *, warn: Callable[[str], None]) -> Sequence[Attached]:
-    return attach(
-        plan.experiment,
-        recorder.folder,
-        allowed=plan.main.allowed,
-        warn=warn,
         is_journaled=lambda: not recorder.missing,
     )
 

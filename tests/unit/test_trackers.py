@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,35 +37,38 @@ class Notes:
         self.is_closed = True
 
 
-def attached(tracker: Notes, folder: Path, told: list[str]) -> Attached:
-    return Attached(tracker, name="lab.Notes", warn=told.append, folder=folder, is_journaled=lambda: True)
-
-
-def recorded(folder: Path, subscriber: Attached, *messages: str) -> None:
-    recorder = Recorder(folder, subscribers=[subscriber])
-    for message in messages:
-        recorder.receive(Warned(time=0, message=message))
-        recorder.receive(Advanced(time=0, what="reading", done=1))  # for terminals only
-    recorder.close()
+def followed(folder: Path, tracker: Notes, told: list[str], *messages: str) -> Attached:
+    """A tracker of a run in which these messages came."""
+    with closing(Recorder(folder, subscribers=[])) as recorder:
+        subscriber = Attached(tracker, name="lab.Notes", recorder=recorder, warn=told.append)
+        recorder.subscribe(subscriber)
+        for message in messages:
+            recorder.receive(Warned(time=0, message=message))
+            recorder.receive(Advanced(time=0, what="reading", done=1))  # for terminals only
+    return subscriber
 
 
 def test_a_tracker_gets_all_events_in_order_and_is_closed(tmp_path: Path) -> None:
     notes, told = Notes(), list[str]()
-    subscriber = attached(notes, tmp_path, told)
-    recorded(tmp_path, subscriber, "one", "two", "three")
-    subscriber.close()
+    followed(tmp_path, notes, told, "one", "two", "three").close()
     assert (notes.messages, notes.is_closed, told) == (["one", "two", "three"], True, [])
+
+
+def test_in_a_run_that_goes_on_it_gets_the_earlier_events_first(tmp_path: Path) -> None:
+    notes, told = Notes(), list[str]()
+    followed(tmp_path, Notes(), told, "one", "two").close()
+    followed(tmp_path, notes, told, "three").close()
+    assert notes.messages == ["one", "two", "three"]
 
 
 def test_a_slow_tracker_holds_nobody_up(tmp_path: Path) -> None:
     notes, told = Notes(), list[str]()
     notes.gate.clear()
-    subscriber = attached(notes, tmp_path, told)
-    recorded(tmp_path, subscriber, "one", "two")
+    subscriber = followed(tmp_path, notes, told, "one", "two")
     subscriber.close(timeout_s=0.1)
     assert notes.messages == []
     assert "lab.Notes has not ended 0.1 s after the run" in told[0]
-    assert "events.jsonl has them" in told[0]
+    assert "what it lacks is in" in told[0]
     notes.gate.set()
     subscriber.close()
     assert notes.messages == ["one", "two"]
@@ -72,9 +76,7 @@ def test_a_slow_tracker_holds_nobody_up(tmp_path: Path) -> None:
 
 def test_a_tracker_that_raises_is_told_of_once_and_left_out(tmp_path: Path) -> None:
     notes, told = Notes(fault="two"), list[str]()
-    subscriber = attached(notes, tmp_path, told)
-    recorded(tmp_path, subscriber, "one", "two", "three")
-    subscriber.close()
+    followed(tmp_path, notes, told, "one", "two", "three").close()
     assert (notes.messages, notes.is_closed) == (["one"], False)
     (message,) = told
     assert message.startswith("lab.Notes raised ConnectionError: no such host; it gets no more events")
