@@ -1,15 +1,25 @@
-"""Takes into the site what pages link to outside of docs/, such as ../benchmarks/results/speedup.json.
+"""What mkdocs.yml can't say: the records of decisions as pages, and files outside of docs/ that pages link to.
 
-Those links work as they are on the disk and where repositories are browsed; in the site the files are in repository/.
+Links such as ../benchmarks/results/speedup.json work as they are on the disk and where repositories are browsed; in the
+site those files are in repository/.
 """
 
 import posixpath
 import re
+from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 _LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put every record of a decision into the menu: they only ever become more."""
+    records = sorted(path.name for path in Path(config.docs_dir, "decisions").glob("[0-9]*.md"))
+    (decisions,) = (entry["Decisions"] for entry in config.nav or () if "Decisions" in entry)
+    decisions += [f"decisions/{name}" for name in records]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
