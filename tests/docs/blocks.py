@@ -54,6 +54,11 @@ class Block:
         return self.how.startswith("run")
 
     @property
+    def is_shown(self) -> bool:
+        """Whether the command above it printed exactly this."""
+        return self.how.startswith("shown")
+
+    @property
     def is_deep(self) -> bool:
         """Whether that takes too long for the gate."""
         return self.how.startswith("run deep")

@@ -3,7 +3,7 @@
 A block with a title, such as ``title="mine/net.py"``, is written to that file. One below ``<!-- test: run -->`` is
 executed: commands one after the other, Python as a script. ``run deep`` is for make test-deep; ``, with KEY=VALUE``
 shortens the block's trainings, ``, exit N`` is the code that it must end with, ``, needs MODULE`` an optional library.
-``cd`` counts for the rest of the page.
+``cd`` counts for the rest of the page. An output below ``<!-- test: shown -->`` is what the command before it printed.
 """
 
 import os
@@ -35,6 +35,7 @@ class Walk:
         self.folder = folder
         self.command = command
         self.patch = monkeypatch
+        self.printed = ""
 
     def through(self, block: Block) -> None:
         """Do what a block says."""
@@ -42,6 +43,8 @@ class Walk:
             file = self.folder / block.title
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.text + "\n")
+        elif block.is_shown:
+            assert [line for line in block.text.splitlines() if line not in self.printed] == [], self.printed
         elif block.kind == "python":
             file = self.folder / "example.py"
             file.write_text(block.text)
@@ -65,12 +68,14 @@ class Walk:
         """In this process, which saves importing torch each time."""
         more = block.option("with").split() if words[0] in ("run", "compare") else []
         ended = self.command(*words, *more)
+        self.printed = ended.output
         assert ended.code == int(block.option("exit") or 0), f"{block.place}: {' '.join(words)}\n{ended.output}"
 
     def _shell(self, line: str, block: Block) -> None:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", line], cwd=self.folder, capture_output=True, text=True, check=False
         )
+        self.printed = done.stdout + done.stderr
         assert done.returncode == int(block.option("exit") or 0), f"{block.place}: {line}\n{done.stdout}{done.stderr}"
 
 
@@ -91,12 +96,13 @@ def walk(tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.Monkey
             del sys.modules[name]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "page", [page for page, found in WALKED.items() if any(b.is_run and not b.is_deep for b in found)]
 )
 def test_the_examples_of_a_page(page: str, walk: Walk) -> None:
     for block in WALKED[page]:
-        if block.title or (block.is_run and not block.is_deep):
+        if block.title or block.is_shown or (block.is_run and not block.is_deep):
             walk.through(block)
 
 
@@ -106,5 +112,5 @@ def test_the_examples_of_a_page(page: str, walk: Walk) -> None:
 def test_all_examples_of_a_page(page: str, walk: Walk) -> None:
     for block in WALKED[page]:
         needed = block.option("needs")
-        if block.title or (block.is_run and (not needed or find_spec(needed))):
+        if block.title or block.is_shown or (block.is_run and (not needed or find_spec(needed))):
             walk.through(block)
