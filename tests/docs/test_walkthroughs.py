@@ -2,11 +2,13 @@
 
 A block with a title, such as ``title="mine/net.py"``, is written to that file. One below ``<!-- test: run -->`` is
 executed: commands one after the other, Python as a script. ``run deep`` is for make test-deep; ``, with KEY=VALUE``
-shortens the block's trainings, ``, exit N`` is the code that it must end with, ``, needs MODULE`` an optional library.
-``cd`` counts for the rest of the page. An output below ``<!-- test: shown -->`` is what the command before it printed.
+shortens the block's trainings, ``, exit N`` is the code that it must end with, ``, prints PATTERN`` is in what its last
+command says, ``, needs MODULE`` an optional library. ``cd`` counts for the rest of the page. An output below
+``<!-- test: shown -->`` is what the command before it printed.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +54,7 @@ class Walk:
         else:
             for line in block.lines:
                 self._line(line, block)
+            assert re.search(block.option("prints"), self.printed), f"{block.place}:\n{self.printed}"
 
     def _line(self, line: str, block: Block) -> None:
         first, *words = line.split()
