@@ -58,8 +58,12 @@ bench-more: $(STAMP)  ## Reported speedups against a script, first steps taken a
 	$(BIN)/python benchmarks/driver_scale.py
 	$(BIN)/python benchmarks/driver_scale.py --tracked --points 1000000
 
-schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors look for it
+schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors look for it, and docs/keys.md
 	for folder in experiments templates/*/*/experiments; do $(BIN)/pipeline schema > "$$folder/experiment.schema.json"; done
+	$(BIN)/python docs/keys_page.py > docs/keys.md
+
+docs: $(STAMP)  ## Build the documentation as a site, site/index.html; a broken link or a forgotten page is an error
+	$(BIN)/mkdocs build --strict
 
 check: $(STAMP)  ## Everything that a change must pass: format, lint, types, layers, tests
 	$(BIN)/ruff format --check .
@@ -79,4 +83,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $(STAMP)
 
-.PHONY: help run ui test test-deep test-faults test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema check install clean
+.PHONY: help run ui test test-deep test-faults test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema docs check install clean

@@ -17,7 +17,11 @@ from pipeline.errors import ExperimentError, PipelineError, Problem
 
 __all__ = ["allowed_packages", "build", "check", "project_file", "resolve"]
 
-_PASSED = {"optimizer": "the model's parameters", "scheduler": "the optimizer"}
+_PASSED = {
+    "optimizer": "the model's parameters",
+    "scheduler": "the optimizer",
+    "tracking.trackers": "the run's folder",
+}
 """What a component is called with, before its keyword arguments."""
 
 
@@ -34,7 +38,7 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     """Everything wrong with the components that shows without calling them. Imports their packages."""
     problems: list[Problem] = []
     for key, component in _components(experiment):
-        problems += _check(component, key=key, passed=_PASSED.get(key), allowed=allowed)
+        problems += _check(component, key=key, passed=_PASSED.get(key.partition("[")[0]), allowed=allowed)
     return problems
 
 
@@ -72,6 +76,8 @@ def _components(experiment: Experiment) -> Iterator[tuple[str, Component]]:
         yield "loader.collate", experiment.loader.collate
     for name, component in experiment.metrics.items():
         yield f"metrics.{name}", component
+    for index, component in enumerate(experiment.tracking.trackers):
+        yield f"tracking.trackers[{index}]", component
 
 
 def _check(component: Component, *, key: str, passed: str | None, allowed: tuple[str, ...]) -> list[Problem]:

@@ -139,6 +139,8 @@ class Tracking(Frozen):
     """Folder for the journal, the logs and the report of each run."""
     log_model: bool = True
     """Log the trained model to MLflow; the weights stay in the run's folder in any case."""
+    trackers: tuple[Component, ...] = ()
+    """Trackers of your own, beside MLflow: each is called with the run's folder, and then gets every event."""
 
     @field_serializer("uri")
     def _written_without_credentials(self, uri: str) -> str:

@@ -25,6 +25,7 @@ from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import check_store, resolve_uri
 from pipeline.recording.terminal import Terminal
+from pipeline.recording.trackers import attach
 
 LOG_NAME = "log.txt"
 
@@ -75,9 +76,10 @@ def recorded(
         consoles = [Console(each, trials=plan.trials) for each in (terminal, Terminal.on(_console(log)))]
         with closing(Recorder(folder, subscribers=consoles, warn=warn)) as recorder:
             files = folders.describe(plan.experiment, folder)
+            own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
             tracker = _tracker(recorder, uri=uri, warn=warn) if tracked else None
-            if tracker:
-                recorder.subscribe(tracker)
+            for subscriber in (*own, *([tracker] if tracker else ())):
+                recorder.subscribe(subscriber)
             status: Status = "FINISHED"
             message = ""
             try:
@@ -91,6 +93,8 @@ def recorded(
                 for console in consoles:
                     console.close()
                 _close(recorder, status=status, message=message)
+                for each in own:
+                    each.close()
                 drain(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
                 if status != "FINISHED" and (missing := _missing(recorder, log, tracker)):
                     warn(missing)

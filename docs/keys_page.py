@@ -1,0 +1,143 @@
+"""Writes docs/keys.md from the schema, on standard output; make schema calls it.
+
+The page is committed, so that it is read where the repository is browsed, and a change of a key shows in a review; a
+test holds it to be the current one.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline import registry
+from pipeline.config.jsonschema import Shape
+from pipeline.config.schema import Experiment
+from pipeline.config.suggestions import SUGGESTED
+
+BEGIN = """# Every key of an experiment
+
+This page is written by `make schema` from the same types that check your file and complete keys in your editor. A key
+that isn't here is refused, with the nearest one that is. Any value can be overridden on the command line by its dotted
+name, such as `train.lr_scaling.rule=linear`.
+
+A **component** is `{_target_: package.name, argument: value, ...}`: a class or function by its dotted name, called with
+these arguments ([which packages](decisions/0004-targets.md)). It may hold others. Texts may refer to other keys
+(`${train.epochs}`), to the environment (`${oc.env:NAME,default}`) and, inside of components, to `${total_steps}`,
+`${steps_per_epoch}` and the like ([why](decisions/0005-run-time-values.md)).
+"""
+HEAD = "| key | value | default | |\n|---|---|---|---|"
+
+
+def page() -> Iterator[str]:
+    """The page, piece by piece."""
+    yield BEGIN
+    shape = Shape.of(Experiment)
+    yield "## At the top\n"
+    yield from _keys(shape, ())
+    yield from _options()
+
+
+def _section(shape: Shape, path: tuple[Any, ...]) -> Iterator[str]:
+    yield f"\n## `{'.'.join(part for part in path if part != 0)}`\n"
+    yield _text(shape.at(path)) + "\n"
+    yield from _keys(shape, path)
+
+
+def _keys(shape: Shape, path: tuple[Any, ...]) -> Iterator[str]:
+    """The keys that have values in a table, then the sections."""
+    names = shape.fields(path)
+    yield from _table(shape, path, [name for name in names if not _is_only_section(shape, (*path, name))])
+    for inner in ((*path, name, *entry) for name in names for entry in ((), (0,))):
+        if _is_section(shape, inner):
+            yield from _section(shape, inner)
+
+
+def _options() -> Iterator[str]:
+    for name in registry.names("strategies"):
+        shape = Shape.of(registry.load("strategies", name).Strategy.Options)
+        if shape.fields(()):
+            yield f"\n## `parallel.options` of {name}\n"
+            yield from _table(shape, (), list(shape.fields(())))
+    yield "\nThe other strategies take no options. Yours may: see [Extend](extend.md)."
+
+
+def _table(shape: Shape, path: tuple[Any, ...], names: list[str]) -> Iterator[str]:
+    section = shape.at(path)
+    yield HEAD
+    for name in names:
+        own = section["properties"][name]
+        default = "required" if name in section.get("required", ()) else _default(own)
+        yield f"| `{name}` | {_value(shape, own, path, name)} | {default} | {_text(shape.at((*path, name)))} |"
+
+
+def _value(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
+    """What may stand there, in words."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_value(shape, each, path, name) for each in _choices(schema)))
+    if "$ref" in schema:
+        return _referred(shape, schema, path, name)
+    if "enum" in schema:
+        return ", ".join(f"`{each}`" for each in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    return _plain(shape, schema, path, name)
+
+
+def _plain(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
+    match schema.get("type"):
+        case "array":
+            return f"list of: {_value(shape, schema['items'], path, name)}"
+        case "object":
+            inner = schema.get("additionalProperties")
+            return (
+                f"names with: {_value(shape, inner, path, name)}" if isinstance(inner, Mapping) and inner else "mapping"
+            )
+        case "boolean":
+            return "`true`, `false`"
+        case "integer" | "number" as kind:
+            return {"integer": "whole number", "number": "number"}[kind] + _limits(schema)
+        case "string":
+            return "text"
+    return "any value"
+
+
+def _referred(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
+    if "_target_" not in shape.follow(schema).get("properties", {}):
+        return f"[section](#{''.join([*map(str, path), name]).lower()})"  # as mkdocs names a heading
+    examples = SUGGESTED.get(name, ()) if not path else ()
+    return f"component, e.g. `{examples[0]}`" if examples else "component"
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
+
+
+def _limits(schema: Mapping[str, Any]) -> str:
+    words = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+    said = [f"{sign} {schema[key]:g}" for key, sign in words.items() if key in schema]
+    return f" {', '.join(said)}" if said else ""
+
+
+def _default(schema: Mapping[str, Any]) -> str:
+    default = schema.get("default")
+    if default is None or default in ({}, []):
+        return ""
+    return f"`{json.dumps(default)}`" if not isinstance(default, str) else f"`{default}`"
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    """A description on one line, fit for a table."""
+    return " ".join(schema.get("description", "").split()).replace("``", "`").replace("|", "\\|").replace("*", "\\*")
+
+
+def _is_section(shape: Shape, path: tuple[Any, ...]) -> bool:
+    return bool(shape.fields(path)) and not shape.is_component(path)
+
+
+def _is_only_section(shape: Shape, path: tuple[Any, ...]) -> bool:
+    """Whether nothing else may stand there, such as ``true``."""
+    return _is_section(shape, path) and "anyOf" not in shape.at(path)
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(page()) + "\n")

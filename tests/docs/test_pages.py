@@ -1,0 +1,112 @@
+"""Every command and every YAML of the documentation, read as the real command reads it; nothing is started here.
+
+A block with the comment ``<!-- test: run -->`` above it is executed, in test_walkthroughs.py. What can neither be read
+nor run here is named below with the reason; a block that is none of these fails.
+"""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from blocks import Block, blocks, inline_commands
+from typed import mentioned, parts, understand
+
+from pipeline import preflight
+from pipeline.config.load import load
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+BLOCKS = [block for page in PAGES for block in blocks(page, root=ROOT)]
+ELSEWHERE = {
+    r"docker compose ": "needs a container engine; make test-docker runs the cluster of docker/compose.yaml",
+    r"export (RAY_AUTH_MODE|AWS_\w+)=": "credentials of a service that isn't there",
+    r"pip install 'ddp-pipeline\[": "asks a package index",
+    r"git clone ": "the address is the reader's",
+    r"cd pipeline$": "into what was cloned",
+    r"source \.venv/bin/activate$": "the tests have an environment",
+    r"cookiecutter templates$": "asks questions; tests/templates bakes with it",
+}
+"""Commands that can't be read or run here, and why."""
+NOBODYS = {"README.md": "mypackage"}
+"""Packages that only a reader has, whose components can't be looked for."""
+
+
+def of(kind: str) -> list[Block]:
+    return [block for block in BLOCKS if block.kind == kind]
+
+
+def place(block: Block) -> str:
+    return block.place
+
+
+def test_there_are_blocks_of_each_kind() -> None:
+    assert len(of("commands")) > 30
+    assert len(of("yaml")) > 10
+    assert len(of("python")) > 3
+
+
+@pytest.mark.parametrize("block", of("commands"), ids=place)
+def test_a_command_is_one_that_is_there(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for command in (part for line in block.lines for part in parts(line)):
+        if block.is_run:  # with files of its page, which aren't here
+            assert command.split()[0] != "pipeline" or not mentioned(command)
+        else:
+            known = any(re.match(pattern, command) for pattern in ELSEWHERE)
+            assert known or understand(command), f"{command}: say how it is tested, see {__file__}"
+
+
+def test_every_exception_is_needed() -> None:
+    commands = [part for block in of("commands") for line in block.lines for part in parts(line)]
+    assert [pattern for pattern in ELSEWHERE if not any(re.match(pattern, each) for each in commands)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_command_in_a_sentence_is_there(page: Path) -> None:
+    for command in inline_commands(page):
+        mentioned(command)
+
+
+@pytest.mark.parametrize("block", [block for block in of("yaml") if not block.title], ids=place)
+def test_yaml_is_an_experiment_or_a_part_of_one(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    given = yaml.safe_load(block.text)
+    assert isinstance(given, dict)
+    file = tmp_path / "experiment.yaml"
+    file.write_text(yaml.safe_dump(completed(given)))
+    loaded = load(file)
+    if f"{NOBODYS.get(block.page)}." not in block.text:
+        preflight.check(loaded)
+
+
+def completed(given: dict[str, Any]) -> dict[str, Any]:
+    """A part of an experiment with all that it leaves out, that of experiments/mlp.yaml."""
+    if {"name", "model", "data", "optimizer", "train"} <= given.keys():
+        return given
+    whole = yaml.safe_load((ROOT / "experiments" / "mlp.yaml").read_text())
+    for key, value in given.items():
+        is_section = isinstance(value, dict) and "_target_" not in value
+        whole[key] = {**whole.get(key, {}), **value} if is_section else value
+    return whole
+
+
+@pytest.mark.parametrize("block", of("toml"), ids=place)
+def test_toml_is_toml(block: Block) -> None:
+    assert tomllib.loads(block.text)
+
+
+@pytest.mark.parametrize("block", of("python"), ids=place)
+def test_python_is_executed_somewhere(block: Block) -> None:
+    assert ast.parse(block.text).body
+    walked = any(other.is_run for other in BLOCKS if other.page == block.page)
+    assert block.is_run or (block.title and walked), "say how it is tested: a title, or <!-- test: run -->"
+
+
+@pytest.mark.parametrize("block", of("output"), ids=place)
+def test_an_output_hides_no_command(block: Block) -> None:
+    assert not re.search(r"(?m)^(pipeline|make|python) ", block.text)
+    assert not block.is_run

@@ -1,0 +1,97 @@
+"""A user's own trackers: what they get, and that nothing that happens in them reaches a run."""
+
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import preflight
+from pipeline.config.load import load
+from pipeline.errors import ExperimentError
+from pipeline.events import Advanced, AnyEvent, Warned
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.trackers import Attached
+
+
+class Notes:
+    """Keeps what it gets; waits for ``gate``, and raises at the message ``fault``."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.gate = threading.Event()
+        self.gate.set()
+        self.messages: list[str] = []
+        self.is_closed = False
+
+    def receive(self, event: AnyEvent) -> None:
+        self.gate.wait(20)
+        assert isinstance(event, Warned)
+        if event.message == self.fault:
+            raise ConnectionError("no such\n  host")
+        self.messages.append(event.message)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def followed(folder: Path, tracker: Notes, told: list[str], *messages: str) -> Attached:
+    """A tracker of a run in which these messages came."""
+    with closing(Recorder(folder, subscribers=[])) as recorder:
+        subscriber = Attached(tracker, name="lab.Notes", recorder=recorder, warn=told.append)
+        recorder.subscribe(subscriber)
+        for message in messages:
+            recorder.receive(Warned(time=0, message=message))
+            recorder.receive(Advanced(time=0, what="reading", done=1))  # for terminals only
+    return subscriber
+
+
+def test_a_tracker_gets_all_events_in_order_and_is_closed(tmp_path: Path) -> None:
+    notes, told = Notes(), list[str]()
+    followed(tmp_path, notes, told, "one", "two", "three").close()
+    assert (notes.messages, notes.is_closed, told) == (["one", "two", "three"], True, [])
+
+
+def test_in_a_run_that_goes_on_it_gets_the_earlier_events_first(tmp_path: Path) -> None:
+    notes, told = Notes(), list[str]()
+    followed(tmp_path, Notes(), told, "one", "two").close()
+    followed(tmp_path, notes, told, "three").close()
+    assert notes.messages == ["one", "two", "three"]
+
+
+def test_a_slow_tracker_holds_nobody_up(tmp_path: Path) -> None:
+    notes, told = Notes(), list[str]()
+    notes.gate.clear()
+    subscriber = followed(tmp_path, notes, told, "one", "two")
+    subscriber.close(timeout_s=0.1)
+    assert notes.messages == []
+    assert "lab.Notes has not ended 0.1 s after the run" in told[0]
+    assert "what it lacks is in" in told[0]
+    notes.gate.set()
+    subscriber.close()
+    assert notes.messages == ["one", "two"]
+
+
+def test_a_tracker_that_raises_is_told_of_once_and_left_out(tmp_path: Path) -> None:
+    notes, told = Notes(fault="two"), list[str]()
+    followed(tmp_path, notes, told, "one", "two", "three").close()
+    assert (notes.messages, notes.is_closed) == (["one"], False)
+    (message,) = told
+    assert message.startswith("lab.Notes raised ConnectionError: no such host; it gets no more events")
+
+
+def test_its_arguments_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    mlp = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+    with pytest.raises(ExperimentError) as caught:
+        preflight.check(load(mlp, ["tracking.trackers=[{_target_: torch.nn.Softmax, dimm: 1}]"]))
+    (problem,) = caught.value.problems
+    assert problem.key == "tracking.trackers[0].dimm"
+
+
+def test_one_that_cannot_be_built_ends_the_run_before_it_begins(command: Callable[..., Any]) -> None:
+    ended = command("run", "lab.yaml", "tracking.trackers=[{_target_: lab.no_tracker}]")
+    assert ended.code == 2
+    assert "tracking.trackers[0]: lab.no_tracker raised PermissionError: no such account" in ended.stderr
+    assert "Traceback" not in ended.output
