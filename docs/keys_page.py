@@ -25,6 +25,8 @@ these arguments ([which packages](decisions/0004-targets.md)). It may hold other
 (`${train.epochs}`), to the environment (`${oc.env:NAME,default}`) and, inside of components, to `${total_steps}`,
 `${steps_per_epoch}` and the like ([why](decisions/0005-run-time-values.md)).
 """
+_ANY = "KEY"
+"""Stands for the names in a mapping that are the user's own."""
 HEAD = "| key | value | default | |\n|---|---|---|---|"
 
 
@@ -47,7 +49,7 @@ def _keys(shape: Shape, path: tuple[Any, ...]) -> Iterator[str]:
     """The keys that have values in a table, then the sections."""
     names = shape.fields(path)
     yield from _table(shape, path, [name for name in names if not _is_only_section(shape, (*path, name))])
-    for inner in ((*path, name, *entry) for name in names for entry in ((), (0,))):
+    for inner in ((*path, name, *entry) for name in names for entry in ((), (0,), (_ANY,))):
         if _is_section(shape, inner):
             yield from _section(shape, inner)
 
@@ -90,7 +92,9 @@ def _plain(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name:
         case "object":
             inner = schema.get("additionalProperties")
             return (
-                f"names with: {_value(shape, inner, path, name)}" if isinstance(inner, Mapping) and inner else "mapping"
+                f"names with: {_value(shape, inner, (*path, name), _ANY)}"
+                if isinstance(inner, Mapping) and inner
+                else "mapping"
             )
         case "boolean":
             return "`true`, `false`"
