@@ -271,7 +271,8 @@ def test_a_run_stops_when_it_is_told_to(project: Path, tmp_path: Path, start: An
         printed = wait_for(stop.when, process.stdout)
         assert stop.when in printed, printed + process.stderr.read()
     else:
-        time.sleep(1)
+        while psutil.Process(process.pid).cpu_times().user < 0.8:  # the command has begun, however busy the machine
+            time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
 
     (os.killpg if stop.to_group else os.kill)(process.pid, stop.number)

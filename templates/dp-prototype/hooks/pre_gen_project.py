@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 
 ANSWERS = r'''{{ cookiecutter | jsonify | replace("'", "\\u0027") }}'''
 
@@ -40,7 +41,10 @@ def _installed(package: str, project: str) -> bool:
         metadata.distribution(project)
     except (metadata.PackageNotFoundError, ValueError):
         spec = importlib.util.find_spec(package)
-        return spec is not None and spec.origin is not None  # a mere folder of that name has no origin
+        if spec is None or spec.origin is None:  # a mere folder of that name has no origin
+            return False
+        here = Path.cwd()  # the project's own, if it is updated: pipeline finds code in these two folders
+        return Path(spec.origin).parent.parent not in {here, here / "src"}
     return False
 
 
