@@ -17,7 +17,7 @@ over the epochs of all rounds but each run's first epoch, and the lowest and hig
 written by hand with as many workers, taken within each round; median, lowest and highest round. First step: from the
 start of the command to the end of the first optimizer step. MB: of the largest worker, and of all processes of the run
 together, where shared pages count once for each. How it is measured, and what is fair about it:
-[docs/benchmarks.md](../../docs/benchmarks.md).
+`docs/benchmarks.md`.
 """
 
 
