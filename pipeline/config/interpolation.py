@@ -13,6 +13,7 @@ from omegaconf.errors import (
 )
 
 from pipeline.config import keys, runtime, secrets
+from pipeline.config.expansion import LIMIT, Expansion
 from pipeline.config.messages import cut
 from pipeline.config.nearest import did_you_mean
 from pipeline.errors import MOST_PROBLEMS, Problem
@@ -48,6 +49,7 @@ class _Resolver:
         self._known = [key for key, _ in _leaves(tree, "")]
         self._raw = dict(_leaves(tree, ""))
         self._hidden = set(runtime.RUNTIME_VALUES) - set(tree)
+        self._expansion = Expansion(self._raw)
         markers = {name: f"\\{runtime.marker(name)}" for name in self._hidden}
         self.config: DictConfig = OmegaConf.create({**self._checked(tree, ""), **markers})
         self._open: list[int] = []
@@ -60,6 +62,13 @@ class _Resolver:
             return [self._checked(inner, keys.child(key, i)) for i, inner in enumerate(value)]
         if not isinstance(value, str) or "${" not in value:
             return value  # creating a config of each takes long in a file with thousands of values
+        if self._expansion.is_too_long(key):
+            if key == self._expansion.least:
+                message = (
+                    f"is {cut(value)}, more than {LIMIT:,} characters with all that it refers to; refer less often"
+                )
+                self.problems.append(Problem(key, message))
+            return None
         try:
             OmegaConf.create({"value": value})
         except (OmegaConfBaseException, RecursionError):
