@@ -66,6 +66,7 @@ def test_a_killed_driver_leaves_no_worker_and_its_run_goes_on(
     assert resumed.step > 0
 
 
+@pytest.mark.deep
 def test_sigterm_writes_a_checkpoint_of_the_last_step(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
 ) -> None:
