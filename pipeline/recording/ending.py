@@ -16,7 +16,7 @@ from pipeline.recording.store import run_link, runs_link, ui_address
 from pipeline.recording.terminal import Terminal
 
 _DRAIN_SECONDS = 60.0
-_SILENT_SECONDS = 5.0  # of the drain; then a user is told what the run waits for
+_SILENT_SECONDS = 15.0  # of the drain; then a user is told what the run waits for
 _LOOK_SECONDS = 0.25
 
 
