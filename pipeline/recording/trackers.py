@@ -14,6 +14,7 @@ from pipeline.events import Advanced, AnyEvent
 from pipeline.recording import journal
 from pipeline.recording.feed import Feed
 from pipeline.recording.recorder import Recorder
+from pipeline.recording.store import redacted
 
 _PATIENCE_S = 60.0
 
@@ -72,7 +73,8 @@ class Attached:
                 self._tracker.receive(event)
             self._tracker.close()
         except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
-            said = " ".join(str(error).split())[:300]
+            # Without its traceback: exceptions of services quote addresses with their passwords.
+            said = redacted(" ".join(str(error).split()))[:300]
             rest = f"it gets no more events, {self._journal} has them all"
             self._warn(f"{self._name} raised {type(error).__name__}: {said}; {rest}")
         finally:

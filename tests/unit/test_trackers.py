@@ -30,7 +30,7 @@ class Notes:
         self.gate.wait(20)
         assert isinstance(event, Warned)
         if event.message == self.fault:
-            raise ConnectionError("no such\n  host")
+            raise ConnectionError("no such\n  host: https://me:pa55@metrics.example")
         self.messages.append(event.message)
 
     def close(self) -> None:
@@ -79,7 +79,10 @@ def test_a_tracker_that_raises_is_told_of_once_and_left_out(tmp_path: Path) -> N
     followed(tmp_path, notes, told, "one", "two", "three").close()
     assert (notes.messages, notes.is_closed) == (["one"], False)
     (message,) = told
-    assert message.startswith("lab.Notes raised ConnectionError: no such host; it gets no more events")
+    assert message.startswith("lab.Notes raised ConnectionError: no such host: https://")
+    assert message.split("; ")[0].endswith("metrics.example")
+    assert "it gets no more events" in message
+    assert "pa55" not in message
 
 
 def test_its_arguments_are_checked_before_anything_starts(tmp_path: Path) -> None:

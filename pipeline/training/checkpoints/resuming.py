@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import ExperimentError, TrainingError
+from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.training.checkpoints import catalog, files
 from pipeline.training.checkpoints.agreement import from_first, tensors_from_first
 from pipeline.training.checkpoints.catalog import Entry
@@ -77,7 +77,9 @@ def _choose(
                 older = tuple(other.manifest for other in found[number + 1 :] if other.manifest is not None)
                 return entry.manifest, older
             warn(f"{storage.place(entry.name)} can't be used: {damage}; looking for the one before")
-    except Exception as error:
+    except PipelineError:
+        raise  # it says itself what is wrong
+    except Exception as error:  # whatever a storage raises
         raise TrainingError(
             f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}; "
             "resume when they can, or train from the beginning without --resume"
