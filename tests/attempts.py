@@ -152,5 +152,10 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 
 def workers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "pipeline.worker" in " ".join(child.cmdline())]
+    return ranks_of(psutil.Process(process.pid))
+
+
+def ranks_of(driver: psutil.Process) -> list[psutil.Process]:
+    """What torchrun's launcher has started, without loader processes."""
+    servers = [child for child in driver.children() if "pipeline.forkserver" in child.cmdline()]
+    return [rank for server in servers for rank in server.children()]

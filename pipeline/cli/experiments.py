@@ -47,20 +47,22 @@ def run(
     import rich.console
 
     from pipeline.config.load import load
+    from pipeline.launchers import _head_start
     from pipeline.recording.display import progress_on
     from pipeline.recording.terminal import Terminal
 
     experiment = load(file, with_address(overrides, address))  # before torch is imported: a typo is answered at once
-    from pipeline import runner
-
     if dry_run:
+        from pipeline import runner
+
         with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
             plan = runner.dry_run(experiment, with_baseline=baseline, as_json=as_json)
         typer.echo(plan)
         return
-    from pipeline.speedup.report import run_json
+    with interruptible(), _head_start.given(experiment.experiment):
+        from pipeline import runner
+        from pipeline.speedup.report import run_json
 
-    with interruptible():
         runner.run(
             experiment,
             with_baseline=baseline,
@@ -99,6 +101,7 @@ def compare(
 ) -> None:
     """Measure strategies and numbers of workers side by side, in short trials taken in turn."""
     from pipeline.config.load import load
+    from pipeline.launchers import _head_start
     from pipeline.matrix import Wanted
 
     experiment = load(file, with_address(overrides, address))
@@ -109,11 +112,11 @@ def compare(
         repeats=repeats,
         profile=profile,
     )
-    from pipeline.comparison import compare
-    from pipeline.recording.terminal import Terminal
-    from pipeline.speedup.report import comparison_json
+    with interruptible(), _head_start.given(experiment.experiment):
+        from pipeline.comparison import compare
+        from pipeline.recording.terminal import Terminal
+        from pipeline.speedup.report import comparison_json
 
-    with interruptible():
         compare(
             experiment,
             wanted=wanted,
@@ -135,13 +138,14 @@ def tune_batch(
 ) -> None:
     """Find the batch size of a device: the smallest at which throughput stops growing."""
     from pipeline.config.load import load
+    from pipeline.launchers import _head_start
 
     experiment = load(file, with_address(overrides, address))
-    from pipeline import tuning
-    from pipeline.recording.terminal import Terminal
+    with interruptible(), _head_start.given(experiment.experiment):
+        from pipeline import tuning
+        from pipeline.recording.terminal import Terminal
 
-    terminal = Terminal.of(as_json=as_json, quiet=quiet)
-    with interruptible():
+        terminal = Terminal.of(as_json=as_json, quiet=quiet)
         report = tuning.tune_batch(experiment, most=most, verbose=verbose, terminal=terminal)
     if as_json:
         typer.echo(report.tuned.model_dump_json(indent=2))
@@ -166,14 +170,15 @@ def predict(
 ) -> None:
     """Predict speedup and efficiency on more workers than there are, from a few seconds of measuring."""
     from pipeline.config.load import load
+    from pipeline.launchers import _head_start
     from pipeline.recording.terminal import Terminal
     from pipeline.speedup.link import parse
 
     experiment = load(file, with_address(overrides, address))
     given = parse(link) if link is not None else None
-    from pipeline import prediction
+    with interruptible(), _head_start.given(experiment.experiment):
+        from pipeline import prediction
 
-    with interruptible():
         prediction.predict(
             experiment,
             workers=workers,

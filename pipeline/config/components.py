@@ -15,7 +15,7 @@ from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem
 
-__all__ = ["allowed_packages", "build", "check", "project_file", "resolve"]
+__all__ = ["allowed_packages", "build", "check", "named", "project_file", "resolve"]
 
 _PASSED = {
     "optimizer": "the model's parameters",
@@ -37,7 +37,7 @@ def resolve(component: Component, *, key: str, allowed: tuple[str, ...]) -> Call
 def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     """Everything wrong with the components that shows without calling them. Imports their packages."""
     problems: list[Problem] = []
-    for key, component in _components(experiment):
+    for key, component in named(experiment):
         problems += _check(component, key=key, passed=_PASSED.get(key.partition("[")[0]), allowed=allowed)
     return problems
 
@@ -67,7 +67,7 @@ def build(
         raise ExperimentError.of(key, f"{component.target} raised {type(error).__name__}: {said[:300]}") from error
 
 
-def _components(experiment: Experiment) -> Iterator[tuple[str, Component]]:
+def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
     """All components of an experiment but nested ones, with their keys."""
     for name in ("model", "data", "loss", "task", "optimizer", "scheduler"):
         if component := getattr(experiment, name):

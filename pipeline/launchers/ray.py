@@ -11,7 +11,6 @@ from typing import Self
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from pipeline import resources
 from pipeline.channel.inbox import Inbox
@@ -25,6 +24,7 @@ from pipeline.launchers._ray.code import to_send
 from pipeline.launchers._ray.ingest import Ingest
 from pipeline.launchers._ray.joined import Joined
 from pipeline.launchers._ray.network import Meeting
+from pipeline.launchers._ray.trainer import Trainer
 from pipeline.launchers._ray.work import work
 from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import Session, WorkersLost, environment
@@ -36,7 +36,7 @@ _AFTER_OTHERS_S = 30.0
 
 
 class Launcher:
-    """Runs each trial as a ``DataParallelTrainer`` of Ray Train V2."""
+    """Runs each trial with Ray Train V2."""
 
     many_processes = True
 
@@ -110,9 +110,9 @@ class Launcher:
             self.session.receive(Warned(time=time.time(), trial=trial.name, message=message))
         return ingest
 
-    def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> DataParallelTrainer:
+    def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> Trainer:
         parallel = trial.experiment.parallel
-        return DataParallelTrainer(
+        return Trainer(
             work,
             train_loop_config={
                 "trial": trial.model_dump_json(),
@@ -147,7 +147,7 @@ def _patience(trial: Trial) -> dict[str, str]:
     }
 
 
-def _fit(trainer: DataParallelTrainer) -> BaseException | None:
+def _fit(trainer: Trainer) -> BaseException | None:
     """Run the trainer; returns its error.
 
     It runs in a thread, because in the main thread Ray would replace the handler of Ctrl-C and end this process.

@@ -1,36 +1,40 @@
-"""Worker processes on this machine, started by torch's elastic agent, which is what ``torchrun`` is.
+"""Worker processes on this machine, which are told what ``torchrun`` tells its own.
 
-A run that is itself started by ``torchrun`` doesn't start processes of its own: it joins those there are. Rank 0 is
-then driver and worker, the others are only workers.
+They are forked from a process that has imported torch already, so that the first step comes sooner than under torch's
+elastic agent. A run that is itself started by ``torchrun`` doesn't start processes of its own: it joins those there
+are. Rank 0 is then driver and worker, the others are only workers.
 """
 
-import logging
 import os
 import signal
-import sys
-from contextlib import suppress
-from typing import Self
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, Self
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from pipeline import resources, worker
+from pipeline import meeting, resources, worker
 from pipeline.channel.inbox import Inbox
 from pipeline.channel.wire import Address
 from pipeline.config.parallel import Parallel
 from pipeline.contract import Rank, Trial
 from pipeline.errors import Terminated
-from pipeline.launchers import _loopback
+from pipeline.launchers import _head_start
+from pipeline.launchers._forks import Process
 from pipeline.launchers._vigil import Vigil
-from pipeline.launchers.base import DirectOutbox, Session, WorkersLost, environment, outer_rank, own_signals
+from pipeline.launchers.base import DirectOutbox, Session, WorkersLost, outer_rank
 from pipeline.resources import Resources
 
 _LOOPBACK = "127.0.0.1"
+_POLL_S = 0.05
+_END_S = 30.0
+"""How long workers may take to end when they are told to; then they are killed."""
 
 
 class Launcher:
-    """Starts ``python -m pipeline.worker`` once for each rank."""
+    """Has `pipeline.worker` run once for each rank."""
 
     many_processes = True
 
@@ -38,10 +42,11 @@ class Launcher:
         self.session = session
 
     def __enter__(self) -> Self:
+        self._forks = _head_start.forks()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """The agent has ended its processes."""
+    def __exit__(self, *exception: object) -> None:
+        self._forks.__exit__(*exception)
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
@@ -63,10 +68,6 @@ class Launcher:
             with suppress(worker.WorkerFailed):  # it has been reported
                 worker.run(trial, rank=rank, outbox=DirectOutbox(self.session))
             return
-        # What it would say on stderr about a failed rank, the rank and the driver say better.
-        logging.getLogger("torch.distributed.elastic").setLevel(
-            logging.INFO if self.session.verbose else logging.CRITICAL
-        )
         folder = self.session.folder / "trials"
         folder.mkdir(exist_ok=True)
         assignment, channel = folder / f"{trial.name}.json", folder / f"{trial.name}.channel"
@@ -74,69 +75,98 @@ class Launcher:
         vigil = Vigil(trial, receive=self.session.receive)
         inbox = Inbox(host=_LOOPBACK, receive=vigil.receive, folder=self.session.folder)
         try:
-            # The agent sets TORCHELASTIC_SIGNALS_TO_HANDLE in this process.
-            with (
-                vigil,
-                inbox,
-                self.session.stop.telling(inbox.ask_to_stop),
-                own_signals(),
-                environment(OMP_NUM_THREADS=str(trial.cpus_per_worker), TORCHELASTIC_SIGNALS_TO_HANDLE=None),
-            ):
+            with vigil, inbox, self.session.stop.telling(inbox.ask_to_stop):
                 _write_secret(channel, inbox.address)
-                launch = elastic_launch(self._config(trial), entrypoint=sys.executable)
-                launch("-m", "pipeline.worker", str(assignment), "--channel", str(channel))
-        except ChildFailedError as error:
-            raise WorkersLost(_losses(error)) from None
-        except SignalException as error:
-            raise (KeyboardInterrupt if error.sigval is signal.SIGINT else Terminated) from None
+                self._run(trial, [str(assignment), "--channel", str(channel)])
         finally:
             channel.unlink(missing_ok=True)
 
-    def _config(self, trial: Trial) -> LaunchConfig:
-        return LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=trial.workers,
-            run_id=f"{self.session.folder.name}-{trial.name}",
-            rdzv_backend=_loopback.NAME,
-            rdzv_endpoint=f"{_LOOPBACK}:0",
-            rdzv_configs={"join_timeout": trial.experiment.parallel.start_timeout_s},
-            local_addr=_LOOPBACK,
-            max_restarts=0,
-            monitor_interval=0.1,
-            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is the driver's, which lets the workers finish
-            logs_specs=_RankLogs(log_dir=None if self.session.verbose else str(self.session.log_folder(trial))),
-        )
+    def _run(self, trial: Trial, arguments: Sequence[str]) -> None:
+        """Have all ranks run to their end.
+
+        Raises:
+            WorkersLost: one has ended badly; the others are ended then.
+        """
+        timeout = timedelta(seconds=trial.experiment.parallel.start_timeout_s)
+        store = meeting.opened(_LOOPBACK, 0, timeout=timeout)
+        ranks: list[Process] = []
+        with _hanging_up_ends():
+            try:
+                for rank in range(trial.workers):
+                    environment = os.environ | self._variables(trial, rank=rank, port=store.port)
+                    logs = () if self.session.verbose else _logs(self.session.log_folder(trial), rank=rank)
+                    ranks.append(self._forks.start(arguments, environment=environment, logs=logs))
+                losses = _losses(ranks)
+            except BaseException as error:
+                _end(ranks, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+                raise
+        if losses:
+            _end(ranks, signal.SIGTERM)
+            raise WorkersLost(losses)
+
+    def _variables(self, trial: Trial, *, rank: int, port: int) -> dict[str, str]:
+        """What ``torchrun`` tells a worker."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(trial.workers),
+            "LOCAL_WORLD_SIZE": str(trial.workers),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": _LOOPBACK,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": f"{self.session.folder.name}-{trial.name}",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the one that this process has opened
+            "OMP_NUM_THREADS": str(trial.cpus_per_worker),
+        }
 
 
-class _RankLogs(LogsSpecs):
-    """One file for each rank and stream, as the other launchers name them; without a folder, the terminal."""
+def _losses(ranks: Sequence[Process]) -> dict[int, str]:
+    """Wait until all ranks have ended, or one badly; how those ended that did, by rank."""
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        time.sleep(_POLL_S)
+    return {rank: _how(code) for rank, code in enumerate(codes) if code}
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of each rank."""
 
-        def files(stream: str) -> dict[int, str]:
-            folder = self._root_log_dir
-            return {rank: f"{folder}/rank{rank}-{stream}.log" if folder else "" for rank in envs}
+def _end(ranks: Sequence[Process], number: signal.Signals) -> None:
+    """Have the ranks end that haven't yet, with all that they have started."""
+    for attempt in (number, signal.SIGKILL):
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, attempt)  # loader processes of one that has ended, too
+        deadline = time.monotonic() + _END_S
+        while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
-        return LogsDest(stdouts=files("stdout"), stderrs=files("stderr"), error_files=dict.fromkeys(envs, os.devnull))
 
-    @property
-    def root_log_dir(self) -> str:
-        """The folder of all files."""
-        return self._root_log_dir or ""
+@contextmanager
+def _hanging_up_ends() -> Iterator[None]:
+    """Have the terminal's end, and its key for quitting, raise an error: workers have sessions of their own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+
+    def end(*_: object) -> NoReturn:
+        raise Terminated
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _logs(folder: Path, *, rank: int) -> tuple[Path, Path]:
+    """One file for each rank and stream, named as by the other launchers."""
+    return folder / f"rank{rank}-stdout.log", folder / f"rank{rank}-stderr.log"
 
 
 def _write_secret(path: "os.PathLike[str]", address: Address) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(address.model_dump_json())
-
-
-def _losses(error: ChildFailedError) -> dict[int, str]:
-    """How ranks ended, without those that the agent itself ended with SIGTERM because of another one."""
-    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
-    return {rank: _how(code) for rank, code in own.items()}
 
 
 def _how(exit_code: int) -> str:

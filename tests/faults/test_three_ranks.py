@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from attempts import ranks_of
 from census import compared, injected
 
 from pipeline import registry
@@ -50,7 +51,7 @@ class Killer:
     @staticmethod
     def _workers() -> list[psutil.Process]:
         """The ranks, without their loader processes."""
-        return [each for each in psutil.Process().children() if "pipeline.worker" in " ".join(each.cmdline())]
+        return ranks_of(psutil.Process())
 
 
 @pytest.fixture

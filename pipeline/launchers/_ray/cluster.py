@@ -33,6 +33,7 @@ _SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the end of a trial waits for this poll
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",  # the controller is this process, see trainer.py
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # would print twice what user code prints
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where relative paths of the experiment mean something
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -91,6 +92,7 @@ def connected(
     }
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray").setLevel(level)
+    logging.getLogger("ray.train").setLevel(logging.INFO if verbose else logging.CRITICAL)  # errors are raised, too
     # Ray turns its token authentication on and redirects breakpoint(), both by setting variables in this process.
     with environment(**_SETTINGS, RAY_AUTH_MODE=None, PYTHONBREAKPOINT=None), own_signals():
         if address is not None:

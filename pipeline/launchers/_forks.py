@@ -1,0 +1,148 @@
+"""Worker processes of this machine: forked from one that is ready for it, or started afresh where that can't be."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, Self
+
+from pipeline.forkserver import Order, Said
+
+_MODULE = "pipeline.worker"
+_MOST_BYTES = 2**16
+
+
+class Process(Protocol):
+    """A worker."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, a negative one for a signal; None while it runs."""
+
+
+class Forks:
+    """Starts workers. A context manager that ends what it needs for that, not the workers.
+
+    A server is started with it (`pipeline.forkserver`), and imports what workers need while this process does
+    something else. Only on Linux: elsewhere system libraries don't outlive a fork.
+
+    Args:
+        preload: packages that workers will import, too.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._channel: socket.socket | None = None
+        self._codes: dict[int, int | None] = {}
+        """Of forked workers, by process id; None while they run."""
+        self._unread = b""
+        self._can_fork: bool | None = None  # not known yet
+        if not sys.platform.startswith("linux"):
+            return
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._server = subprocess.Popen(  # noqa: S603 - our own interpreter
+                [sys.executable, "-m", "pipeline.forkserver", str(theirs.fileno()), *preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},  # a pool of threads could not be forked
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._server.kill()
+            self._server.wait()
+
+    def start(self, arguments: Sequence[str], *, environment: Mapping[str, str], logs: Sequence[Path]) -> Process:
+        """Start ``python -m pipeline.worker``.
+
+        Args:
+            arguments: its arguments.
+            environment: all of its environment.
+            logs: for standard output and standard error; those of this process if there are none.
+        """
+        files = [log.open("wb") for log in logs]
+        try:
+            numbers = [file.fileno() for file in files] or [1, 2]
+            order = Order(arguments=tuple(arguments), environment=dict(environment))
+            if (forked := self._forked(order, numbers)) is not None:
+                return forked
+            return subprocess.Popen(  # noqa: S603 - our own interpreter
+                [sys.executable, "-m", _MODULE, *arguments],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=numbers[0],
+                stderr=numbers[1],
+                start_new_session=True,
+            )
+        finally:
+            for file in files:
+                file.close()
+
+    def _forked(self, order: Order, files: list[int]) -> "_Forked | None":
+        """A worker forked from the server; None if there is none, or it can't."""
+        if self._channel is None:
+            return None
+        while self._can_fork is None:
+            self._hear(wait=True)
+        if not self._can_fork:
+            return None
+        known = len(self._codes)
+        message = order.model_dump_json().encode() + b"\n"
+        try:
+            sent = socket.send_fds(self._channel, [message], files)
+            self._channel.sendall(message[sent:])
+        except BrokenPipeError:
+            self._lose()
+        while self._can_fork and len(self._codes) == known:
+            self._hear(wait=True)
+        return _Forked(next(reversed(self._codes)), self) if self._can_fork else None
+
+    def exit_code(self, pid: int) -> int | None:
+        """That of a forked worker; None while it runs."""
+        self._hear()
+        return self._codes[pid]
+
+    def _hear(self, *, wait: bool = False) -> None:
+        """Take in what the server has said, or wait until it says something."""
+        assert self._channel is not None
+        while self._can_fork is not False and select.select([self._channel], [], [], None if wait else 0)[0]:
+            wait = False
+            try:
+                said = self._channel.recv(_MOST_BYTES)
+            except ConnectionResetError:
+                said = b""
+            if not said:
+                self._lose()
+                return
+            *lines, self._unread = (self._unread + said).split(b"\n")
+            for each in map(Said.model_validate_json, lines):
+                if each.can_fork is not None:
+                    self._can_fork = each.can_fork
+                else:
+                    self._codes[each.pid] = each.exit_code
+
+    def _lose(self) -> None:
+        """The server was killed: nobody hears any more how its workers end, so they count as lost with it."""
+        self._can_fork = False
+        self._codes = {pid: -signal.SIGKILL if code is None else code for pid, code in self._codes.items()}
+
+
+class _Forked:
+    def __init__(self, pid: int, forks: Forks) -> None:
+        self.pid = pid
+        self._forks = forks
+
+    def poll(self) -> int | None:
+        return self._forks.exit_code(self.pid)

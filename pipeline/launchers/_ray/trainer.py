@@ -1,0 +1,74 @@
+"""Ray Train's trainer, whose controller lives in this process: what Ray starts for itself costs the first step seconds.
+
+Ray Train gives its controller an actor of its own, a second one that cleans up should the first be killed, a third one
+that asks an autoscaler for nodes, and a fourth for datasets. Each is a process that imports Ray, and workers wait for
+three of them. Here the driver is the controller: if it is killed, its job ends, and with it the workers and their
+placement group. The placement group tells an autoscaler what is needed. With a dataset of Ray Data's, which has to know
+what the workers occupy, the last two stay. See docs/decisions/0011-time-to-first-step.md.
+"""
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.train.v2._internal.callbacks import DatasetsCallback, StateManagerCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.callback import RayTrainCallback
+from ray.train.v2._internal.execution.context import TrainRunContext
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2._internal.execution.worker_group import Worker, WorkerGroup
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.result import Result
+
+
+class Trainer(DataParallelTrainer):  # type: ignore[misc]
+    """A `DataParallelTrainer` of fixed size that polls its workers from the calling thread."""
+
+    def _create_default_callbacks(self) -> list[RayTrainCallback]:
+        without: tuple[type[RayTrainCallback], ...] = (PlacementGroupCleanerCallback, StateManagerCallback)
+        if not self.datasets:
+            without += (DatasetsCallback,)
+        return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, without)]
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Result:
+        if not self.datasets:
+            arguments["scaling_policy"] = _FixedSize(self.scaling_config)
+        controller = _Controller(**arguments)
+        asyncio.run(controller.run())
+        return controller.get_result()
+
+
+class _FixedSize(FixedScalingPolicy):  # type: ignore[misc]
+    """Asks nobody for nodes but the placement group."""
+
+    def after_controller_start(self, train_run_context: TrainRunContext) -> None:
+        pass
+
+    def _maybe_send_resource_request(self) -> None:
+        pass
+
+
+class _WorkerGroup(WorkerGroup):  # type: ignore[misc]
+    def _init_train_context_on_workers(
+        self, workers: list[Worker], sync_actor: Any, train_context_args: dict[str, list[Any]]
+    ) -> None:
+        """As Ray's own, but for the controller's actor, which ranks would ask for checkpoints that went to Ray."""
+        ray.get(
+            [
+                worker.actor.init_train_context.remote(
+                    train_run_context=self._train_run_context,
+                    distributed_context=worker.distributed_context,
+                    synchronization_actor=sync_actor,
+                    storage_context=self._storage_context,
+                    worker_callbacks=self._worker_callbacks_to_propagate,
+                    controller_actor=None,
+                    **{name: values[number] for name, values in train_context_args.items()},
+                )
+                for number, worker in enumerate(workers)
+            ]
+        )
+
+
+class _Controller(TrainController):  # type: ignore[misc]
+    worker_group_cls = _WorkerGroup
