@@ -21,6 +21,7 @@ from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
 from pipeline.contract import Trial
 from pipeline.events import AnyEvent
+from pipeline.launchers import _head_start
 from pipeline.launchers.base import Session, WorkersLost
 from pipeline.plan import make_plan
 from pipeline.recording import journal
@@ -267,7 +268,7 @@ def _launched(name: str, folder: Path) -> Launched:
     session = Session(folder=folder, receive=recorder.receive, parallel=trials[0].experiment.parallel)
     losses: dict[str, dict[int, str]] = {}
     before = State.now()
-    with closing(recorder), launcher(session) as ready:
+    with closing(recorder), _head_start.given(trials[0].experiment), launcher(session) as ready:
         for trial in trials:
             open_trial(trial, recorder)
             try:

@@ -14,9 +14,11 @@ import torch
 from pipeline import comparison, registry, runner
 from pipeline.api.experiment import Experiment, Source
 from pipeline.api.result import ComparisonResult, RunResult
+from pipeline.config.load import ExperimentFile
 from pipeline.config.nearest import did_you_mean
 from pipeline.errors import Terminated, UsageError
 from pipeline.imports import importable
+from pipeline.launchers import _head_start
 from pipeline.launchers.base import outer_rank
 from pipeline.matrix import Wanted
 from pipeline.recording.terminal import Terminal
@@ -48,9 +50,9 @@ def run(
         KeyboardInterrupt: Ctrl-C or the kernel was interrupted; the run has ended as KILLED.
     """
     ended: list[tuple[Report, Path]] = []
-    with _alone():
+    with _alone(), _begun(Experiment.load(experiment, *overrides).file) as file:
         runner.run(
-            Experiment.load(experiment, *overrides).file,
+            file,
             with_baseline=baseline,
             verbose=verbose,
             terminal=_terminal(quiet=quiet),
@@ -91,9 +93,9 @@ def compare(
     """
     ended: list[tuple[Report, Path]] = []
     _check_wanted(strategies, workers, repeats, scaling)
-    with _alone():
+    with _alone(), _begun(Experiment.load(experiment, *overrides).file) as file:
         comparison.compare(
-            Experiment.load(experiment, *overrides).file,
+            file,
             wanted=Wanted(
                 strategies=tuple(strategies),
                 workers=tuple(workers),
@@ -147,6 +149,13 @@ def _alone() -> Iterator[None]:
             yield
     except KeyboardInterrupt as error:
         raise type(error) from None  # without the way through our code
+
+
+@contextmanager
+def _begun(file: ExperimentFile) -> Iterator[ExperimentFile]:
+    """The experiment, whose launcher starts already."""
+    with _head_start.given(file.experiment):
+        yield file
 
 
 @contextmanager

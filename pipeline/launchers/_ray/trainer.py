@@ -50,6 +50,13 @@ class _FixedSize(FixedScalingPolicy):  # type: ignore[misc]
 
 
 class _WorkerGroup(WorkerGroup):  # type: ignore[misc]
+    @staticmethod
+    def _get_worker_runtime_env(custom_runtime_env: dict[str, Any]) -> dict[str, Any]:
+        """That of Ray's processes where this one has started them: those that are ready can be workers then."""
+        if (own := ray._private.worker._global_node) is not None and own.is_head():
+            return custom_runtime_env
+        return dict(WorkerGroup._get_worker_runtime_env(custom_runtime_env))
+
     def _init_train_context_on_workers(
         self, workers: list[Worker], sync_actor: Any, train_context_args: dict[str, list[Any]]
     ) -> None:
