@@ -33,7 +33,7 @@ def opened(host: str, port: int, *, timeout: timedelta, world_size: int | None =
 
 
 def store(rank: Rank, *, timeout: timedelta) -> Store | None:
-    """Where this rank meets the others; None if its launcher has opened one, as torch's elastic agent does."""
+    """Where this rank meets the others; None if its launcher has opened one, as ``torchrun`` does."""
     if rank.world_size == 1:
         return HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -181,7 +181,7 @@ class _PrintingOutbox:
 
 
 def main() -> None:
-    """Entry of a worker process that ``torchrun`` or torch's elastic agent started."""
+    """Entry of a worker process that was told its rank as ``torchrun`` tells it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trial", type=Path, help="JSON of the trial")
     parser.add_argument("--channel", type=Path, help="JSON of the driver's address; events are printed without it")

@@ -1,1 +1,1 @@
-"""Parts of the Ray launcher. Nothing is imported here: Ray's controller loads `work`, and should load no more."""
+"""Parts of the Ray launcher. Nothing is imported here: workers load `work` first, and should load no more then."""

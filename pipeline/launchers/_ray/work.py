@@ -1,7 +1,7 @@
 """What Ray runs in each worker process.
 
-Ray's controller loads this module, too, before it starts the workers: whatever it imported at the top would be loaded
-there first, for nothing, and then by the workers.
+The driver loads this module, too, before it has workers started: whatever it imported at the top would be loaded there
+first, for nothing, and then by the workers.
 """
 
 import os
