@@ -13,8 +13,11 @@ import psutil
 import pytest
 
 from pipeline.config.load import load
+from pipeline.config.project import BUILT_IN
 from pipeline.launchers import _head_start
 from pipeline.launchers._forks import Forks, Process
+from pipeline.plan import make_plan
+from pipeline.resources import Resources
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +170,7 @@ class TestHeadStart:
             assert not _head_start._begun
 
 
-def test_threads_are_those_of_the_trial(tmp_path: Path) -> None:
+def test_threads_are_those_of_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has had one, and some libraries look only once."""
     (tmp_path / "lab.py").write_text(
         dedent("""
@@ -181,17 +184,19 @@ def test_threads_are_those_of_the_trial(tmp_path: Path) -> None:
                 return super().forward(x.flatten(1))
         """)
     )
-    (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["lab"]\n')
-    overrides = ["model={_target_: lab.Counting, in_features: 64, out_features: 10}", "train.epochs=1", "metrics={}"]
-    command = ["run", str(MLP), "--no-baseline", *overrides]
-    workers = [
-        "parallel.launcher=torchrun",
-        "parallel.strategy=single",
-        "parallel.workers=1",
-        "parallel.cpus_per_worker=2",
-    ]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    model = "model={_target_: lab.Counting, in_features: 64, out_features: 10}"
+    experiment = load(MLP, [model, "train.epochs=1", "metrics={}", "parallel.workers=1"]).experiment
+    resources = Resources(cpus=2, memory_mb=4096)
+    plan = make_plan(experiment, resources, allowed=("lab", *BUILT_IN), with_baseline=False)
+    trial = tmp_path / "trial.json"
+    trial.write_text(plan.main.model_copy(update={"cpus_per_worker": 2}).model_dump_json())
+    logs = (tmp_path / "out", tmp_path / "err")
 
-    subprocess.run([sys.executable, "-m", "pipeline", *command, *workers], cwd=tmp_path, check=True, timeout=120)
+    with Forks() as forks:
+        rank = forks.start([str(trial)], environment=os.environ | {"RANK": "0", "OMP_NUM_THREADS": "2"}, logs=logs)
+        assert ended(rank) == 0, logs[1].read_text()
 
-    (log,) = tmp_path.glob("runs/*/logs/main/rank0-stdout.log")
-    assert set(log.read_text().splitlines()) == {"threads 2 {2}"}
+    assert not isinstance(rank, subprocess.Popen)
+    lines = [line for line in logs[0].read_text().splitlines() if line.startswith("threads")]
+    assert set(lines) == {"threads 2 {2}"}
