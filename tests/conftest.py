@@ -285,8 +285,7 @@ def _launched(name: str, folder: Path) -> Launched:
 def _trials(launcher: str, *, workers: int) -> Iterator[Trial]:
     """Trainings that must be equal, then those that must fail; the killed one last."""
     mlp, lab = REPOSITORY / "experiments" / "mlp.yaml", Path("lab.yaml")
-    for count in range(1, workers + 1):
-        yield _trial(mlp, f"fp64 x {count}", launcher, workers=count, more=["train.precision=fp64", "train.epochs=2"])
+    yield _trial(mlp, "fp64", launcher, workers=workers, more=["train.precision=fp64", "train.epochs=2"])
     yield _trial(mlp, "fp32", launcher, workers=workers, more=["train.epochs=1"])
     last = workers - 1
     yield _trial(lab, "raises", launcher, workers=workers, more=["model.fault=raises", f"model.rank={last}"])

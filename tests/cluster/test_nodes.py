@@ -85,6 +85,7 @@ def test_what_far_ranks_print_comes_to_the_run(trained: Ran) -> None:
     assert sorted(logs) == ["computing on node0\n", "computing on node1\n"]
 
 
+@pytest.mark.deep
 def test_a_slow_link_is_exposed_communication(nodes: Nodes, on_the_head: Path, trained: Ran) -> None:
     nodes.shape(1, SLOW_MBIT)
     try:

@@ -48,6 +48,7 @@ def test_killed_workers_are_replaced(
     assert any("training stood still for" in event.message for event in attempt.all_of(Warned))
 
 
+@pytest.mark.deep
 def test_a_killed_driver_leaves_no_worker_and_its_run_goes_on(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
 ) -> None:

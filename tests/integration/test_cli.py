@@ -197,6 +197,7 @@ def test_the_ui_needs_a_store(command: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.deep
 def test_the_ui_serves_until_it_is_interrupted(whole_run: Any, free_port: int, start: Any) -> None:
     process = start("ui", "--port", str(free_port), cwd=whole_run.cwd)
     address = process.stdout.readline().split()[-1]

@@ -315,6 +315,7 @@ def test_the_logged_model_loads_back_with_a_signature(
     assert warnings_told == []
 
 
+@pytest.mark.deep
 def test_a_model_that_cannot_be_exported_is_logged_as_pickle(
     database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

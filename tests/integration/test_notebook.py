@@ -54,7 +54,7 @@ run(experiment, "model={_target_: __main__.Net, in_features: 64, out_features: 1
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:Proactor event loop")
 def test_the_beginning_of_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to where it starts workers; then what a user may well try next."""
