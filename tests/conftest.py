@@ -36,7 +36,8 @@ MARK = "PIPELINE_TESTS"
 """In the environment of every process that descends from the tests, orphans included."""
 PATIENCE_S = 10.0
 """How long what a test has started may take to go away."""
-_BY_DESIGN = "multiprocessing.resource_tracker"  # Python keeps it until the interpreter ends
+_BY_DESIGN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Python keeps them until the interpreter ends; the second one is that of tests/ranks.py."""
 _SET_FOR_GOOD = (
     "PYTEST_",  # the running test
     "MLFLOW_HTTP_",  # MLflow's patience and silence, see pipeline.recording.delivery
@@ -125,7 +126,8 @@ def _ours(pid: int) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
         marked = process.environ().get(MARK) == str(os.getpid())
-        counts = marked and process.status() != psutil.STATUS_ZOMBIE and _BY_DESIGN not in " ".join(process.cmdline())
+        line = " ".join(process.cmdline())
+        counts = marked and process.status() != psutil.STATUS_ZOMBIE and not any(name in line for name in _BY_DESIGN)
     except psutil.Error:
         return None
     return process if counts else None

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
+from ranks import on_ranks
 
 from pipeline import registry, worker
 from pipeline.config.load import load
@@ -72,9 +71,9 @@ def trained(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
             trials = [_trial(name, strategy, workers) for name in CASES]
             folder = tmp_path_factory.mktemp(strategy)
             if workers == 1:
-                _train(0, 1, trials, folder)
+                _train(Rank(), trials, folder)
             else:
-                torch.multiprocessing.spawn(_train, args=(workers, trials, folder), nprocs=workers)
+                on_ranks(_train, trials, folder, folder=folder, world_size=workers)
         return {case: torch.load(folder / case / "model" / "weights.pt") for case in CASES}
 
     return train
@@ -97,16 +96,11 @@ def _trial(case: str, strategy: str, workers: int, *more: str) -> Trial:
     )
 
 
-def _train(rank: int, world_size: int, trials: list[Trial], folder: Path) -> None:
+def _train(rank: Rank, trials: list[Trial], folder: Path) -> None:
     """Train all trials on one rank; processes are started and meet once for all of them."""
-    if world_size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     for trial in trials:
         session = Session(folder=folder / trial.name, receive=_complain, parallel=trial.experiment.parallel)
-        where = Rank(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
-        worker.run(trial, rank=where, outbox=DirectOutbox(session))
-    if world_size > 1:
-        dist.destroy_process_group()
+        worker.run(trial, rank=rank, outbox=DirectOutbox(session))
 
 
 def _complain(event: AnyEvent) -> None:
@@ -214,7 +208,7 @@ def reached(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tup
             for name in ("start", *OPTIONS)
             for case in OPTION_CASES
         }
-        torch.multiprocessing.spawn(_take_steps, args=(trials, folder), nprocs=2)
+        on_ranks(_take_steps, trials, folder, folder=folder)
     return {
         (name, case): [torch.load(folder / name / case / f"{rank}.pt") for rank in range(2)]
         for name in ("start", *OPTIONS)
@@ -226,21 +220,18 @@ def _large(case: str, *overrides: str) -> Trial:
     return _trial(case, "ddp", 2, LARGE, "train.epochs=1", *filter(None, overrides))
 
 
-def _take_steps(rank: int, trials: dict[str, Trial], folder: Path) -> None:
+def _take_steps(rank: Rank, trials: dict[str, Trial], folder: Path) -> None:
     """The steps of each trial, without all that is measured and reported besides."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     for name, trial in trials.items():
-        setup = build(trial, rank=Rank(rank=rank, local_rank=rank, world_size=2, local_world_size=2))
+        setup = build(trial, rank=rank)
         for epoch in range(setup.epochs):
             stream = setup.train_loader.batches(setup.draws(epoch))
             for step in range(setup.order.steps_per_epoch):
                 optimizer_step(setup, stream, step=epoch * setup.order.steps_per_epoch + step)
         (folder / name).mkdir(parents=True, exist_ok=True)
-        torch.save(setup.model.state_dict(), folder / name / f"{rank}.pt")
+        torch.save(setup.model.state_dict(), folder / name / f"{rank.rank}.pt")
         del setup, stream
         gc.collect()
-    dist.destroy_process_group()
 
 
 Reached = dict[tuple[str, str], list[Weights]]

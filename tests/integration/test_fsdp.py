@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from ranks import on_ranks
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -61,15 +61,12 @@ def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.syspath_prepend(project)
         folder = tmp_path_factory.mktemp("fsdp")
         _train(_trial(folder, "alone", strategy="single"), Rank())
-        torch.multiprocessing.spawn(_in_two_processes, args=(folder,), nprocs=2)
+        on_ranks(_in_two_processes, folder, folder=folder)
         _train(_trial(folder, "fsdp to single", strategy="single", stopped="fsdp"), Rank())
         yield folder
 
 
-def _in_two_processes(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    where = Rank(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def _in_two_processes(where: Rank, folder: Path) -> None:
     for work in WORK:
         for name, options in OPTIONS.items():
             _keep(_take_steps(_plain(work, options), where), folder / f"{name}, {work}", where)
@@ -79,7 +76,6 @@ def _in_two_processes(rank: int, folder: Path) -> None:
     _buffers(folder, where)
     for name, more in _TRAININGS.items():
         _train(from_first(lambda: _trial(folder, name, **more), rank=where), where)  # noqa: B023
-    dist.destroy_process_group()
 
 
 _TRAININGS: dict[str, dict[str, Any]] = {
@@ -383,17 +379,14 @@ def test_more_workers_than_rows_to_share(root: Path, project: Path, monkeypatch:
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     for world_size, name, stopped in ((4, "four", ""), (3, "four to three", "four")):
-        args = (world_size, _trial(root, name, stopped=stopped))
-        torch.multiprocessing.spawn(_train_in_processes, args=args, nprocs=world_size)
+        trial = _trial(root, name, stopped=stopped)
+        (meeting := root / f"{name} meet").mkdir()
+        on_ranks(_train_on, trial, folder=meeting, world_size=world_size)
     expected = torch.load(f"{root}/alone.0.weights.pt")
 
     assert _distance(torch.load(f"{root}/four.0.weights.pt"), expected) <= ROUNDED
     assert _distance(torch.load(f"{root}/four to three.0.weights.pt"), expected) <= ROUNDED
 
 
-def _train_in_processes(rank: int, world_size: int, trial: Trial) -> None:
-    where = Rank(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
-    address = f"file://{trial.checkpoints}.store"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+def _train_on(where: Rank, trial: Trial) -> None:
     _train(trial, where)
-    dist.destroy_process_group()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from ranks import on_ranks
 from safetensors import safe_open
 from torch import Tensor
 
@@ -59,15 +59,13 @@ def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.syspath_prepend(project)
         folder = tmp_path_factory.mktemp("resume")
         _train(_trial(folder, "one", precision="fp64"), Rank())
-        torch.multiprocessing.spawn(_in_two_processes, args=(folder,), nprocs=2)
+        on_ranks(_in_two_processes, folder, folder=folder)
         _train(_trial(folder, "two to one", precision="fp64", stopped="two"), Rank())
         _train(_powersgd(folder, "powersgd alone", stopped="powersgd"), Rank())
         yield folder
 
 
-def _in_two_processes(rank: int, folder: Path) -> None:
-    where = Rank(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def _in_two_processes(where: Rank, folder: Path) -> None:
     _train(_trial(folder, "two", precision="fp64"), where)
     _train(_trial(folder, "two in fp32", precision="fp32"), where)
     for name, precision, stopped in (("one to two", "fp64", "one"), ("two to two", "fp32", "two in fp32")):
@@ -75,7 +73,6 @@ def _in_two_processes(rank: int, folder: Path) -> None:
     _train(_powersgd(folder, "powersgd"), where)
     _train(from_first(lambda: _powersgd(folder, "powersgd again", stopped="powersgd"), rank=where), where)
     _shard(folder / "sharded", where)
-    dist.destroy_process_group()
 
 
 _OVERRIDES = [

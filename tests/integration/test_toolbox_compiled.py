@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing
+from ranks import on_ranks
 
 from pipeline import worker
 from pipeline.config.load import load
@@ -42,23 +40,20 @@ def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.chdir(project)
         patch.syspath_prepend(project)
         folder = tmp_path_factory.mktemp("compiled")
-        torch.multiprocessing.spawn(_in_two_processes, args=(folder,), nprocs=2)
+        on_ranks(_in_two_processes, folder, folder=folder)
         yield folder
 
 
-def _in_two_processes(rank: int, folder: Path) -> None:
+def _in_two_processes(where: Rank, folder: Path) -> None:
     # Where a step's time goes is measured behind each training; once is enough here.
     probe.SLOT_SECONDS, probe.ROUNDS, probe.FEWEST_ROUNDS = 0.0, 1, 1
-    where = Rank(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     for name, (strategy, options, overrides) in TRAININGS.items():
         experiment = load("lab.yaml", ["train.precision=fp64", MODEL, *overrides]).experiment
         trial = Trial(
             name=name, role="main", experiment=experiment, strategy=strategy, options=options, launcher="inprocess",
             workers=2, devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=allowed_packages(),
         )  # fmt: skip
-        worker.run(trial, rank=where, outbox=_Written(folder / f"{name}.{rank}.jsonl"))
-    dist.destroy_process_group()
+        worker.run(trial, rank=where, outbox=_Written(folder / f"{name}.{where.rank}.jsonl"))
 
 
 class _Written:

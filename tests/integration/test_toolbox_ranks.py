@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
+from ranks import on_ranks
 from safetensors.torch import load_file
 
 from pipeline import worker
@@ -69,19 +68,16 @@ def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.syspath_prepend(project)
         folder = tmp_path_factory.mktemp("toolbox")
         _train(_trial(folder, "ema, single", overrides=EMA, strategy="single"), Rank())
-        torch.multiprocessing.spawn(_in_two_processes, args=(folder,), nprocs=2)
+        on_ranks(_in_two_processes, folder, folder=folder)
         _train(_trial(folder, "local to one", overrides=NORMED, strategy="single", stopped="local"), Rank())
         yield folder
 
 
-def _in_two_processes(rank: int, folder: Path) -> None:
+def _in_two_processes(where: Rank, folder: Path) -> None:
     # Where a step's time goes is measured behind each training; once is enough here.
     probe.SLOT_SECONDS, probe.ROUNDS, probe.FEWEST_ROUNDS = 0.0, 1, 1
-    where = Rank(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     for name, more in _trainings().items():
         _train(from_first(lambda: _trial(folder, name, **more), rank=where), where)  # noqa: B023
-    dist.destroy_process_group()
 
 
 def _trial(

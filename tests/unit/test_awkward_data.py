@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import toys
+from ranks import on_ranks
 
 from pipeline.contract import Rank
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
@@ -35,19 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
 def of_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
     """Losses of training and validation, or the error of each rank, by case and rank."""
     folder = tmp_path_factory.mktemp("three")
-    torch.multiprocessing.spawn(_train, args=(folder,), nprocs=WORLD)
+    on_ranks(_train, folder, folder=folder, world_size=WORLD)
     return {case: {rank: torch.load(folder / f"{case} {rank}.pt") for rank in range(WORLD)} for case in CASES}
 
 
-def _train(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+def _train(rank: Rank, folder: Path) -> None:
     for case in CASES:
-        torch.save(
-            _outcome(case, Rank(rank=rank, world_size=WORLD, local_world_size=WORLD)), folder / f"{case} {rank}.pt"
-        )
+        torch.save(_outcome(case, rank), folder / f"{case} {rank.rank}.pt")
         dist.barrier()
-    dist.destroy_process_group()
 
 
 def _outcome(case: str, rank: Rank) -> list[float] | str:

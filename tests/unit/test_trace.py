@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 import toys
+from ranks import on_ranks
 
 from pipeline.contract import Rank, Trial
 from pipeline.events import AnyEvent, ArtifactSaved
@@ -85,17 +84,14 @@ def test_the_model_stays_as_it_is(tmp_path: Path) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with two gloo processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_train, args=(folder,), nprocs=2)
+    on_ranks(_train, folder, folder=folder)
     return folder
 
 
-def _train(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    where = Rank(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
-    own = folder / f"rank{rank}"
+def _train(rank: Rank, folder: Path) -> None:
+    own = folder / f"rank{rank.rank}"
     own.mkdir()
-    train(trial(workers=2), rank=where, outbox=DirectOutbox(session(own, [])))
-    dist.destroy_process_group()
+    train(trial(workers=2), rank=rank, outbox=DirectOutbox(session(own, [])))
 
 
 def test_two_ranks_take_the_steps_together_and_one_records_them(two_ranks: Path) -> None:

@@ -1,0 +1,36 @@
+"""Functions that several ranks run: real processes, which meet over gloo."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing
+
+from pipeline.contract import Rank
+
+multiprocessing.set_forkserver_preload(["pipeline.worker", "torch._dynamo"])  # takes seconds; once for all tests
+
+
+def on_ranks(function: Callable[..., None], *arguments: Any, folder: Path, world_size: int = 2) -> None:
+    """Call ``function(rank, *arguments)`` on each rank, with one thread; raises what one of them raises.
+
+    Args:
+        function: of a module's own names, as processes are told it by name.
+        arguments: what it gets besides its `Rank`.
+        folder: where the ranks meet; one meeting each.
+        world_size: how many ranks.
+    """
+    torch.multiprocessing.start_processes(
+        _be_rank, args=(world_size, folder, function, arguments), nprocs=world_size, start_method="forkserver"
+    )
+
+
+def _be_rank(
+    rank: int, world_size: int, folder: Path, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    function(Rank(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size), *arguments)
+    dist.destroy_process_group()
