@@ -70,6 +70,7 @@ def test_a_loader_that_is_quick_compared_with_the_model(tmp_path: Path) -> None:
     assert advised(tmp_path, "model={_target_: lab.Sluggish, ms: 60.0}") == ()
 
 
+@pytest.mark.deep
 def test_a_tiny_model(tmp_path: Path) -> None:
     """One process is faster than two that exchange gradients; neither straggles."""
     longer = ["data={_target_: lab.points, samples: 1600}", "train.epochs=3"]

@@ -21,7 +21,7 @@ def run(*arguments: str, absent: tuple[str, ...] = ()) -> subprocess.CompletedPr
     return subprocess.run([sys.executable, "-c", f"{code}; {START}"], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_gpu_benchmark_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
     """Nor a GPU, in small; both ways begin with the same weights and count the same operations."""
     options = ["--device", "cpu", "--tiny", "--eager", "--rounds", "1", "--out", str(tmp_path)]

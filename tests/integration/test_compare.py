@@ -165,9 +165,8 @@ def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
 def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path) -> None:
     process = start("compare", MLP, "parallel.launcher=torchrun", "--repeats", "50", "--json", cwd=tmp_path)
     deadline = time.monotonic() + 120
-    while len(_finished(tmp_path)) < 1 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    time.sleep(2)  # into the next one
+    while len(_opened(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     cells = {cell["title"]: cell for cell in json.loads(stdout)["cells"]}
@@ -181,6 +180,6 @@ def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path)
     assert last.status == "KILLED"
 
 
-def _finished(cwd: Path) -> list[Finished]:
+def _opened(cwd: Path) -> list[TrialOpened]:
     journals = [folder / journal.FILE_NAME for folder in (cwd / "runs").glob("*")]
-    return [e for path in journals if path.exists() for e in journal.read(path) if isinstance(e, Finished)]
+    return [e for path in journals if path.exists() for e in journal.read(path) if isinstance(e, TrialOpened)]

@@ -80,8 +80,8 @@ def experiment(kind: str) -> dict[str, Any]:
     ("kind", "write"),
     [
         ("arrays", arrays),
-        ("tokens", tokens),
-        ("shards", shards),
+        pytest.param("tokens", tokens, marks=pytest.mark.deep),
+        pytest.param("shards", shards, marks=pytest.mark.deep),
         pytest.param("streamed", streamed, marks=[pytest.mark.deep, pytest.mark.timeout(900)]),
     ],
 )

@@ -240,7 +240,7 @@ def child_of(uri: str, outcome: TrackingOutcome) -> Run:
     return child
 
 
-@pytest.fixture(scope="module", params=["sqlite", "server"])
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("server", marks=pytest.mark.deep)])
 def store(request: pytest.FixtureRequest) -> str:
     return request.getfixturevalue("database") if request.param == "sqlite" else request.getfixturevalue("server").uri
 
