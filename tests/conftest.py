@@ -59,11 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
     # A shell that starts the tests in the background lets them, and all that they start, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # torch's elastic agent never closes the log files of its workers.
-    leaked = (
-        r"ignore:Exception ignored in. <_io.FileIO name='.*/logs/.*/rank\d+-:pytest.PytestUnraisableExceptionWarning"
-    )
-    config.addinivalue_line("filterwarnings", leaked)
     config.addinivalue_line("filterwarnings", r"ignore::Warning:ray\.")  # Ray's own, on its first import
 
 

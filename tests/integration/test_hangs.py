@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 TIMEOUT_S = 5.0
 ENDING_S = 40.0
-"""For all that comes after: workers, launcher, tracking. The elastic agent alone would wait 30 s for a stopped one."""
+"""For all that comes after: workers, launcher, tracking. The launcher alone would wait 30 s for a stopped one."""
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("ray", marks=pytest.mark.deep)])
