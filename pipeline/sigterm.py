@@ -3,7 +3,8 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 SAME_S = 2.0
 """SIGTERMs closer together than this are one: a batch system sends it to each process, and a launcher passes it on."""
@@ -25,6 +26,19 @@ def on_sigterm(do: Callable[[], None]) -> None:
             do()
 
     signal.signal(signal.SIGTERM, handle)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """SIGTERM waits. A process that is forked inside has it blocked in all threads that it will ever have.
+
+    torch gives a loader process a second thread before anything else, if this process has several for its operators.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def only_from_parent(_: int = 0) -> None:

@@ -1,7 +1,6 @@
 """Worker processes of this machine: forked from one that is ready for it, or started afresh where that can't be."""
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -39,6 +38,7 @@ class Forks:
         self._channel: socket.socket | None = None
         self._codes: dict[int, int | None] = {}
         """Of forked workers, by process id; None while they run."""
+        self._forked_last = 0
         self._unread = b""
         self._can_fork: bool | None = None  # not known yet
         if not sys.platform.startswith("linux"):
@@ -98,16 +98,16 @@ class Forks:
             self._hear(wait=True)
         if not self._can_fork:
             return None
-        known = len(self._codes)
+        self._forked_last = 0
         message = order.model_dump_json().encode() + b"\n"
         try:
             sent = socket.send_fds(self._channel, [message], files)
             self._channel.sendall(message[sent:])
         except BrokenPipeError:
             self._lose()
-        while self._can_fork and len(self._codes) == known:
+        while self._can_fork and not self._forked_last:
             self._hear(wait=True)
-        return _Forked(next(reversed(self._codes)), self) if self._can_fork else None
+        return _Forked(self._forked_last, self) if self._can_fork else None
 
     def exit_code(self, pid: int) -> int | None:
         """That of a forked worker; None while it runs."""
@@ -117,21 +117,24 @@ class Forks:
     def _hear(self, *, wait: bool = False) -> None:
         """Take in what the server has said, or wait until it says something."""
         assert self._channel is not None
-        while self._can_fork is not False and select.select([self._channel], [], [], None if wait else 0)[0]:
-            wait = False
+        while self._can_fork is not False:
             try:
-                said = self._channel.recv(_MOST_BYTES)
+                said = self._channel.recv(_MOST_BYTES, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
             except ConnectionResetError:
                 said = b""
             if not said:
                 self._lose()
                 return
+            wait = False
             *lines, self._unread = (self._unread + said).split(b"\n")
             for each in map(Said.model_validate_json, lines):
                 if each.can_fork is not None:
                     self._can_fork = each.can_fork
                 else:
                     self._codes[each.pid] = each.exit_code
+                    self._forked_last = each.pid if each.exit_code is None else self._forked_last
 
     def _lose(self) -> None:
         """The server was killed: nobody hears any more how its workers end, so they count as lost with it."""

@@ -22,7 +22,7 @@ from pipeline.config.parallel import Parallel
 from pipeline.contract import Rank, Trial
 from pipeline.errors import Terminated
 from pipeline.launchers import _head_start
-from pipeline.launchers._forks import Process
+from pipeline.launchers._forks import Forks, Process
 from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import DirectOutbox, Session, WorkersLost, outer_rank
 from pipeline.resources import Resources
@@ -40,13 +40,16 @@ class Launcher:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self._forks: Forks | None = None
 
     def __enter__(self) -> Self:
-        self._forks = _head_start.forks()
+        if outer_rank() is None:
+            self._forks = _head_start.forks()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._forks.__exit__(*exception)
+        if self._forks is not None:
+            self._forks.__exit__(*exception)
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
@@ -63,7 +66,7 @@ class Launcher:
 
     def launch(self, trial: Trial) -> None:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
-        if outer_rank() is not None:
+        if self._forks is None:
             rank = worker.rank_from_environment() if trial.workers > 1 else Rank()
             with suppress(worker.WorkerFailed):  # it has been reported
                 worker.run(trial, rank=rank, outbox=DirectOutbox(self.session))
@@ -77,11 +80,11 @@ class Launcher:
         try:
             with vigil, inbox, self.session.stop.telling(inbox.ask_to_stop):
                 _write_secret(channel, inbox.address)
-                self._run(trial, [str(assignment), "--channel", str(channel)])
+                self._run(trial, [str(assignment), "--channel", str(channel)], self._forks)
         finally:
             channel.unlink(missing_ok=True)
 
-    def _run(self, trial: Trial, arguments: Sequence[str]) -> None:
+    def _run(self, trial: Trial, arguments: Sequence[str], forks: Forks) -> None:
         """Have all ranks run to their end.
 
         Raises:
@@ -95,7 +98,7 @@ class Launcher:
                 for rank in range(trial.workers):
                     environment = os.environ | self._variables(trial, rank=rank, port=store.port)
                     logs = () if self.session.verbose else _logs(self.session.log_folder(trial), rank=rank)
-                    ranks.append(self._forks.start(arguments, environment=environment, logs=logs))
+                    ranks.append(forks.start(arguments, environment=environment, logs=logs))
                 losses = _losses(ranks)
             except BaseException as error:
                 _end(ranks, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
@@ -143,7 +146,10 @@ def _end(ranks: Sequence[Process], number: signal.Signals) -> None:
 
 @contextmanager
 def _hanging_up_ends() -> Iterator[None]:
-    """Have the terminal's end, and its key for quitting, raise an error: workers have sessions of their own."""
+    """Have the terminal's end, and its key for quitting, raise an error: workers have sessions of their own.
+
+    What is ignored, as by nohup, stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
         return
@@ -151,12 +157,14 @@ def _hanging_up_ends() -> Iterator[None]:
     def end(*_: object) -> NoReturn:
         raise Terminated
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGHUP, signal.SIGQUIT)}
+    numbers = [each for each in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _logs(folder: Path, *, rank: int) -> tuple[Path, Path]:

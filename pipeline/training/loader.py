@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError
-from pipeline.sigterm import only_from_parent
+from pipeline.sigterm import held_back, only_from_parent
 from pipeline.training.fetch import Collate, fetcher, usable
 from pipeline.training.order import Draw
 
@@ -53,7 +53,9 @@ class BatchLoader:
                 yield draw, usable(self._fetcher.__getitems__(draw))
             return
         served = self._served.begin(draws)
-        for batch in self._loader:
+        with held_back():
+            batches = iter(self._loader)
+        for batch in batches:
             yield served.popleft(), usable(batch)
 
     def read(self, indices: list[int]) -> Any:

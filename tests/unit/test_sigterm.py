@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -27,9 +29,9 @@ def reading() -> Iterator[Iterator[object]]:
     batches.close()  # type: ignore[attr-defined]
 
 
-def _loader() -> psutil.Process:
+def _loader() -> BaseProcess:
     (process,) = multiprocessing.active_children()  # which leaves out the resource tracker that other tests started
-    return psutil.Process(process.pid)
+    return process
 
 
 def test_a_strangers_signal_is_ignored(reading: Iterator[object]) -> None:
@@ -38,12 +40,44 @@ def test_a_strangers_signal_is_ignored(reading: Iterator[object]) -> None:
     subprocess.run(["kill", "-TERM", str(process.pid)], check=True)
 
     assert len(list(reading)) == 19
-    assert psutil.wait_procs([process], timeout=20)[1] == []
+    process.join(timeout=20)
+    assert not process.is_alive()
 
 
 def test_the_parents_signal_ends_it(reading: Iterator[object]) -> None:
     next(reading)
     process = _loader()
-    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid or 0, signal.SIGTERM)
 
-    assert psutil.wait_procs([process], timeout=20)[1] == []
+    process.join(timeout=20)
+    assert not process.is_alive()
+
+
+COMPUTING_WITH_TWO_THREADS = """
+import multiprocessing, torch
+from pathlib import Path
+from pipeline.config.schema import Loader
+from pipeline.training.loader import BatchLoader
+from pipeline.training.order import Order
+
+torch.set_num_threads(2)
+loader = BatchLoader(
+    torch.utils.data.TensorDataset(torch.arange(40.0)), options=Loader(num_workers=1), collate=None, seed=1,
+    device=torch.device("cpu"),
+)
+next(loader.batches(Order(samples=40, global_batch_size=2, seed=1).draws(0, rank=0, world_size=1)))
+(process,) = multiprocessing.active_children()
+for thread in Path(f"/proc/{process.pid}/task").iterdir():
+    print((thread / "status").read_text())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_no_thread_of_a_loader_ends_it() -> None:
+    """torch gives it one more than it asks for, and the system sends a process's signal to any that takes it."""
+    code = [sys.executable, "-c", COMPUTING_WITH_TWO_THREADS]
+    said = subprocess.run(code, capture_output=True, text=True, check=True).stdout
+    masks = [int(mask, base=16) for mask in re.findall(r"SigBlk:\s*(\w+)", said)]
+
+    assert len(masks) > 2
+    assert sum(not mask >> (signal.SIGTERM - 1) & 1 for mask in masks) == 1  # the one that waits for it
