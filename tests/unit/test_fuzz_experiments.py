@@ -4,12 +4,13 @@ import copy
 import re
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from damage import damaged, places_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -196,14 +197,6 @@ values = st.recursive(
 )
 
 
-def places_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value."""
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
-    for name, inner in items:
-        yield (*path, name)
-        yield from places_in(inner, (*path, name))
-
-
 PLACES = list(places_in(TREE))
 
 
@@ -340,32 +333,13 @@ SNIPPETS = [
 ]
 
 
+KINDS = ["insert", "insert", "insert", "flip", "cut", "repeat", "replace", "end", "indent"]
+
+
 @st.composite
 def broken_bytes(draw: st.DrawFn) -> bytes:
     """A valid file with snippets put in, bytes flipped, parts cut out, repeated, swapped."""
-    content = bytearray(GOOD.encode())
-    for _ in range(draw(st.integers(1, 4))):
-        start = draw(st.integers(0, len(content)))
-        end = min(len(content), start + draw(st.integers(0, 40)))
-        match draw(
-            st.sampled_from(["insert", "insert", "insert", "flip", "cut", "repeat", "replace", "end", "indent"])
-        ):
-            case "insert":
-                content[start:start] = draw(st.sampled_from(SNIPPETS))
-            case "flip" if start < len(content):
-                content[start] ^= 1 << draw(st.integers(0, 7))
-            case "cut":
-                del content[start:end]
-            case "repeat":
-                content[start:start] = content[start:end]
-            case "replace":
-                content[start:end] = draw(st.sampled_from(SNIPPETS))
-            case "end":
-                del content[start:]
-            case "indent":
-                line = content.rfind(b"\n", 0, start) + 1
-                content[line:line] = draw(st.sampled_from([b" ", b"  ", b"\t", b"- "]))
-    return bytes(content)
+    return damaged(draw, GOOD.encode(), kinds=KINDS, snippets=SNIPPETS, most=4, longest=40)
 
 
 def overridden_key() -> st.SearchStrategy[str]:

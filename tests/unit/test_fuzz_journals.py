@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import damage
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
@@ -95,40 +96,18 @@ SNIPPETS = [
 SNIPPETS += [b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"\xef\xbb\xbf", b"\\ud800", b"\n\n\n", b" " * 3000]
 
 
+KINDS = ["insert", "flip", "cut", "repeat", "end", "start"]
+
+
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
     """Bytes flipped, cut out, put in; the end missing."""
-    content = bytearray(whole)
-    for _ in range(draw(st.integers(1, 3))):
-        start = draw(st.integers(0, len(content)))
-        end = min(len(content), start + draw(st.integers(0, 300)))
-        match draw(st.sampled_from(["insert", "flip", "cut", "repeat", "end", "start"])):
-            case "insert":
-                content[start:start] = draw(st.sampled_from(SNIPPETS))
-            case "flip" if start < len(content):
-                content[start] ^= 1 << draw(st.integers(0, 7))
-            case "cut":
-                del content[start:end]
-            case "repeat":
-                content[start:start] = content[start:end]
-            case "end":
-                del content[start:]
-            case "start":
-                del content[:start]
-    return bytes(content)
-
-
-def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in items:
-        yield (*path, name)
-        yield from places_in(inner, (*path, name))
+    return damage.damaged(draw, whole, kinds=KINDS, snippets=SNIPPETS, most=3, longest=300)
 
 
 def changed(draw: st.DrawFn, document: Any) -> Any:
     """With another value somewhere, or without it."""
-    places = list(places_in(document))
+    places = list(damage.places_in(document))
     if not places:
         return document
     *section, name = draw(st.sampled_from(places))
