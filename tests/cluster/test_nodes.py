@@ -15,7 +15,7 @@ from projects import PATIENCE_S, Ran, project, run
 
 from pipeline.events import Finished, Started
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
 EXACT = 1e-12
 SLOW_MBIT = 20
@@ -85,7 +85,6 @@ def test_what_far_ranks_print_comes_to_the_run(trained: Ran) -> None:
     assert sorted(logs) == ["computing on node0\n", "computing on node1\n"]
 
 
-@pytest.mark.deep
 def test_a_slow_link_is_exposed_communication(nodes: Nodes, on_the_head: Path, trained: Ran) -> None:
     nodes.shape(1, SLOW_MBIT)
     try:
@@ -115,7 +114,6 @@ def test_a_node_of_another_make_is_refused(nodes: Nodes, on_the_head: Path) -> N
     assert "node1" not in refused.stderr
 
 
-@pytest.mark.deep
 def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) -> None:
     joined = [*TWO, EVEN]
     refused = run(nodes, on_the_head, *joined, "parallel.ship_code=false", "parallel.interface=ib0")
@@ -131,7 +129,6 @@ def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) ->
     assert "Traceback" not in refused.output
 
 
-@pytest.mark.deep
 def test_a_machine_without_ray_is_told_how_to_join(nodes: Nodes) -> None:
     refused = run(nodes, project(nodes.storage(3) / "project", tracked=True), node=3)
 

@@ -23,6 +23,7 @@ from blocks import Block, blocks
 ROOT = Path(__file__).parents[2]
 PAGES = {page.relative_to(ROOT).as_posix(): blocks(page, root=ROOT) for page in sorted(ROOT.glob("docs/*.md"))}
 WALKED = {page: found for page, found in PAGES.items() if any(block.is_run for block in found)}
+LONG = {"docs/extend.md"}
 INSTEAD = {
     # The environment of the tests stays as it is; what is installed is the same, from the same pyproject.toml.
     "pip install -e .": "python -m pip install --quiet --no-deps --no-build-isolation --no-index --target packages .",
@@ -101,7 +102,12 @@ def walk(tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.Monkey
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "page", [page for page, found in WALKED.items() if any(b.is_run and not b.is_deep for b in found)]
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.deep if page in LONG else [])
+        for page, found in WALKED.items()
+        if any(b.is_run and not b.is_deep for b in found)
+    ],
 )
 def test_the_examples_of_a_page(page: str, walk: Walk) -> None:
     for block in WALKED[page]:

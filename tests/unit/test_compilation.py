@@ -39,7 +39,7 @@ def as_before() -> Any:
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_losses_are_the_same_and_compiling_is_over_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_s: list[float] = []
 
