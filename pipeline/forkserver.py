@@ -66,9 +66,13 @@ class _Server:
                     if not line:
                         return None
                     order = Order.model_validate_json(line)
+                    # What comes for a worker before it has its own handlers waits until it has.
+                    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
                     if (pid := os.fork()) == 0:
                         self._become_worker(files)
+                        signal.pthread_sigmask(signal.SIG_SETMASK, before)
                         return order
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
                     for file in files:
                         os.close(file)
                     self._tell(Said(pid=pid))

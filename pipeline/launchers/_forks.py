@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -25,7 +26,7 @@ class Process(Protocol):
 
 
 class Forks:
-    """Starts workers. A context manager that ends what it needs for that, not the workers.
+    """Starts workers. A context manager that ends those that are still there, and what it needs for them.
 
     A server is started with it (`pipeline.forkserver`), and imports what workers need while this process does
     something else. Only on Linux: elsewhere system libraries don't outlive a fork.
@@ -60,6 +61,10 @@ class Forks:
 
     def __exit__(self, *_: object) -> None:
         if self._channel is not None:
+            self._hear()  # of one whose start was interrupted
+            for pid in [pid for pid, code in self._codes.items() if code is None]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._channel.close()
             self._server.kill()
             self._server.wait()

@@ -29,8 +29,9 @@ from pipeline.resources import Resources
 
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05
+_INTERRUPTED_S = 5.0
 _END_S = 30.0
-"""How long workers may take to end when they are told to; then they are killed."""
+"""How long workers may take to end when they are interrupted, and when they are told to; then they are killed."""
 
 
 class Launcher:
@@ -101,10 +102,10 @@ class Launcher:
                     ranks.append(forks.start(arguments, environment=environment, logs=logs))
                 losses = _losses(ranks)
             except BaseException as error:
-                _end(ranks, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+                _end(ranks, interrupted=isinstance(error, KeyboardInterrupt))
                 raise
         if losses:
-            _end(ranks, signal.SIGTERM)
+            _end(ranks)
             raise WorkersLost(losses)
 
     def _variables(self, trial: Trial, *, rank: int, port: int) -> dict[str, str]:
@@ -133,13 +134,14 @@ def _losses(ranks: Sequence[Process]) -> dict[int, str]:
     return {rank: _how(code) for rank, code in enumerate(codes) if code}
 
 
-def _end(ranks: Sequence[Process], number: signal.Signals) -> None:
+def _end(ranks: Sequence[Process], *, interrupted: bool = False) -> None:
     """Have the ranks end that haven't yet, with all that they have started."""
-    for attempt in (number, signal.SIGKILL):
+    attempts = {signal.SIGINT: _INTERRUPTED_S} if interrupted else {}
+    for number, patience_s in (attempts | {signal.SIGTERM: _END_S, signal.SIGKILL: _END_S}).items():
         for rank in ranks:
             with suppress(ProcessLookupError):
-                os.killpg(rank.pid, attempt)  # loader processes of one that has ended, too
-        deadline = time.monotonic() + _END_S
+                os.killpg(rank.pid, number)  # loader processes of one that has ended, too
+        deadline = time.monotonic() + patience_s
         while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
