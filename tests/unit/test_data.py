@@ -8,8 +8,9 @@ from urllib.error import URLError
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
-from pipeline.data import cifar10, cifar_download, digits
+from pipeline.data import cifar10, cifar_download, digits, handwriting
 from pipeline.data.text import VOCABULARY_SIZE, characters
 from pipeline.errors import ExperimentError
 
@@ -35,6 +36,14 @@ class TestDigits:
         image, label = train[0]
         assert (image.shape, image.dtype) == ((1, 8, 8), torch.float32)
         assert (label.shape, label.dtype) == ((), torch.int64)
+
+    def test_they_are_those_of_scikit_learn(self):
+        """Which is asked where its file lies, and not imported."""
+        pixels, labels = load_digits(return_X_y=True)
+        images, own = handwriting._load()
+
+        assert torch.equal(images.flatten(1), torch.from_numpy(pixels).float() / 16)
+        assert torch.equal(own, torch.from_numpy(labels))
 
     def test_is_standardized_over_the_training_set(self):
         images, _ = digits().train.tensors
