@@ -133,7 +133,8 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(order.environment)
     sys.argv[1:] = order.arguments
-    Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")  # what ps, top and nvidia-smi call it
+    with suppress(OSError):  # a sandbox may forbid it, and it is only what ps, top and nvidia-smi call the rank
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
     from threadpoolctl import threadpool_limits
 
     from pipeline import worker

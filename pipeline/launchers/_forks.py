@@ -1,5 +1,6 @@
 """Worker processes of this machine: forked from one that is ready for it, or started afresh where that can't be."""
 
+import logging
 import os
 import signal
 import socket
@@ -12,6 +13,8 @@ from typing import Protocol, Self
 
 from pipeline.forkserver import Order, Said
 
+_log = logging.getLogger(__name__)  # into the run's log
+_AFRESH = "each worker is started afresh, which takes longer"
 _MODULE = "pipeline.worker"
 _MOST_BYTES = 2**16
 
@@ -137,6 +140,8 @@ class Forks:
             for each in map(Said.model_validate_json, lines):
                 if each.can_fork is not None:
                     self._can_fork = each.can_fork
+                    if not each.can_fork:
+                        _log.warning("a library has started threads or uses a GPU: %s", _AFRESH)
                 else:
                     self._codes[each.pid] = each.exit_code
                     self._forked_last = each.pid if each.exit_code is None else self._forked_last
@@ -144,6 +149,7 @@ class Forks:
     def _lose(self) -> None:
         """The server was killed: nobody hears any more how its workers end, so they count as lost with it."""
         self._can_fork = False
+        _log.warning("the process that workers are forked from has ended: %s", _AFRESH)
         self._codes = {pid: -signal.SIGKILL if code is None else code for pid, code in self._codes.items()}
 
 

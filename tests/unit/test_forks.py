@@ -107,8 +107,10 @@ def test_without_its_server_a_worker_counts_as_lost_and_others_start_afresh(endl
         assert ended(fresh) == 0
 
 
-def test_a_library_that_starts_threads_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then each worker is started afresh."""
+def test_a_library_that_starts_threads_cannot_be_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then each worker is started afresh, and the log says so."""
     restless = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
     (tmp_path / "restless.py").write_text(restless)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -118,6 +120,7 @@ def test_a_library_that_starts_threads_cannot_be_forked(tmp_path: Path, monkeypa
 
         assert isinstance(rank, subprocess.Popen)
         assert ended(rank) == 0
+    assert "each worker is started afresh" in caplog.text
 
 
 def test_a_gpu_in_use_cannot_be_forked(tmp_path: Path) -> None:
