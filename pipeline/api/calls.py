@@ -50,7 +50,7 @@ def run(
         KeyboardInterrupt: Ctrl-C or the kernel was interrupted; the run has ended as KILLED.
     """
     ended: list[tuple[Report, Path]] = []
-    with _alone(), _begun(Experiment.load(experiment, *overrides).file) as file:
+    with _alone(), _begun(Experiment.load(experiment, *overrides).file, verbose=verbose) as file:
         runner.run(
             file,
             with_baseline=baseline,
@@ -93,7 +93,7 @@ def compare(
     """
     ended: list[tuple[Report, Path]] = []
     _check_wanted(strategies, workers, repeats, scaling)
-    with _alone(), _begun(Experiment.load(experiment, *overrides).file) as file:
+    with _alone(), _begun(Experiment.load(experiment, *overrides).file, verbose=verbose) as file:
         comparison.compare(
             file,
             wanted=Wanted(
@@ -152,9 +152,9 @@ def _alone() -> Iterator[None]:
 
 
 @contextmanager
-def _begun(file: ExperimentFile) -> Iterator[ExperimentFile]:
+def _begun(file: ExperimentFile, *, verbose: bool) -> Iterator[ExperimentFile]:
     """The experiment, whose launcher starts already."""
-    with _head_start.given(file.experiment):
+    with _head_start.given(file.experiment, verbose=verbose):
         yield file
 
 

@@ -4,12 +4,15 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli import completion
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
+
+if TYPE_CHECKING:
+    from pipeline.config.load import ExperimentFile
 
 FileArgument = Annotated[
     str,
@@ -66,6 +69,19 @@ def interruptible() -> Iterator[None]:
         raise Interrupted("terminated by SIGTERM", exit_code=143) from None
     except KeyboardInterrupt:
         raise Interrupted("interrupted") from None
+
+
+@contextmanager
+def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
+    """Start what the experiment's launcher needs, interruptibly; an error is shown before that is ended."""
+    from pipeline.launchers import _head_start
+
+    with interruptible(), _head_start.given(file.experiment, verbose=verbose):
+        try:
+            yield
+        except PipelineError as error:
+            show(error)
+            raise typer.Exit(error.exit_code) from None
 
 
 def show(error: PipelineError) -> None:

@@ -16,7 +16,7 @@ from pipeline.cli.arguments import (
     Scaling,
     Verbose,
     counts_of,
-    interruptible,
+    head_start,
     problems_of,
     show,
     strategies_of,
@@ -47,7 +47,6 @@ def run(
     import rich.console
 
     from pipeline.config.load import load
-    from pipeline.launchers import _head_start
     from pipeline.recording.display import progress_on
     from pipeline.recording.terminal import Terminal
 
@@ -59,7 +58,7 @@ def run(
             plan = runner.dry_run(experiment, with_baseline=baseline, as_json=as_json)
         typer.echo(plan)
         return
-    with interruptible(), _head_start.given(experiment.experiment):
+    with head_start(experiment, verbose=verbose):
         from pipeline import runner
         from pipeline.speedup.report import run_json
 
@@ -101,7 +100,6 @@ def compare(
 ) -> None:
     """Measure strategies and numbers of workers side by side, in short trials taken in turn."""
     from pipeline.config.load import load
-    from pipeline.launchers import _head_start
     from pipeline.matrix import Wanted
 
     experiment = load(file, with_address(overrides, address))
@@ -112,7 +110,7 @@ def compare(
         repeats=repeats,
         profile=profile,
     )
-    with interruptible(), _head_start.given(experiment.experiment):
+    with head_start(experiment, verbose=verbose):
         from pipeline.comparison import compare
         from pipeline.recording.terminal import Terminal
         from pipeline.speedup.report import comparison_json
@@ -138,10 +136,9 @@ def tune_batch(
 ) -> None:
     """Find the batch size of a device: the smallest at which throughput stops growing."""
     from pipeline.config.load import load
-    from pipeline.launchers import _head_start
 
     experiment = load(file, with_address(overrides, address))
-    with interruptible(), _head_start.given(experiment.experiment):
+    with head_start(experiment, verbose=verbose):
         from pipeline import tuning
         from pipeline.recording.terminal import Terminal
 
@@ -170,13 +167,12 @@ def predict(
 ) -> None:
     """Predict speedup and efficiency on more workers than there are, from a few seconds of measuring."""
     from pipeline.config.load import load
-    from pipeline.launchers import _head_start
     from pipeline.recording.terminal import Terminal
     from pipeline.speedup.link import parse
 
     experiment = load(file, with_address(overrides, address))
     given = parse(link) if link is not None else None
-    with interruptible(), _head_start.given(experiment.experiment):
+    with head_start(experiment, verbose=verbose):
         from pipeline import prediction
 
         prediction.predict(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import ClassVar, Protocol, Self
 
 from pipeline.channel.inbox import Receive, inside, not_kept
@@ -144,7 +145,10 @@ def environment(**values: str | None) -> Iterator[None]:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """Put the signal handlers back that a launcher's library replaces."""
+    """Put the signal handlers back that a launcher's library replaces; only the main thread can replace any."""
+    if current_thread() is not main_thread():
+        yield
+        return
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = [(number, signal.getsignal(number)) for number in handled]
     try:

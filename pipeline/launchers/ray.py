@@ -10,7 +10,7 @@ from typing import Self
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
+from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 
 from pipeline import resources
 from pipeline.channel.inbox import Inbox
@@ -19,8 +19,9 @@ from pipeline.config.parallel import Parallel
 from pipeline.contract import Trial
 from pipeline.errors import ResourceError
 from pipeline.events import Warned
-from pipeline.launchers._ray import cluster, places, room
+from pipeline.launchers._ray import cluster, local, places, room
 from pipeline.launchers._ray.code import to_send
+from pipeline.launchers._ray.connection import first_line
 from pipeline.launchers._ray.ingest import Ingest
 from pipeline.launchers._ray.joined import Joined
 from pipeline.launchers._ray.network import Meeting
@@ -75,7 +76,7 @@ class Launcher:
         self._joined.look_at_nodes(trial)
         places.await_room(trial)
         ingest = self._ingest(trial)
-        host = cluster.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
+        host = local.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
         vigil = Vigil(trial, receive=self.session.receive)
         inbox = Inbox(host=host, receive=vigil.receive, folder=self.session.folder)
         stop, resize = (ask.telling(inbox.ask_to_stop) for ask in (self.session.stop, self.session.resize))
@@ -85,7 +86,9 @@ class Launcher:
             failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
             raise WorkersLost({rank: _how(failure) for rank, failure in failures.items()} | vigil.lost)
         if isinstance(error, TrainingFailedError):
-            raise ResourceError(f"Ray could not start {places.asked_for(trial)}: {cluster.first_line(error)}")
+            # The controller's own error says in its first line only that it is one.
+            cause = error.controller_failure if isinstance(error, ControllerError) else error
+            raise ResourceError(f"Ray could not start {places.asked_for(trial)}: {first_line(cause)}")
         if error is not None:
             raise error
 
@@ -169,4 +172,4 @@ def _fit(trainer: Trainer) -> BaseException | None:
 def _how(failure: BaseException) -> str:
     if isinstance(getattr(failure, "health_check_failure", None), RayActorError):  # Ray doesn't know more
         return "its process was killed (out of memory?) or crashed"
-    return f"{type(failure).__name__}: {cluster.first_line(failure)}"
+    return f"{type(failure).__name__}: {first_line(failure)}"

@@ -65,14 +65,14 @@ def _search(file: ExperimentFile, plan: SweepPlan, job: Job, *, recorder: Record
     Raises:
         KeyboardInterrupt: after the running ones have ended, with a checkpoint.
     """
-    from pipeline.launchers._ray.cluster import connected
+    from pipeline.launchers._ray.local import Wanted, started
     from pipeline.sweeping.tuner import Halt, search
 
     searcher = _searcher(file, plan, recorder.folder)  # before Ray is started: Optuna may be missing
     progress = Progress(plan, recorder, terminal=terminal)
     halt = Halt()
     try:
-        with connected(None, verbose=job.verbose):
+        with started(Wanted(), verbose=job.verbose):
             try:
                 search(plan, searcher, job=job, watcher=progress, halt=halt)
             except BaseException:

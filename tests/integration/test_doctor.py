@@ -18,7 +18,7 @@ from pipeline.doctor import link, tracking
 from pipeline.doctor.examination import Examination
 from pipeline.doctor.finding import Finding
 from pipeline.errors import ResourceError
-from pipeline.launchers._ray.cluster import connected
+from pipeline.launchers._ray.local import Wanted, started
 from pipeline.launchers._ray.nodes import NodesSilent, facts_of_nodes
 from pipeline.node_facts import NodeFacts, facts_here
 
@@ -149,7 +149,7 @@ def _own_processes() -> list[psutil.Process]:
 
 @pytest.mark.deep
 def test_a_real_ray_s_node_says_what_it_has_and_how_fast_it_is() -> None:
-    with connected(None, verbose=False):
+    with started(Wanted(), verbose=False):
         (node,) = facts_of_nodes(timeout_s=60)
         measured = link.measure_across([node])
         listening = {end.laddr.ip for process in _own_processes() for end in process.net_connections("inet")}

@@ -19,8 +19,8 @@ from pipeline.config.components import allowed_packages
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError
 from pipeline.events import Metrics, Resumed, Warned
-from pipeline.launchers._ray.cluster import connected
 from pipeline.launchers._ray.ingest import Facts, Ingest
+from pipeline.launchers._ray.local import Wanted, started
 from pipeline.launchers._ray.rows import stream_of
 from pipeline.launchers.base import Session
 from pipeline.plan import make_plan
@@ -175,7 +175,7 @@ def test_rays_blocks_are_the_rows_in_their_order(experiment: Path, monkeypatch: 
         allowed=allowed_packages(),
         with_baseline=False,
     ).main
-    with connected(None, verbose=False, streams=True):
+    with started(Wanted(streams=True), verbose=False):
         ingest = Ingest(trial)
         facts = ingest.facts(trial)
         shards = ingest.dealing().configure(ingest.datasets(trial), size, None, None)

@@ -1,8 +1,8 @@
-"""One session's stay in a cluster that was there before: its code is sent along, each node is looked at once."""
+"""One session's stay in a Ray. One that was there before is sent the code, and each of its nodes is looked at once."""
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 from pipeline.contract import Trial
@@ -10,6 +10,7 @@ from pipeline.events import Warned
 from pipeline.launchers._ray.checks import look_around, refuse_others
 from pipeline.launchers._ray.cluster import connected
 from pipeline.launchers._ray.code import Code, sent, to_send
+from pipeline.launchers._ray.early import local_ray
 from pipeline.launchers._ray.nodes import facts_of_nodes
 from pipeline.launchers._ray.places import able_nodes, node_name
 from pipeline.launchers.base import Session
@@ -39,10 +40,12 @@ class Joined:
         """
         package = to_send(session.parallel, joined=address is not None)
         untracked = tuple(map(str, package.untracked_code)) if package else ()
-        with (
-            sent(package, joined=address is not None) as (code, runtime_env),
-            connected(address, verbose=session.verbose, streams=session.streams, runtime_env=runtime_env),
-        ):
+        with ExitStack() as stack:
+            code, runtime_env = stack.enter_context(sent(package, joined=address is not None))
+            if address is None:
+                stack.enter_context(local_ray(session.parallel, streams=session.streams, verbose=session.verbose))
+            else:
+                stack.enter_context(connected(address, verbose=session.verbose, runtime_env=runtime_env))
             yield cls(session, address=address, code=code, untracked=untracked)
 
     def look_at_nodes(self, trial: Trial) -> None:

@@ -1,10 +1,11 @@
 """Ray Train's trainer, whose controller lives in this process: what Ray starts for itself costs the first step seconds.
 
 Ray Train gives its controller an actor of its own, a second one that cleans up should the first be killed, a third one
-that asks an autoscaler for nodes, and a fourth for datasets. Each is a process that imports Ray, and workers wait for
-three of them. Here the driver is the controller: if it is killed, its job ends, and with it the workers and their
-placement group. The placement group tells an autoscaler what is needed. With a dataset of Ray Data's, which has to know
-what the workers occupy, the last two stay. See docs/decisions/0011-time-to-first-step.md.
+that asks an autoscaler for nodes, a fourth for datasets, and a fifth where ranks meet that report checkpoints. Each is
+a process that imports Ray, and workers wait for three of them. Here the driver is the controller: if it is killed, its
+job ends, and with it the workers and their placement group. The placement group tells an autoscaler what is needed.
+Ranks report to the driver. With a dataset of Ray Data's, which has to know what the workers occupy, the third and the
+fourth stay. See docs/decisions/0011-time-to-first-step.md.
 """
 
 import asyncio
@@ -17,9 +18,11 @@ from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-from ray.train.v2._internal.execution.worker_group import Worker, WorkerGroup
+from ray.train.v2._internal.execution.worker_group import Worker, WorkerGroup, state, worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.result import Result
+
+from pipeline.launchers._ray.private import replaced
 
 
 class Trainer(DataParallelTrainer):  # type: ignore[misc]
@@ -35,8 +38,23 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         if not self.datasets:
             arguments["scaling_policy"] = _FixedSize(self.scaling_config)
         controller = _Controller(**arguments)
-        asyncio.run(controller.run())
+        with replaced(worker_group, SynchronizationActor=_Nobody()), replaced(state, _shutdown_sync_actor=_ended):
+            asyncio.run(controller.run())
         return controller.get_result()
+
+
+class _Nobody:
+    """In the place of the actor where ranks meet."""
+
+    def options(self, **_: object) -> "_Nobody":
+        return self
+
+    def remote(self, **_: object) -> "_Nobody":
+        return self
+
+
+def _ended(nobody: _Nobody) -> None:
+    """There is no process to end."""
 
 
 class _FixedSize(FixedScalingPolicy):  # type: ignore[misc]
@@ -60,13 +78,13 @@ class _WorkerGroup(WorkerGroup):  # type: ignore[misc]
     def _init_train_context_on_workers(
         self, workers: list[Worker], sync_actor: Any, train_context_args: dict[str, list[Any]]
     ) -> None:
-        """As Ray's own, but for the controller's actor, which ranks would ask for checkpoints that went to Ray."""
+        """As Ray's own, but for two actors: ranks would meet and ask there for checkpoints that went to Ray."""
         ray.get(
             [
                 worker.actor.init_train_context.remote(
                     train_run_context=self._train_run_context,
                     distributed_context=worker.distributed_context,
-                    synchronization_actor=sync_actor,
+                    synchronization_actor=None,
                     storage_context=self._storage_context,
                     worker_callbacks=self._worker_callbacks_to_propagate,
                     controller_actor=None,

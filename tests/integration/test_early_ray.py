@@ -1,0 +1,104 @@
+"""A local Ray that starts while the driver does something else, with fewer processes than by itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from pipeline.config.load import load
+from pipeline.errors import ResourceError
+from pipeline.launchers import _head_start
+from pipeline.launchers._ray import early
+
+pytestmark = pytest.mark.slow
+
+MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+DDP = ("parallel.launcher=ray", "parallel.strategy=ddp", "parallel.workers=2")
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def commands() -> str:
+    """The command lines of this process's descendants."""
+    return "\n".join(" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True) if alive(each))
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def local_ray() -> early.LocalRay:
+    return early.local_ray(load(MLP, DDP).experiment.parallel, streams=False, verbose=False)
+
+
+def test_what_was_begun_is_used_and_ended() -> None:
+    with _head_start.given(load(MLP, DDP).experiment):
+        (begun,) = early._begun
+        with local_ray() as local:
+            assert local is begun
+            assert not early._begun
+            assert ray.cluster_resources()["CPU"] == os.cpu_count()
+            there = commands()
+    assert "raylet" in there
+    assert not ray.is_initialized()
+    assert "ray" not in commands()
+
+
+def test_nothing_is_started_that_nobody_asks() -> None:
+    with local_ray():
+        there = commands()
+        assert "raylet" in there
+        assert not [name for name in ("dashboard.py", "monitor.py", "log_monitor.py") if name in there]
+
+
+def test_prepared_processes_become_workers() -> None:
+    """Without that, workers would import torch after they have been placed."""
+
+    class Worker:
+        def is_prepared(self) -> tuple[int, bool]:
+            return os.getpid(), "torch._dynamo" in sys.modules and "pipeline.worker" in sys.modules
+
+    with local_ray():
+        workers = [ray.remote(num_cpus=1)(Worker).remote() for _ in range(2)]
+        answers = ray.get([worker.is_prepared.remote() for worker in workers])
+    assert len({process for process, _ in answers}) == 2
+    assert all(is_prepared for _, is_prepared in answers)
+
+
+def test_what_nobody_asked_for_is_ended() -> None:
+    with _head_start.given(load(MLP, DDP).experiment):
+        (begun,) = early._begun
+    assert not early._begun
+    assert not begun._thread.is_alive()
+    assert "ray" not in commands()
+
+
+def test_others_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _head_start.given(load(MLP, [*DDP, "parallel.address=127.0.0.1:1"]).experiment):
+        assert not early._begun
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with _head_start.given(load(MLP, DDP).experiment):
+        assert not early._begun
+
+
+def test_a_ray_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("long" * 30)))  # too long for a socket's path
+    with pytest.raises(ResourceError, match=r"a local Ray could not be started: .* path length"), local_ray():
+        pass
+    assert not ray.is_initialized()
+    assert "ray" not in commands()
+
+
+def test_a_wrong_component_is_told_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pipeline", "run", str(MLP), *DDP, "model._target_=pipeline.models.MPL"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("pipeline.models has no MPL; did you mean MLP?") == 1
+    assert "Traceback" not in done.stderr
