@@ -31,7 +31,7 @@ def given(experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
         elif experiment.parallel.launcher == "ray":
             from pipeline.launchers._ray import early  # takes half a second
 
-            stack.callback(early.end_unused)
+            stack.callback(early.end_begun)
             early.begin(experiment, verbose=verbose)
         yield
 

@@ -1,6 +1,7 @@
 """A local Ray that starts while the driver does something else, with fewer processes than by itself."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,9 +44,10 @@ def test_what_was_begun_is_used_and_ended() -> None:
         (begun,) = early._begun
         with local_ray() as local:
             assert local is begun
-            assert not early._begun
             assert ray.cluster_resources()["CPU"] == os.cpu_count()
             there = commands()
+        with local_ray() as another:
+            assert another is not begun
     assert "raylet" in there
     assert not ray.is_initialized()
     assert "ray" not in commands()
@@ -76,6 +78,19 @@ def test_what_nobody_asked_for_is_ended() -> None:
     with _head_start.given(load(MLP, DDP).experiment):
         (begun,) = early._begun
     assert not early._begun
+    assert not begun._thread.is_alive()
+    assert "ray" not in commands()
+
+
+def test_ctrl_c_while_it_starts() -> None:
+    begun = local_ray()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt), begun:
+            pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
     assert not begun._thread.is_alive()
     assert "ray" not in commands()
 

@@ -31,12 +31,25 @@ class LocalRay:
         self._thread.start()
 
     def __enter__(self) -> Self:
-        self._is_ready.wait()
+        try:
+            self._is_ready.wait()
+        except BaseException:  # Ctrl-C
+            self.end()
+            raise
         if self._error is not None:
             raise self._error
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has been ended."""
+        return self._is_over.is_set()
+
+    def end(self) -> None:
+        """End it, or wait until it has ended."""
         self._is_over.set()
         self._thread.join()
 
@@ -59,14 +72,16 @@ def begin(experiment: Experiment, *, verbose: bool) -> None:
 
 def local_ray(parallel: Parallel, *, streams: bool, verbose: bool) -> LocalRay:
     """What was begun, if anything was. The caller ends it."""
-    return _begun.pop() if _begun else LocalRay(_wanted(parallel, streams=streams), verbose=verbose)
+    if _begun and not _begun[-1].is_over:
+        return _begun[-1]
+    return LocalRay(_wanted(parallel, streams=streams), verbose=verbose)
+
+
+def end_begun() -> None:
+    """End what was begun, if nobody has asked for it or has ended it."""
+    while _begun:
+        _begun.pop().end()
 
 
 def _wanted(parallel: Parallel, *, streams: bool) -> Wanted:
     return Wanted(workers=min(parallel.workers, resources.detect().cpus), streams=streams)
-
-
-def end_unused() -> None:
-    """End what nobody has asked for."""
-    while _begun:
-        _begun.pop().__exit__()
