@@ -4,11 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pipeline.config.load import load
 from pipeline.errors import ResourceError
@@ -28,11 +32,13 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def commands() -> str:
     """The command lines of this process's descendants."""
-    return "\n".join(" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True) if alive(each))
+    return "\n".join(map(command, psutil.Process().children(recursive=True)))
 
 
-def alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+def command(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def local_ray() -> early.LocalRay:
@@ -68,10 +74,17 @@ def test_prepared_processes_become_workers() -> None:
             return os.getpid(), "torch._dynamo" in sys.modules and "pipeline.worker" in sys.modules
 
     with local_ray():
-        workers = [ray.remote(num_cpus=1)(Worker).remote() for _ in range(2)]
-        answers = ray.get([worker.is_prepared.remote() for worker in workers])
-    assert len({process for process, _ in answers}) == 2
-    assert all(is_prepared for _, is_prepared in answers)
+        prepared = {
+            each.pid for each in psutil.Process().children(recursive=True) if command(each).startswith("ray::IDLE")
+        }
+        group = placement_group([{"CPU": 1}] * 2)
+        ray.get(group.ready())
+        time.sleep(1.5)  # by itself Ray would end them: they are idle, and the cores are taken
+        place = PlacementGroupSchedulingStrategy(placement_group=group)
+        workers = [ray.remote(num_cpus=1, scheduling_strategy=place)(Worker).remote() for _ in range(2)]
+        answers = dict(ray.get([worker.is_prepared.remote() for worker in workers]))
+    assert answers == dict.fromkeys(prepared, True)
+    assert len(prepared) == 2
 
 
 def test_what_nobody_asked_for_is_ended() -> None:

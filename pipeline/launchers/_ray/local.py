@@ -66,10 +66,18 @@ def started(wanted: Wanted, *, verbose: bool) -> Iterator[None]:
                 **logs,
             )
 
-    # Ray's tasks that read data would load it all, too.
-    preloaded = {"RAY_preload_python_modules": ",".join(_PRELOADED)} if wanted.workers and not wanted.streams else {}
-    with connection(init, refusal=_refusal, verbose=verbose, settings=_SETTINGS | preloaded):
+    with connection(init, refusal=_refusal, verbose=verbose, settings=_settings(wanted)):
         yield
+
+
+def _settings(wanted: Wanted) -> dict[str, str]:
+    settings = dict(_SETTINGS)
+    if wanted.workers:
+        # Ray would end them as idle as soon as a placement group has reserved the cores for them.
+        settings["RAY_kill_idle_workers_interval_ms"] = "0"
+    if wanted.workers and not wanted.streams:  # Ray's tasks that read data would load it all, too
+        settings["RAY_preload_python_modules"] = ",".join(_PRELOADED)
+    return settings
 
 
 def _refusal(error: Exception) -> str:
