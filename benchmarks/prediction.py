@@ -33,7 +33,7 @@ from pipeline.config.schema import Comparison, Experiment
 from pipeline.contract import Link, Trial, TrialResult
 from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.events import Failed, Finished, event_from_json
-from pipeline.plan import Planner
+from pipeline.planner import Planner
 from pipeline.prediction import workload_of
 from pipeline.speedup.link import fit
 from pipeline.speedup.scaling import predict

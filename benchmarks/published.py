@@ -16,7 +16,8 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from pipeline.contract import BatchCost, Costs, Gradient, Link
-from pipeline.speedup.scaling import Workload, predict
+from pipeline.speedup.scaling import predict
+from pipeline.speedup.simulation import Workload
 
 LINK = Link(latency_us=10, bandwidth_gbit=25)
 BATCH, BUCKET_BYTES, LAYERS = 64, 64 * 2**20, 100

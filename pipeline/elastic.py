@@ -14,7 +14,7 @@ from pipeline.contract import Trial
 from pipeline.errors import ResourceError
 from pipeline.events import AnyEvent, CheckpointSaved, Finished, Metrics, Resumed, Started, TrialOpened
 from pipeline.launchers.base import Launcher
-from pipeline.plan import counted
+from pipeline.wording import counted
 
 _POLL_S = 3.0
 _SETTLED_S = 3.0

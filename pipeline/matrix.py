@@ -8,7 +8,8 @@ from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.values import Frozen
 from pipeline.contract import Scaling, Trial
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.plan import Plan, Planner, same_work
+from pipeline.plan import Plan, same_work
+from pipeline.planner import Planner
 from pipeline.resources import Resources
 
 

@@ -4,7 +4,8 @@ import json
 
 from pipeline.config.secrets import without_credentials
 from pipeline.contract import Trial
-from pipeline.plan import Plan, counted
+from pipeline.plan import Plan
+from pipeline.wording import counted
 
 
 def describe(plan: Plan, *, steps_per_epoch: int = 0, train_samples: int = 0, validation_samples: int = 0) -> str:

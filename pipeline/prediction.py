@@ -11,7 +11,8 @@ from pipeline.contract import Costs, Link, Scaling, TrialResult
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.execution import execute, explained, launcher_of, prepare
 from pipeline.launchers.base import outer_rank
-from pipeline.plan import Plan, Planner
+from pipeline.plan import Plan
+from pipeline.planner import Planner
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.recorder import Recorder
@@ -20,8 +21,8 @@ from pipeline.recording.terminal import Terminal
 from pipeline.resources import Resources
 from pipeline.speedup.forecast import FILE_NAME, Check, Forecast
 from pipeline.speedup.link import fit
-from pipeline.speedup.scaling import Workload
 from pipeline.speedup.scaling import predict as predicted
+from pipeline.speedup.simulation import Workload
 from pipeline.strategies import ddp
 
 _HALVED = {"none": 1.0, "fp16": 2.0, "bf16": 2.0}

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.config.values import Frozen
+from pipeline.wording import counted
 
 _COMPILER = "clang++" if sys.platform == "darwin" else "g++"
 
@@ -34,8 +35,7 @@ class Resources(Frozen):
     def summary(self) -> str:
         """One line, e.g. "2 cores, 24 GiB, no GPU"."""
         gpus = f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
-        cores = "1 core" if self.cpus == 1 else f"{self.cpus} cores"
-        return f"{cores}, {self.memory_mb / 1024:.0f} GiB, {gpus}"
+        return f"{counted(self.cpus, 'core')}, {self.memory_mb / 1024:.0f} GiB, {gpus}"
 
 
 def detect() -> Resources:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipeline.config.project import BUILT_IN, allowed_packages, project_file
 from pipeline.errors import ResourceError
+from pipeline.wording import counted
 
 MOST_BYTES = 100_000_000
 """Ray's own limit is 512 MiB once it is packed, and every node keeps a copy."""
@@ -33,7 +34,7 @@ class Package:
     """Python files of the project's own packages that are left out, relative to ``root``."""
 
     def __str__(self) -> str:
-        return f"{len(self.files)} {'file' if len(self.files) == 1 else 'files'}, {_size(self.total_bytes)}"
+        return f"{counted(len(self.files), 'file')}, {_size(self.total_bytes)}"
 
 
 def project_folder() -> Path:

@@ -6,7 +6,8 @@ from pipeline.contract import BatchSizes, Trial
 from pipeline.errors import ResourceError, UsageError
 from pipeline.execution import execute, explained, launcher_of, prepare
 from pipeline.launchers.base import outer_rank
-from pipeline.plan import Plan, Planner
+from pipeline.plan import Plan
+from pipeline.planner import Planner
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.run import artifact, recorded

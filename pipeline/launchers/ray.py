@@ -29,8 +29,8 @@ from pipeline.launchers._ray.trainer import Trainer
 from pipeline.launchers._ray.work import work
 from pipeline.launchers._vigil import Vigil
 from pipeline.launchers.base import Session, WorkersLost, environment
-from pipeline.plan import counted
 from pipeline.resources import Resources
+from pipeline.wording import counted
 
 _AFTER_OTHERS_S = 30.0
 """Ranks that wait for a lost one give up by themselves, and Ray may find out that its node is gone."""

@@ -15,6 +15,7 @@ from pipeline.recording.display import Display, Lines, LiveDisplay, figures, wri
 from pipeline.recording.notebook import NotebookDisplay
 from pipeline.recording.tables import PrintableTable, headed, laid_out
 from pipeline.recording.terminal import Terminal
+from pipeline.wording import counted
 
 
 class Console:
@@ -71,8 +72,7 @@ def _waiting(event: TrialOpened, trial: Trial | None) -> str:
     if trial is None or trial.launcher == "inprocess":
         return "starting ..."
     count = int(event.tags.get("world_size", trial.workers))  # an elastic trial may have others than planned
-    workers = "1 worker" if count == 1 else f"{count} workers"
-    return f"starting {workers} with {trial.launcher} ..."
+    return f"starting {counted(count, 'worker')} with {trial.launcher} ..."
 
 
 def _finished(event: Finished) -> str:

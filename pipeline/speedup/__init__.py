@@ -12,8 +12,10 @@ from statistics import median
 from typing import Any, Literal
 
 from pipeline.config.values import Frozen
-from pipeline.contract import Held, Role, Scaling, Spread, StepParts, Trial, TrialResult
+from pipeline.contract import Held, Role, Scaling, Spread, StepParts, Trial
 from pipeline.events import Finished
+from pipeline.speedup.repeats import over, parts_of
+from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 """How far two loss series of the same training may lie apart, by precision: sums in another order round differently.
@@ -92,10 +94,10 @@ class Row(Frozen):
             replicas=trial.replicas,
             cpus=trial.workers * trial.cpus_per_worker,
             global_batch_size=trial.experiment.train.global_batch_size,
-            samples_per_second=_over([result.samples_per_second for result in results]),
+            samples_per_second=over([result.samples_per_second for result in results]),
             repeats=tuple(result.samples_per_second.median for result in results),
-            step_ms=_over([result.step_ms for result in results]),
-            parts=_parts(results),
+            step_ms=over([result.step_ms for result in results]),
+            parts=parts_of(results),
             peak_memory_mb=tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
             gpu_utilization=tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
             time_to_first_step_s=median(waits) if waits else None,
@@ -123,7 +125,7 @@ class Row(Frozen):
             "first_loss_difference": max(differences[:FIRST_STEPS], default=None),
         }
         if not (self.is_one_replica_dp or self.measures_again(baseline)):
-            ratios = _ratios(self, baseline)
+            ratios = self._ratios(baseline)
             figures |= {"speedup": ratios.median, "speedup_low": ratios.low, "speedup_high": ratios.high}
             if not (self.role == "reference" and self.replicas == baseline.replicas):  # more cores: no more replicas
                 figures["efficiency"] = ratios.median / (self.replicas / baseline.replicas)
@@ -156,7 +158,7 @@ class Row(Frozen):
     def devices(self) -> str:
         """What computes, e.g. "2 cores" or "4 GPUs"."""
         count, unit = (self.cpus, "core") if self.device == "cpu" else (self.replicas, "GPU")
-        return f"{count} {unit}{'' if count == 1 else 's'}"
+        return counted(count, unit)
 
     @property
     def share_of_communication(self) -> float:
@@ -167,6 +169,16 @@ class Row(Frozen):
     def share_of_data_wait(self) -> float:
         """Data wait as a fraction of the step."""
         return self.parts.data_wait_ms / self.parts.step_ms.median
+
+    def _ratios(self, baseline: "Row") -> Spread:
+        """Throughput over the baseline's; repeats are compared in pairs, since the machine drifts."""
+        if min(len(self.repeats), len(baseline.repeats)) > 1:  # an interrupted comparison has more of the baseline
+            ratios = [own / base for own, base in zip(self.repeats, baseline.repeats, strict=False)]
+            return Spread(median=median(ratios), low=min(ratios), high=max(ratios), windows=len(ratios))
+        own, base = self.samples_per_second, baseline.samples_per_second
+        return Spread(
+            median=own.median / base.median, low=own.low / base.high, high=own.high / base.low, windows=own.windows
+        )
 
     def _loss_differences(self, baseline: "Row") -> list[float]:
         """By step; empty where the global batches are not the same ones."""
@@ -198,36 +210,3 @@ class Advice(Frozen):
     """What to do, with the line of YAML where there is one, e.g. "write loader: {num_workers: 2}"."""
     key: str = ""
     """The key in the experiment file that the change is about; empty where it is about the machine."""
-
-
-def _over(spreads: Sequence[Spread]) -> Spread:
-    """The windows' spread of a single measurement; that of the medians of several."""
-    if len(spreads) == 1:
-        return spreads[0]
-    medians = [spread.median for spread in spreads]
-    return Spread(median=median(medians), low=min(medians), high=max(medians), windows=len(medians))
-
-
-def _parts(results: Sequence[TrialResult]) -> StepParts:
-    parts = [result.parts for result in results]
-    waits = [part.exposed_communication_ms for part in parts if part.exposed_communication_ms is not None]
-    return StepParts(
-        step_ms=_over([part.step_ms for part in parts]),
-        compute_ms=median(part.compute_ms for part in parts),
-        exposed_communication_ms=median(waits) if waits else None,
-        data_wait_ms=median(part.data_wait_ms for part in parts),
-        rest_ms=median(part.rest_ms for part in parts),
-        ranks_ms=tuple(map(median, zip(*(part.ranks_ms for part in parts), strict=True))),
-        nodes=parts[0].nodes,
-    )
-
-
-def _ratios(row: Row, baseline: Row) -> Spread:
-    """Throughput over the baseline's; repeats are compared in pairs, since the machine drifts."""
-    if min(len(row.repeats), len(baseline.repeats)) > 1:  # an interrupted comparison has more of the baseline
-        ratios = [own / base for own, base in zip(row.repeats, baseline.repeats, strict=False)]
-        return Spread(median=median(ratios), low=min(ratios), high=max(ratios), windows=len(ratios))
-    own, base = row.samples_per_second, baseline.samples_per_second
-    return Spread(
-        median=own.median / base.median, low=own.low / base.high, high=own.high / base.low, windows=own.windows
-    )

@@ -5,16 +5,10 @@ from typing import Literal
 
 from pipeline.config.values import Frozen
 from pipeline.contract import Link, Scaling
-from pipeline.speedup.scaling import (
-    WORTHWHILE,
-    Prediction,
-    Workload,
-    counts_up_to,
-    most,
-    predict,
-    worthwhile,
-)
+from pipeline.speedup.scaling import WORTHWHILE, Prediction, counts_up_to, most, predict, worthwhile
+from pipeline.speedup.simulation import Workload
 from pipeline.speedup.tables import Table, amount
+from pipeline.wording import counted
 
 FILE_NAME = "prediction.json"
 """Name of a `Forecast` in a run's folder."""
@@ -156,8 +150,7 @@ def _cells(prediction: Prediction) -> tuple[str, ...]:
 def _verdict(outlook: Outlook) -> str:
     best = outlook.worthwhile
     if 2 * best <= outlook.most:
-        workers = "1 worker" if best == 1 else f"{best} workers"
-        return f"Beyond {workers} it no longer pays: twice as many are less than {WORTHWHILE}x as fast."
+        return f"Beyond {counted(best, 'worker')} it no longer pays: twice as many are less than {WORTHWHILE}x as fast."
     if outlook.scaling == "strong":
         return f"Pays up to {best} workers; there are no more than {outlook.most} samples to share."
     return f"Pays up to {outlook.most} workers, the most that are predicted."

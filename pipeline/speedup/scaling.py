@@ -1,33 +1,16 @@
 """Predict throughput, speedup and efficiency of DistributedDataParallel on any number of workers.
 
-A step is simulated from what a probe measured (`pipeline.contract.Costs`) and the link between the workers:
-
-1. Loading: each worker loads its share. Without loader processes that adds to the step; with W of them, a step can't
-   be shorter than loading its batches divided by W.
-2. DDP broadcasts rank 0's buffers (BatchNorm's statistics) before the first forward pass.
-3. Forward and backward of each micro-batch. Times at sizes between the measured ones are interpolated linearly; beyond
-   the largest size the last two points give the slope.
-4. Gradients of the last backward pass become ready one after the other, at the fractions of it that were measured.
-   They fill buckets as in torch's reducer: a bucket is closed by the gradient that brings it to its limit. Its
-   all-reduce starts when it is full and an earlier one has made room: gloo works on two at a time, whose latencies
-   overlap while they share the bandwidth, NCCL on one (Li et al. 2020, arXiv 2006.15704; `pipeline.speedup.link` for
-   the time of one all-reduce).
-5. The optimizer steps when backward and the last all-reduce are done. Its time, clipping included, is constant.
-
-What it leaves out makes real runs slower: ranks waiting for the slowest of them, step by step; the cores that gloo
-itself takes; several workers sharing one network card; switches that are oversubscribed. NCCL's trees, which it may
-use for small buckets on many workers, have less latency than the ring here.
+`simulation` has what a step consists of, and what is left out.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
 from pipeline.config.values import Frozen
-from pipeline.contract import Costs, Link, Scaling
-from pipeline.speedup.link import Backend, broadcast_ms, latency_ms, transfer_ms
+from pipeline.contract import Link, Scaling
+from pipeline.speedup.simulation import Step, Workload, simulate
 
 Limit = Literal["compute", "latency", "bandwidth", "loader", "batch per worker", "contention"]
 """What keeps a number of workers from being that many times as fast; compute: nothing else does."""
@@ -37,27 +20,6 @@ GOOD_EFFICIENCY = 0.9
 """From here on nothing but compute is said to be the limit."""
 WORTHWHILE = 1.1
 """Twice the workers pay if they are at least that much faster."""
-_IN_FLIGHT = {"gloo": 2, "nccl": 1}  # all-reduces at a time; gloo has that many threads
-
-
-class Workload(Frozen):
-    """A training as the model sees it."""
-
-    costs: Costs
-    """Of one worker alone."""
-    global_batch_size: int
-    """Of the baseline, which is one worker; that of all workers under strong scaling, of each under weak."""
-    micro_batches: int = 1
-    """Of each worker in a step (gradient accumulation); gradients are exchanged with the last one."""
-    loader_workers: int = 0
-    """Loader processes of each worker."""
-    bucket_bytes: tuple[int, ...] = (25 * 2**20,)
-    """Limits of the first buckets in order, the last for all that follow."""
-    compression: float = 1.0
-    """Bytes of a gradient over bytes that are sent of it; 2 with a bf16 or fp16 communication hook."""
-    backend: Backend = "gloo"
-    slowdown: float = 1.0
-    """How much longer a worker computes beside others than alone, because they share memory or cores."""
 
 
 class Prediction(Frozen):
@@ -89,10 +51,10 @@ def predict(workload: Workload, link: Link, *, workers: int, scaling: Scaling = 
     """
     if scaling == "strong" and workers > workload.global_batch_size:
         raise ValueError(f"{workers} workers can't share a global batch of {workload.global_batch_size} samples")
-    base = _step(workload, link, workers=1, batch=workload.global_batch_size)
+    base = simulate(workload, link, workers=1, batch=workload.global_batch_size)
     share = workers if scaling == "strong" else 1
     batch = -(-workload.global_batch_size // share)
-    step = _step(workload, link, workers=workers, batch=batch)
+    step = simulate(workload, link, workers=workers, batch=batch)
     samples = workload.global_batch_size * workers // share
     speedup = samples / workload.global_batch_size * base.total / step.total
     return Prediction(
@@ -128,93 +90,7 @@ def worthwhile(workload: Workload, link: Link, *, scaling: Scaling) -> int:
     return counts[[*pays, False].index(False)]
 
 
-def buckets(workload: Workload) -> list[tuple[int, float]]:
-    """Bytes of each bucket of gradients, and the fraction of backward after which it is full."""
-    limits = iter(workload.bucket_bytes)
-    limit = next(limits)
-    filled: list[tuple[int, float]] = []
-    size = 0
-    for gradient in sorted(workload.costs.gradients, key=lambda gradient: gradient.ready):
-        size += gradient.bytes
-        if size >= limit:
-            filled.append((size, gradient.ready))
-            size, limit = 0, next(limits, limit)
-    return [*filled, (size, max(g.ready for g in workload.costs.gradients))] if size else filled
-
-
-class _Step(Frozen):
-    """Milliseconds of a step by what they are due to."""
-
-    compute: float
-    contention: float
-    optimizer: float
-    loader: float
-    latency: float
-    bandwidth: float
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.contention + self.optimizer + self.loader + self.latency + self.bandwidth
-
-
-def _step(workload: Workload, link: Link, *, workers: int, batch: int) -> _Step:
-    costs = workload.costs
-    micro_batches = min(workload.micro_batches, batch)
-    size = batch / micro_batches
-    forward, backward, load = (_at(costs, size, name) for name in ("forward_ms", "backward_ms", "data_ms"))
-    slowdown = workload.slowdown if workers > 1 else 1.0
-    exposed = bandwidth = 0.0
-    if workers > 1:
-        exposed = _exposed(workload, link, workers=workers, backward_ms=backward * slowdown)
-        fast = link.model_copy(update={"latency_us": 0.0})
-        bandwidth = min(exposed, _exposed(workload, fast, workers=workers, backward_ms=backward * slowdown))
-    compute = micro_batches * (forward + backward)
-    busy = compute * slowdown + costs.optimizer_ms + exposed
-    loading = micro_batches * load
-    wait = max(0.0, loading / workload.loader_workers - busy) if workload.loader_workers else loading
-    return _Step(
-        compute=compute,
-        contention=compute * (slowdown - 1),
-        optimizer=costs.optimizer_ms,
-        loader=wait,
-        latency=exposed - bandwidth,
-        bandwidth=bandwidth,
-    )
-
-
-def _at(costs: Costs, size: float, name: Literal["forward_ms", "backward_ms", "data_ms"]) -> float:
-    """A cost at any batch size, from those at the measured ones."""
-    sizes = [point.samples for point in costs.curve]
-    values = [float(getattr(point, name)) for point in costs.curve]
-    if len(sizes) == 1:
-        return values[0] * size / sizes[0]
-    right = min(max(1, bisect_left(sizes, size)), len(sizes) - 1)
-    left = right - 1
-    slope = (values[right] - values[left]) / (sizes[right] - sizes[left])
-    return max(0.0, values[left] + slope * (size - sizes[left]))
-
-
-def _exposed(workload: Workload, link: Link, *, workers: int, backward_ms: float) -> float:
-    """Milliseconds that a step waits for other workers."""
-    buffers = workload.costs.buffer_bytes
-    before = broadcast_ms(link, buffers, workers=workers, backend=workload.backend) if buffers else 0.0
-    ends = list(_exchanged(workload, link, workers=workers, backward_ms=backward_ms))
-    return before + max(0.0, max(ends, default=0.0) - backward_ms)
-
-
-def _exchanged(workload: Workload, link: Link, *, workers: int, backward_ms: float) -> Iterator[float]:
-    """When each bucket's all-reduce ends, in milliseconds after backward began."""
-    latency = latency_ms(link, workers=workers, backend=workload.backend)
-    room = [0.0] * _IN_FLIGHT[workload.backend]  # when each slot is free
-    idle = 0.0  # since when nothing is being sent
-    for size, ready in buckets(workload):
-        start = max(ready * backward_ms, min(room), idle)
-        idle = start + transfer_ms(link, size / workload.compression, workers=workers)
-        room[room.index(min(room))] = idle + latency
-        yield idle + latency
-
-
-def _limit(step: _Step, base: _Step, *, share: int) -> Limit:
+def _limit(step: Step, base: Step, *, share: int) -> Limit:
     """The largest part of what a step takes longer than it ideally would."""
     losses: Sequence[tuple[float, Limit]] = (
         (step.latency, "latency"),

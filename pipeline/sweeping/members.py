@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import psutil
 
-from pipeline.plan import counted
+from pipeline.wording import counted
 
 MODULE = "pipeline.sweeping.process"
 _AFTER_GRACE_S = 15.0

@@ -10,10 +10,11 @@ from pipeline.config.values import Frozen
 from pipeline.contract import Trial
 from pipeline.errors import ExperimentError, Problem, ResourceError
 from pipeline.execution import explained, prepare
-from pipeline.plan import Plan, counted, make_plan
+from pipeline.plan import Plan, make_plan
 from pipeline.resources import Resources
 from pipeline.sweeping.assignment import Suggestion
 from pipeline.sweeping.drawing import draws, titled
+from pipeline.wording import counted
 
 _CPUS, _LOG_MODEL = "parallel.cpus_per_worker", "tracking.log_model"
 

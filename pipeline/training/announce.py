@@ -18,6 +18,7 @@ from pipeline.training.evaluation import resulting_weights
 from pipeline.training.loader import to_device
 from pipeline.training.norms import local
 from pipeline.training.setup import Setup
+from pipeline.wording import counted
 
 _WEIGHTS, _EXAMPLE = "model/weights.pt", "model/example.pt"
 MUCH = 0.2
@@ -128,7 +129,6 @@ def _example(setup: Setup) -> torch.Tensor | None:
 
 
 def _device_name(setup: Setup) -> str:
-    threads = torch.get_num_threads()
     if setup.device.type == "cuda":
         return f"{setup.rank.node} {setup.device} {torch.cuda.get_device_name(setup.device)}"
-    return f"{setup.rank.node} cpu, {threads} {'thread' if threads == 1 else 'threads'}"
+    return f"{setup.rank.node} cpu, {counted(torch.get_num_threads(), 'thread')}"

@@ -9,7 +9,8 @@ from pipeline.contract import AllReduce, BatchCost, Costs, Gradient, Link
 from pipeline.errors import UsageError
 from pipeline.speedup.forecast import Check, Forecast
 from pipeline.speedup.link import broadcast_ms, fit, latency_ms, parse, transfer_ms
-from pipeline.speedup.scaling import Workload, buckets, counts_up_to, most, predict, worthwhile
+from pipeline.speedup.scaling import counts_up_to, most, predict, worthwhile
+from pipeline.speedup.simulation import Workload, buckets
 
 MB = 1_000_000
 PERFECT = Link(latency_us=0, bandwidth_gbit=1e12)
