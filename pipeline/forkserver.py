@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline import collector
 from pipeline.config.values import Frozen
 
 PRELOADED = ("pipeline.worker", "torch._dynamo")
@@ -121,9 +122,10 @@ def main() -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a job's signals go to each process; what they mean, the driver says
     channel = socket.socket(fileno=int(sys.argv[1]))
-    for name in (*PRELOADED, *sys.argv[2:]):
-        with suppress(Exception):  # whoever needs it says what is wrong with it
-            importlib.import_module(name)
+    with collector.paused():
+        for name in (*PRELOADED, *sys.argv[2:]):
+            with suppress(Exception):  # whoever needs it says what is wrong with it
+                importlib.import_module(name)
     gc.freeze()  # a collection in a worker would write to all of the shared memory
     is_able = can_fork()
     channel.sendall(json.dumps({"can_fork": is_able}).encode() + b"\n")

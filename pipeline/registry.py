@@ -7,10 +7,14 @@ Names are found without importing anything; a module is imported when its name i
 
 import importlib
 import pkgutil
-from importlib.metadata import EntryPoint, entry_points
+import sys
+from functools import cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
+
+from pipeline import collector
 
 Kind = Literal["strategies", "launchers"]
 
@@ -28,9 +32,9 @@ def load(kind: Kind, name: str) -> ModuleType:
     Raises:
         KeyError: no such name; callers validate names against `names` first.
     """
-    if name in _built_in(kind):
-        return importlib.import_module(f"pipeline.{kind}.{name}")
-    return importlib.import_module(_third_party(kind)[name].module)
+    module = f"pipeline.{kind}.{name}" if name in _built_in(kind) else _third_party(kind)[name].module
+    with collector.paused():
+        return importlib.import_module(module)
 
 
 def _built_in(kind: Kind) -> set[str]:
@@ -40,4 +44,10 @@ def _built_in(kind: Kind) -> set[str]:
 
 
 def _third_party(kind: Kind) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=f"pipeline.{kind}")}
+    return {point.name: point for point in _entry_points(f"pipeline.{kind}", tuple(sys.path))}
+
+
+@cache
+def _entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:  # noqa: ARG001 - which decides what there is
+    """Those of all distributions that are installed, each of which has a file to read."""
+    return entry_points(group=group)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline import collector
 from pipeline.cli import completion
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
 
@@ -78,6 +79,8 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
 
     with interruptible(), _head_start.given(file.experiment, verbose=verbose):
         try:
+            with collector.paused():
+                pass  # and torch with it
             yield
         except PipelineError as error:
             show(error)

@@ -137,12 +137,11 @@ def _others(folder: Path, *, meant: str = "") -> str:
 
 def _misplaced(tree: Mapping[str, Any]) -> list[Problem]:
     """Run-time values where no component is built with them."""
-    shape = Shape.of(Experiment)
     problems = []
     for parts, text in _texts(tree, ()):
         names = runtime.named_in(text)
         early = [name for name in names if name in runtime.NEEDS_DATA]
-        if names and not shape.in_component(parts):
+        if names and not Shape.of(Experiment).in_component(parts):
             message = (
                 f"{runtime.marker(names[0])} is only known once the data is loaded; "
                 "it may stand in the arguments of scheduler, optimizer and other components"
@@ -166,12 +165,11 @@ def _without_secrets(value: Any, parts: tuple[keys.Part, ...]) -> Any:
 
 def _exposed(tree: Mapping[str, Any]) -> list[Problem]:
     """Secrets where they would be shown or written down."""
-    shape = Shape.of(Experiment)
     problems = []
     for parts, text in _texts(tree, ()):
         if not (names := secrets.named_in(text)) or parts == _KEEPS_SECRETS:
             continue
-        if not shape.in_component(parts):
+        if not Shape.of(Experiment).in_component(parts):
             message = f"{names[0]} is a secret by its name, and this would be written down; rename the variable"
         elif secrets.is_inside(text):
             message = f"{names[0]} is a secret by its name, which stays a text; write ${{oc.env:{names[0]}}} alone"

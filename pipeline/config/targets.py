@@ -13,6 +13,7 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+from pipeline import collector
 from pipeline.config.nearest import did_you_mean, nearest
 from pipeline.config.project import BUILT_IN
 from pipeline.errors import ExperimentError
@@ -89,7 +90,8 @@ class _Search(NamedTuple):
 
     def _import(self, name: str) -> ModuleType:
         try:
-            return importlib.import_module(name)
+            with collector.paused():
+                return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name:
                 self._import_failed(name, error)

@@ -5,7 +5,8 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import distributions
+from email.parser import HeaderParser
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from pipeline.config.summary import config_hash
@@ -55,8 +56,14 @@ def write_environment(path: Path) -> None:
     """The installed packages with their versions, as pip reads them; not those that Ray brings within its own."""
     vendored = tuple(f"{folder}{os.sep}ray{os.sep}" for folder in sys.path if folder)
     folders = [folder for folder in sys.path if not folder.startswith(vendored)]
-    packages = sorted({f"{one.name}=={one.version}" for one in distributions(path=folders)}, key=str.lower)
+    packages = sorted(set(filter(None, map(_name_and_version, distributions(path=folders)))), key=str.lower)
     path.write_text(f"# python {platform.python_version()}, {platform.platform()}\n" + "\n".join(packages) + "\n")
+
+
+def _name_and_version(package: Distribution) -> str:
+    """Such as "torch==2.13.0"; ``package.metadata`` would parse the description, too, which takes most of its time."""
+    headers = HeaderParser().parsestr(package.read_text("METADATA") or package.read_text("PKG-INFO") or "")
+    return f"{headers['Name']}=={headers['Version']}" if headers["Name"] else ""
 
 
 def git(*arguments: str, folder: Path | None = None) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pipeline import registry
+from pipeline import collector, registry
 from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
@@ -97,6 +97,8 @@ def metrics(create: Create, experiment: Experiment) -> "MetricCollection":
 def optimizer(create: Create, experiment: Experiment, *, model: nn.Module) -> Optimizer:
     """The optimizer of the trainable parameters, its learning rate scaled by ``train.lr_scaling``."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with collector.paused():
+        pass  # as the first optimizer of torch does in a process, which takes it a second
     optimizer = create(experiment.optimizer, trainable, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")

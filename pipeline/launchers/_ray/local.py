@@ -26,8 +26,6 @@ _SETTINGS = {
     "RAY_raylet_client_connect_timeout_milliseconds": "50",  # between two tries to connect to a socket that isn't there
     "RAY_raylet_client_num_connect_attempts": "600",
 }
-_PRELOADED = ("pipeline.launchers._ray.work", "pipeline.worker", "torch._dynamo")
-"""By processes that are to become workers. Each optimizer of torch imports the last one."""
 _OBJECT_STORE_BYTES = 200_000_000  # events go over the channel and data is loaded by the workers
 _STREAMED_BYTES = 500_000_000
 _POLL_S = 0.02
@@ -76,7 +74,7 @@ def _settings(wanted: Wanted) -> dict[str, str]:
         # Ray would end them as idle as soon as a placement group has reserved the cores for them.
         settings["RAY_kill_idle_workers_interval_ms"] = "0"
     if wanted.workers and not wanted.streams:  # Ray's tasks that read data would load it all, too
-        settings["RAY_preload_python_modules"] = ",".join(_PRELOADED)
+        settings["RAY_preload_python_modules"] = "pipeline.launchers._ray.preloaded"
     return settings
 
 

@@ -1,0 +1,10 @@
+"""What a process of Ray's imports before it becomes a worker."""
+
+import importlib
+
+from pipeline import collector
+
+with collector.paused():
+    # Each optimizer of torch imports the last one.
+    for _name in ("pipeline.launchers._ray.work", "pipeline.worker", "torch._dynamo"):
+        importlib.import_module(_name)
