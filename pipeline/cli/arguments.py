@@ -1,5 +1,6 @@
 """Arguments that several commands take, and how they end."""
 
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
     with interruptible(), _head_start.given(file.experiment, verbose=verbose):
         try:
             with collector.paused():
-                pass  # and torch with it
+                importlib.import_module("pipeline.runner")  # and torch with it
             yield
         except PipelineError as error:
             show(error)

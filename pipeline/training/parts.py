@@ -4,6 +4,7 @@ All of them raise ExperimentError with the key of the part that is wrong.
 """
 
 import hashlib
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -98,7 +99,7 @@ def optimizer(create: Create, experiment: Experiment, *, model: nn.Module) -> Op
     """The optimizer of the trainable parameters, its learning rate scaled by ``train.lr_scaling``."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with collector.paused():
-        pass  # as the first optimizer of torch does in a process, which takes it a second
+        importlib.import_module("torch._dynamo")  # as the first optimizer in a process does, which takes it a second
     optimizer = create(experiment.optimizer, trainable, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")

@@ -1,7 +1,11 @@
 """No collection of garbage while modules are imported."""
 
 import gc
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +38,26 @@ def test_a_collector_that_is_off_stays_off() -> None:
     with collector.paused():
         pass
     assert not gc.isenabled()
+
+
+@pytest.mark.slow
+def test_the_large_imports_of_a_run_are_made_without_it(tmp_path: Path) -> None:
+    watched = """
+import gc, json, sys
+enabled = {}
+class Watch:
+    def find_spec(self, name, *_):
+        if name in ("torch", "torch._dynamo"):
+            enabled.setdefault(name, gc.isenabled())
+sys.meta_path.insert(0, Watch())
+from pipeline.cli import main
+try:
+    main()
+finally:
+    print(json.dumps(enabled))
+"""
+    mlp = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+    asked = ["parallel.launcher=inprocess", "parallel.strategy=single", "parallel.workers=1", "train.epochs=1"]
+    command = [sys.executable, "-c", watched, "run", str(mlp), *asked, "metrics={}", "--no-baseline", "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == {"torch": False, "torch._dynamo": False}
