@@ -16,8 +16,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline import collector
 from pipeline.config.values import Frozen
+from pipeline.imports import undisturbed
 
 PRELOADED = ("pipeline.worker", "torch._dynamo")
 """Each optimizer of torch imports the second one."""
@@ -122,7 +122,7 @@ def main() -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a job's signals go to each process; what they mean, the driver says
     channel = socket.socket(fileno=int(sys.argv[1]))
-    with collector.paused():
+    with undisturbed():
         for name in (*PRELOADED, *sys.argv[2:]):
             with suppress(Exception):  # whoever needs it says what is wrong with it
                 importlib.import_module(name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from pipeline import collector
+from pipeline.imports import undisturbed
 
 Kind = Literal["strategies", "launchers"]
 
@@ -33,7 +33,7 @@ def load(kind: Kind, name: str) -> ModuleType:
         KeyError: no such name; callers validate names against `names` first.
     """
     module = f"pipeline.{kind}.{name}" if name in _built_in(kind) else _third_party(kind)[name].module
-    with collector.paused():
+    with undisturbed():
         return importlib.import_module(module)
 
 
@@ -44,10 +44,16 @@ def _built_in(kind: Kind) -> set[str]:
 
 
 def _third_party(kind: Kind) -> dict[str, EntryPoint]:
-    return {point.name: point for point in _entry_points(f"pipeline.{kind}", tuple(sys.path))}
+    return {point.name: point for point in _entry_points(f"pipeline.{kind}", _places())}
 
 
 @cache
-def _entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:  # noqa: ARG001 - which decides what there is
+def _entry_points(group: str, places: tuple[tuple[str, int], ...]) -> EntryPoints:  # noqa: ARG001 - what decides it
     """Those of all distributions that are installed, each of which has a file to read."""
     return entry_points(group=group)
+
+
+def _places() -> tuple[tuple[str, int], ...]:
+    """Where distributions are looked for, and when one was last installed there: a notebook may do so at any time."""
+    folders = [folder for entry in sys.path if (folder := Path(entry)).is_dir()]
+    return tuple((str(folder), folder.stat().st_mtime_ns) for folder in folders)

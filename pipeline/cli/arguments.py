@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline import collector
 from pipeline.cli import completion
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
+from pipeline.imports import undisturbed
 
 if TYPE_CHECKING:
     from pipeline.config.load import ExperimentFile
@@ -80,7 +80,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
 
     with interruptible(), _head_start.given(file.experiment, verbose=verbose):
         try:
-            with collector.paused():
+            with undisturbed():
                 importlib.import_module("pipeline.runner")  # and torch with it
             yield
         except PipelineError as error:

@@ -23,6 +23,7 @@ from pipeline.cli.arguments import (
     with_address,
 )
 from pipeline.errors import PipelineError
+from pipeline.imports import undisturbed
 
 if TYPE_CHECKING:
     from pipeline.config.load import ExperimentFile
@@ -52,7 +53,8 @@ def run(
 
     experiment = load(file, with_address(overrides, address))  # before torch is imported: a typo is answered at once
     if dry_run:
-        from pipeline import runner
+        with undisturbed():
+            from pipeline import runner
 
         with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
             plan = runner.dry_run(experiment, with_baseline=baseline, as_json=as_json)
@@ -198,8 +200,10 @@ def check(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")] = False,
 ) -> None:
     """Check experiments and everything they name, and start nothing."""
-    from pipeline import preflight
     from pipeline.config.load import load
+
+    with undisturbed():
+        from pipeline import preflight
 
     errors: dict[str, PipelineError] = {}
     for file in files:

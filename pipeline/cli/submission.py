@@ -8,6 +8,7 @@ import typer
 from pipeline.cli.arguments import FileArgument, Overrides, Resume
 from pipeline.cli.jobs import Address, follow_to_the_end, how_to_go_on
 from pipeline.errors import UsageError
+from pipeline.imports import undisturbed
 
 if TYPE_CHECKING:
     from pipeline.submission.request import Request
@@ -84,8 +85,10 @@ def _check_options(*, kuberay: bool, slurm: bool, pods: Mapping[str, str | None]
 
 
 def _print(request: "Request", *, pods: dict[str, str], nodes: int | None) -> None:
-    from pipeline import preflight
     from pipeline.submission import kuberay, slurm
+
+    with undisturbed():
+        from pipeline import preflight
 
     preflight.check(request.file)
     text = kuberay.manifest(request, kuberay.Pods(**pods)) if pods else slurm.script(request, nodes=nodes)
@@ -93,9 +96,11 @@ def _print(request: "Request", *, pods: dict[str, str], nodes: int | None) -> No
 
 
 def _send(request: "Request", *, address: str | None, follow: bool) -> None:
-    from pipeline import preflight
     from pipeline.submission.code import packed
-    from pipeline.submission.jobs import Jobs, run_directory
+
+    with undisturbed():
+        from pipeline import preflight
+        from pipeline.submission.jobs import Jobs, run_directory
 
     preflight.check(request.file)
     package = packed(request.file.path)

@@ -15,6 +15,7 @@ from pipeline.cli.arguments import (
     interruptible,
     with_address,
 )
+from pipeline.imports import undisturbed
 
 ResumeSweep = Annotated[
     str | None,
@@ -44,7 +45,8 @@ def sweep(
 
     given = with_address(overrides, address)
     experiment = load(file, given)  # before torch is imported: a typo is answered at once
-    from pipeline.sweeping import planning
+    with undisturbed():
+        from pipeline.sweeping import planning
 
     if dry_run:
         typer.echo(planning.describe(planning.make(experiment)))

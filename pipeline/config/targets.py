@@ -13,10 +13,10 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from pipeline import collector
 from pipeline.config.nearest import did_you_mean, nearest
 from pipeline.config.project import BUILT_IN
 from pipeline.errors import ExperimentError
+from pipeline.imports import undisturbed
 
 _REFUSED = ("torchvision.datasets.utils", "timm.models._helpers", "timm.models._hub")  # read, write, unpickle files
 
@@ -90,7 +90,7 @@ class _Search(NamedTuple):
 
     def _import(self, name: str) -> ModuleType:
         try:
-            with collector.paused():
+            with undisturbed():
                 return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipeline.errors import PipelineError, Terminated, UsageError
-from pipeline.imports import importable
+from pipeline.imports import importable, undisturbed
 from pipeline.sweeping.assignment import Assignment
 
 
@@ -57,7 +57,8 @@ def main() -> NoReturn:
 
 def train(assignment: Assignment, lifeline: _Lifeline) -> None:
     """The trial's run, gone on with if it was begun before."""
-    from pipeline import runner
+    with undisturbed():
+        from pipeline import runner
     from pipeline.config.load import load
     from pipeline.config.summary import config_hash
     from pipeline.recording.run import Membership

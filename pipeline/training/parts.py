@@ -14,12 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pipeline import collector, registry
+from pipeline import registry
 from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError
+from pipeline.imports import undisturbed
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training.learning_rate import scaling_factor
@@ -98,7 +99,7 @@ def metrics(create: Create, experiment: Experiment) -> "MetricCollection":
 def optimizer(create: Create, experiment: Experiment, *, model: nn.Module) -> Optimizer:
     """The optimizer of the trainable parameters, its learning rate scaled by ``train.lr_scaling``."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with collector.paused():
+    with undisturbed():
         importlib.import_module("torch._dynamo")  # as the first optimizer in a process does, which takes it a second
     optimizer = create(experiment.optimizer, trainable, key="optimizer")
     if not isinstance(optimizer, Optimizer):

@@ -12,12 +12,17 @@ from pipeline import registry
 @pytest.fixture
 def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another distribution with a strategy of its own."""
-    (tmp_path / "their_strategy.py").write_text("class Strategy: ...")
-    info = tmp_path / "theirs-1.0.dist-info"
+    install(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def install(folder: Path) -> None:
+    """As pip does."""
+    (folder / "their_strategy.py").write_text("class Strategy: ...")
+    info = folder / "theirs-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[pipeline.strategies]\nsharded = their_strategy\nddp = their_strategy\n")
-    monkeypatch.syspath_prepend(tmp_path)
 
 
 def test_each_file_is_a_name() -> None:
@@ -34,6 +39,13 @@ def test_built_in_modules() -> None:
 def test_other_distributions_add_theirs() -> None:
     assert registry.names("strategies") == ("ddp", "dp", "fsdp", "sharded", "single")
     assert registry.load("strategies", "sharded").__name__ == "their_strategy"
+
+
+def test_a_notebook_may_install_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "sharded" not in registry.names("strategies")
+    install(tmp_path)
+    assert "sharded" in registry.names("strategies")
 
 
 @pytest.mark.usefixtures("third_party")

@@ -2,9 +2,9 @@
 
 import importlib
 
-from pipeline import collector
+from pipeline.imports import undisturbed
 
-with collector.paused():
+with undisturbed():
     # Each optimizer of torch imports the last one.
     for _name in ("pipeline.launchers._ray.work", "pipeline.worker", "torch._dynamo"):
         importlib.import_module(_name)

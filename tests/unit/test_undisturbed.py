@@ -1,0 +1,140 @@
+"""Large imports: no collection of garbage, and signals that wait."""
+
+import gc
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.imports import undisturbed
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+def test_it_is_paused_and_goes_on() -> None:
+    with undisturbed():
+        assert not gc.isenabled()
+        with undisturbed():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_it_goes_on_after_an_error() -> None:
+    with pytest.raises(ImportError), undisturbed():
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    with undisturbed():
+        pass
+    assert not gc.isenabled()
+
+
+def test_ctrl_c_waits_for_the_end() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    reached = []
+
+    def import_it() -> None:
+        with undisturbed():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            reached.append("the end")
+
+    with pytest.raises(KeyboardInterrupt):
+        import_it()
+    assert reached == ["the end"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_comes_even_if_the_import_fails() -> None:
+    def import_it() -> None:
+        with undisturbed():
+            signal.raise_signal(signal.SIGINT)
+            raise ImportError
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        import_it()
+    assert isinstance(caught.value.__context__, ImportError)
+
+
+def test_ctrl_c_again_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.imports.SAME_S", 0.0)
+
+    def import_it() -> None:
+        with undisturbed():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("the import goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        import_it()
+
+
+def test_a_handler_that_raises_nothing_is_called_once() -> None:
+    called = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    try:
+        with undisturbed():
+            signal.raise_signal(signal.SIGTERM)
+            assert called == []
+        assert called == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_nobody_handles_is_left_alone() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with undisturbed():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_another_thread_may_import() -> None:
+    imported = []
+
+    def work() -> None:
+        with undisturbed():
+            imported.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert imported == [signal.getsignal(signal.SIGINT)]
+
+
+@pytest.mark.slow
+def test_the_large_imports_of_a_run_are_made_without_it(tmp_path: Path) -> None:
+    watched = """
+import gc, json, sys
+enabled = {}
+class Watch:
+    def find_spec(self, name, *_):
+        if name in ("torch", "torch._dynamo"):
+            enabled.setdefault(name, gc.isenabled())
+sys.meta_path.insert(0, Watch())
+from pipeline.cli import main
+try:
+    main()
+finally:
+    print(json.dumps(enabled))
+"""
+    mlp = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+    asked = ["parallel.launcher=inprocess", "parallel.strategy=single", "parallel.workers=1", "train.epochs=1"]
+    command = [sys.executable, "-c", watched, "run", str(mlp), *asked, "metrics={}", "--no-baseline", "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == {"torch": False, "torch._dynamo": False}
