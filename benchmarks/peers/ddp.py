@@ -1,5 +1,7 @@
 """A loop written by hand for torchrun, with DistributedDataParallel."""
 
+import gc
+
 import torch.distributed as dist
 from peer import Job, Record
 from torch.nn.parallel import DistributedDataParallel
@@ -29,3 +31,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # DDP's cycles keep gloo's threads alive, one of which may abort the process at its end

@@ -21,6 +21,7 @@ from pipeline.imports import importable
 from pipeline.launchers import _head_start
 from pipeline.launchers.base import outer_rank
 from pipeline.matrix import Wanted
+from pipeline.recording import mlflow
 from pipeline.recording.terminal import Terminal
 from pipeline.speedup.report import Report
 
@@ -153,8 +154,8 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _begun(file: ExperimentFile, *, verbose: bool) -> Iterator[ExperimentFile]:
-    """The experiment, whose launcher starts already."""
-    with _head_start.given(file.experiment, verbose=verbose):
+    """The experiment, for which processes start already."""
+    with _head_start.given(file.experiment, verbose=verbose), mlflow.head_start(file.experiment.tracking.uri):
         yield file
 
 

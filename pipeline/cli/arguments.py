@@ -3,12 +3,13 @@
 import importlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline import heap
 from pipeline.cli import completion
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
 from pipeline.imports import undisturbed
@@ -74,11 +75,22 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
-    """Start what the experiment's launcher needs, interruptibly; an error is shown before that is ended."""
-    from pipeline.launchers import _head_start
+def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Iterator[None]:
+    """Start what the experiment will need, interruptibly; an error is shown before that is ended.
 
-    with interruptible(), _head_start.given(file.experiment, verbose=verbose):
+    Args:
+        file: the experiment.
+        verbose: whether to let the launcher's and the workers' output through to the terminal.
+        tracked: whether MLflow will get the results.
+    """
+    from pipeline.launchers import _head_start
+    from pipeline.recording import mlflow
+
+    heap.prefer_huge_pages()
+    with interruptible(), ExitStack() as begun:
+        begun.enter_context(_head_start.given(file.experiment, verbose=verbose))
+        if tracked:
+            begun.enter_context(mlflow.head_start(file.experiment.tracking.uri))
         try:
             with undisturbed():
                 importlib.import_module("pipeline.runner")  # and torch with it

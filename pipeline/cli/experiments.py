@@ -48,7 +48,7 @@ def run(
     import rich.console
 
     from pipeline.config.load import load
-    from pipeline.recording.display import progress_on
+    from pipeline.recording.besides import progress_on
     from pipeline.recording.terminal import Terminal
 
     experiment = load(file, with_address(overrides, address))  # before torch is imported: a typo is answered at once
@@ -60,7 +60,7 @@ def run(
             plan = runner.dry_run(experiment, with_baseline=baseline, as_json=as_json)
         typer.echo(plan)
         return
-    with head_start(experiment, verbose=verbose):
+    with head_start(experiment, verbose=verbose, tracked=True):
         from pipeline import runner
         from pipeline.speedup.report import run_json
 
@@ -112,7 +112,7 @@ def compare(
         repeats=repeats,
         profile=profile,
     )
-    with head_start(experiment, verbose=verbose):
+    with head_start(experiment, verbose=verbose, tracked=True):
         from pipeline.comparison import compare
         from pipeline.recording.terminal import Terminal
         from pipeline.speedup.report import comparison_json
@@ -140,7 +140,7 @@ def tune_batch(
     from pipeline.config.load import load
 
     experiment = load(file, with_address(overrides, address))
-    with head_start(experiment, verbose=verbose):
+    with head_start(experiment, verbose=verbose, tracked=False):
         from pipeline import tuning
         from pipeline.recording.terminal import Terminal
 
@@ -174,7 +174,7 @@ def predict(
 
     experiment = load(file, with_address(overrides, address))
     given = parse(link) if link is not None else None
-    with head_start(experiment, verbose=verbose):
+    with head_start(experiment, verbose=verbose, tracked=False):
         from pipeline import prediction
 
         prediction.predict(

@@ -111,7 +111,7 @@ def sync(
     """Send a run's journal to its tracking store, e.g. after the store was down; adds nothing twice."""
     import rich.console
 
-    from pipeline.recording.display import progress_on
+    from pipeline.recording.besides import progress_on
     from pipeline.recording.folder import trials_of
     from pipeline.recording.sync import sync as send
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from pipeline.config.values import Frozen, LauncherName, NotNegative, Positive, PositiveFloat, StrategyName, Writable
+from pipeline.config.values import LauncherName, NotNegative, Positive, PositiveFloat, Section, StrategyName, Writable
 
 
 def _least_and_most(value: object) -> object:
@@ -34,7 +34,7 @@ WorkerCounts = Annotated[
 """The least and the most; one number stands for both."""
 
 
-class Parallel(Frozen):
+class Parallel(Section):
     """How the work is spread over devices, and who starts the workers."""
 
     strategy: StrategyName = "single"

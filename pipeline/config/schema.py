@@ -10,10 +10,10 @@ from pipeline.config.parallel import Parallel
 from pipeline.config.secrets import without_credentials
 from pipeline.config.sweep import Sweep
 from pipeline.config.toolbox import OR_BOOLEAN, SWITCH, Compile, Ema, Patterns, in_words
-from pipeline.config.values import Component, Frozen, NotNegative, Positive, PositiveFloat, StrategyName, Writable
+from pipeline.config.values import Component, NotNegative, Positive, PositiveFloat, Section, StrategyName, Writable
 
 
-class LearningRateScaling(Frozen):
+class LearningRateScaling(Section):
     """How the learning rate follows the global batch size (Goyal et al. 2017, arXiv 1706.02677, for ``linear``)."""
 
     rule: Literal["none", "linear", "sqrt"] = "none"
@@ -24,7 +24,7 @@ class LearningRateScaling(Frozen):
     """Steps over which the learning rate rises linearly from the unscaled to the scaled value."""
 
 
-class Train(Frozen):
+class Train(Section):
     """How long and how to train."""
 
     epochs: Positive
@@ -64,7 +64,7 @@ class Train(Frozen):
         return tuple(in_words(how=self.compile, recomputed=self.activation_checkpointing, ema=self.ema))
 
 
-class Loader(Frozen):
+class Loader(Section):
     """The DataLoader of each worker."""
 
     num_workers: NotNegative = 0
@@ -79,7 +79,7 @@ class Loader(Frozen):
     """A callable's factory for collate_fn; torch's default_collate otherwise."""
 
 
-class Checkpoint(Frozen):
+class Checkpoint(Section):
     """When and where the state of training is saved: at the end of each epoch and of the run, and as written here."""
 
     every_steps: Positive | None = None
@@ -101,7 +101,7 @@ class Checkpoint(Frozen):
         return self.mode == "min" or (self.mode == "auto" and (self.best or "").endswith(("loss", "error")))
 
 
-class Comparison(Frozen):
+class Comparison(Section):
     """One entry of ``compare``: what differs from ``parallel``."""
 
     strategy: StrategyName
@@ -112,7 +112,7 @@ class Comparison(Frozen):
     """The strategy's own options."""
 
 
-class Measure(Frozen):
+class Measure(Section):
     """How throughput is measured in a short measurement such as the baseline."""
 
     warmup_steps: NotNegative = 3
@@ -128,7 +128,7 @@ class Measure(Frozen):
         return self.warmup_steps + self.steps * self.windows
 
 
-class Tracking(Frozen):
+class Tracking(Section):
     """Where results go."""
 
     uri: Writable = "sqlite:///mlflow.db"
@@ -161,7 +161,7 @@ class Tracking(Frozen):
         return uri
 
 
-class Experiment(Frozen):
+class Experiment(Section):
     """One experiment: model, data and parallel strategy."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]

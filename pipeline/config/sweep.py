@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
 
 from pipeline.config.toolbox import OR_BOOLEAN, SWITCH
-from pipeline.config.values import Frozen, NotNegative, Positive
+from pipeline.config.values import NotNegative, Positive, Section
 
 MOST_TRIALS = 10_000
 """A sweep of more is a slip of the pen."""
@@ -46,7 +46,7 @@ IntLogUniform = Annotated[tuple[int, int], _range(int, example="[16, 512]", leas
 Values = Annotated[tuple[Any, ...], Field(min_length=1)]
 
 
-class Parameter(Frozen):
+class Parameter(Section):
     """The values that one key is given: exactly one of these."""
 
     grid: Values | None = None
@@ -81,7 +81,7 @@ class Parameter(Frozen):
         return f"{kind} {json.dumps(list(getattr(self, kind)))}"
 
 
-class Asha(Frozen):
+class Asha(Section):
     """Asynchronous successive halving (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning")."""
 
     grace_epochs: Positive = 1
@@ -91,7 +91,7 @@ class Asha(Frozen):
     grace_epochs and its multiples by powers of this number."""
 
 
-class Sweep(Frozen):
+class Sweep(Section):
     """``pipeline sweep``: the same experiment with other values, and which of them are best."""
 
     metric: Annotated[str, Field(pattern=r"^validation/.")] = "validation/loss"

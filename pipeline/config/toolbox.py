@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from pipeline.config.values import Frozen, NotNegative
+from pipeline.config.values import NotNegative, Section
 
 
-class Compile(Frozen):
+class Compile(Section):
     """torch.compile (Ansel et al. 2024, "PyTorch 2", doi 10.1145/3620665.3640366); names as torch has them."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
@@ -19,7 +19,7 @@ class Compile(Frozen):
     """Refuse a model of which a part can't be compiled, instead of leaving that part as it is."""
 
 
-class Ema(Frozen):
+class Ema(Section):
     """Exponential moving average of the weights (Polyak and Juditsky 1992, doi 10.1137/0330046, averaged them first).
 
     The averages are what is evaluated and what the trained model consists of.

@@ -17,12 +17,17 @@ class Frozen(BaseModel):
         extra="forbid",
         populate_by_name=True,
         serialize_by_alias=True,
-        use_attribute_docstrings=True,
         ser_json_inf_nan="constants",
     )
 
 
-class Component(Frozen):
+class Section(Frozen):
+    """A part of the experiment file. What is written below a key describes it in the JSON Schema, which takes time."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Component(Section):
     """``_target_: package.name`` with its keyword arguments; nested mappings with a ``_target_`` are built first."""
 
     model_config = ConfigDict(extra="allow")

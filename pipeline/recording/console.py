@@ -11,10 +11,11 @@ import rich.console
 from pipeline import events
 from pipeline.contract import Trial
 from pipeline.events import Advanced, AnyEvent, Finished, FirstStep, Metrics, Started, TrialOpened
-from pipeline.recording.display import Display, Lines, LiveDisplay, figures, write
+from pipeline.recording.display import Display, Lines, LiveDisplay
 from pipeline.recording.notebook import NotebookDisplay
+from pipeline.recording.phrases import figures
 from pipeline.recording.tables import PrintableTable, headed, laid_out
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.terminal import Terminal, write
 from pipeline.wording import counted
 
 

@@ -1,24 +1,16 @@
 """A trial while it runs: a live display on a terminal, plain lines in a log file or a pipe."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
 from typing import Protocol
 
 import rich.console
 from rich.console import Group
-from rich.filesize import decimal
 from rich.live import Live
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from pipeline.advance import told_to
 from pipeline.events import Advanced, FirstStep, Metrics, Started
-
-_LINE_EVERY_S = 5.0
-_PACE_S = 300.0  # of the latest progress, from which the remaining time is estimated
-_LOSS, _THROUGHPUT, _VALIDATION = "train/loss", "throughput/samples_per_second", "validation/"
+from pipeline.recording.besides import LINE_EVERY_S, Bars, ThinnedLines, bars
+from pipeline.recording.phrases import VALIDATION, facts, figures, left, position
+from pipeline.recording.terminal import write
 
 Shown = Started | FirstStep | Metrics | Advanced
 
@@ -41,7 +33,7 @@ class Lines:
         self._started: Started | None = None
         self._first: Metrics | None = None
         self._printed_at = float("-inf")
-        self._besides = _ThinnedLines(self._line)
+        self._besides = ThinnedLines(self._line)
         self._line(waiting)
 
     def show(self, event: Shown) -> None:
@@ -55,8 +47,8 @@ class Lines:
                 if self._is_due(event):
                     self._printed_at = event.time
                     values = {point.name: point.value for point in event.points}
-                    left = _left(self._first, event, total=self._started.total_steps)
-                    self._line(", ".join([*position(event, self._started), *figures(values), *left]))
+                    rest = left(self._first, event, total=self._started.total_steps)
+                    self._line(", ".join([*position(event, self._started), *figures(values), *rest]))
             case Advanced():
                 self._besides.show(event)
 
@@ -65,8 +57,8 @@ class Lines:
 
     def _is_due(self, event: Metrics) -> bool:
         """Every validation has its line; what lies between is thinned out."""
-        validated = any(point.name.startswith(_VALIDATION) for point in event.points)
-        return validated or event.time - self._printed_at >= _LINE_EVERY_S
+        validated = any(point.name.startswith(VALIDATION) for point in event.points)
+        return validated or event.time - self._printed_at >= LINE_EVERY_S
 
     def _line(self, text: str) -> None:
         write(self._stdout, f"{self._label}: {text}")
@@ -81,9 +73,9 @@ class LiveDisplay:
     def __init__(self, stdout: rich.console.Console, label: str, *, waiting: str) -> None:
         self._label, self._values = label, dict[str, float]()
         self._started: Started | None = None
-        self._progress = _bars(stdout)
+        self._progress = bars(stdout)
         self._task = self._progress.add_task(f"{label}: {waiting}", total=None, steps="")
-        self._besides = _Bars(self._progress)
+        self._besides = Bars(self._progress)
         self._below = Text(style="dim")
         self._live = Live(Group(self._progress, self._below), console=stdout, transient=True, refresh_per_second=8)
         self._live.start(refresh=True)
@@ -111,103 +103,3 @@ class LiveDisplay:
 
     def _say(self, text: str) -> None:
         self._below.plain = f"  {text}"
-
-
-class _ThinnedLines:
-    """What takes its time besides, as a line every few seconds."""
-
-    def __init__(self, line: Callable[[str], None]) -> None:
-        self._line = line
-        self._shown_at: dict[str, float] = {}
-
-    def show(self, event: Advanced) -> None:
-        if event.time - self._shown_at.setdefault(event.what, event.time) >= _LINE_EVERY_S:
-            self._shown_at[event.what] = event.time
-            self._line(f"{event.what}, {amounts(event)}")
-
-
-class _Bars:
-    """What takes its time besides, as bars that go when it is done."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._tasks: dict[str, TaskID] = {}
-
-    def show(self, event: Advanced) -> None:
-        if event.done == event.total:
-            if (task := self._tasks.pop(event.what, None)) is not None:
-                self._progress.remove_task(task)
-            return
-        if event.what not in self._tasks:
-            self._tasks[event.what] = self._progress.add_task(event.what, total=event.total, steps="")
-        task = self._tasks[event.what]
-        self._progress.update(task, completed=event.done, total=event.total, steps=amounts(event))
-
-
-@contextmanager
-def progress_on(console: rich.console.Console) -> Iterator[None]:
-    """Inside, what takes its time in this very process is shown: a download before a dry run, what `sync` sends."""
-    if not console.is_interactive:
-        with told_to(_ThinnedLines(lambda text: write(console, text)).show):
-            yield
-        return
-    with _bars(console, transient=True) as progress, told_to(_Bars(progress).show):
-        yield
-
-
-def _bars(console: rich.console.Console, *, transient: bool = False) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[steps]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        expand=True,
-        speed_estimate_period=_PACE_S,
-        transient=transient,
-    )
-
-
-def write(stdout: rich.console.Console, text: str, *, style: str = "") -> None:
-    """Print a line: whole into a log file, so that it can be searched; a terminal wraps between words."""
-    stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)
-
-
-def figures(values: Mapping[str, float]) -> Iterator[str]:
-    """The metrics that a user looks at, e.g. "loss 0.31"."""
-    if _LOSS in values:
-        yield f"loss {values[_LOSS]:.4g}"
-    if _THROUGHPUT in values:
-        yield f"{values[_THROUGHPUT]:,.4g} samples/s"
-    yield from (f"{name} {value:.4g}" for name, value in values.items() if name.startswith(_VALIDATION))
-
-
-def facts(event: Started) -> str:
-    """What is trained on what, in a line."""
-    samples = f"{event.train_samples:,} training and {event.validation_samples:,} validation samples"
-    devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
-    shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")
-    return f"{event.parameters:,} parameters, {samples}, {event.total_steps:,} steps, on {shown}"
-
-
-def position(event: Metrics, started: Started) -> list[str]:
-    """The step and the epoch, of how many."""
-    return [f"step {event.step}/{started.total_steps}", f"epoch {event.epoch}/{started.epochs}"]
-
-
-def _left(first: Metrics, now: Metrics, *, total: int) -> Iterator[str]:
-    """How long the rest takes at the pace since the first report, pauses included."""
-    steps, seconds = now.step - first.step, now.time - first.time
-    if steps > 0 and seconds > 0 and now.step < total:
-        rest = timedelta(seconds=round((total - now.step) * seconds / steps))
-        yield f"{rest} left"
-
-
-def amounts(event: Advanced) -> str:
-    """How much of how much, e.g. "1,200/10,000 samples" or "12.3 MB/170 MB"."""
-    known = [amount for amount in (event.done, event.total) if amount is not None]
-    if event.unit == "B":
-        return "/".join(map(decimal, known))
-    return f"{'/'.join(f'{amount:,}' for amount in known)} {event.unit}".rstrip()

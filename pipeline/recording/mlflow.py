@@ -6,9 +6,11 @@ What isn't through at the end is in the journal, and `pipeline.recording.sync` s
 """
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event as Flag
@@ -18,13 +20,32 @@ from typing import IO
 from pipeline.events import Advanced, AnyEvent, event_to_json
 from pipeline.recording.mlflow_process import CLOSE, Order, Said
 from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.store import is_server
 
 _START = (
-    "import json, os, sys; os.nice(5); sys.path[:] = json.loads(sys.argv[1]); "
-    "from pipeline.recording.mlflow_process import main; main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pipeline.recording.mlflow_process as p; p.main()"
 )
-"""Training goes first where cores are few. -P beside it: nothing is imported from the working folder before."""
+"""-P beside it: nothing is imported from the working folder before."""
 _STOP = b""
+_begun: list[subprocess.Popen[bytes]] = []
+
+
+@contextmanager
+def head_start(uri: str) -> Iterator[None]:
+    """Start the process while there is no run yet: it takes it seconds to import MLflow. Ends it if none comes.
+
+    Args:
+        uri: of the store, as the experiment has it.
+    """
+    store = "mlflow.tracking" if is_server(uri) else "mlflow.store.tracking.sqlalchemy_store"
+    with suppress(OSError):  # the run will tell
+        _begun.append(_process(store))
+    try:
+        yield
+    finally:
+        while _begun:
+            with _begun.pop() as unused:
+                unused.kill()
 
 
 class MlflowSubscriber:
@@ -57,16 +78,9 @@ class MlflowSubscriber:
         self._is_stopping = False
         self._done = Flag()
         self._orders: SimpleQueue[bytes] = SimpleQueue()
-        order = Order(folder=folder, uri=uri, known=known)
+        order = Order(folder=folder, log=log, uri=uri, known=known, environment=dict(os.environ))
         self._orders.put(order.model_dump_json().encode() + b"\n")
-        with log.open("ab") as stderr:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                [sys.executable, "-P", "-c", _START, json.dumps(sys.path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                start_new_session=True,  # Ctrl-C is for the run, which tells it what that means
-            )
+        self._process = _begun.pop() if _begun else _process()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._threads = [
@@ -138,3 +152,14 @@ class MlflowSubscriber:
         if not self._said.is_done and not self._is_stopping:
             self._warn(f"MLflow gets no more results, {self._ended}; nothing is lost, they wait in {self._folder}")
         self._done.set()
+
+
+def _process(*modules: str) -> subprocess.Popen[bytes]:
+    """Imports the modules, then waits for its order."""
+    return subprocess.Popen(  # noqa: S603 - our own interpreter
+        [sys.executable, "-P", "-c", _START, json.dumps(sys.path), *modules],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # until it has its order, which says where
+        start_new_session=True,  # Ctrl-C is for the run, which tells it what that means
+    )

@@ -1,13 +1,16 @@
 """The process that writes a run to MLflow, beside the one that trains and at a lower priority.
 
 It reads the run's journal as that grows. What `pipeline.recording.mlflow` tells it comes line by line on standard
-input: an `Order`, then events that the journal has no room for, then `CLOSE`. It answers with lines of `Said`.
+input, once it has imported MLflow: an `Order`, then events that the journal has no room for, then `CLOSE`. It answers
+with lines of `Said`.
 """
 
+import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event as Flag
@@ -29,6 +32,7 @@ _BATCH_S = 1.0
 _UPLOAD_PAUSE_S = 2.0
 _TELL_S = 0.25
 _LAST_S = 60.0
+_NICE = 10
 
 
 class Order(Frozen):
@@ -36,11 +40,15 @@ class Order(Frozen):
 
     folder: Path
     """Of the run."""
+    log: Path
+    """Where to write what nobody else wants to hear."""
     uri: str
     """Of the store, credentials included; empty for the one that the events name."""
     known: int
     """Events that a continued run has in its journal. They are sent first: some may not have arrived, and those that
     have change nothing."""
+    environment: dict[str, str]
+    """Of the process that trains. The user's own code may have changed it since this one was started."""
 
 
 class Said(Frozen):
@@ -134,9 +142,18 @@ class Writer:
 
 def main() -> None:
     """Write a run, as standard input says, until it has ended or the process that trains is no more."""
-    answers = _private_stdout()
+    _step_back()
+    with suppress(Exception), quiet():  # whoever needs it says what is wrong with it
+        for name in sys.argv[2:]:
+            importlib.import_module(name)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return  # there was nothing to write
+    order = Order.model_validate_json(line)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    answers = _private_stdout(order.log)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    order = Order.model_validate_json(sys.stdin.buffer.readline())
     writer = Writer(order, warn=lambda message: _tell(answers, Said(warning=message)))
     Thread(target=_listen, args=(writer,), daemon=True).start()
     Thread(target=writer.work, daemon=True).start()
@@ -165,8 +182,17 @@ def _tell(answers: BinaryIO, said: Said) -> None:
     answers.write(said.model_dump_json().encode() + b"\n")
 
 
-def _private_stdout() -> BinaryIO:
-    """Where the answers go; what libraries print goes to standard error, the run's log."""
+def _private_stdout(log: Path) -> BinaryIO:
+    """Where the answers go; what libraries print goes to the run's log."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    with suppress(OSError), log.open("ab", buffering=0) as file:  # not on a disk without room
+        os.dup2(file.fileno(), 2)
     os.dup2(2, 1)
     return answers
+
+
+def _step_back() -> None:
+    """Let training go first where cores are few. Linux may weigh whole sessions, and this process is one."""
+    os.nice(_NICE)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_NICE))

@@ -1,8 +1,9 @@
-"""Where a command shows what: ``--json`` and ``--quiet`` choose."""
+"""Where a command shows what, ``--json`` and ``--quiet`` choose, and a line there."""
 
 from typing import NamedTuple
 
 import rich.console
+from rich.text import Text
 
 
 class Terminal(NamedTuple):
@@ -34,3 +35,8 @@ class Terminal(NamedTuple):
     def on(cls, console: rich.console.Console) -> "Terminal":
         """All in one place, such as a log."""
         return cls(progress=console, result=console, warnings=console)
+
+
+def write(stdout: rich.console.Console, text: str, *, style: str = "") -> None:
+    """Print a line: whole into a log file, so that it can be searched; a terminal wraps between words."""
+    stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline import heap
 from pipeline.errors import PipelineError, Terminated, UsageError
 from pipeline.imports import importable, undisturbed
 from pipeline.sweeping.assignment import Assignment
@@ -57,6 +58,7 @@ def main() -> NoReturn:
 
 def train(assignment: Assignment, lifeline: _Lifeline) -> None:
     """The trial's run, gone on with if it was begun before."""
+    heap.prefer_huge_pages()
     with undisturbed():
         from pipeline import runner
     from pipeline.config.load import load

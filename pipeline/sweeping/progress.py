@@ -3,9 +3,8 @@
 import time
 
 from pipeline.events import Metrics, Point
-from pipeline.recording.display import write
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.terminal import Terminal, write
 from pipeline.sweeping import outcome
 from pipeline.sweeping.assignment import Suggestion
 from pipeline.sweeping.drawing import titled

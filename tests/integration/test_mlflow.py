@@ -42,7 +42,7 @@ from pipeline.events import (
 from pipeline.models.mlp import MLP
 from pipeline.plan import make_plan
 from pipeline.recording.journal import FILE_NAME, Journal
-from pipeline.recording.mlflow import MlflowSubscriber
+from pipeline.recording.mlflow import MlflowSubscriber, head_start
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.run import open_trial, recorded
 from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link, ui_address
@@ -192,6 +192,10 @@ def deliver(folder: Path, events: list[AnyEvent], *, warn: Callable[[str], None]
         outcome = one.finish(timeout_s=120)
     assert outcome is not None
     return outcome
+
+
+def mlflow_processes() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "mlflow_process" in " ".join(each.cmdline())]
 
 
 def client_of(uri: str) -> MlflowClient:
@@ -400,7 +404,7 @@ def test_a_process_that_dies_takes_no_results_with_it(database: str, tmp_path: P
     events = [opened(database, "died"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
     journaled(tmp_path, events)
     with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=warnings_told.append)) as subscriber:
-        (process,) = [each for each in psutil.Process().children() if "mlflow_process" in " ".join(each.cmdline())]
+        (process,) = mlflow_processes()
         process.kill()
         outcome = subscriber.finish(timeout_s=120)
     assert outcome is not None
@@ -421,6 +425,42 @@ def test_the_process_goes_with_the_one_that_trains(database: str, tmp_path: Path
     )
     journaled(tmp_path, [opened(database, "orphan"), metrics(0)])
     with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        (process,) = psutil.Process(driver.pid).children()
+        driver.kill()
+    assert psutil.wait_procs([process], timeout=60)[1] == []
+
+
+def test_the_process_of_a_head_start_writes_the_run(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes by the environment of the run, which the user's own code may have changed since."""
+    journaled(tmp_path, [opened(server.uri, "early"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")])
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
+    with head_start(server.uri):
+        (early,) = mlflow_processes()
+        monkeypatch.delenv("HTTP_PROXY")
+        with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=print)) as subscriber:
+            assert mlflow_processes() == [early]
+            outcome = subscriber.finish(timeout_s=60)
+    assert psutil.wait_procs([early], timeout=10)[1] == []
+    assert outcome is not None
+    assert client_of(server.uri).get_run(outcome.run_id).info.status == "FINISHED"
+
+
+def test_a_head_start_for_nothing_is_ended(database: str) -> None:
+    with head_start(database):
+        (early,) = mlflow_processes()
+    assert psutil.wait_procs([early], timeout=10)[1] == []
+
+
+def test_a_head_start_ends_with_a_driver_that_is_killed() -> None:
+    program = (
+        "import time; from pipeline.recording.mlflow import head_start\n"
+        "with head_start('sqlite:///mlflow.db'): print('ready', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "ready\n"
         (process,) = psutil.Process(driver.pid).children()
