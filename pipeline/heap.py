@@ -10,15 +10,26 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read in c10/core/impl/alloc_cpu.cpp
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # their numbers in <malloc.h>, see mallopt(3)
 _NEVER = -1
 _LARGEST = 32 * 2**20  # bytes; where glibc's own adjustment of the second one ends
 _SET_BY_USERS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
-def prefer_huge_pages() -> None:
-    """Let torch ask the kernel for huge pages for large tensors. Too late once this process has made a tensor."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+@contextmanager
+def huge_pages() -> Iterator[None]:
+    """Inside, torch asks the kernel for huge pages for large tensors, here and in the processes that this one starts.
+
+    Each of them decides at its first tensor, for good.
+    """
+    is_set = _HUGE_PAGES in os.environ
+    os.environ.setdefault(_HUGE_PAGES, "1")
+    try:
+        yield
+    finally:
+        if not is_set:
+            os.environ.pop(_HUGE_PAGES, None)
 
 
 @contextmanager

@@ -68,13 +68,12 @@ def run(
     Raises:
         WorkerFailed: after the failure has been reported.
     """
-    if end is not None:  # the driver's own process has its own environment, and tensors already
-        heap.prefer_huge_pages()
     _prepare(trial, rank=rank)
     # One sampler for each node; a measurement is short and shouldn't be disturbed.
     samples = rank.local_rank == 0 and not trial.is_measurement
     try:
         with (
+            heap.huge_pages(),
             heap.kept(),
             told_to(outbox.event, trial=trial.name),
             Watch(trial, rank=rank, outbox=outbox, end=end),

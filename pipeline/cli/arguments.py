@@ -86,8 +86,8 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
     from pipeline.launchers import _head_start
     from pipeline.recording import mlflow
 
-    heap.prefer_huge_pages()
     with interruptible(), ExitStack() as begun:
+        begun.enter_context(heap.huge_pages())
         begun.enter_context(_head_start.given(file.experiment, verbose=verbose))
         if tracked:
             begun.enter_context(mlflow.head_start(file.experiment.tracking.uri))

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from pipeline.config.values import Frozen
+from pipeline.config.values import Section
 
 
-class NoOptions(Frozen):
+class NoOptions(Section):
     """A strategy without options of its own."""
 
 
@@ -24,7 +24,7 @@ class Strategy(ABC):
     is the gradient of the mean over the global batch, uneven shares included.
     """
 
-    Options: ClassVar[type[Frozen]] = NoOptions
+    Options: ClassVar[type[Section]] = NoOptions
     """The model of ``parallel.options``."""
     processes: ClassVar[Literal["one", "many"]] = "one"
     """Whether ``workers`` processes run, or always one."""
@@ -39,7 +39,7 @@ class Strategy(ABC):
     """Whether the module computes in ``compute_dtype`` by itself, without autocast."""
 
     def __init__(
-        self, options: Frozen, *, device: torch.device, world_size: int, compute_dtype: torch.dtype | None = None
+        self, options: Section, *, device: torch.device, world_size: int, compute_dtype: torch.dtype | None = None
     ) -> None:
         """``compute_dtype`` is the 16-bit type of ``train.precision``, if it is one."""
         self.options = options
@@ -48,7 +48,7 @@ class Strategy(ABC):
         self.compute_dtype = compute_dtype
 
     @classmethod
-    def refuse(cls, options: Frozen, *, device: Literal["cpu", "cuda"]) -> str | None:
+    def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
         """Why these options can't run on this kind of device, and what to write instead; None if they can."""
         return None
 

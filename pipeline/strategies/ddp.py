@@ -18,12 +18,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from pipeline.config.values import Frozen, NotNegative
+from pipeline.config.values import NotNegative, Section
 from pipeline.strategies import base
 from pipeline.strategies._local_sgd import LocalSGD
 
 
-class Options(Frozen):
+class Options(Section):
     """``parallel.options`` of ddp; names and defaults as in torch, except gradient_as_bucket_view (saves a copy)."""
 
     sync_batch_norm: bool = False
@@ -63,7 +63,7 @@ class Strategy(base.Strategy):
 
     @override
     @classmethod
-    def refuse(cls, options: Frozen, *, device: Literal["cpu", "cuda"]) -> str | None:
+    def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
         ddp = cast(Options, options)
         if ddp.sync_batch_norm and device == "cpu":
             return "sync_batch_norm needs GPUs: torch's SyncBatchNorm refuses CPU; remove it"

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from pipeline.config.values import Frozen
+from pipeline.config.values import Section
 from pipeline.strategies import base
 from pipeline.strategies._fsdp_exchange import Exchange
 from pipeline.strategies._fsdp_groups import choose, describe
 
 
-class Options(Frozen):
+class Options(Section):
     """``parallel.options`` of fsdp."""
 
     groups: str | tuple[str, ...] = "auto"
@@ -56,7 +56,7 @@ class Strategy(base.Strategy):
 
     @override
     @classmethod
-    def refuse(cls, options: Frozen, *, device: Literal["cpu", "cuda"]) -> str | None:
+    def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
         if cast(Options, options).cpu_offload and device == "cpu":
             return "cpu_offload needs GPUs: on CPU all is in the host's memory anyway; remove it"
         return None

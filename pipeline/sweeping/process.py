@@ -46,7 +46,7 @@ def main() -> NoReturn:
     assignment = lifeline.assignment()
     lifeline.watch()
     try:
-        with importable(Path.cwd()):
+        with importable(Path.cwd()), heap.huge_pages():
             train(assignment, lifeline)
     except PipelineError as error:
         sys.stderr.write(f"{error.told}\n")
@@ -58,7 +58,6 @@ def main() -> NoReturn:
 
 def train(assignment: Assignment, lifeline: _Lifeline) -> None:
     """The trial's run, gone on with if it was begun before."""
-    heap.prefer_huge_pages()
     with undisturbed():
         from pipeline import runner
     from pipeline.config.load import load

@@ -28,11 +28,11 @@ def pages(count, size):  # as many as a step needs anew, of 4 KiB each
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
-if sys.argv[1] == "huge":
-    heap.prefer_huge_pages()
-torch.zeros(1)
-first = resident()
-with heap.kept() if sys.argv[1] != "without" else nullcontext():
+kept = heap.kept() if sys.argv[1] != "without" else nullcontext()
+huge = heap.huge_pages() if sys.argv[1] == "huge" else nullcontext()
+with huge, kept:
+    torch.zeros(1)
+    first = resident()
     print(pages(150, 2**20), pages(2, 100 * 2**20), resident() - first)
 print(resident() - first)
 """
@@ -74,5 +74,13 @@ def test_what_a_user_has_set_stays(name: str) -> None:
 
 def test_a_user_may_refuse_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
-    heap.prefer_huge_pages()
+    with heap.huge_pages():
+        assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+
+
+def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    with heap.huge_pages():
+        assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert "THP_MEM_ALLOC_ENABLE" not in os.environ
