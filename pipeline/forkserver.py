@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.config.values import Frozen
+from pipeline.config.values import Frozen, WithEnvironment
 from pipeline.imports import undisturbed
 
 PRELOADED = ("pipeline.worker", "torch._dynamo")
@@ -26,11 +26,10 @@ _GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _MOST_BYTES = 2**16
 
 
-class Order(Frozen):
+class Order(WithEnvironment):
     """A worker to start; standard output and standard error come with it, as file descriptors."""
 
     arguments: tuple[str, ...]
-    environment: dict[str, str]
 
 
 class Said(Frozen):
@@ -132,8 +131,7 @@ def main() -> None:
     order = _Server(channel).serve() if is_able else None
     if order is None:
         return
-    os.environ.clear()
-    os.environ.update(order.environment)
+    order.enter()
     sys.argv[1:] = order.arguments
     with suppress(OSError):  # a sandbox may forbid it, and it is only what ps, top and nvidia-smi call the rank
         Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")

@@ -1,5 +1,6 @@
 """What the sections of an experiment file are made of: frozen, strict types."""
 
+import os
 import unicodedata
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -19,6 +20,25 @@ class Frozen(BaseModel):
         serialize_by_alias=True,
         ser_json_inf_nan="constants",
     )
+
+
+class WithEnvironment(Frozen):
+    """What a process is told together with its environment, whose names and values may be any bytes."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    environment: tuple[tuple[bytes, bytes], ...]
+    """Names and values, of all variables; see `encoded`."""
+
+    @staticmethod
+    def encoded(environment: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
+        """An environment such as ``os.environ``."""
+        return tuple((os.fsencode(name), os.fsencode(value)) for name, value in environment.items())
+
+    def enter(self) -> None:
+        """Make it the environment of this process."""
+        os.environ.clear()
+        os.environb.update(self.environment)
 
 
 class Section(Frozen):

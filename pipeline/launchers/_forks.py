@@ -83,7 +83,7 @@ class Forks:
         files = [log.open("wb") for log in logs]
         try:
             numbers = [file.fileno() for file in files] or [1, 2]
-            order = Order(arguments=tuple(arguments), environment=dict(environment))
+            order = Order(arguments=tuple(arguments), environment=Order.encoded(environment))
             if (forked := self._forked(order, numbers)) is not None:
                 return forked
             return subprocess.Popen(  # noqa: S603 - our own interpreter

@@ -78,7 +78,7 @@ class MlflowSubscriber:
         self._is_stopping = False
         self._done = Flag()
         self._orders: SimpleQueue[bytes] = SimpleQueue()
-        order = Order(folder=folder, log=log, uri=uri, known=known, environment=dict(os.environ))
+        order = Order(folder=folder, log=log, uri=uri, known=known, environment=Order.encoded(os.environ))
         self._orders.put(order.model_dump_json().encode() + b"\n")
         self._process = _begun.pop() if _begun else _process()
         assert self._process.stdin is not None

@@ -18,7 +18,7 @@ from threading import Lock, Thread
 from time import monotonic
 from typing import BinaryIO
 
-from pipeline.config.values import Frozen
+from pipeline.config.values import Frozen, WithEnvironment
 from pipeline.events import AnyEvent, event_from_json
 from pipeline.recording.attempts import BATCH_POINTS, persist, size
 from pipeline.recording.delivery import Delivery, quiet
@@ -35,7 +35,7 @@ _LAST_S = 60.0
 _NICE = 10
 
 
-class Order(Frozen):
+class Order(WithEnvironment):
     """What to write, and where to."""
 
     folder: Path
@@ -47,8 +47,6 @@ class Order(Frozen):
     known: int
     """Events that a continued run has in its journal. They are sent first: some may not have arrived, and those that
     have change nothing."""
-    environment: dict[str, str]
-    """Of the process that trains. The user's own code may have changed it since this one was started."""
 
 
 class Said(Frozen):
@@ -150,8 +148,7 @@ def main() -> None:
     if not line:
         return  # there was nothing to write
     order = Order.model_validate_json(line)
-    os.environ.clear()
-    os.environ.update(order.environment)
+    order.enter()  # the user's own code may have changed it since this process was started
     answers = _private_stdout(order.log)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     writer = Writer(order, warn=lambda message: _tell(answers, Said(warning=message)))
