@@ -18,9 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import psutil
-from competitors import INPROCESS, Row, rows
+from competitors import INPROCESS, Competitor, Row, rows
 from page import Results, different, page
-from race import ONE_THREAD, race
+from race import ONE_THREAD, Run, race
 from workloads import WORKLOADS
 
 from pipeline.resources import detect
@@ -67,7 +67,7 @@ def measure(todo: list[Row], *, rounds: int, minutes: float) -> Results:
             results.busy.append(psutil.cpu_percent(interval=2.0) / 100)
             for competitor, workload, workers in todo[:: -1 if results.rounds % 2 else 1]:
                 begun = time.monotonic()
-                run = race(competitor, workload, workers=workers, number=results.rounds, base=base)
+                run = _raced(competitor, workload, workers=workers, number=results.rounds, base=base)
                 results.runs.append(run)
                 took = f"{time.monotonic() - begun:5.1f} s in all"
                 print(
@@ -78,6 +78,15 @@ def measure(todo: list[Row], *, rounds: int, minutes: float) -> Results:
     order = {(competitor.name, workload, workers): i for i, (competitor, workload, workers) in enumerate(todo)}
     results.runs.sort(key=lambda run: (order[run.competitor, run.workload, run.workers], run.round))
     return results
+
+
+def _raced(competitor: Competitor, workload: str, *, workers: int, number: int, base: Path) -> Run:
+    """A run, done again if it failed: now and then torch 2.13 aborts a process of DDP at its very end, with gloo."""
+    try:
+        return race(competitor, workload, workers=workers, number=number, base=base)
+    except RuntimeError as error:
+        print(f"{workload} x {workers}  {competitor.name} failed and is started again: {str(error)[:500]}", flush=True)
+        return race(competitor, workload, workers=workers, number=number, base=base)
 
 
 def _create_store(base: Path) -> None:
