@@ -9,13 +9,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event as Flag
 from threading import Thread
-from typing import IO
+from typing import IO, NamedTuple
 
 from pipeline.events import Advanced, AnyEvent, event_to_json
 from pipeline.recording.mlflow_process import CLOSE, Order, Said
@@ -27,7 +28,14 @@ _START = (
 )
 """-P beside it: nothing is imported from the working folder before."""
 _STOP = b""
-_begun: list[subprocess.Popen[bytes]] = []
+_begun: list["_Process"] = []
+
+
+class _Process(NamedTuple):
+    """The process, and what it printed before it had its order, which says where to."""
+
+    popen: subprocess.Popen[bytes]
+    printed: IO[bytes]
 
 
 @contextmanager
@@ -44,7 +52,8 @@ def head_start(uri: str) -> Iterator[None]:
         yield
     finally:
         while _begun:
-            with _begun.pop() as unused:
+            unused, printed = _begun.pop()
+            with unused, printed:
                 unused.kill()
 
 
@@ -73,14 +82,14 @@ class MlflowSubscriber:
         known: int = 0,
         is_journaled: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._folder, self._warn, self._is_journaled = folder, warn, is_journaled
+        self._folder, self._log, self._warn, self._is_journaled = folder, log, warn, is_journaled
         self._said = Said()
         self._is_stopping = False
         self._done = Flag()
         self._orders: SimpleQueue[bytes] = SimpleQueue()
         order = Order(folder=folder, log=log, uri=uri, known=known, environment=Order.encoded(os.environ))
         self._orders.put(order.model_dump_json().encode() + b"\n")
-        self._process = _begun.pop() if _begun else _process()
+        self._process, self._printed = _begun.pop() if _begun else _process()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._threads = [
@@ -149,17 +158,24 @@ class MlflowSubscriber:
                 else:
                     self._said = said
         self._process.wait()
+        with self._printed:
+            self._printed.seek(0)
+            if early := self._printed.read():
+                with suppress(OSError), self._log.open("ab") as file:  # a disk without room is told elsewhere
+                    file.write(early)
         if not self._said.is_done and not self._is_stopping:
             self._warn(f"MLflow gets no more results, {self._ended}; nothing is lost, they wait in {self._folder}")
         self._done.set()
 
 
-def _process(*modules: str) -> subprocess.Popen[bytes]:
+def _process(*modules: str) -> _Process:
     """Imports the modules, then waits for its order."""
-    return subprocess.Popen(  # noqa: S603 - our own interpreter
+    printed = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+    popen = subprocess.Popen(  # noqa: S603 - our own interpreter
         [sys.executable, "-P", "-c", _START, json.dumps(sys.path), *modules],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # until it has its order, which says where
+        stderr=printed,
         start_new_session=True,  # Ctrl-C is for the run, which tells it what that means
     )
+    return _Process(popen, printed)

@@ -111,7 +111,7 @@ class Strategy(ABC):
 
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Go on with what `memory` was, after a backward pass of the same model."""
-        raise NotImplementedError  # whoever has a memory has this, too
+        raise NotImplementedError(f"{type(self).__qualname__} has a memory; it needs remember(), too, to be resumed")
 
     def evaluation_module(self, wrapped: nn.Module, model: nn.Module) -> nn.Module:
         """The module that evaluation calls; ranks may call it a different number of times, unless it is sharded.

@@ -449,6 +449,17 @@ def test_the_process_of_a_head_start_writes_the_run(
     assert client_of(server.uri).get_run(outcome.run_id).info.status == "FINISHED"
 
 
+def test_what_the_process_says_before_its_order_is_in_the_log(
+    database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journaled(tmp_path, [opened(database, "broken"), metrics(0)])
+    monkeypatch.setattr("pipeline.recording.mlflow._START", "import sys; sys.exit('a broken installation')")
+    with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=warnings_told.append)) as subscriber:
+        subscriber.finish(timeout_s=60)
+    assert "a broken installation" in (tmp_path / "log.txt").read_text()
+    assert "ended with exit code 1" in warnings_told[0]
+
+
 def test_a_head_start_for_nothing_is_ended(database: str) -> None:
     with head_start(database):
         (early,) = mlflow_processes()
