@@ -3,6 +3,7 @@
 Names follow MLflow's own system metrics, so that its UI shows them under "System metrics".
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -43,15 +44,16 @@ class SystemSampler:
         psutil.cpu_percent()  # the first call only sets the mark
         start = psutil.net_io_counters()
         handles = _gpus()
-        number = 0
-        while not self._stop.wait(INTERVAL_SECONDS if number else 1.0):
+        for number in itertools.count():
+            ended = self._stop.wait(INTERVAL_SECONDS if number else 1.0)
             values = dict(_node(received=start.bytes_recv, sent=start.bytes_sent))
             for index, handle in enumerate(handles):
                 with suppress(pynvml.NVMLError):  # some GPUs don't tell everything, e.g. those that are shared
                     values.update(_gpu(index, handle))
             points = tuple(Point(self._prefix + name, number, value) for name, value in values.items())
             self._outbox.event(SystemMetrics(time=time.time(), node=self._node, points=points))
-            number += 1
+            if ended:  # what came after the last sample counts, too: a short training has no other
+                return
 
 
 def _node(*, received: int, sent: int) -> Iterator[tuple[str, float]]:

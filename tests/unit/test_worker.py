@@ -176,6 +176,15 @@ def test_the_load_of_a_node_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["system/network_receive_megabytes"] >= 0
 
 
+def test_a_training_shorter_than_an_interval_has_a_sample() -> None:
+    outbox = toys.Kept()
+    with SystemSampler(Rank(), outbox):
+        pass
+    (event,) = outbox.events
+    assert isinstance(event, SystemMetrics)
+    assert "system/cpu_utilization_percentage" in {point.name for point in event.points}
+
+
 def test_several_nodes_are_told_apart() -> None:
     (event, *_) = sampled(Rank(rank=2, world_size=4, local_world_size=2, node="node-1"))
     assert all(point.name.startswith("system/node-1/") for point in event.points)
