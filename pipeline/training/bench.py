@@ -49,10 +49,10 @@ class TrialBench:
 
     def fits(self, batch_size: int) -> bool:
         """As `batch_size.Bench` has it."""
-        batch = _unless_out_of_memory(partial(self._placed, batch_size))
+        batches = _unless_out_of_memory(partial(self._placed, batch_size))
         # A forward pass may begin with an exchange of buffers: it begins on all ranks or on none.
-        fits = self._agreed(batch is not None) and self._agreed(self._survives(batch))
-        del batch
+        fits = self._agreed(batches is not None) and self._agreed(self._survives((batches or [None])[0]))
+        del batches
         if not fits:
             self._clear()
         elif self._setup.device.type == "cuda":
@@ -75,8 +75,10 @@ class TrialBench:
     def _agreed(self, fits: bool) -> bool:
         return all(gather(fits, rank=self._setup.rank))
 
-    def _placed(self, batch_size: int) -> Any:
-        return self._setup.placed(self._batch(batch_size))
+    def _placed(self, batch_size: int) -> list[Any]:
+        """A batch on the device, and on a GPU the one that training copies there meanwhile."""
+        count = 2 if self._setup.device.type == "cuda" else 1
+        return [self._setup.placed(self._batch(batch_size)) for _ in range(count)]
 
     def _survives(self, batch: Any) -> bool:
         groups = [module.process_group for module in self._synced]

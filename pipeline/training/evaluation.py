@@ -66,7 +66,7 @@ def _over_own_samples(setup: Setup, module: torch.nn.Module) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=setup.device)
     samples, world_size = setup.validation_samples, setup.rank.world_size
     with Advance("evaluating", total=samples, unit="samples", silent=not setup.rank.is_first) as advance:
-        for draw, batch in setup.validation_loader.batches(setup.evaluation_draws()):
+        for draw, batch in setup.prefetched(setup.validation_loader.batches(setup.evaluation_draws())):
             with setup.autocast():
                 output = setup.task(module, setup.placed(batch))
             if draw.weight:

@@ -18,7 +18,6 @@ from pipeline.training.collective import gather
 from pipeline.training.costs import costs
 from pipeline.training.evaluation import evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
-from pipeline.training.gauge import GpuGauge
 from pipeline.training.meter import Meter
 from pipeline.training.nonfinite import check_weights
 from pipeline.training.probe import probe, unused_parameters
@@ -41,7 +40,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None =
     """
     setup = build(placed(trial, rank=rank), rank=rank, streams=streams)
     clock = Clock(device=setup.device, warmup_steps=trial.experiment.measure.warmup_steps, compiling=setup.compiling)
-    meter = Meter(trial=trial, rank=rank, order=setup.order, clock=clock, gauge=GpuGauge(setup.gpus), outbox=outbox)
+    meter = Meter(setup=setup, clock=clock, outbox=outbox)
     keeper = Keeper(setup, meter=meter, outbox=outbox)
     announce.start(setup, outbox)
     announce.averaging(setup, outbox)
@@ -87,7 +86,7 @@ def train_epoch(setup: Setup, *, epoch: int, start: int, meter: Meter, keeper: K
     first = epoch * setup.order.steps_per_epoch
     last = min(first + setup.order.steps_per_epoch, setup.steps)
     begin = max(first, start)
-    stream = setup.train_loader.batches(setup.draws(epoch, first=begin - first))
+    stream = setup.prefetched(setup.train_loader.batches(setup.draws(epoch, first=begin - first)))
     meter.clock.resume()
     for step in range(begin, last):
         mark_step(step)
@@ -99,7 +98,7 @@ def train_epoch(setup: Setup, *, epoch: int, start: int, meter: Meter, keeper: K
             announce.first_step(setup, meter.outbox)
             with meter.clock.stopped():
                 prepare_evaluation(setup)
-        if setup.is_report_due(step + 1) or meter.finiteness.is_exhausted:
+        if meter.cadence.is_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)
             if step + 1 < last and (meter.stop_agreed or keeper.is_due(step + 1)):  # an epoch's end has its own
                 check_weights(setup, step=step + 1)

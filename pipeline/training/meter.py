@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.contract import Rank, Trial
 from pipeline.events import Metrics, Outbox, Phase, Point
+from pipeline.training.cadence import Cadence
 from pipeline.training.clock import Clock, Lap
 from pipeline.training.gauge import GpuGauge
 from pipeline.training.nonfinite import Finiteness
-from pipeline.training.order import Order
+from pipeline.training.setup import Setup
 from pipeline.training.watch import mark
 
 SKIPPED = "train/skipped_steps"
@@ -31,11 +31,8 @@ class Meter:
     device once in a flush instead of once in a step.
     """
 
-    trial: Trial
-    rank: Rank
-    order: Order
+    setup: Setup
     clock: Clock
-    gauge: GpuGauge
     outbox: Outbox
     latest: dict[str, float] = field(default_factory=dict)
     """The latest value of every metric."""
@@ -51,7 +48,10 @@ class Meter:
     _sent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_SENT_AGAIN))
 
     def __post_init__(self) -> None:
-        self.finiteness = Finiteness(trial=self.trial, rank=self.rank, order=self.order, outbox=self.outbox)
+        setup = self.setup
+        self.trial, self.rank = setup.trial, setup.rank
+        self.cadence, self.gauge = Cadence(setup), GpuGauge(setup.gpus)
+        self.finiteness = Finiteness(trial=setup.trial, rank=setup.rank, order=setup.order, outbox=self.outbox)
 
     def add(self, loss: torch.Tensor, *, norm: torch.Tensor | None, rate: float, samples: int) -> None:
         """One step: this rank's weighted loss (scalar), the global gradient norm if known, lr, global batch size."""
@@ -67,7 +67,7 @@ class Meter:
         Raises:
             TrainingError: a loss or gradient is NaN or infinite. All ranks see the same sums and raise together.
         """
-        flags = self._losses[0].new_tensor([self.outbox.stop_asked, self.clock.has_compiled])
+        flags = self._losses[0].new_tensor([self.outbox.stop_asked, self.clock.has_compiled, self.cadence.step_s])
         own = torch.cat([torch.stack(self._losses), flags])
         sums = own.clone()
         if self.rank.world_size > 1:
@@ -76,17 +76,19 @@ class Meter:
             dist.all_gather(parts, own)
             # Not an all-reduce: its rounding would depend on how many steps are reported together.
             sums = torch.stack(parts).double().sum(0)
-        losses, self.stop_agreed, has_compiled = sums[:-2], bool(sums[-2]), bool(sums[-1])
-        columns = {"train/loss": losses.tolist(), "train/learning_rate": self._rates}
+        *losses, stop_asked, has_compiled, step_s = sums.tolist()
+        self.stop_agreed = bool(stop_asked)
+        columns = {"train/loss": losses, "train/learning_rate": self._rates}
         if self._norms:
             columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
-        lap = self.clock.lap(steps=len(losses), samples=self._samples, is_disturbed=has_compiled)
+        lap = self.clock.lap(steps=len(losses), samples=self._samples, is_disturbed=bool(has_compiled))
+        self.cadence.reported(step, agreed_step_s=step_s / self.rank.world_size, own_step_s=lap.step_ms / 1000)
         self._losses, self._norms, self._rates, self._samples = [], [], [], 0
         self.gauge.read()
         measure = self.trial.experiment.measure
-        self.first_losses = (*self.first_losses, *columns["train/loss"])[: measure.total_steps]
+        self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]
         first = step - len(losses) + 1
-        count = self.finiteness.trusted(columns["train/loss"], first=first)
+        count = self.finiteness.trusted(losses, first=first)
         points = [Point(name, first + i, column[i]) for name, column in columns.items() for i in range(count)]
         points.append(Point("throughput/samples_per_second", step, lap.samples_per_second))
         points.append(Point("time/step_ms", step, lap.step_ms))
@@ -96,7 +98,7 @@ class Meter:
             points.append(Point(SKIPPED, step, self._skipped_before + len(self.finiteness.skipped)))
         self.send(points, step=step, epoch=epoch)
         norms = columns.get("train/gradient_norm", [])
-        self.finiteness.judge(columns["train/loss"], norms=norms, own=own, first=first)
+        self.finiteness.judge(losses, norms=norms, own=own, first=first)
 
     def send(self, points: list[Point], *, step: int, epoch: int) -> None:
         """Report points of any metrics; ``step`` and ``epoch`` (counted from 1) say how far training is."""

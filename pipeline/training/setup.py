@@ -23,6 +23,7 @@ from pipeline.training.averages import Averages
 from pipeline.training.compilation import Stopwatch
 from pipeline.training.loader import BatchLoader, to_device
 from pipeline.training.order import Draw, Order, StreamOrder, evaluation_draws
+from pipeline.training.prefetch import prefetched
 from pipeline.training.stream import StreamLoader
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Setup:
         """Optimizer steps of the whole training, which a measurement cuts short."""
         return self.order.steps_per_epoch * self.experiment.train.epochs
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Optimizer steps of this trial."""
         return min(self.trial.max_steps or self.total_steps, self.total_steps)
@@ -85,20 +86,6 @@ class Setup:
     def epochs(self) -> int:
         """Epochs of this trial, the last of which may be cut short."""
         return math.ceil(self.steps / self.order.steps_per_epoch)
-
-    def is_report_due(self, steps: int) -> bool:
-        """Whether to report after that many steps: in regular intervals, at the end of an epoch, before a checkpoint.
-
-        A measurement reports after its warm-up and after each of its windows.
-        """
-        measure = self.experiment.measure
-        if steps % self.order.steps_per_epoch == 0 or steps == self.steps:
-            return True
-        if self.trial.is_measurement:
-            return steps >= measure.warmup_steps and (steps - measure.warmup_steps) % measure.steps == 0
-        if self.is_checkpoint_step(steps):
-            return True
-        return steps % self.order.steps_per_epoch % self.experiment.train.log_every_steps == 0
 
     def is_checkpoint_step(self, steps: int) -> bool:
         """Whether ``checkpoint.every_steps`` asks for a checkpoint after that many steps."""
@@ -154,6 +141,10 @@ class Setup:
     def placed(self, batch: Any) -> Any:
         """A batch from the loader as the model takes it: on the device, in the experiment's type and layout."""
         return to_device(batch, device=self.device, dtype=self.input_dtype, memory_format=self.memory_format)
+
+    def prefetched(self, batches: Iterator[tuple[Draw, Any]]) -> Iterator[tuple[Draw, Any]]:
+        """Batches from the loader, on a GPU placed there one ahead."""
+        return prefetched(batches, place=self.placed, device=self.device)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision where the experiment asks for it."""

@@ -35,7 +35,7 @@ def endless(setup: Setup) -> Stream:
     """Micro-batches for ever, without the smaller last global batch of an epoch."""
     full_batches = max(1, setup.order.samples // setup.order.global_batch_size)
     for epoch in count():
-        yield from setup.train_loader.batches(first_steps(full_batches, setup.draws(epoch)))
+        yield from setup.prefetched(setup.train_loader.batches(first_steps(full_batches, setup.draws(epoch))))
 
 
 def first_steps(steps: int, draws: Iterable[Draw]) -> Iterator[Draw]:

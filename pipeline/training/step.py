@@ -144,10 +144,20 @@ def _step_optimizer(setup: Setup, *, step: int, applies: bool) -> float:
     if applies:
         setup.scaler.step(setup.optimizer)
         setup.scaler.update()
-    setup.optimizer.zero_grad(set_to_none=True)
+    _forget_gradients(setup.optimizer)
     if factor != 1:
         _set_rates(setup.optimizer, scheduled)
     return float(scheduled[0] * factor)
+
+
+def _forget_gradients(optimizer: Optimizer) -> None:
+    """As zero_grad, of whose time the profiler takes most, whether or not it is on."""
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:  # it has more to forget
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _set_rates(optimizer: Optimizer, rates: list[float]) -> None:

@@ -37,7 +37,6 @@ from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.checkpoints.state import restore
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.clock import Clock
-from pipeline.training.gauge import GpuGauge
 from pipeline.training.meter import Meter
 from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
@@ -193,7 +192,7 @@ def _sharded(trial: Trial, rank: Rank) -> Setup:
 
 def _keeper(setup: Setup, outbox: _Written) -> Keeper:
     clock = Clock(device=setup.device, warmup_steps=0)
-    meter = Meter(trial=setup.trial, rank=setup.rank, order=setup.order, clock=clock, gauge=GpuGauge([]), outbox=outbox)
+    meter = Meter(setup=setup, clock=clock, outbox=outbox)
     clock.resume()
     clock.lap(steps=1, samples=1)
     return Keeper(setup, meter=meter, outbox=outbox)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
+from pipeline.training import cadence
 from pipeline.training.checkpoints import catalog, keeper
 from pipeline.training.checkpoints.manifest import FILE_NAME, config_hash, folder_name, step_of, trained
 from pipeline.training.checkpoints.storage import Storage, address_of
@@ -84,6 +85,12 @@ def copy(original: tuple[Path, toys.Kept], tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
+@pytest.fixture
+def each_step_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the short steps of a toy, with ``log_every_steps: 1``."""
+    monkeypatch.setattr(cadence, "SHORTEST_S", 0.0)
+
+
 class TestWhen:
     def test_at_the_end_of_epoch_and_run(self, tmp_path: Path) -> None:
         assert saved(run(tmp_path)) == [3, 6]
@@ -91,6 +98,7 @@ class TestWhen:
     def test_every_so_many_steps_besides(self, tmp_path: Path) -> None:
         assert saved(run(tmp_path, checkpoint={"every_steps": 2})) == [2, 3, 4, 6]
 
+    @pytest.mark.usefixtures("each_step_reported")
     def test_every_so_many_minutes_when_metrics_are_reported(self, tmp_path: Path) -> None:
         often = run(tmp_path / "a", checkpoint={"every_minutes": 1e-9}, train={"log_every_steps": 1})
         seldom = run(tmp_path / "b", checkpoint={"every_minutes": 1e3}, train={"log_every_steps": 1})
@@ -321,6 +329,7 @@ class TestStorage:
         assert damaged.startswith(f"{VALUES} has 2 bytes instead of")
         assert whole is None
 
+    @pytest.mark.usefixtures("each_step_reported")
     def test_that_is_slow_doesnt_stop_training(self, gated: type[Gated], tmp_path: Path) -> None:
         """Two steps are trained and reported while the first checkpoint is on its way."""
         gated.gate.clear()

@@ -9,8 +9,8 @@ import toys
 from pipeline.contract import Rank, Spread
 from pipeline.errors import TrainingError
 from pipeline.events import Metrics, Point
+from pipeline.training.build import build
 from pipeline.training.clock import Clock, Lap, spread
-from pipeline.training.gauge import GpuGauge
 from pipeline.training.meter import Meter
 from pipeline.training.order import Order
 
@@ -89,13 +89,15 @@ def test_the_spread_of_several_windows() -> None:
 
 # The meter
 
-ORDER = Order(samples=10, global_batch_size=4, seed=0)
+ORDER = Order(samples=10, global_batch_size=4, seed=3)
 
 
 def meter(outbox: toys.Kept, *, rank: int = 0) -> Meter:
+    data = {"_target_": "toys.regression", "samples": ORDER.samples}
+    setup = build(toys.trial(data=data, train={"global_batch_size": 4}), rank=Rank(rank=rank))
     clock = Clock(device=CPU, warmup_steps=0)
     clock.resume()
-    return Meter(trial=toys.trial(), rank=Rank(rank=rank), order=ORDER, clock=clock, gauge=GpuGauge([]), outbox=outbox)
+    return Meter(setup=setup, clock=clock, outbox=outbox)
 
 
 def add(to: Meter, *losses: float, norm: float | None = None) -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import samples
 import torch
 import toys
 from torch import nn
@@ -15,6 +16,7 @@ from pipeline.config.schema import LearningRateScaling
 from pipeline.contract import Rank
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.events import Metrics, ModelSaved, Started
+from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.learning_rate import scaling_factor, warmup_factor
 from pipeline.training.loop import train
@@ -192,6 +194,17 @@ def test_fp16_clips_the_unscaled_gradient() -> None:
 # Randomness
 
 
+def test_an_optimizer_forgets_gradients_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))  # takes steps, too
+    monkeypatch.setattr(loop, "unused_parameters", lambda setup: 0)
+    toys.Forgetful.forgotten = 0
+
+    assert losses(optimizer={"_target_": "toys.Forgetful", "lr": 0.05}) == losses(
+        optimizer={"_target_": "torch.optim.SGD", "lr": 0.05, "fused": False}
+    )
+    assert toys.Forgetful.forgotten == 2 * STEPS
+
+
 def test_dropout_is_reproducible() -> None:
     model = {"_target_": "toys.dropout_net"}
     one, other = losses(model=model), losses(model=model)
@@ -236,14 +249,6 @@ def test_events_come_in_order() -> None:
     assert (started.train_samples, started.validation_samples, started.parameters) == (22, 10, 4)
     assert started.devices == ("localhost cpu, 1 thread",) or started.devices[0].endswith("threads")
     assert started.data_name == "toys.regression"
-
-
-def test_reports_come_in_regular_intervals_and_at_the_end_of_an_epoch() -> None:
-    _, outbox = toys.trained(train={"global_batch_size": 4, "log_every_steps": 4}, data=regression(validation=0))
-    reported = [(event.step, event.epoch) for event in outbox.events if isinstance(event, Metrics)]
-
-    assert reported == [(4, 1), (6, 1), (10, 2), (12, 2)]
-    assert [point.step for point in outbox.points("train/loss")] == list(range(1, 13))
 
 
 def test_the_result_holds_the_latest_metrics() -> None:

@@ -199,6 +199,16 @@ class _NoisyPairs(Noisy):
 # Models, losses and other components
 
 
+class Forgetful(torch.optim.SGD):
+    """Has more to forget than gradients."""
+
+    forgotten: ClassVar[int] = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        type(self).forgotten += 1
+        super().zero_grad(set_to_none)
+
+
 def dropout_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
 
@@ -397,3 +407,40 @@ class Breaking(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.layer(inputs)
         return -outputs if outputs.sum().item() > 0 else outputs
+
+
+class SparseBag(nn.Module):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(8, 1, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.bag(inputs.abs().long().clamp(max=7))
+        return outputs
+
+
+class ComplexLine(nn.Module):
+    """With a parameter that is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs * self.weight).abs().sum(1, keepdim=True)
+
+
+class LateBloomer(nn.Module):
+    """A part of it is not used in the first three passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = nn.Linear(3, 1), nn.Linear(3, 1)
+        self.passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += 1
+        outputs: Tensor = self.first(inputs)
+        return outputs + self.late(inputs) if self.passes > 3 else outputs

@@ -1,0 +1,40 @@
+"""When the ranks report: every so many steps, but not so often that reporting itself takes much of the time."""
+
+from pipeline.training.setup import Setup
+
+SHORTEST_S = 0.1
+"""Between two reports, unless something else makes one due. The ranks exchange what they report: that takes as long as
+a short step does, and nobody reads faster."""
+
+
+class Cadence:
+    """Knows when the next report is due. All ranks agree: what it goes by is the same on all of them."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._log_every = setup.experiment.train.log_every_steps
+        self._last = 0
+        self._intervals = 1
+        self.step_s = 0.0
+        """What a step took this rank before the last report, in seconds: the next report's word on how many intervals
+        are taken together; 0 as long as nothing is known."""
+
+    def is_due(self, steps: int) -> bool:
+        """Whether to report after that many steps: in regular intervals, at the end of an epoch, before a checkpoint.
+
+        A measurement reports after its warm-up and after each of its windows.
+        """
+        setup, measure = self._setup, self._setup.experiment.measure
+        in_epoch = steps % setup.order.steps_per_epoch
+        if not in_epoch or steps == setup.steps:
+            return True
+        if setup.trial.is_measurement:
+            return steps >= measure.warmup_steps and (steps - measure.warmup_steps) % measure.steps == 0
+        if in_epoch % self._log_every == 0 and steps - self._last >= self._intervals * self._log_every:
+            return True
+        return setup.is_checkpoint_step(steps)
+
+    def reported(self, steps: int, *, agreed_step_s: float, own_step_s: float) -> None:
+        """A report was made after that many steps. The ranks had told each other what a step took them, in seconds."""
+        self._last, self.step_s = steps, own_step_s
+        self._intervals = max(1, int(SHORTEST_S / (agreed_step_s * self._log_every))) if agreed_step_s else 1

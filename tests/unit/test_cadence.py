@@ -1,0 +1,103 @@
+"""Reports: in regular intervals, several of which are taken together where steps are short, on all ranks alike."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from ranks import on_ranks
+
+from pipeline.contract import Rank
+from pipeline.events import Metrics
+from pipeline.training import cadence
+from pipeline.training.build import build
+from pipeline.training.cadence import Cadence
+from pipeline.training.clock import Clock
+from pipeline.training.meter import Meter
+
+LONG = {"data": {"_target_": "toys.regression", "samples": 400}}
+"""100 steps in an epoch."""
+
+
+def due(cadence: Cadence, *, last: int) -> list[int]:
+    return [step for step in range(1, last + 1) if cadence.is_due(step)]
+
+
+def new(*, max_steps: int | None = None, **train: Any) -> Cadence:
+    options = {"global_batch_size": 4, "epochs": 2, "log_every_steps": 10, **train}
+    return Cadence(build(toys.trial(**LONG, train=options, max_steps=max_steps), rank=Rank()))
+
+
+def test_reports_come_in_regular_intervals_and_at_the_end_of_an_epoch() -> None:
+    assert due(new(log_every_steps=30), last=200) == [30, 60, 90, 100, 130, 160, 190, 200]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "expected"),
+    [
+        (1.0, [110, 120, 130, 140, 150, 160, 170, 180, 190, 200]),  # an interval takes 10 s
+        (0.006, [110, 120, 130, 140, 150, 160, 170, 180, 190, 200]),  # 60 ms, of which two would be more than needed
+        (0.002, [150, 160, 170, 180, 190, 200]),  # 20 ms: not before five of them are over
+        (0.0005, [200]),  # the end of the epoch comes first
+    ],
+)
+def test_short_intervals_are_reported_together(step_s: float, expected: list[int]) -> None:
+    cadence = new()
+    cadence.reported(100, agreed_step_s=step_s, own_step_s=step_s)
+    assert due(cadence, last=200)[-len(expected) :] == expected
+
+
+def test_a_measurement_has_its_windows_whatever_they_take() -> None:
+    cadence = new(max_steps=90)
+    cadence.reported(20, agreed_step_s=1e-6, own_step_s=1e-6)
+    assert due(cadence, last=90) == [*range(3, 90, 5), 90]  # after three steps to warm up
+
+
+def test_quick_training_reports_every_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reports() -> tuple[list[int], list[float]]:
+        _, outbox = toys.trained(**LONG, train={"global_batch_size": 4, "log_every_steps": 1})
+        events = [event for event in outbox.events if isinstance(event, Metrics)]
+        assert [point.step for point in outbox.points("train/loss")] == list(range(1, 201))
+        return [event.step for event in events], outbox.series("train/loss")
+
+    together, losses = reports()
+    monkeypatch.setattr(cadence, "SHORTEST_S", 0.0)
+    one_by_one, same = reports()
+
+    assert len(together) < 50
+    assert set(one_by_one) == set(range(1, 201))
+    assert losses == same
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """After which steps each of two gloo processes reported, of which one is slower than the other."""
+    folder = tmp_path_factory.mktemp("ranks")
+    on_ranks(_report, folder, folder=folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def _report(rank: Rank, folder: Path) -> None:
+    trial = toys.trial(**LONG, train={"global_batch_size": 4, "log_every_steps": 1})
+    setup = build(trial.model_copy(update={"workers": 2}), rank=rank)
+    clock = Clock(device=setup.device, warmup_steps=0)
+    meter = Meter(setup=setup, clock=clock, outbox=toys.Kept())
+    reports = []
+    clock.resume()
+    for step in range(1, 100):
+        time.sleep(0.004 * rank.rank)  # nothing else makes ranks wait for each other
+        meter.add(torch.zeros(()), norm=None, rate=0.1, samples=4)
+        if meter.cadence.is_due(step):
+            meter.flush(step=step, epoch=1)
+            reports.append(step)
+    (folder / f"{rank.rank}.json").write_text(json.dumps(reports))
+
+
+def test_ranks_agree_however_long_each_of_them_takes(two_ranks: list[list[int]]) -> None:
+    quick, slow = two_ranks
+
+    assert quick == slow
+    assert 2 < len(quick) < 50

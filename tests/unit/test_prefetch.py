@@ -1,0 +1,102 @@
+"""Batches one ahead: which are read and copied when, and what comes of a batch that can't be read."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from pipeline.contract import Rank
+from pipeline.training.build import build
+from pipeline.training.order import Draw
+from pipeline.training.prefetch import Pair, one_ahead, prefetched
+
+
+def pairs(count: int, *, seen: list[str], broken: int | None = None) -> Iterator[Pair]:
+    """Batches that are their numbers."""
+    for number in range(count):
+        if number == broken:
+            raise LookupError(f"batch {number}")
+        seen.append(f"read {number}")
+        yield Draw(0, [number], weight=1.0, is_last=True), number
+
+
+def copying(seen: list[str]) -> Callable[[Any], Callable[[], Any]]:
+    def copy(batch: Any) -> Callable[[], Any]:
+        seen.append(f"copy {batch}")
+
+        def arrived() -> Any:
+            seen.append(f"take {batch}")
+            return batch
+
+        return arrived
+
+    return copy
+
+
+def test_the_next_batch_is_on_its_way_while_one_is_computed() -> None:
+    seen: list[str] = []
+    ahead = one_ahead(pairs(4, seen=seen), copy=copying(seen))
+    begun = []
+    for draw, batch in ahead:
+        assert draw.indices == [batch]
+        begun.append([line for line in seen if line.startswith("copy")][-1])
+
+    # The first step of a training doesn't wait for a second batch.
+    assert begun == ["copy 0", "copy 2", "copy 3", "copy 3"]
+    assert [line for line in seen if line.startswith("take")] == [f"take {number}" for number in range(4)]
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_each_batch_comes_once(count: int) -> None:
+    seen: list[str] = []
+    assert [batch for _, batch in one_ahead(pairs(count, seen=seen), copy=copying(seen))] == list(range(count))
+
+
+@pytest.mark.parametrize("broken", range(4))
+def test_what_comes_before_an_unreadable_batch_is_trained(broken: int) -> None:
+    seen: list[str] = []
+    ahead = one_ahead(pairs(4, seen=seen, broken=broken), copy=copying(seen))
+
+    assert [next(ahead)[1] for _ in range(broken)] == list(range(broken))
+    with pytest.raises(LookupError, match=f"batch {broken}"):
+        next(ahead)
+
+
+def test_an_unreadable_batch_that_is_not_needed_is_no_error() -> None:
+    seen: list[str] = []
+    ahead = one_ahead(pairs(4, seen=seen, broken=3), copy=copying(seen))
+    assert [next(ahead)[1] for _ in range(3)] == [0, 1, 2]
+
+
+def test_on_cpu_a_batch_is_read_when_it_is_asked_for() -> None:
+    seen: list[str] = []
+    batches = prefetched(pairs(3, seen=seen), place=lambda batch: batch, device=torch.device("cpu"))
+    next(batches)
+    next(batches)
+    assert seen == ["read 0", "read 1"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_a_gpu_gets_the_same_batches() -> None:
+    """Many and large enough that a copy which is used too early, or overwritten too early, shows."""
+    device = torch.device("cuda")
+    held = [torch.full((1 << 20,), float(number)).pin_memory() for number in range(50)]
+    draws = ((Draw(0, [number], weight=1.0, is_last=True), held[number]) for number in range(50))
+    busy = torch.ones(2048, 2048, device=device)
+    sums = []
+    for _, batch in prefetched(draws, place=lambda batch: batch.to(device, non_blocking=True), device=device):
+        busy = busy @ busy / 2048
+        sums.append(batch.double().mean())
+    assert torch.stack(sums).tolist() == list(range(50))
+
+
+def test_training_is_the_same_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses() -> list[float]:
+        return toys.trained(train={"gradient_accumulation": 3})[1].series("train/loss")
+
+    expected = losses()
+    setup = type(build(toys.trial(), rank=Rank()))
+    monkeypatch.setattr(setup, "prefetched", lambda self, batches: one_ahead(batches, copy=lambda batch: lambda: batch))
+    assert losses() == expected
