@@ -47,7 +47,7 @@ class Train(Section):
     lr_scaling: LearningRateScaling = LearningRateScaling()
     """Learning-rate scaling with the global batch size."""
     log_every_steps: Positive = 10
-    """Steps between two reports; every step's loss is in the report."""
+    """Steps between two reports, or more if they take less than 0.1 s; every step's loss is in the report."""
     evaluate_every_epochs: Positive = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     compile: Annotated[Compile | None, SWITCH, OR_BOOLEAN] = None
@@ -181,7 +181,7 @@ class Experiment(Section):
     metrics: Mapping[str, Component] = {}
     """torchmetrics metrics of the validation set, by name."""
     optimizer: Component
-    """Called with the model's parameters."""
+    """Called with the model's parameters. torch's SGD, Adam and AdamW run fused unless it says ``fused: false``."""
     scheduler: Component | None = None
     """Called with the optimizer; may use ${total_steps} and ${steps_per_epoch}."""
     train: Train

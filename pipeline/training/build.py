@@ -44,7 +44,7 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
             threads=trial.cpus_per_worker,
             overlaps=not recomputed,  # torch can't cut a graph in which something is computed again
         )
-    optimizer = parts.optimizer(create, experiment, model=model)
+    optimizer = parts.optimizer(create, experiment, model=model, is_sharded=strategy.shards)
     return Setup(
         trial=trial,
         rank=rank,

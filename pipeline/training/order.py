@@ -8,10 +8,16 @@ number, the step. MosaicML Streaming has the idea for its own shard format; here
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from typing_extensions import override
+
+Indices = npt.NDArray[np.int64]
+"""Of samples, shape (samples,)."""
 
 
 def mix(*parts: int | str) -> int:
@@ -46,7 +52,7 @@ class Order:
     noun = "samples"
     """What a number of the order stands for."""
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Global batches in an epoch."""
         return -(-self.samples // self.global_batch_size)
@@ -60,7 +66,7 @@ class Order:
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
         return torch.randperm(self.samples, generator=generator)
 
-    def share(self, batch: torch.Tensor, *, rank: int, world_size: int) -> torch.Tensor:
+    def share(self, batch: Indices, *, rank: int, world_size: int) -> Indices:
         """What one rank gets of a global batch."""
         return batch[rank::world_size]
 
@@ -78,14 +84,16 @@ class Order:
         self, epoch: int, *, rank: int, world_size: int, micro_batches: int = 1, first: int = 0
     ) -> Iterator[Draw]:
         """The micro-batches of one rank over an epoch from step ``first`` on, at least one for each step."""
-        for batch in torch.split(self.permutation(epoch)[first * self.global_batch_size :], self.global_batch_size):
+        order = self.permutation(epoch).numpy()  # slices take a tenth of the time that a tensor's do
+        for start in range(first * self.global_batch_size, self.samples, self.global_batch_size):
+            batch = order[start : start + self.global_batch_size]
             share = self.share(batch, rank=rank, world_size=world_size)
             if not len(share):
                 yield Draw(epoch, batch[:1].tolist(), weight=0.0, is_last=True)
                 continue
-            parts = [part.tolist() for part in share.tensor_split(min(micro_batches, len(share)))]
+            parts = np.array_split(share, min(micro_batches, len(share))) if micro_batches > 1 else [share]
             for number, part in enumerate(parts, start=1):
-                yield Draw(epoch, part, weight=len(part) / len(batch), is_last=number == len(parts))
+                yield Draw(epoch, part.tolist(), weight=len(part) / len(batch), is_last=number == len(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +116,7 @@ class StreamOrder(Order):
         return torch.arange(self.samples)
 
     @override
-    def share(self, batch: torch.Tensor, *, rank: int, world_size: int) -> torch.Tensor:
+    def share(self, batch: Indices, *, rank: int, world_size: int) -> Indices:
         size = self._block(len(batch), world_size)
         return batch[rank * size : (rank + 1) * size]
 

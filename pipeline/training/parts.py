@@ -23,6 +23,7 @@ from pipeline.errors import ExperimentError
 from pipeline.imports import undisturbed
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Supervised, Task
+from pipeline.training import fused
 from pipeline.training.learning_rate import scaling_factor
 from pipeline.training.order import mix
 
@@ -96,14 +97,20 @@ def metrics(create: Create, experiment: Experiment) -> "MetricCollection":
     return MetricCollection(metrics)
 
 
-def optimizer(create: Create, experiment: Experiment, *, model: nn.Module) -> Optimizer:
-    """The optimizer of the trainable parameters, its learning rate scaled by ``train.lr_scaling``."""
+def optimizer(create: Create, experiment: Experiment, *, model: nn.Module, is_sharded: bool = False) -> Optimizer:
+    """The optimizer of the trainable parameters, its learning rate scaled by ``train.lr_scaling``.
+
+    ``is_sharded`` tells whether each rank has a part of each parameter only.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with undisturbed():
         importlib.import_module("torch._dynamo")  # as the first optimizer in a process does, which takes it a second
-    optimizer = create(experiment.optimizer, trainable, key="optimizer")
+    is_scaled = experiment.train.precision == "fp16"
+    chosen = fused.preferred(experiment.optimizer, model=model, is_sharded=is_sharded, is_scaled=is_scaled)
+    optimizer = create(chosen, trainable, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+    fused.complete(optimizer)
     factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor

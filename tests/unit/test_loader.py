@@ -49,6 +49,17 @@ def test_a_table_of_tensors_is_read_as_its_samples_are(workers: int) -> None:
         assert torch.equal(targets, same_targets)
 
 
+def test_images_keep_their_layout() -> None:
+    images = torch.rand(5, 3, 4, 4)
+    table = TensorDataset(images, images.to(memory_format=torch.channels_last))
+    ((_, (plain, last)),) = loader(table).batches([draw(3, 1)])
+
+    assert torch.equal(plain, images[[3, 1]])
+    assert torch.equal(last, plain)
+    assert plain.is_contiguous()
+    assert last.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize("collate", [None, lambda samples: len(samples)])
 def test_only_a_plain_table_takes_the_short_way(collate: Callable[..., Any] | None) -> None:
     class Doubled(TensorDataset):

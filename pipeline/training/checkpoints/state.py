@@ -15,6 +15,9 @@ from pipeline.errors import ExperimentError
 from pipeline.training.checkpoints.values import Json, join, split
 from pipeline.training.setup import Setup
 
+_IMPLEMENTATION = ("fused", "foreach")
+"""Of an optimizer's settings those that say how it computes, which another strategy may do in another way."""
+
 
 class State(NamedTuple):
     """Tensors by name, which may be DTensors, and all the rest."""
@@ -116,12 +119,15 @@ def _numbered(setup: Setup, state: Mapping[str, Any]) -> dict[str, Any]:
         raise ExperimentError.of(
             "model", f"has other parameters than in the checkpoint, for instance {', '.join(missing[:3])}"
         )
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    for group, own in zip(
+        groups, setup.optimizer.param_groups, strict=False
+    ):  # torch complains if they are not as many
+        group.update({key: own[key] for key in _IMPLEMENTATION if key in own})
     return {
         **state,
         "state": {numbers[name]: own for name, own in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
+        "param_groups": groups,
     }
 
 
