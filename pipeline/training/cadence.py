@@ -2,7 +2,7 @@
 
 from pipeline.training.setup import Setup
 
-SHORTEST_S = 0.1
+SHORTEST_MS = 100.0
 """Between two reports, unless something else makes one due. The ranks exchange what they report: that takes as long as
 a short step does, and nobody reads faster."""
 
@@ -15,9 +15,6 @@ class Cadence:
         self._log_every = setup.experiment.train.log_every_steps
         self._last = 0
         self._intervals = 1
-        self.step_s = 0.0
-        """What a step took this rank before the last report, in seconds: the next report's word on how many intervals
-        are taken together; 0 as long as nothing is known."""
 
     def is_due(self, steps: int) -> bool:
         """Whether to report after that many steps: in regular intervals, at the end of an epoch, before a checkpoint.
@@ -34,7 +31,7 @@ class Cadence:
             return True
         return setup.is_checkpoint_step(steps)
 
-    def reported(self, steps: int, *, agreed_step_s: float, own_step_s: float) -> None:
-        """A report was made after that many steps. The ranks had told each other what a step took them, in seconds."""
-        self._last, self.step_s = steps, own_step_s
-        self._intervals = max(1, int(SHORTEST_S / (agreed_step_s * self._log_every))) if agreed_step_s else 1
+    def reported(self, steps: int, *, step_ms: float) -> None:
+        """A report was made after that many steps, the last of which took ``step_ms`` in the mean over all ranks."""
+        self._last = steps
+        self._intervals = max(1, int(SHORTEST_MS / (step_ms * self._log_every)))

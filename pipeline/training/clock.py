@@ -33,7 +33,7 @@ class Lap:
 
 @dataclass
 class Clock:
-    """Times training in laps. It runs from `resume` to `pause`; `lap` ends one stretch and begins the next."""
+    """Times training in laps: `lap` ends one stretch and begins the next, `resume` begins one anew."""
 
     device: torch.device
     warmup_steps: int
@@ -60,25 +60,25 @@ class Clock:
 
     @property
     def has_compiled(self) -> bool:
-        """Whether something was compiled since the last lap or resume."""
+        """Whether something was compiled since a lap was last counted, or since resume."""
         return self.compiling is not None and self.compiling.seconds > self._compiled_s
 
-    def lap(self, *, steps: int, samples: int, is_disturbed: bool = False) -> Lap:
-        """The stretch since the last lap or resume; it counts as steady if it began after the warm-up.
-
-        One that was ``is_disturbed``, by a compiler on any rank, doesn't count.
-        """
+    def lap(self, *, steps: int, samples: int) -> Lap:
+        """The stretch since the last lap or resume; the next one begins."""
         synchronize(self.device)
         now = time.perf_counter()
         lap = Lap(steps, samples, now - self._since)
+        self._since = now
+        return lap
+
+    def count(self, lap: Lap, *, is_disturbed: bool = False) -> None:
+        """Count a lap as steady if it began after the warm-up and wasn't disturbed, by a compiler on any rank."""
         if self._steps >= self.warmup_steps and not is_disturbed:
             self.laps.append(lap)
         elif not self.laps:
             self._cold = lap
-        self._steps += steps
-        self._since = now
+        self._steps += lap.steps
         self._compiled_s = self.compiling.seconds if self.compiling else 0.0
-        return lap
 
     @property
     def steady(self) -> list[Lap]:

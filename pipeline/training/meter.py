@@ -67,7 +67,8 @@ class Meter:
         Raises:
             TrainingError: a loss or gradient is NaN or infinite. All ranks see the same sums and raise together.
         """
-        flags = self._losses[0].new_tensor([self.outbox.stop_asked, self.clock.has_compiled, self.cadence.step_s])
+        lap = self.clock.lap(steps=len(self._losses), samples=self._samples)
+        flags = self._losses[0].new_tensor([self.outbox.stop_asked, self.clock.has_compiled, lap.step_ms])
         own = torch.cat([torch.stack(self._losses), flags])
         sums = own.clone()
         if self.rank.world_size > 1:
@@ -76,13 +77,13 @@ class Meter:
             dist.all_gather(parts, own)
             # Not an all-reduce: its rounding would depend on how many steps are reported together.
             sums = torch.stack(parts).double().sum(0)
-        *losses, stop_asked, has_compiled, step_s = sums.tolist()
+        *losses, stop_asked, has_compiled, step_ms = sums.tolist()
         self.stop_agreed = bool(stop_asked)
         columns = {"train/loss": losses, "train/learning_rate": self._rates}
         if self._norms:
             columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
-        lap = self.clock.lap(steps=len(losses), samples=self._samples, is_disturbed=bool(has_compiled))
-        self.cadence.reported(step, agreed_step_s=step_s / self.rank.world_size, own_step_s=lap.step_ms / 1000)
+        self.clock.count(lap, is_disturbed=bool(has_compiled))
+        self.cadence.reported(step, step_ms=step_ms / self.rank.world_size)
         self._losses, self._norms, self._rates, self._samples = [], [], [], 0
         self.gauge.read()
         measure = self.trial.experiment.measure
@@ -99,6 +100,8 @@ class Meter:
         self.send(points, step=step, epoch=epoch)
         norms = columns.get("train/gradient_norm", [])
         self.finiteness.judge(losses, norms=norms, own=own, first=first)
+        if self.trial.is_measurement:  # whose windows are short: this would be a large part of them
+            self.clock.resume()
 
     def send(self, points: list[Point], *, step: int, epoch: int) -> None:
         """Report points of any metrics; ``step`` and ``epoch`` (counted from 1) say how far training is."""

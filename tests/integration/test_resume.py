@@ -194,7 +194,7 @@ def _keeper(setup: Setup, outbox: _Written) -> Keeper:
     clock = Clock(device=setup.device, warmup_steps=0)
     meter = Meter(setup=setup, clock=clock, outbox=outbox)
     clock.resume()
-    clock.lap(steps=1, samples=1)
+    clock.count(clock.lap(steps=1, samples=1))
     return Keeper(setup, meter=meter, outbox=outbox)
 
 

@@ -36,23 +36,23 @@ def test_reports_come_in_regular_intervals_and_at_the_end_of_an_epoch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_s", "expected"),
+    ("step_ms", "expected"),
     [
-        (1.0, [110, 120, 130, 140, 150, 160, 170, 180, 190, 200]),  # an interval takes 10 s
-        (0.006, [110, 120, 130, 140, 150, 160, 170, 180, 190, 200]),  # 60 ms, of which two would be more than needed
-        (0.002, [150, 160, 170, 180, 190, 200]),  # 20 ms: not before five of them are over
-        (0.0005, [200]),  # the end of the epoch comes first
+        (1000.0, [110, 120, 130, 140, 150, 160, 170, 180, 190, 200]),  # an interval takes 10 s
+        (6.0, [110, 120, 130, 140, 150, 160, 170, 180, 190, 200]),  # 60 ms, of which two would be more than needed
+        (2.0, [150, 160, 170, 180, 190, 200]),  # 20 ms: not before five of them are over
+        (0.5, [200]),  # the end of the epoch comes first
     ],
 )
-def test_short_intervals_are_reported_together(step_s: float, expected: list[int]) -> None:
+def test_short_intervals_are_reported_together(step_ms: float, expected: list[int]) -> None:
     cadence = new()
-    cadence.reported(100, agreed_step_s=step_s, own_step_s=step_s)
+    cadence.reported(100, step_ms=step_ms)
     assert due(cadence, last=200)[-len(expected) :] == expected
 
 
 def test_a_measurement_has_its_windows_whatever_they_take() -> None:
     cadence = new(max_steps=90)
-    cadence.reported(20, agreed_step_s=1e-6, own_step_s=1e-6)
+    cadence.reported(20, step_ms=0.001)
     assert due(cadence, last=90) == [*range(3, 90, 5), 90]  # after three steps to warm up
 
 
@@ -64,7 +64,7 @@ def test_quick_training_reports_every_loss_once(monkeypatch: pytest.MonkeyPatch)
         return [event.step for event in events], outbox.series("train/loss")
 
     together, losses = reports()
-    monkeypatch.setattr(cadence, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(cadence, "SHORTEST_MS", 0.0)
     one_by_one, same = reports()
 
     assert len(together) < 50

@@ -88,7 +88,7 @@ def copy(original: tuple[Path, toys.Kept], tmp_path: Path) -> Path:
 @pytest.fixture
 def each_step_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the short steps of a toy, with ``log_every_steps: 1``."""
-    monkeypatch.setattr(cadence, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(cadence, "SHORTEST_MS", 0.0)
 
 
 class TestWhen:

@@ -8,7 +8,7 @@ import toys
 
 from pipeline.contract import Rank, Spread
 from pipeline.errors import TrainingError
-from pipeline.events import Metrics, Point
+from pipeline.events import AnyEvent, Metrics, Point
 from pipeline.training.build import build
 from pipeline.training.clock import Clock, Lap, spread
 from pipeline.training.meter import Meter
@@ -35,7 +35,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
 def lap(clock: Clock, watch: Watch, *, steps: int, seconds: float, samples: int = 0) -> Lap:
     watch.now += seconds
-    return clock.lap(steps=steps, samples=samples)
+    timed = clock.lap(steps=steps, samples=samples)
+    clock.count(timed)
+    return timed
 
 
 def test_a_lap_is_throughput_and_time_of_a_step(watch: Watch) -> None:
@@ -92,9 +94,10 @@ def test_the_spread_of_several_windows() -> None:
 ORDER = Order(samples=10, global_batch_size=4, seed=3)
 
 
-def meter(outbox: toys.Kept, *, rank: int = 0) -> Meter:
+def meter(outbox: toys.Kept, *, rank: int = 0, max_steps: int | None = None) -> Meter:
     data = {"_target_": "toys.regression", "samples": ORDER.samples}
-    setup = build(toys.trial(data=data, train={"global_batch_size": 4}), rank=Rank(rank=rank))
+    trial = toys.trial(data=data, train={"global_batch_size": 4}, max_steps=max_steps)
+    setup = build(trial, rank=Rank(rank=rank))
     clock = Clock(device=CPU, warmup_steps=0)
     clock.resume()
     return Meter(setup=setup, clock=clock, outbox=outbox)
@@ -129,6 +132,23 @@ def test_each_step_is_reported_with_its_number(watch: Watch) -> None:
     assert (first.step, first.epoch, second.step) == (2, 1, 3)
     assert collecting.latest["train/loss"] == 1.0
     assert collecting.latest["train/gradient_norm"] == 0.5
+
+
+@pytest.mark.parametrize(("max_steps", "seconds"), [(None, 1.5), (20, 1.0)])
+def test_reports_are_no_part_of_a_measurement(watch: Watch, max_steps: int | None, seconds: float) -> None:
+    """Its windows are so short that what training hardly notices would be much of them."""
+
+    class Slow(toys.Kept):
+        def event(self, event: AnyEvent) -> None:
+            watch.now += 0.5
+
+    collecting = meter(Slow(), max_steps=max_steps)
+    for step in range(1, 4):
+        add(collecting, 1.0)
+        watch.now += 1.0
+        collecting.flush(step=step, epoch=1)
+
+    assert [lap.seconds for lap in collecting.clock.laps[1:]] == [seconds, seconds]
 
 
 def test_only_the_first_rank_reports(watch: Watch) -> None:

@@ -117,7 +117,7 @@ class TestTheClock:
         for seconds in (0.0, 1.5, 0.0):
             stopwatch.seconds += seconds
             told.append(clock.has_compiled)
-            clock.lap(steps=1, samples=8, is_disturbed=clock.has_compiled)
+            clock.count(clock.lap(steps=1, samples=8), is_disturbed=clock.has_compiled)
 
         assert told == [False, True, False]
         assert len(clock.laps) == len(clock.steady) == 2
