@@ -120,9 +120,8 @@ def _numbered(setup: Setup, state: Mapping[str, Any]) -> dict[str, Any]:
             "model", f"has other parameters than in the checkpoint, for instance {', '.join(missing[:3])}"
         )
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    for group, own in zip(
-        groups, setup.optimizer.param_groups, strict=False
-    ):  # torch complains if they are not as many
+    # If there aren't as many, it is for torch to say.
+    for group, own in zip(groups, setup.optimizer.param_groups, strict=False):
         group.update({key: own[key] for key in _IMPLEMENTATION if key in own})
     return {
         **state,
