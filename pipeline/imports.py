@@ -2,16 +2,12 @@
 
 import gc
 import os
-import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import current_thread, main_thread
-from types import FrameType
 
-from pipeline.sigterm import SAME_S
+from pipeline.signals import postponed
 
 
 @contextmanager
@@ -44,34 +40,8 @@ def undisturbed() -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with _signals_wait():
+        with postponed():
             yield
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextmanager
-def _signals_wait() -> Iterator[None]:
-    if current_thread() is not main_thread():  # no other one gets signals
-        yield
-        return
-    known = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in known.items() if callable(handler)}
-    first: list[tuple[int, float]] = []
-
-    def wait(number: int, frame: FrameType | None) -> None:
-        if not first:
-            first.append((number, time.monotonic()))
-        elif time.monotonic() - first[0][1] > SAME_S:
-            handlers[number](number, frame)
-
-    try:
-        for number in handlers:
-            signal.signal(number, wait)
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if first:
-            signal.raise_signal(first[0][0])

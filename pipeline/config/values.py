@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from typing_extensions import override
 
 from pipeline import registry
+from pipeline.signals import postponed
 
 
 class Frozen(BaseModel):
@@ -20,6 +22,18 @@ class Frozen(BaseModel):
         serialize_by_alias=True,
         ser_json_inf_nan="constants",
     )
+
+    # pydantic's core takes what is raised inside of it for an error of a serializer, a Ctrl-C included.
+
+    @override
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        with postponed():
+            return super().model_dump(**options)
+
+    @override
+    def model_dump_json(self, **options: Any) -> str:
+        with postponed():
+            return super().model_dump_json(**options)
 
 
 class WithEnvironment(Frozen):

@@ -50,8 +50,9 @@ class TrialBench:
     def fits(self, batch_size: int) -> bool:
         """As `batch_size.Bench` has it."""
         batches = _unless_out_of_memory(partial(self._placed, batch_size))
-        # A forward pass may begin with an exchange of buffers: it begins on all ranks or on none.
-        fits = self._agreed(batches is not None) and self._agreed(self._survives((batches or [None])[0]))
+        fits = self._agreed(batches is not None)
+        if fits and batches:  # a forward pass may begin with an exchange of buffers: on all ranks or on none
+            fits = self._agreed(self._survives(batches[0]))
         del batches
         if not fits:
             self._clear()

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import field_serializer
 
+from pipeline.config.values import Frozen
 from pipeline.imports import undisturbed
 
 
@@ -70,7 +73,7 @@ def test_ctrl_c_comes_even_if_the_import_fails() -> None:
 
 
 def test_ctrl_c_again_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.imports.SAME_S", 0.0)
+    monkeypatch.setattr("pipeline.signals.SAME_S", 0.0)
 
     def import_it() -> None:
         with undisturbed():
@@ -138,3 +141,20 @@ finally:
     command = [sys.executable, "-c", watched, "run", str(mlp), *asked, "metrics={}", "--no-baseline", "--quiet"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == {"torch": False, "torch._dynamo": False}
+
+
+class Interrupting(Frozen):
+    """Gets Ctrl-C while its serializer runs inside of pydantic's core."""
+
+    number: int = 1
+
+    @field_serializer("number")
+    def _at_a_bad_time(self, number: int) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return number
+
+
+@pytest.mark.parametrize("write", [Interrupting.model_dump, Interrupting.model_dump_json])
+def test_ctrl_c_while_something_is_serialized_is_no_error_of_it(write: Callable[[Interrupting], Any]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write(Interrupting())
