@@ -9,8 +9,8 @@ from torch.optim import SGD, Optimizer
 from pipeline.config.values import Component
 
 _FUSED = {"torch.optim.Adam": True, "torch.optim.AdamW": True, "torch.optim.SGD": False}
-"""Those that torch has fused for CPU and for GPUs, and whether also for sharded parameters and scaled losses: SGD's
-momentum takes in gradients that overflowed, in steps that the scaler leaves out."""
+"""Those that torch has fused for CPU and for GPUs, and whether also for sharded parameters and scaled losses: a first
+step that the scaler leaves out gives SGD a momentum that nobody has written."""
 _CHOICES = ("fused", "foreach", "differentiable")
 """Arguments by which a file chooses an implementation itself, or one that can't be fused."""
 
