@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 COMPOSE := docker compose --file docker/compose.yaml
 EXPERIMENT ?= experiments/resnet.yaml
 STAMP := $(VENV)/.installed
+GATE := lint unit contract replay journeys
+REST := integration faults cluster docs templates docker browser
+TIERS := unit contract replay journeys integration faults cluster docs templates
 
 .DEFAULT_GOAL := help
 
@@ -17,22 +20,25 @@ run: $(STAMP)  ## Install, then run the main experiment: ResNet-18, two DDP work
 ui: $(STAMP)  ## Browse the results in the MLflow UI on loopback
 	$(BIN)/pipeline ui
 
-test: $(STAMP)  ## Run all tests
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## Everything that a change must pass, in five minutes on two cores: lint, unit, contract, replay, journeys
+	@$(BIN)/python tests/tiers.py $(GATE)
 
-test-deep: $(STAMP)  ## Run what make test leaves out because it takes long
-	$(BIN)/python -m pytest -m deep
+lint: $(STAMP)  ## Format, style, types and layers alone, in half a minute
+	@$(BIN)/python tests/tiers.py lint
 
-test-faults: $(STAMP)  ## Kill, stop, starve and fill for real, and count it; the greater part is in make test, too
-	$(BIN)/python -m pytest -m faults
+test-all: $(STAMP)  ## What make test has no time for, part by part; make test-faults and so on run one of them
+	@$(BIN)/python tests/tiers.py $(REST)
+
+$(TIERS:%=test-%): test-%: $(STAMP)
+	@$(BIN)/python tests/tiers.py $*
 
 test-docker: $(STAMP)  ## Build the images, run an experiment on the compose cluster and kill a worker; needs Docker
 	docker info --format 'Docker {{.ServerVersion}}'
-	$(BIN)/python -m pytest -m docker tests/docker
+	@$(BIN)/python tests/tiers.py docker
 
 test-browser: $(STAMP)  ## Look at the MLflow UI and the report in Chromium; screenshots in browser-screenshots/
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || { echo "no chromium here; install it: apt-get install --yes chromium"; exit 1; }
-	$(BIN)/python -m pytest -m browser tests/browser
+	@$(BIN)/python tests/tiers.py browser
 
 cluster-env:  ## Draw the secrets of the compose cluster into docker/.env; those that are there stay
 	@docker/create-env.sh docker/.env
@@ -65,13 +71,6 @@ schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors 
 docs: $(STAMP)  ## Build the documentation as a site, site/index.html; a broken link or a forgotten page is an error
 	$(BIN)/mkdocs build --strict
 
-check: $(STAMP)  ## Everything that a change must pass: format, lint, types, layers, tests
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
-
 install: $(STAMP)  ## Create .venv with the pinned versions
 
 clean:  ## Remove the environment and the caches; runs and results stay
@@ -83,4 +82,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $(STAMP)
 
-.PHONY: help run ui test test-deep test-faults test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema docs check install clean
+.PHONY: help run ui lint test test-all $(TIERS:%=test-%) test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema docs install clean

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from browser import CHROMIUM, INSTALL, Pages, all_drawn_metrics, cell, columns, names
-from conftest import started
+from command import started
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from nodes import Nodes

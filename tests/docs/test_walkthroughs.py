@@ -1,7 +1,7 @@
 """The documentation's examples, executed from top to bottom as a reader would, each page in a folder of its own.
 
 A block with a title, such as ``title="mine/net.py"``, is written to that file. One below ``<!-- test: run -->`` is
-executed: commands one after the other, Python as a script. ``run deep`` is for make test-deep; ``, with KEY=VALUE``
+executed: commands one after the other, Python as a script. ``run deep`` is for make test-all; ``, with KEY=VALUE``
 shortens the block's trainings, ``, exit N`` is the code that it must end with, ``, prints PATTERN`` is in what its last
 command says, ``, needs MODULE`` an optional library. ``cd`` counts for the rest of the page. An output below
 ``<!-- test: shown -->`` is what the command before it printed.

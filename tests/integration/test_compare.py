@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import REPOSITORY, Ended, started
+from command import REPOSITORY, Ended, started
 from mlflow import MlflowClient
 
 from pipeline.events import Finished, RunClosed, TrialOpened

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Ended, started
+from command import REPOSITORY, Ended, started
 from mlflow import MlflowClient
 from swept import INPROCESS, Folder, section
 

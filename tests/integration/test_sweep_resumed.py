@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import MARK, REPOSITORY
+from command import REPOSITORY
+from leaks import MARK
 from swept import INPROCESS, Folder, section
 
 from pipeline.events import Failed, Resumed, RunClosed, RunOpened, Started

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Ended, WholeRun
+from command import Ended, WholeRun
 
 from pipeline.cli import completion
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import Ended
+from command import Ended
 
 from pipeline.events import AnyEvent, BatchSizesFound, RunClosed
 from pipeline.recording import journal

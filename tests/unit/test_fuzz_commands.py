@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import Ended
+from command import Ended
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_fuzz_experiments import broken_bytes, broken_trees, overrides, written

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from census import compared, injected
-from conftest import Ended, started
+from command import Ended, started
 from mlflow import MlflowClient
 
 from pipeline.errors import UsageError

@@ -8,12 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from pairwise import Answers, pairwise
 
 from pipeline.scaffold import catalog
 from pipeline.scaffold.create import create
 
-REPOSITORY = Path(__file__).parent.parent.parent
+REPOSITORY = Path(__file__).parents[2]
 STORES = ("sqlite:///mlflow.db", "http://mlflow.example.com:5000")
 
 
@@ -75,3 +76,14 @@ def succeed(folder: Path, *line: str | Path, **environment: Any) -> str:
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=tests", "-c", "user.email=tests@localhost", "-c", "commit.gpgsign=false")
     return succeed(folder, "git", *identity, *arguments).strip()
+
+
+@pytest.fixture(scope="session")
+def baked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Baked, ...]:
+    """Every template with pairwise-complete answers, all in one folder."""
+    parent = tmp_path_factory.mktemp("baked")
+    return tuple(
+        bake(parent / f"{template.replace('-', '')}-{number:02}", template, **answers)
+        for template in catalog.names()
+        for number, answers in enumerate(combinations(template))
+    )

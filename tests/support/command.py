@@ -1,0 +1,97 @@
+"""The command as users call it, in this process or as one of its own, in a user's project."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from pipeline import cli
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of tests/project: a user's own package, and the experiment lab.yaml that uses it."""
+    return Path(shutil.copytree(REPOSITORY / "tests" / "project", tmp_path_factory.mktemp("user") / "project"))
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+@pytest.fixture
+def command(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Ended]]:
+    """``pipeline ARGUMENTS`` in this process, which saves importing torch each time; it is in the user's project."""
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the working directory to both
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["pipeline", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return Ended(int(exit_.value.code or 0), *capfd.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+def started(*arguments: str | Path, cwd: Path, **more: Any) -> subprocess.Popen[str]:
+    """``pipeline ARGUMENTS`` as a process, leader of its own process group like a shell's job."""
+    line = [sys.executable, "-m", "pipeline", *map(str, arguments)]
+    return subprocess.Popen(
+        line, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0, **more
+    )
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """``pipeline ARGUMENTS`` as a process that ends with the test."""
+    with ExitStack() as stack:
+
+        def run(*arguments: str | Path, cwd: Path, **more: Any) -> subprocess.Popen[str]:
+            process = stack.enter_context(started(*arguments, cwd=cwd, **more))
+            stack.callback(process.kill)
+            return process
+
+        yield run
+
+
+class WholeRun(NamedTuple):
+    """A run of experiments/mlp.yaml with everything, in a git repository with a change."""
+
+    cwd: Path
+    folder: Path
+    ended: Ended
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    cwd = tmp_path_factory.mktemp("whole")
+    git = ["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost"]
+    subprocess.run([*git, "init", "--quiet"], cwd=cwd, check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "start"], cwd=cwd, check=True)
+    process = started("run", REPOSITORY / "experiments" / "mlp.yaml", cwd=cwd)
+    stdout, stderr = process.communicate(timeout=200)
+    (folder,) = (cwd / "runs").iterdir()
+    return WholeRun(cwd, folder, Ended(process.returncode, stdout, stderr))

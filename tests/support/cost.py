@@ -1,0 +1,79 @@
+"""What a test of tests/unit may cost: a second, and no process.
+
+The processor time of the test's own process decides, not the wall clock: a machine that has other work makes no test
+slower by it. What a fixture of larger scope takes, and the first import of a library, belongs to no single test.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+UNIT = Path(__file__).parents[1] / "unit"
+LIMIT_S = 1.0
+_A_LIBRARY = 30
+"""Modules: a test that is the first to import as many is not judged."""
+_PROCESSES = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+
+
+class Meter:
+    """What the test that is running has cost so far; None outside of tests/unit."""
+
+    started: list[str] | None = None
+    shared_s = 0.0
+    """Spent in fixtures of larger scope."""
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _PROCESSES and Meter.started is not None:
+        Meter.started.append(f"{event} {arguments[0] if arguments else ''}".strip())
+
+
+sys.addaudithook(_audit)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+    if fixturedef.scope == "function":
+        return (yield)
+    began, started = time.process_time(), Meter.started
+    Meter.started = None
+    try:
+        return (yield)
+    finally:
+        Meter.shared_s += time.process_time() - began
+        Meter.started = started
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Count from before the test's fixtures to its end; what follows is the teardown."""
+    Meter.started = [] if item.path.is_relative_to(UNIT) else None
+    Meter.shared_s = 0.0
+    item.stash[_BEGAN] = time.process_time(), len(sys.modules)
+    try:
+        return (yield)
+    finally:
+        Meter.started = None
+
+
+_BEGAN = pytest.StashKey[tuple[float, int]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    result = yield
+    if Meter.started is None:
+        return result
+    if Meter.started:
+        pytest.fail(
+            f"a test of tests/unit starts no process: {'; '.join(Meter.started)}; tests/README.md says where to"
+        )
+    began, modules = item.stash[_BEGAN]
+    took_s = time.process_time() - began - Meter.shared_s
+    if took_s > LIMIT_S and len(sys.modules) - modules < _A_LIBRARY:
+        pytest.fail(f"{item.nodeid} took {took_s:.1f} s of processor time; {LIMIT_S:.0f} s is what tests/unit allows")
+    return result

@@ -1,0 +1,87 @@
+"""One session of each launcher, whose trials many tests look at."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from command import REPOSITORY
+from leaks import State
+
+from pipeline import registry
+from pipeline.config.load import load
+from pipeline.config.project import allowed_packages
+from pipeline.contract import Trial
+from pipeline.events import AnyEvent
+from pipeline.launchers import _head_start
+from pipeline.launchers.base import Session, WorkersLost
+from pipeline.plan import make_plan
+from pipeline.recording import journal
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.run import open_trial
+from pipeline.resources import Resources
+
+
+class Launched(NamedTuple):
+    """What one session of a launcher left behind: the journal, and how its workers were lost, by trial."""
+
+    folder: Path
+    events: dict[str, list[AnyEvent]]
+    losses: dict[str, dict[int, str]]
+    leaks: list[str]
+
+
+@pytest.fixture(scope="session")
+def launched(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launched]:
+    """One session for each launcher, whose trials many tests look at: starting workers takes most of the time."""
+
+    @cache
+    def run(name: str) -> Launched:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(project)
+            patch.syspath_prepend(project)
+            patch.delenv("RAY_ADDRESS", raising=False)
+            return _launched(name, tmp_path_factory.mktemp(name))
+
+    return run
+
+
+def _launched(name: str, folder: Path) -> Launched:
+    launcher = registry.load("launchers", name).Launcher
+    trials = list(_trials(name, workers=2 if launcher.many_processes else 1))
+    recorder = Recorder(folder, subscribers=[])
+    session = Session(folder=folder, receive=recorder.receive, parallel=trials[0].experiment.parallel)
+    losses: dict[str, dict[int, str]] = {}
+    before = State.now()
+    with closing(recorder), _head_start.given(trials[0].experiment), launcher(session) as ready:
+        for trial in trials:
+            open_trial(trial, recorder)
+            try:
+                ready.launch(trial)
+            except WorkersLost as lost:
+                losses[trial.name] = lost.losses
+    leaks = before.leaks()
+    events: dict[str, list[AnyEvent]] = {trial.name: [] for trial in trials}
+    for event in journal.read(folder / journal.FILE_NAME):
+        events.setdefault(event.trial, []).append(event)  # a node's load belongs to no trial
+    return Launched(folder, events, losses, leaks)
+
+
+def _trials(launcher: str, *, workers: int) -> Iterator[Trial]:
+    """Trainings that must be equal, then those that must fail; the killed one last."""
+    mlp, lab = REPOSITORY / "experiments" / "mlp.yaml", Path("lab.yaml")
+    yield _trial(mlp, "fp64", launcher, workers=workers, more=["train.precision=fp64", "train.epochs=2"])
+    yield _trial(mlp, "fp32", launcher, workers=workers, more=["train.epochs=1"])
+    last = workers - 1
+    yield _trial(lab, "raises", launcher, workers=workers, more=["model.fault=raises", f"model.rank={last}"])
+    if workers > 1:
+        yield _trial(lab, "killed", launcher, workers=workers, more=["model.fault=killed", f"model.rank={last}"])
+
+
+def _trial(path: Path, name: str, launcher: str, *, workers: int, more: list[str]) -> Trial:
+    overrides = ["parallel.strategy=ddp", f"parallel.launcher={launcher}", f"parallel.workers={workers}", *more]
+    resources = Resources(cpus=2, memory_mb=4096)
+    plan = make_plan(load(path, overrides).experiment, resources, allowed=allowed_packages(), with_baseline=False)
+    return plan.main.model_copy(update={"name": name, "cpus_per_worker": 1})
