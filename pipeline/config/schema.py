@@ -32,7 +32,7 @@ class Train(Section):
     global_batch_size: Positive
     """Samples in one optimizer step, over all workers. It never depends on the number of workers."""
     gradient_accumulation: Positive = 1
-    """Micro-batches that each worker splits its share of a global batch into."""
+    """Micro-batches of each worker's share of a global batch; evaluation has batches of their size."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 use autocast; fp64 is for proofs that two runs train the same."""
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"

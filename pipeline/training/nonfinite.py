@@ -43,7 +43,7 @@ def skips(setup: Setup) -> bool:
 def is_finite(setup: Setup, norm: Tensor | None) -> bool:
     """Whether the norm of all gradients is finite; ``norm`` if it is known. The host waits for the device."""
     if norm is None:
-        gradients = [parameter.grad for parameter in setup.model.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in setup.trained if parameter.grad is not None]
         norm = total_norm(gradients, device=setup.device)
     return bool(torch.isfinite(norm))
 

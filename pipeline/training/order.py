@@ -127,9 +127,9 @@ class StreamOrder(Order):
     def _block(self, batch_size: int, world_size: int) -> int:
         return batch_size // world_size if self.deals_evenly else self.share_size
 
-    def evaluation_draws(self, *, rank: int, world_size: int) -> Iterator[Draw]:
+    def evaluation_draws(self, *, rank: int, world_size: int, micro_batches: int = 1) -> Iterator[Draw]:
         """One rank's part of the rows, weighted by all of them: over all ranks each occurs exactly once."""
-        for draw in self.draws(0, rank=rank, world_size=world_size):
+        for draw in self.draws(0, rank=rank, world_size=world_size, micro_batches=micro_batches):
             if draw.weight:
                 yield draw._replace(weight=len(draw.indices) / self.samples)
 

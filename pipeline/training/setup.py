@@ -72,6 +72,11 @@ class Setup:
         """
         return parts.metrics(self.create, self.experiment).to(self.device)
 
+    @cached_property
+    def trained(self) -> list[nn.Parameter]:
+        """What the optimizer changes; of other parameters nobody clears the gradients."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole training, which a measurement cuts short."""
@@ -116,17 +121,17 @@ class Setup:
 
     def evaluation_draws(self) -> Iterator[Draw]:
         """The rank's part of the validation set."""
-        rank, world_size, samples = self.rank.rank, self.rank.world_size, self.validation_samples
-        batch_size = max(1, self.order.global_batch_size // world_size)
+        draws = self._evaluation_draws(self.rank.rank)
+        return together.padded_evaluation(draws, self._evaluation_draws(0)) if self.strategy.shards else draws
+
+    def _evaluation_draws(self, rank: int) -> Iterator[Draw]:
+        """A rank's part, in batches of the size that training's micro-batches have, which is known to fit."""
+        world_size, samples, parts = self.rank.world_size, self.validation_samples, self.micro_batches
         if isinstance(self.order, StreamOrder):
-            draws = replace(self.order, samples=samples, deals_evenly=False).evaluation_draws(
-                rank=rank, world_size=world_size
-            )
-        else:
-            draws = evaluation_draws(samples, rank=rank, world_size=world_size, batch_size=batch_size)
-        if not self.strategy.shards:
-            return draws
-        return together.padded_evaluation(draws, samples=samples, world_size=world_size, batch_size=batch_size)
+            order = replace(self.order, samples=samples, deals_evenly=False)
+            return order.evaluation_draws(rank=rank, world_size=world_size, micro_batches=parts)
+        batch_size = max(1, self.order.global_batch_size // (world_size * parts))
+        return evaluation_draws(samples, rank=rank, world_size=world_size, batch_size=batch_size)
 
     @property
     def input_dtype(self) -> torch.dtype | None:

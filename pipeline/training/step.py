@@ -125,9 +125,8 @@ def _clip(setup: Setup) -> Tensor | None:
     if (limit := setup.experiment.train.clip_grad_norm) is None:
         return None
     setup.scaler.unscale_(setup.optimizer)
-    parameters = list(setup.model.parameters())
-    norm = total_norm([one.grad for one in parameters if one.grad is not None], device=setup.device)
-    clip_grads_with_norm_(parameters, limit, norm)
+    norm = total_norm([one.grad for one in setup.trained if one.grad is not None], device=setup.device)
+    clip_grads_with_norm_(setup.trained, limit, norm)
     return norm
 
 

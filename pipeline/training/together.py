@@ -4,7 +4,7 @@ The ranks that have fewer compute one of their samples once more, for nothing: w
 """
 
 from collections.abc import Iterable, Iterator
-from math import ceil
+from itertools import zip_longest
 
 from pipeline.training.order import Draw, Order
 
@@ -21,10 +21,7 @@ def padded(draws: Iterable[Draw], *, order: Order, world_size: int, micro_batche
             step, own = step + 1, []
 
 
-def padded_evaluation(draws: Iterable[Draw], *, samples: int, world_size: int, batch_size: int) -> Iterator[Draw]:
-    """A rank's draws of the validation set, with those of zero weight after the others."""
-    needed = ceil(ceil(samples / world_size) / batch_size)
-    for draw in draws:
-        needed -= 1
-        yield draw
-    yield from [Draw(0, [0], weight=0.0, is_last=True)] * needed
+def padded_evaluation(draws: Iterable[Draw], most: Iterable[Draw]) -> Iterator[Draw]:
+    """A rank's draws of the validation set, with those of zero weight after the others; ``most`` are rank 0's."""
+    for own, _ in zip_longest(draws, most):
+        yield own or Draw(0, [0], weight=0.0, is_last=True)

@@ -209,6 +209,13 @@ class Forgetful(torch.optim.SGD):
         super().zero_grad(set_to_none)
 
 
+class Partial(torch.optim.SGD):
+    """Holds the first parameter only."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
+        super().__init__(list(parameters)[:1], lr=lr)
+
+
 def dropout_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
 

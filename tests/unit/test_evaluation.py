@@ -99,3 +99,16 @@ def test_probing_leaves_weights_and_buffers_alone(parts: int) -> None:
     assert measured.exposed_communication_ms is None
     assert measured.data_wait_ms >= 0
     assert len(measured.ranks_ms) == len(measured.nodes) == 1
+
+
+@pytest.mark.parametrize(("world_size", "accumulation", "largest"), [(1, 1, 8), (1, 4, 2), (2, 2, 2), (2, 8, 1)])
+def test_evaluation_takes_batches_of_the_size_that_training_has(
+    world_size: int, accumulation: int, largest: int
+) -> None:
+    """A whole share at once may not fit, which would show after a whole epoch."""
+    setup = build(toys.trial(train={"gradient_accumulation": accumulation}), rank=Rank())
+    setup.rank = Rank(world_size=world_size)
+    draws = list(setup.evaluation_draws())
+
+    assert max(len(draw.indices) for draw in draws) == largest
+    assert sum(len(draw.indices) for draw in draws) == 10 // world_size

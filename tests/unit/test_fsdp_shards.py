@@ -123,7 +123,7 @@ class TestPadding:
     def test_ranks_make_as_many_passes_in_evaluation(self, samples: int, world_size: int, batch_size: int) -> None:
         split: dict[str, int] = {"world_size": world_size, "batch_size": batch_size}
         own = [list(evaluation_draws(samples, rank=rank, **split)) for rank in range(world_size)]
-        together = [list(padded_evaluation(draws, samples=samples, **split)) for draws in own]
+        together = [list(padded_evaluation(draws, own[0])) for draws in own]
 
         assert {len(draws) for draws in together} == {len(own[0])}
         assert [[draw for draw in draws if draw.weight] for draws in together] == own

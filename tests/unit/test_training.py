@@ -25,6 +25,8 @@ from pipeline.training.order import Order, mix
 STEPS = 3
 """Steps in an epoch of toys.regression, with the usual batch of 8."""
 
+INPUTS, TARGETS = toys.regression()[0].tensors  # type: ignore[attr-defined]
+
 COSINE = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "${total_steps}"}
 MOMENTUM = {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9}
 
@@ -203,6 +205,18 @@ def test_an_optimizer_forgets_gradients_in_its_own_way(monkeypatch: pytest.Monke
         optimizer={"_target_": "torch.optim.SGD", "lr": 0.05, "fused": False}
     )
     assert toys.Forgetful.forgotten == 2 * STEPS
+
+
+def test_clipping_counts_what_the_optimizer_holds() -> None:
+    """Nobody clears the gradients of the others: step by step they would be a larger part of the norm."""
+    still = {"_target_": "toys.Partial", "lr": 0.0}
+    sections: dict[str, Any] = {"train": {"global_batch_size": toys.SAMPLES, "epochs": 3, "clip_grad_norm": 1.0}}
+    norms = toys.trained(optimizer=still, **sections)[1].series("train/gradient_norm")
+    setup = build(toys.trial(optimizer=still, **sections), rank=Rank())
+    loss = nn.functional.mse_loss(setup.model(INPUTS.double()), TARGETS.double())
+    weight, _ = torch.autograd.grad(loss, list(setup.model.parameters()))
+
+    assert norms == pytest.approx([float(weight.norm())] * 3, rel=1e-12)
 
 
 def test_dropout_is_reproducible() -> None:
