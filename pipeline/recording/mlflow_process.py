@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event as Flag
-from threading import Lock, Thread
+from threading import Thread
 from time import monotonic
 from typing import BinaryIO
 
@@ -31,7 +31,6 @@ CLOSE = b"close\n"
 _BATCH_S = 1.0
 _UPLOAD_PAUSE_S = 2.0
 _TELL_S = 0.25
-_LAST_S = 60.0
 _NICE = 10
 
 
@@ -75,8 +74,6 @@ class Writer:
         self.closing = Flag()
         """Set with the feed's end; from then on nobody waits long for a store that is down."""
         self.done = Flag()
-        self.writing = Lock()
-        """Held during a call to the store. Creating a SQLite store, above all, had better not be cut short."""
         self._folder = order.folder
         self._delivery = Delivery(folder=order.folder, warn=warn, uri=order.uri)
         self._batch = 0  # events that are on their way
@@ -109,16 +106,12 @@ class Writer:
         """Send events until the run ends; False if the last ones can't be sent."""
         while (batch := self._next_batch()) is not None:
             self._batch = len(batch)
-            if batch and not persist(partial(self._attempt, batch), ending=self.closing):
+            if batch and not persist(partial(self._delivery.attempt, batch), ending=self.closing):
                 return False
             self._batch = 0
             if monotonic() >= self._upload_at and not self._delivery.upload():
                 self._upload_at = monotonic() + _UPLOAD_PAUSE_S  # results don't wait for files
         return True
-
-    def _attempt(self, batch: list[AnyEvent]) -> bool:
-        with self.writing:
-            return self._delivery.attempt(batch)
 
     def _next_batch(self) -> list[AnyEvent] | None:
         """Events of about a second, none if files are due first; None after the end."""
@@ -171,7 +164,6 @@ def _listen(writer: Writer) -> None:
             return
         writer.feed.put(event_from_json(line))
     # The process that trains was killed. The journal has its results, and whoever resumes the run sends them.
-    writer.writing.acquire(timeout=_LAST_S)
     os._exit(1)
 
 

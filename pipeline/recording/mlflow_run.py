@@ -26,7 +26,7 @@ from pipeline.recording import mlflow_entities as entities
 from pipeline.recording import mlflow_view
 from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
 from pipeline.recording.model import log_model
-from pipeline.recording.store import artifact_root
+from pipeline.recording.store import artifact_root, create_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,6 +107,7 @@ class MlflowRun:
         from mlflow import MlflowClient
 
         uri = self.uri or event.tracking_uri
+        create_store(uri)
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         self.experiment_id = experiment_id(self._client, event.tracking_experiment, root=artifact_root(uri))
         self._runs = TaggedRuns(self._client, name=event.run, experiment=self.experiment_id)

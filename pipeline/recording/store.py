@@ -2,17 +2,14 @@
 
 import os
 import re
-import sqlite3
-import tempfile
 import urllib.error
 import urllib.request
-from contextlib import closing
 from pathlib import Path
 
 from pipeline.config.secrets import without_credentials
 from pipeline.errors import ResourceError
+from pipeline.recording import sqlite_store
 
-_SQLITE = "sqlite:///"
 _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _HEALTH_TIMEOUT_S = 3
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
@@ -25,21 +22,34 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 
 def resolve_uri(uri: str, *, base: Path) -> str:
     """The same store for every working directory: the relative path of a SQLite file becomes absolute."""
-    path, mark, query = uri.removeprefix(_SQLITE).partition("?")
-    if not uri.startswith(_SQLITE):
+    path, mark, query = uri.removeprefix(sqlite_store.SCHEME).partition("?")
+    if not uri.startswith(sqlite_store.SCHEME):
         return uri
-    return f"{_SQLITE}{(base.absolute() / path)}{mark}{query}"
+    return f"{sqlite_store.SCHEME}{(base.absolute() / path)}{mark}{query}"
 
 
 def sqlite_path(uri: str) -> Path | None:
     """The file of a SQLite store; None for every other store."""
-    return Path(uri.removeprefix(_SQLITE).partition("?")[0]) if uri.startswith(_SQLITE) else None
+    if not uri.startswith(sqlite_store.SCHEME):
+        return None
+    return Path(uri.removeprefix(sqlite_store.SCHEME).partition("?")[0])
 
 
 def artifact_root(uri: str) -> str | None:
     """Where new experiments keep their artifacts: beside a SQLite file; None where the server decides."""
     path = sqlite_path(uri)
     return (path.parent / "mlartifacts").absolute().as_uri() if path else None
+
+
+def create_store(uri: str) -> None:
+    """Create a SQLite store unless it is there; other stores are created by whoever serves them.
+
+    Raises:
+        Exception: see `pipeline.recording.sqlite_store.create`.
+    """
+    path, artifacts = sqlite_path(uri), artifact_root(uri)
+    if path is not None and artifacts is not None:
+        sqlite_store.create(path, artifacts=artifacts)
 
 
 def is_server(uri: str) -> bool:
@@ -81,7 +91,7 @@ def check_store(uri: str) -> str | None:
         )
     if path := sqlite_path(uri):
         try:
-            _check_sqlite(path)
+            sqlite_store.check(path)
         except OSError as error:
             raise ResourceError(f"tracking.uri: {path} can't be used ({error.strerror}); name another file") from error
     return _check_server(uri) if is_server(uri) else None
@@ -101,41 +111,6 @@ def runs_link(address: str, experiment_id: str) -> str:
 def ui_address(uri: str) -> str:
     """Where the UI on a store is, or will be once ``pipeline ui`` serves it."""
     return without_credentials(uri).rstrip("/") if is_server(uri) else UI_ADDRESS
-
-
-def _check_sqlite(path: Path) -> None:
-    folder = path.parent
-    if not folder.is_dir():
-        raise ResourceError(
-            f"tracking.uri: the folder {folder} of {path.name} doesn't exist; create it: mkdir -p {folder}"
-        )
-    try:  # asking for permission isn't enough: root has it on a read-only or virtual file system, too
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ResourceError(
-            f"tracking.uri: no file can be written in {folder}, where {path.name} belongs ({error.strerror}); "
-            "change its permissions, or set tracking.uri to a file elsewhere"
-        ) from error
-    if path.is_dir():
-        raise ResourceError(f"tracking.uri: {path} is a folder; name a file in it: sqlite:///{path}/mlflow.db")
-    if path.exists():
-        _check_database(path)
-
-
-def _check_database(path: Path) -> None:
-    wrong = "" if os.access(path, os.W_OK) else "no permission to write"
-    try:
-        # Not read-only: what a killed process has left half-written is undone by whoever opens it next.
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as database:
-            database.execute("SELECT count(*) FROM sqlite_master")
-    except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:  # busy: someone writes right now, our turn comes
-            wrong = wrong or str(error)
-    if wrong:
-        raise ResourceError(
-            f"tracking.uri: {path} can't be used ({wrong}); change its permissions, "
-            "or move it away and a new one will be created"
-        )
 
 
 def _check_server(uri: str) -> str | None:

@@ -13,7 +13,7 @@ from pipeline.recording import journal
 from pipeline.recording.attempts import batches, persist
 from pipeline.recording.delivery import Delivery, quiet
 from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.store import run_link, with_credentials
+from pipeline.recording.store import check_store, run_link, with_credentials
 
 
 def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
@@ -24,6 +24,7 @@ def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
 
     Raises:
         UsageError: no journal, a damaged one, or its run is still going on and sends its events itself.
+        ResourceError: no results can ever be written to that store.
     """
     path = folder / journal.FILE_NAME
     opened, last, count = None, None, 0
@@ -36,6 +37,7 @@ def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
     if opened is None or last is None:
         raise UsageError(f"{path}: nothing to send, the run ended before it began")
     uri = with_credentials(opened.tracking_uri)
+    check_store(uri)  # a server that doesn't answer is told of below
     delivery = Delivery(folder=folder, warn=warn, uri=uri)
     ending = Flag()
     ending.set()

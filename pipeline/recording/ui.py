@@ -16,7 +16,7 @@ from typing import IO
 
 from pipeline.config.secrets import without_credentials
 from pipeline.errors import ResourceError, UsageError
-from pipeline.recording.store import artifact_root, is_server, sqlite_path
+from pipeline.recording.store import artifact_root, check_store, is_server, sqlite_path
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 2.0
@@ -36,7 +36,7 @@ def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str]
 
     Raises:
         UsageError: the port is in use, or there are no runs yet.
-        ResourceError: the server didn't start.
+        ResourceError: the store can't be used, or the server didn't start.
     """
     if is_server(uri):
         if ready:
@@ -44,6 +44,7 @@ def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str]
         return without_credentials(uri)
     if (path := sqlite_path(uri)) and not path.exists():
         raise UsageError(f"{path}: no runs yet; `pipeline run EXPERIMENT` makes this file")
+    check_store(uri)
     _check_port(host, port)
     address = f"http://{host}:{port}"
     with tempfile.TemporaryFile("w+") as log:

@@ -1,0 +1,48 @@
+"""A SQLite store whose creation was cut short by an earlier version: recognised, and the file to move away is named."""
+
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ResourceError
+from pipeline.recording import sqlite_store
+
+
+def database(path: Path, statements: Iterable[str]) -> Path:
+    with closing(sqlite3.connect(path)) as made, made:
+        for statement in statements:
+            made.execute(statement)
+    return path
+
+
+BEGUN = (
+    "CREATE TABLE experiments (experiment_id INTEGER)",
+    "CREATE TABLE alembic_version (version_num TEXT)",
+    "INSERT INTO alembic_version VALUES ('534353b11cbc')",
+)
+
+
+def test_a_store_that_was_never_completed_is_to_be_moved_away(tmp_path: Path) -> None:
+    path = database(tmp_path / "mlflow.db", BEGUN)
+    with pytest.raises(ResourceError, match="creation was cut short.*move it away") as caught:
+        sqlite_store.check(path)
+    assert str(caught.value).endswith(f": mv {path} {path}.unfinished")
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        (),
+        ("CREATE TABLE of_somebody_else (x)",),
+        (*BEGUN, "INSERT INTO experiments VALUES (0)"),  # of an older MLflow, which this one upgrades or refuses
+        (*BEGUN, f"UPDATE alembic_version SET version_num = '{next(iter(sqlite_store._newest_revisions()))}'"),
+    ],
+    ids=["empty", "another database", "with experiments", "complete"],
+)
+def test_other_databases_pass(tmp_path: Path, statements: Iterable[str]) -> None:
+    sqlite_store.check(database(tmp_path / "mlflow.db", statements))
+    sqlite_store.check(tmp_path / "new.db")
+    assert not (tmp_path / "new.db").exists()
