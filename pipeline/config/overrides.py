@@ -1,11 +1,15 @@
 """``key=value`` from the command line: ``train.epochs=3``, ``compare[0].workers=4``, ``optimizer={_target_: ...}``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.config import keys, lines
 from pipeline.config.messages import shown
+from pipeline.config.sweep import Parameter
 from pipeline.errors import ExperimentError, Problem, UsageError
+
+_SWEPT = ("sweep", "parameters")
+"""The section whose names are dotted keys themselves."""
 
 
 def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dict[str, int | str]) -> list[Problem]:
@@ -20,7 +24,9 @@ def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dic
     for override in overrides:
         key, text = _split(override)
         try:
-            _set(tree, key, lines.parse(text, place=lambda _: "", depth=len(keys.split(key)))[0])
+            value = lines.parse(text, place=lambda _: "", depth=len(keys.split(key)))[0]
+            key, value = _of_parameter(key, value)
+            _set(tree, key, value)
         except ExperimentError as error:
             problems += [Problem(_inside(key, p.key), p.message, lines.of_override(override)) for p in error.problems]
         else:
@@ -44,9 +50,24 @@ def _inside(key: str, inner: str) -> str:
     return f"{key}{'' if inner.startswith('[') or not inner else '.'}{inner}"
 
 
+def _of_parameter(key: str, value: object) -> tuple[str, object]:
+    """Turn ``sweep.parameters.optimizer.lr.grid`` into ``sweep.parameters.optimizer.lr``: a parameter has one kind."""
+    *parameter, kind = keys.split(key)
+    is_inside = len(parameter) > len(_SWEPT) and (parameter[0], parameter[1]) == _SWEPT
+    is_kind = kind in Parameter.model_fields and not isinstance(value, Mapping)  # one with kinds is a parameter itself
+    return (keys.join(parameter), {str(kind): value}) if is_inside and is_kind else (key, value)
+
+
+def _path(key: str) -> tuple[keys.Part, ...]:
+    """The names of the sections down to a value; that of a sweep's parameter is dotted."""
+    parts = keys.split(key)
+    depth = len(_SWEPT)
+    return (*_SWEPT, keys.join(parts[depth:])) if parts[:depth] == _SWEPT and len(parts) > depth else parts
+
+
 def _set(tree: dict[str, Any], key: str, value: object) -> None:
     """Set the value, making sections on the way that the file leaves out."""
-    parts = keys.split(key)
+    parts = _path(key)
     section: Any = tree
     for n, part in enumerate(parts):
         last = n == len(parts) - 1

@@ -75,6 +75,32 @@ class TestReading:
         assert swept(PARAMETERS + "  metric: validation/accuracy\n").direction == "max"
         assert swept(PARAMETERS + "  metric: validation/accuracy\n  mode: min\n").direction == "min"
 
+    @pytest.mark.parametrize("written", [".grid=[0.001, 0.01]", "={grid: [0.001, 0.01]}"])
+    def test_an_override_names_a_parameter_by_its_dotted_key(self, written: str) -> None:
+        override = f"sweep.parameters.optimizer.lr{written}"
+        Path("s.yaml").write_text(FILE.removesuffix("sweep:\n"))
+        alone = load("s.yaml", [override]).experiment.sweep
+        assert alone is not None
+        assert alone.grids == {"optimizer.lr": (0.001, 0.01)}
+        replaced = read(PARAMETERS, override, "sweep.trials=1").experiment.sweep  # a parameter has one kind
+        assert replaced is not None
+        assert replaced.grids == {"optimizer.lr": (0.001, 0.01), "train.global_batch_size": (16, 32)}
+
+    @pytest.mark.parametrize(
+        ("override", "problem"),
+        [
+            (
+                "sweep.parameters.optimizer.lr.gird=[1, 2]",
+                "optimizer.lr.gird: is a list; write a mapping, its keys are grid",
+            ),
+            ("sweep.parameters.optimizer.lr.uniform=[2, 1]", "optimizer.lr.uniform: is a list; write the lowest first"),
+            ("sweep.parameters.grid=[2, 1]", "grid: is a list; write a mapping"),
+        ],
+    )
+    def test_a_wrong_override_of_a_parameter_is_named(self, override: str, problem: str) -> None:
+        (found,) = problems_of(PARAMETERS, override)
+        assert found.startswith(f"command line: {override}: sweep.parameters.{problem}")
+
     def test_asha_is_switched_on_by_a_word(self) -> None:
         sweep = swept(PARAMETERS + "  asha: true\n")
         assert sweep.asha is not None
