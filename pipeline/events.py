@@ -46,6 +46,8 @@ class RunOpened(Event):
     """Id of the sweep that the run is a trial of; empty for others."""
     title: str = ""
     """What sets it apart from others, e.g. "trial 3: optimizer.lr=0.01"; empty if its id does."""
+    file: str = ""
+    """The experiment file, relative to the folder that the command ran in; empty without one."""
 
 
 class TrialOpened(Event):

@@ -9,7 +9,7 @@ from pipeline.config.summary import flatten
 from pipeline.errors import Problem, UsageError
 from pipeline.events import TrialOpened
 from pipeline.recording import journal, runs
-from pipeline.recording.folder import RunState, newest, read_state, shown
+from pipeline.recording.folder import RunState, read_state, runs_named, shown
 
 LATEST = "latest"
 """The run of this experiment that began last."""
@@ -35,7 +35,7 @@ def earlier(file: ExperimentFile, resume: str) -> RunState:
     """
     experiment = file.experiment
     directory = Path(experiment.tracking.directory)
-    folder = newest(directory, name=experiment.name) if resume == LATEST else _named(resume, directory)
+    folder = newest(file) if resume == LATEST else named(resume, directory)
     if folder is None:
         raise UsageError(f"--resume: {directory} has no run of {experiment.name}; start one without --resume")
     state = read_state(folder)
@@ -46,6 +46,36 @@ def earlier(file: ExperimentFile, resume: str) -> RunState:
     if state.status == "FINISHED":
         raise UsageError(f"--resume: {folder} has finished; start a new run without --resume")
     return state
+
+
+def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
+    """Find the newest run of a file; None if its experiment has none.
+
+    Raises:
+        UsageError: all runs of that name were started with another file.
+    """
+    name = file.experiment.name
+    found = list(runs_named(Path(file.experiment.tracking.directory), name=name, role=role))
+    own = next((folder for folder, opened in found if not _is_of_another(file, opened.file)), None)
+    if found and own is None:
+        folder, opened = found[0]
+        raise UsageError(
+            f"--resume: {folder} is a run of {opened.file}, which has the same name: {name}, as {file.path}; "
+            f"go on with that file, give this one a name of its own, or write --resume {folder.name}"
+        )
+    return own
+
+
+def named(resume: str, directory: Path) -> Path:
+    """Find the run that ``--resume RUN`` means.
+
+    Raises:
+        UsageError: there is none, or more than one.
+    """
+    try:
+        return runs.find(resume, directory)
+    except UsageError as error:
+        raise UsageError(f"--resume {error}") from None
 
 
 def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str]:
@@ -69,6 +99,8 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
             for key in refused
         )
     notes = [f"{key} was {_value(before)}, is {_value(after)}" for key, (before, after) in changed.items()]
+    if state.opened.file not in ("", file.source):
+        notes.insert(0, f"{state.folder.name} was started with {state.opened.file}, not with {file.path}")
     return [*notes, _DEALT_ANEW] if any(key.startswith(_DEALS) for key in changed) else notes
 
 
@@ -90,6 +122,11 @@ def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | Non
     return {key: (then.get(key), now.get(key)) for key in now | then if then.get(key) != now.get(key)}
 
 
+def _is_of_another(file: ExperimentFile, source: str) -> bool:
+    """Whether a run was started with a file that is still there, and isn't this one; one that is gone was renamed."""
+    return source not in ("", file.source) and Path(source).is_file()
+
+
 def _of_another_size(before: str | None, after: str | None, *, state: RunState) -> str:
     """Why such a run can't go on.
 
@@ -100,13 +137,6 @@ def _of_another_size(before: str | None, after: str | None, *, state: RunState) 
         f"all count steps of {_value(before)} samples; write {_value(before)} (more train.gradient_accumulation needs "
         "less memory for the same step), or start a new run without --resume"
     )
-
-
-def _named(resume: str, directory: Path) -> Path:
-    try:
-        return runs.find(resume, directory)
-    except UsageError as error:
-        raise UsageError(f"--resume {error}") from None
 
 
 def _relocated(then: Experiment, now: Experiment) -> Experiment:

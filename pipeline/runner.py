@@ -63,7 +63,8 @@ def run(
     plan = _as_started(make(file, with_baseline=with_baseline))
     for note in (*plan.notes, *changes, *map(_stays_left_out, left_out.values())):
         terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
-    with recorded(plan, terminal=terminal, folder=earlier.folder if earlier else None, member=member) as recorder:
+    folder = earlier.folder if earlier else None
+    with recorded(plan, terminal=terminal, folder=folder, member=member, source=file.source) as recorder:
         done = {end.result.trial for end in recorder.finished}
         try:
             with launcher_of(plan, recorder, verbose=verbose) as launcher:

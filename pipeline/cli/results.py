@@ -16,7 +16,7 @@ RunArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="A run: latest, the beginning of its id, or its folder.",
+        help="A run: latest, a unique part of its id, or its folder.",
         show_default=False,
         autocompletion=completion.runs,
     ),

@@ -1,5 +1,6 @@
 """From a file and overrides to an Experiment, with every problem reported at once: start reading at `load`."""
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -32,6 +33,11 @@ class ExperimentFile:
     places: Places
     tree: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What the file says, with its overrides, before ``${...}`` is replaced; it may hold secrets."""
+
+    @property
+    def source(self) -> str:
+        """The file relative to this folder; empty if the experiment was written in Python."""
+        return os.path.relpath(self.path) if self.path.is_file() else ""
 
     def varied(self, values: Mapping[str, Any]) -> "ExperimentFile":
         """The same without its sweep and with other values, by dotted key.

@@ -55,9 +55,14 @@ def create(plan: Plan) -> Path:
     return root / name
 
 
+def is_trial(name: str) -> bool:
+    """Whether a folder of that name inside a sweep's is a trial's."""
+    return _TRIAL.fullmatch(name) is not None
+
+
 def sweep_of(folder: Path) -> str:
     """Id of the sweep that a run is a trial of, whose folder its own lies in; empty for other runs."""
-    return folder.absolute().parent.name if _TRIAL.fullmatch(folder.name) else ""
+    return folder.absolute().parent.name if is_trial(folder.name) else ""
 
 
 def id_of(folder: Path) -> str:
@@ -69,7 +74,7 @@ def id_of(folder: Path) -> str:
 def trials_of(folder: Path) -> list[Path]:
     """The folders of a sweep's trials that have begun, in their order; none for other runs."""
     there = (path.parent for path in folder.glob(f"trial-*/{journal.FILE_NAME}"))
-    return sorted((each for each in there if _TRIAL.fullmatch(each.name)), key=lambda each: (len(each.name), each.name))
+    return sorted((each for each in there if is_trial(each.name)), key=lambda each: (len(each.name), each.name))
 
 
 def shown(experiment: Experiment) -> Experiment:
@@ -90,16 +95,19 @@ def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
     return EXPERIMENT_NAME, ENVIRONMENT_NAME
 
 
-def newest(directory: Path, *, name: str, role: str = "main") -> Path | None:
-    """The folder of the run of an experiment that began last; None if there is none.
+def runs_named(directory: Path, *, name: str, role: str = "main") -> Iterator[tuple[Path, RunOpened]]:
+    """Yield the folders of an experiment's runs and their first events, the run that began last first.
 
     Args:
         directory: where runs are, ``tracking.directory``.
         name: of the experiment.
         role: main for a training, or the command that made it.
     """
-    folders = sorted(directory.glob(f"*-{name}-*"), reverse=True)  # their names begin with the time
-    return next((folder for folder in folders if _is_run_of(folder, name, role=role)), None)
+    for folder in sorted(directory.glob(f"*-{name}-*"), reverse=True):  # their names begin with the time
+        path = folder / journal.FILE_NAME
+        opened = _opened(path) if path.is_file() else None
+        if opened is not None and opened.params.get("name") == name and opened.tags.get("role") == role:
+            yield folder, opened
 
 
 def read_state(folder: Path) -> RunState:
@@ -149,12 +157,6 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _is_run_of(folder: Path, name: str, *, role: str) -> bool:
-    path = folder / journal.FILE_NAME
-    opened = _opened(path) if path.is_file() else None
-    return opened is not None and opened.params.get("name") == name and opened.tags.get("role") == role
 
 
 def _opened(path: Path) -> RunOpened | None:

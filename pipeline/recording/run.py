@@ -50,6 +50,7 @@ def recorded(
     tracked: bool = True,
     folder: Path | None = None,
     member: Membership | None = None,
+    source: str = "",
 ) -> Iterator[Recorder]:
     """A recorder for the events of a run. The run is closed with the status that the block ends in.
 
@@ -60,6 +61,7 @@ def recorded(
         folder: that of a run which goes on: its journal is continued, its run in the tracking store is opened again.
             By default a new run begins.
         member: what a run in a sweep is told by.
+        source: the experiment file, by which a run that is to go on is known again.
 
     Raises:
         ResourceError: the run's folder or the tracking store can't be written; at the end, if the disk had no room for
@@ -83,7 +85,7 @@ def recorded(
             status: Status = "FINISHED"
             message = ""
             try:
-                _open(plan, recorder, uri=uri, files=files, title=member.title if member else "")
+                _open(plan, recorder, uri=uri, files=files, title=member.title if member else "", source=source)
                 with folders.explained(folder):
                     yield recorder
             except BaseException as error:
@@ -152,7 +154,7 @@ def _console(log: Log) -> rich.console.Console:
     )
 
 
-def _open(plan: Plan, recorder: Recorder, *, uri: str, files: Sequence[str], title: str) -> None:
+def _open(plan: Plan, recorder: Recorder, *, uri: str, files: Sequence[str], title: str, source: str) -> None:
     experiment = plan.experiment
     recorder.receive(
         RunOpened(
@@ -160,6 +162,7 @@ def _open(plan: Plan, recorder: Recorder, *, uri: str, files: Sequence[str], tit
             run=folders.id_of(recorder.folder),
             sweep=folders.sweep_of(recorder.folder),
             title=title,
+            file=source,
             tracking_uri=without_credentials(uri),
             tracking_experiment=experiment.tracking.experiment or experiment.name,
             tags=provenance.run_tags(plan),

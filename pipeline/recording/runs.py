@@ -11,11 +11,12 @@ from pipeline.contract import Status
 from pipeline.errors import UsageError
 from pipeline.events import AnyEvent, Metrics, RunOpened, event_from_json
 from pipeline.recording import journal
-from pipeline.recording.folder import id_of, sweep_of, trials_of
+from pipeline.recording.folder import id_of, is_trial, sweep_of, trials_of
 
 LATEST = "latest"
 """The run that began last."""
 
+_MOST_NAMED = 5
 _TOLD = (b'"run_opened"', b'"run_closed"', b'"speedup"')
 """What lines of a journal hold that are worth reading; a long training has hundreds of thousands of others."""
 
@@ -106,7 +107,9 @@ def last_opened(folder: Path) -> RunOpened:
 
 
 def find(text: str, directory: Path) -> Path:
-    """The folder of the run that is meant by `LATEST`, the beginning of an id, or a path.
+    """Find the folder of the run that is meant by `LATEST`, a part of its id, or a path.
+
+    Of a sweep's trial the sweep's part of the id may be shortened like that: ``latest/trial-003``.
 
     Raises:
         UsageError: there is none, or more than one.
@@ -117,13 +120,17 @@ def find(text: str, directory: Path) -> Path:
     for folder in (Path(text), directory / text):
         if _is_run(folder):
             return folder
-    found = [folder for folder in there if folder.name.startswith(text)]
-    if len(found) == 1:
-        return found[0]
+    sweep, _, trial = text.rpartition("/")
+    if sweep and is_trial(trial) and _is_run(folder := find(sweep, directory) / trial):
+        return folder
     names = [folder.name for folder in there]
+    found = [name for name in names if name.startswith(text)] or [name for name in names if text and text in name]
+    if len(found) == 1:
+        return directory / found[0]
     if found:
-        some = ", ".join(folder.name for folder in found[-5:])
-        raise UsageError(f"{text}: {len(found)} runs begin like that; write more of one of {some}")
+        some = ", ".join(found[-_MOST_NAMED:])
+        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        raise UsageError(f"{text}: {len(found)} runs have that in their id; write more of one of {some}{more}")
     newest = f"; the newest are {', '.join(names[-3:])}" if names else ", nor any other"
     raise UsageError(f"{text}: no such run in {directory}{did_you_mean(text, names, cutoff=0.4) or newest}")
 

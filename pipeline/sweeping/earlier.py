@@ -6,9 +6,8 @@ from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment
 from pipeline.config.summary import flatten
 from pipeline.errors import Problem, UsageError
-from pipeline.recording import runs
-from pipeline.recording.folder import RunState, newest, read_state, shown
-from pipeline.recovery import LATEST
+from pipeline.recording.folder import RunState, read_state, shown
+from pipeline.recovery import LATEST, named, newest
 from pipeline.sweeping.assignment import folder_name
 from pipeline.sweeping.journals import state_of
 from pipeline.sweeping.planning import SweepPlan
@@ -24,7 +23,7 @@ def find(file: ExperimentFile, plan: SweepPlan, resume: str) -> Path:
         ExperimentError: the experiment is another one now.
     """
     directory, name = Path(file.experiment.tracking.directory), file.experiment.name
-    folder = newest(directory, name=name, role="sweep") if resume == LATEST else _named(resume, directory)
+    folder = newest(file, role="sweep") if resume == LATEST else named(resume, directory)
     if folder is None:
         raise UsageError(f"--resume: {directory} has no sweep of {name}; start one without --resume")
     state = read_state(folder)
@@ -63,10 +62,3 @@ def _check_same(file: ExperimentFile, state: RunState) -> None:
 
 def _relocated(then: Experiment, now: Experiment) -> Experiment:
     return then.model_copy(update={"tracking": shown(now).tracking})
-
-
-def _named(resume: str, directory: Path) -> Path:
-    try:
-        return runs.find(resume, directory)
-    except UsageError as error:
-        raise UsageError(f"--resume {error}") from None

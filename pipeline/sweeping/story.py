@@ -49,7 +49,7 @@ def sweep(
     before = earlier.find(file, plan, resume) if resume is not None else None
     for note in plan.plan.notes:
         terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
-    with recorded(plan.plan, terminal=terminal, folder=before) as recorder:
+    with recorded(plan.plan, terminal=terminal, folder=before, source=file.source) as recorder:
         job = _job(file, plan, recorder.folder, overrides=overrides, verbose=verbose)
         try:
             _search(file, plan, job, recorder=recorder, terminal=terminal)

@@ -26,7 +26,7 @@ from pipeline.events import ArtifactSaved, Finished, Metrics, Point, RunClosed, 
 from pipeline.plan import Plan, make_plan
 from pipeline.recording import journal
 from pipeline.recording import mlflow_entities as entities
-from pipeline.recording.folder import newest, read_state
+from pipeline.recording.folder import read_state, runs_named
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, open_trial, recorded
 from pipeline.recording.sync import sync
@@ -456,7 +456,7 @@ def test_a_killed_driver_is_continued_without_gaps_and_double_points(proxy: Prox
     with (run.folder / journal.FILE_NAME).open("ab") as file:
         file.write(b'{"kind":"metrics","ti')  # what a killed driver may leave
 
-    assert newest(tmp_path, name="mlp-digits") == run.folder
+    assert [there for there, _ in runs_named(tmp_path, name="mlp-digits")] == [run.folder]
     state = read_state(run.folder)
     assert (state.status, state.experiment, state.opened) == ("KILLED", run.plan.experiment, before[0])
     with run.training(run.folder, steps=30) as training:  # from a checkpoint at step 30

@@ -1,4 +1,4 @@
-"""MLflow's SQLite store is there whole or not at all, however its creation is cut short, and by two first runs at once."""
+"""MLflow's SQLite store is there whole or not at all: its creation killed, and two first runs at once."""
 
 import json
 import subprocess

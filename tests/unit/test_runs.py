@@ -115,18 +115,25 @@ def test_how_long_ago(seconds: float, text: str) -> None:
     assert table.ago(seconds) == text
 
 
-def test_a_run_is_found_by_the_beginning_of_its_id_by_its_folder_and_as_the_latest(tmp_path: Path) -> None:
+def test_a_run_is_found_by_a_part_of_its_id_by_its_folder_and_as_the_latest(tmp_path: Path) -> None:
     old = run(tmp_path, "20260301-110000-digits-bbbb")
     new = run(tmp_path, "20260302-120000-digits-aaaa")
+    trial = run(new, "trial-002")
 
-    assert runs.find("latest", tmp_path) == runs.find("20260302", tmp_path) == new
+    assert runs.find("latest", tmp_path) == runs.find("20260302", tmp_path) == runs.find("aaa", tmp_path) == new
+    assert runs.find("aaaa/trial-002", tmp_path) == runs.find("latest/trial-002", tmp_path) == trial
     assert runs.find(old.name, tmp_path) == runs.find(str(old), Path("elsewhere")) == old
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("2026", "2026: 2 runs begin like that; write more of one of 20260301-110000-digits-bbbb, 20260302-120000-dig"),
+        (
+            "2026",
+            "2026: 2 runs have that in their id; write more of one of 20260301-110000-digits-bbbb, 20260302-120000-dig",
+        ),
+        ("digits", "digits: 2 runs have that in their id; write more of one of 20260301-110000-digits-bbbb, "),
+        ("aaaa/trial-003", "aaaa/trial-003: no such run in "),
         ("20260301-110000-digit-bbbb", "no such run in .*; did you mean 20260301-110000-digits-bbbb"),
         ("x", "x: no such run in .*; the newest are 20260301-110000-digits-bbbb, 20260302-120000-digits-aaaa"),
     ],
