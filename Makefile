@@ -6,8 +6,7 @@ COMPOSE := docker compose --file docker/compose.yaml
 EXPERIMENT ?= experiments/resnet.yaml
 STAMP := $(VENV)/.installed
 GATE := lint unit contract replay journeys
-REST := integration faults cluster docs templates docker browser
-TIERS := unit contract replay journeys integration faults cluster docs templates
+REST := integration faults cluster docs templates fuzz docker browser
 
 .DEFAULT_GOAL := help
 
@@ -29,8 +28,8 @@ lint: $(STAMP)  ## Format, style, types and layers alone, in half a minute
 test-all: $(STAMP)  ## What make test has no time for, part by part; make test-faults and so on run one of them
 	@$(BIN)/python tests/tiers.py $(REST)
 
-$(TIERS:%=test-%): test-%: $(STAMP)
-	@$(BIN)/python tests/tiers.py $*
+test-unit test-contract test-replay test-journeys test-integration test-faults test-cluster test-docs test-templates test-fuzz: $(STAMP)
+	@$(BIN)/python tests/tiers.py $(@:test-%=%)
 
 test-docker: $(STAMP)  ## Build the images, run an experiment on the compose cluster and kill a worker; needs Docker
 	docker info --format 'Docker {{.ServerVersion}}'
@@ -82,4 +81,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $(STAMP)
 
-.PHONY: help run ui lint test test-all $(TIERS:%=test-%) test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema docs install clean
+.PHONY: help run ui lint test test-all test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema docs install clean

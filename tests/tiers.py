@@ -24,8 +24,13 @@ SPREAD = ["--numprocesses=logical", "--maxschedchunk=8"]
 """Over all cores, test by test."""
 GROUPED = ["--numprocesses=2", "--dist=loadgroup"]
 """Two at a time, as processes wait much; tests that share something costly stay together."""
-OPTIONS = {"unit": SPREAD, "contract": GROUPED, "journeys": GROUPED}
-"""Of pytest, by tier; a tier that isn't here runs in one process."""
+OPTIONS = {
+    "unit": ["tests/unit", *SPREAD],
+    "contract": ["tests/contract", *GROUPED],
+    "journeys": ["tests/journeys", *GROUPED],
+    "fuzz": ["tests/unit", "-k=fuzz", *SPREAD],
+}
+"""Of pytest, by tier; one that isn't here runs its folder in one process. `fuzz` draws other examples each time."""
 WORDS = ("failed", "passed", "skipped", "error")
 
 
@@ -60,10 +65,18 @@ def _check(line: str) -> subprocess.CompletedProcess[str]:
 
 def tests(name: str) -> tuple[Counter[str], list[str]]:
     """Run the tests of a folder."""
+    more = {"HYPOTHESIS_PROFILE": "default"} if name == "fuzz" else {}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
-        line = [sys.executable, "-m", "pytest", f"tests/{name}", f"--junitxml={results}", *OPTIONS.get(name, [])]
-        code = subprocess.run(line, cwd=ROOT, check=False).returncode
+        line = [
+            sys.executable,
+            "-m",
+            "pytest",
+            f"--junitxml={results}",
+            "-o=junit_family=xunit1",
+            *OPTIONS.get(name, [f"tests/{name}"]),
+        ]
+        code = subprocess.run(line, cwd=ROOT, env=os.environ | more, check=False).returncode
         counts, failures = _read(results) if results.exists() else (Counter(), [])
     if code not in (0, 5) and not failures:  # 5: there are none
         counts["error"] += 1
@@ -79,10 +92,17 @@ def _read(results: Path) -> tuple[Counter[str], list[str]]:
         for tag, word in (("failure", "failed"), ("error", "error")):
             if tag in kinds:
                 counts[word] += 1
-                failures.append(f"{word.upper()} {case.get('classname')}::{case.get('name')}")
+                failures.append(f"{word.upper()} {_place(case)}")
         if not kinds & {"failure", "error"}:
             counts["skipped" if "skipped" in kinds else "passed"] += 1
     return counts, failures
+
+
+def _place(case: ElementTree.Element) -> str:
+    """The test as pytest takes it: file, class if there is one, name."""
+    file = case.get("file", "")
+    group = case.get("classname", "").removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
+    return "::".join(part for part in (file, group, case.get("name", "")) if part)
 
 
 def timed(name: str) -> Tier:

@@ -4,6 +4,7 @@ The processor time of the test's own process decides, not the wall clock: a mach
 slower by it. What a fixture of larger scope takes, and the first import of a library, belongs to no single test.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ import pytest
 
 UNIT = Path(__file__).parents[1] / "unit"
 LIMIT_S = 1.0
+_MORE = bool(os.environ.get("HYPOTHESIS_PROFILE"))  # fuzz tests with more examples than the gate has
 _A_LIBRARY = 30
 """Modules: a test that is the first to import as many is not judged."""
-_PROCESSES = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+_PROCESSES = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "tests.ranks"}
 
 
 class Meter:
@@ -51,7 +53,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Count from before the test's fixtures to its end; what follows is the teardown."""
-    Meter.started = [] if item.path.is_relative_to(UNIT) else None
+    Meter.started = [] if item.path.is_relative_to(UNIT) and not _MORE else None
     Meter.shared_s = 0.0
     item.stash[_BEGAN] = time.process_time(), len(sys.modules)
     try:

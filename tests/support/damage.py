@@ -1,11 +1,17 @@
-"""What fuzz tests do to good files."""
+"""What fuzz tests do to good files, and how often."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
 INDENTS = [b" ", b"  ", b"\t", b"- "]
+
+
+def examples(count: int) -> int:
+    """A fifth of them in `make test`, always the same; all of them, and others each time, in `make test-fuzz`."""
+    return count if os.environ.get("HYPOTHESIS_PROFILE") else max(20, count // 5)
 
 
 def damaged(

@@ -1,6 +1,7 @@
 """Functions that several ranks run: real processes, which meet over gloo."""
 
 import multiprocessing
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def on_ranks(function: Callable[..., None], *arguments: Any, folder: Path, world
         folder: where the ranks meet; one meeting each.
         world_size: how many ranks.
     """
+    sys.audit("tests.ranks")
     torch.multiprocessing.start_processes(
         _be_rank, args=(world_size, folder, function, arguments), nprocs=world_size, start_method="forkserver"
     )

@@ -328,6 +328,14 @@ def noisy_collate() -> Any:
     return collate
 
 
+def images(samples: int = 96) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Pictures of 8 x 8 points in grey, of ten classes."""
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randn(samples, 1, 8, 8, generator=generator)
+    classes = TensorDataset(pictures, torch.arange(samples) % 10)
+    return classes, classes
+
+
 class Stretched:
     """Takes anything and is nothing in particular."""
 

@@ -25,7 +25,8 @@ _CLI: Any = typer.main.get_command(app)
 _TARGETS = {
     target
     for makefile in (ROOT / "Makefile", *ROOT.glob("templates/*/*/Makefile"))
-    for target in re.findall(r"(?m)^([a-z-]+):", makefile.read_text())
+    for targets in re.findall(r"(?m)^([a-z -]+):", makefile.read_text())
+    for target in targets.split()
 }
 
 

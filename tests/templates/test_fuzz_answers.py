@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import examples
 from baking import bake, git
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bake(tmp_path_factory.mktemp("answers") / "mine").folder
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_answers_of_another_type(project: Path, data: st.DataObject) -> None:
     whole = (project / METADATA).read_bytes()
@@ -31,7 +32,7 @@ def test_answers_of_another_type(project: Path, data: st.DataObject) -> None:
     refuses(project, json.dumps(state).encode(), whole)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_bytes_missing_or_changed(project: Path, data: st.DataObject) -> None:
     whole = (project / METADATA).read_bytes()

@@ -169,11 +169,3 @@ def test_pipeline_new_from_a_wheel_whose_origin_pip_noted(wheel: Path, tmp_path:
             noted.unlink()
 
         assert f"PIPELINE_SOURCE := {source}\n" in (tmp_path / f"p{number}" / "pipeline.mk").read_text()
-
-
-def test_help_does_not_load_what_is_heavy(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pipeline.scaffold import show; print(sorted({'torch', 'ray', 'mlflow'} & set(sys.modules)))"
-    )
-
-    assert succeed(tmp_path, sys.executable, "-c", code, PYTHONPATH=str(REPOSITORY)) == "[]\n"

@@ -21,6 +21,12 @@ from pipeline.training.build import build
 REFUSED_BYTES = 2**60
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which sizes are tried is the subject, not how fast they are."""
+    monkeypatch.setattr(bench, "_WINDOW_SECONDS", 0.01)
+
+
 class Paper:
     """A bench that holds as many samples as its smallest rank, with a given throughput."""
 

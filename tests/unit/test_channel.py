@@ -1,11 +1,7 @@
 """Events and files between processes: all of them, in order, from nobody else, and no worker without its driver."""
 
-import os
 import secrets
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import AuthenticationError
@@ -18,30 +14,6 @@ from pipeline.channel.inbox import Inbox, inside
 from pipeline.channel.outbox import ChannelOutbox
 from pipeline.channel.wire import Address
 from pipeline.events import AnyEvent, Metrics, Point, Warned
-
-DRIVER = """
-import sys
-from pathlib import Path
-from pipeline.channel.inbox import Inbox
-
-with Inbox(host="127.0.0.1", receive=lambda event: print(event.message, flush=True), folder=Path(sys.argv[1])) as inbox:
-    print(inbox.address.model_dump_json(), flush=True)
-    sys.stdin.read()
-"""
-
-WORKER = """
-import sys, threading
-from pipeline.channel.outbox import ChannelOutbox
-from pipeline.channel.wire import Address
-from pipeline.events import Warned
-
-with ChannelOutbox(Address.model_validate_json(sys.argv[1])) as outbox:
-    outbox.event(Warned(time=0, message="training"))
-    if sys.argv[2] == "busy":
-        while True:
-            pass
-    threading.Event().wait()
-"""
 
 
 class Driver:
@@ -212,22 +184,3 @@ def test_a_worker_that_dies_in_a_file_leaves_no_half_file(driver: Driver) -> Non
     driver.inbox.__exit__(None, None, None)
     assert not (driver.folder / "model.pt").exists()
     assert driver.messages == ["another"]
-
-
-@pytest.mark.parametrize("state", ["busy", "waiting"])
-def test_a_worker_whose_driver_is_killed_ends_itself(tmp_path: Path, state: str) -> None:
-    def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
-        line = [sys.executable, "-c", code, *arguments]
-        return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    with start(DRIVER, str(tmp_path)) as driver:
-        assert driver.stdout is not None
-        address = driver.stdout.readline()
-        with start(WORKER, address, state) as worker:
-            assert driver.stdout.readline() == "training\n"
-            assert worker.poll() is None
-            os.kill(driver.pid, signal.SIGKILL)
-            try:
-                assert worker.wait(timeout=30) == 1
-            finally:
-                worker.kill()

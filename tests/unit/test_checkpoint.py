@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -413,38 +412,3 @@ class TestStorage:
         assert address_of(None, run=run) == str(tmp_path / "runs" / "r1" / "checkpoints")
         assert address_of("here", run=run) == str(tmp_path / "here" / "r1")
         assert address_of("s3://bucket/x/", run=run) == "s3://bucket/x/r1"
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"a file system can't be mounted here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_full_disk_is_told_and_training_goes_on(small: Path) -> None:
-    filler = small / "filler"
-    filler.write_bytes(b"x" * (2**20 - 2**14))
-    injected("fills")
-
-    def make_room(step: int) -> None:
-        if step == 9:
-            filler.unlink(missing_ok=True)
-
-    outbox = Watching(make_room)
-    run(
-        small / "checkpoints", outbox=outbox, train={"epochs": 5},
-        model={"_target_": "toys.wide_net"},
-        optimizer={"_target_": "torch.optim.SGD", "lr": 1e-4}, checkpoint={"keep": 1},
-    )  # fmt: skip
-
-    assert len(outbox.series("train/loss")) == 15
-    first, second = warnings(outbox)
-    assert "step-00000003 could not be saved" in first
-    assert "can be saved again" in second
-    assert steps(small / "checkpoints") == [15]

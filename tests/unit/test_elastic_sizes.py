@@ -1,7 +1,8 @@
 """How many workers a training gets, and what is told of it."""
 
-import time
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import toys
@@ -110,8 +111,10 @@ class Roomy(inprocess.Launcher):
     def __init__(self, *room: int) -> None:
         super().__init__(Session(folder=None, receive=lambda _: None, parallel=Parallel()))
         self.rooms = list(room)
+        self.looks = threading.Semaphore(0)
 
     def room(self, trial: Trial) -> int:
+        self.looks.release()
         return self.rooms.pop(0) if len(self.rooms) > 1 else self.rooms[0]
 
 
@@ -174,25 +177,34 @@ def resumed(step: int) -> Resumed:
     return Resumed(time=0.0, step=step, epoch=0, checkpoint="")
 
 
-def pace(*reports: int) -> elastic.Pace:
-    """A tenth of a second to start, and another one to each report."""
-    known = elastic.Pace()
-    known.receive(opened())
-    known.receive(started("node-1", "node-2"))
-    for step in reports:
-        time.sleep(0.1)
-        known.receive(reported(step))
+Paced = Callable[..., elastic.Pace]
+
+
+@pytest.fixture
+def pace(monkeypatch) -> Paced:
+    """A second to start, and another one to each report."""
+
+    def known(*reports: int) -> elastic.Pace:
+        pace = elastic.Pace()
+        with monkeypatch.context() as patch:
+            for second, event in enumerate([opened(), *map(reported, reports)]):
+                patch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda second=second: float(second)))
+                pace.receive(event)
+                if not second:
+                    pace.receive(started("node-1", "node-2"))
+        return pace
+
     return known
 
 
-def test_starting_anew_pays_while_much_is_left() -> None:
+def test_starting_anew_pays_while_much_is_left(pace: Paced) -> None:
     assert not pace().is_worth(0.5)
     assert not pace(10).is_worth(0.5)
     assert pace(10, 20).is_worth(0.5)  # 98 times as much is left
     assert not pace(10, 999).is_worth(0.5)
 
 
-def test_the_newest_checkpoint_is_known() -> None:
+def test_the_newest_checkpoint_is_known(pace: Paced) -> None:
     known = pace()
     known.receive(resumed(20))
     assert known.checkpoint == 20
@@ -203,13 +215,15 @@ def test_the_newest_checkpoint_is_known() -> None:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize(
-    ("workers", "room", "asks"), [(1, 2, True), (1, 1, False), (4, 9, False)], ids=["room", "no room", "most"]
+    ("workers", "room", "looks", "asks"),
+    [(1, 2, 5, True), (1, 1, 5, False), (4, 9, 0, False)],
+    ids=["room", "no room", "most"],
 )
-def test_workers_are_asked_to_make_way_for_more(workers, room, asks) -> None:
+def test_workers_are_asked_to_make_way_for_more(pace: Paced, workers, room, looks, asks) -> None:
     launcher = Roomy(1, room, 1, room)  # two looks in a row must find it
     running = trial(1, 4).model_copy(update={"workers": workers})
     with elastic.Growth(running, launcher=launcher, pace=pace(10, 20)):
-        time.sleep(0.3)
+        assert all(launcher.looks.acquire(timeout=20) for _ in range(looks)), "it stopped to look for room"
     assert launcher.session.resize.withdraw() == asks
     assert not launcher.session.resize.asked
     assert not launcher.session.stop.asked

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from command import Ended
+from damage import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_fuzz_experiments import broken_bytes, broken_trees, overrides, written
@@ -134,7 +135,7 @@ def check_ended(ended: Ended, arguments: list[str]) -> None:
     assert ended.code == 0 or ended.output.strip(), arguments
 
 
-@settings(SHARED, max_examples=150)
+@settings(SHARED, max_examples=examples(150))
 @given(st.sampled_from(WITH_FILE), broken_bytes() | broken_trees().map(written), st.lists(overrides, max_size=2))
 def test_broken_files(folder: Path, command: Callable[..., Ended], name: str, content: bytes, more: list[str]) -> None:
     more = [] if name == "check" else [*more, "tracking=nowhere"]  # wrong in any case, so that nothing starts
@@ -148,7 +149,7 @@ def test_broken_files(folder: Path, command: Callable[..., Ended], name: str, co
     assert there(folder) == before
 
 
-@settings(SHARED, max_examples=150)
+@settings(SHARED, max_examples=examples(150))
 @given(st.sampled_from([*WITH_FILE, *OTHERS]), st.sampled_from(FILES), st.lists(words, max_size=3))
 def test_broken_command_lines(
     folder: Path, command: Callable[..., Ended], name: str, file: str, more: list[str]

@@ -184,7 +184,7 @@ def everything(folder: Path = Path()) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=SLOW)
+@settings(deadline=None, max_examples=damage.examples(150), suppress_health_check=SLOW)
 @given(journals, reports, damaged(ENVIRONMENT))
 def test_looking_back(lines: bytes, damaged_report: bytes, environment: bytes) -> None:
     shutil.rmtree("runs", ignore_errors=True)
@@ -198,7 +198,7 @@ def test_looking_back(lines: bytes, damaged_report: bytes, environment: bytes) -
     assert everything() == before
 
 
-@settings(deadline=None, max_examples=120, suppress_health_check=SLOW)
+@settings(deadline=None, max_examples=damage.examples(120), suppress_health_check=SLOW)
 @given(st.just(UNFINISHED) | damaged(UNFINISHED) | journals, st.just(WRITTEN) | damaged(WRITTEN), st.booleans())
 def test_what_resume_asks_first(lines: bytes, experiment: bytes, newest: bool) -> None:
     """All that `run --resume` reads before it writes; a whole run shows that it can be had."""
@@ -218,7 +218,7 @@ def test_what_resume_asks_first(lines: bytes, experiment: bytes, newest: bool) -
     assert everything() == before
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=damage.examples(300))
 @given(damaged(UNFINISHED) | journals)
 def test_a_journal_that_was_opened_again_has_no_torn_line(content: bytes) -> None:
     Path("again.jsonl").write_bytes(content)
@@ -230,7 +230,7 @@ def test_a_journal_that_was_opened_again_has_no_torn_line(content: bytes) -> Non
     assert content.startswith(kept.removesuffix(event_to_json(EVENTS[0]) + b"\n"))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=damage.examples(300))
 @given(damaged(STORE))
 def test_a_damaged_store_is_refused_or_opens(content: bytes) -> None:
     Path("m.db").write_bytes(content)
@@ -239,7 +239,7 @@ def test_a_damaged_store_is_refused_or_opens(content: bytes) -> None:
     Path("m.db").unlink()
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=damage.examples(500))
 @given(damaged(MANIFEST) | changed_manifest())
 def test_a_manifest_is_whole_or_none(content: bytes) -> None:
     found = parse(content)

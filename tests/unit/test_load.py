@@ -1,14 +1,12 @@
 """The experiment file: reading, overrides, interpolation, and the sentences for everything that can be wrong."""
 
 import json
-import os
 import string
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from damage import examples
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -117,18 +115,6 @@ class TestReading:
         experiment = read(GOOD + "metrics: {a: {_target_: a.b, target: 3}}").experiment
         assert experiment.metrics["a"].target == "a.b"
         assert experiment.metrics["a"].arguments == {"target": 3}
-
-    def test_loading_imports_no_heavy_library(self) -> None:
-        Path("e.yaml").write_text(GOOD)
-        code = (
-            "import sys; from pipeline.config import load, components; load.load('e.yaml');"
-            "print([m for m in ('torch', 'ray', 'mlflow') if m in sys.modules])"
-        )
-        root = Path(__file__).parents[2]
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)}
-        )
-        assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 class TestNotYaml:
@@ -307,7 +293,7 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
             "command line: compare=[]: compare: is an empty list; write at least one entry, or leave the key out",
         ]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.data())
     def test_one_wrong_letter_in_a_key_finds_the_key(self, data: st.DataObject) -> None:
         shape = Shape.of(Experiment)
@@ -427,12 +413,12 @@ class TestInterpolation:
 
     @pytest.mark.parametrize("grown", ["${{model.x{0}}}${{model.x{0}}}", ["${{model.x{0}}}", "${{model.x{0}}}"]])
     def test_what_grows_beyond_all_bounds(self, grown: str | list[str]) -> None:
-        """Forty doublings of eight letters would be nine terabytes; the least value that is too long is named."""
+        """Forty doublings would be more than any memory holds; the least value that is too long is named."""
         again = [
             f"model.x{n}={json.dumps(grown).replace('{0}', str(n - 1)).replace('{{', '{').replace('}}', '}')}"
             for n in range(1, 41)
         ]
-        found = problems_of(GOOD, "model.x0=xxxxxxxx", *again)
+        found = problems_of(GOOD, f"model.x0={'x' * 200_000}", *again)
         assert len(found) == 1
         assert "refer less often" in found[0]
 
@@ -537,19 +523,19 @@ experiments = st.builds(
 
 
 class TestRoundTrips:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(experiments)
     def test_through_json(self, experiment: Experiment) -> None:
         assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(experiments)
     def test_through_yaml(self, experiment: Experiment) -> None:
         again = read(to_yaml(experiment)).experiment
         assert again == experiment
         assert config_hash(again) == config_hash(experiment)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(st.binary(max_size=60) | st.text("ab:-{}[]&*!|>'\"%@` \n\t#?,<$1.~_", max_size=40).map(str.encode))
     @example(b"? [a]\n: b")
     @example(b"a: 0x_")
@@ -565,7 +551,7 @@ class TestRoundTrips:
             read(content)
         assert str(caught.value).startswith("e.yaml")
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(100), deadline=None)
     @given(st.text("ab.=[]{}01$:'\" \\,-", max_size=20))
     @example("train.epochs[0]=1")
     @example("a[99999999999]=1")

@@ -1,10 +1,7 @@
 """Batches from draws: the same whatever serves them, and errors that name what is wrong with the data."""
 
-import gc
 import random
 from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -16,9 +13,8 @@ from torch.utils.data import Dataset, TensorDataset
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.loader import BatchLoader, length, to_device
-from pipeline.training.order import Draw, Order
+from pipeline.training.order import Draw
 
-ORDER = Order(samples=11, global_batch_size=4, seed=5)
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))
 
 
@@ -33,20 +29,6 @@ def draw(*indices: int, epoch: int = 0) -> Draw:
 
 def states() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_table_of_tensors_is_read_as_its_samples_are(workers: int) -> None:
-    draws = list(ORDER.draws(1, rank=0, world_size=1))
-    samples = [TABLE[index] for index in range(len(TABLE))]
-    fast = list(loader(TABLE, workers=workers).batches(draws))
-    slow = list(loader(toys.Plain(samples), workers=workers).batches(draws))
-
-    assert [taken for taken, _ in fast] == [taken for taken, _ in slow] == draws
-    for (taken, (inputs, targets)), (_, (same_inputs, same_targets)) in zip(fast, slow, strict=True):
-        assert targets.tolist() == taken.indices
-        assert torch.equal(inputs, same_inputs)
-        assert torch.equal(targets, same_targets)
 
 
 def test_images_keep_their_layout() -> None:
@@ -78,21 +60,6 @@ def noise(dataset: Dataset[Any], draws: list[Draw], *, workers: int = 0) -> dict
     return {int(row[0]): row[1:] for batch in batches for row in batch.tolist()}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_samples_noise_is_its_own(workers: int) -> None:
-    """Whichever rank, batch, micro-batch or loader process it is drawn in."""
-    dataset = toys.Noisy(range(11))
-    whole = noise(dataset, list(ORDER.draws(2, rank=0, world_size=1)))
-    shared: dict[int, list[float]] = {}
-    for rank in range(3):
-        draws = list(ORDER.draws(2, rank=rank, world_size=3, micro_batches=2))
-        shared |= noise(dataset, draws, workers=workers)
-
-    assert shared == whole
-    columns = list(zip(*whole.values(), strict=True))
-    assert all(len(set(column)) == 11 for column in columns)  # torch's, Python's and NumPy's: samples differ
-
-
 def test_noise_differs_between_epochs_and_seeds() -> None:
     dataset = toys.Noisy(range(11))
     other = BatchLoader(dataset, options=Loader(), collate=None, seed=6, device=torch.device("cpu"))
@@ -101,22 +68,6 @@ def test_noise_differs_between_epochs_and_seeds() -> None:
     seen = [noise(dataset, [draw(4, epoch=epoch)])[4] for epoch in (0, 1)] + [elsewhere.tolist()[0][1:]]
     assert len({tuple(values) for values in seen}) == 3
     assert all(len(set(column)) == 3 for column in zip(*seen, strict=True))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_collates_noise_belongs_to_its_batch(workers: int) -> None:
-    draws = [draw(1, 2), draw(3, 4)]
-    collate = toys.noisy_collate()
-    dataset = toys.Plain(torch.arange(5.0))
-    torch.manual_seed(1)
-    random.seed(1)
-    once = [batch[1:] for _, batch in loader(dataset, collate=collate).batches(draws)]
-    torch.manual_seed(2)
-    random.seed(2)
-    again = [batch[1:] for _, batch in loader(dataset, collate=collate, workers=workers).batches(draws[::-1])]
-
-    assert once == again[::-1]
-    assert once[0] != once[1]
 
 
 @pytest.mark.parametrize("dataset", [TABLE, toys.Noisy(range(11))])
@@ -129,49 +80,12 @@ def test_reading_leaves_the_generators_alone(dataset: Dataset[Any]) -> None:
     assert states() == before
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_iteration_may_be_left_early(workers: int) -> None:
-    reader = loader(toys.Plain(torch.arange(40)), workers=workers)
-    for _, batch in reader.batches([draw(i) for i in range(40)]):
-        if batch.tolist() == [3]:
-            break
-    again = [batch.tolist() for _, batch in reader.batches([draw(7, 5), draw(6)])]
-
-    assert again == [[7, 5], [6]]
-
-
-@pytest.mark.parametrize("dataset", [toys.Plain([1, 2]), toys.unreadable(1)[0]], ids=["read", "unreadable"])
-def test_loader_processes_end_with_the_loader(dataset: Dataset[Any]) -> None:
-    """Not when Python's collector happens to run: it may do so in a process forked since, and close others' files."""
-    gc.disable()
-    try:
-        reader = loader(dataset, workers=1)
-        with suppress(TrainingError):
-            list(reader.batches([draw(0), draw(1)]))
-        assert active_children()
-        del reader
-        assert not active_children()
-    finally:
-        gc.enable()
-
-
 def failure(dataset: Dataset[Any], *indices: int, workers: int = 0, **more: Any) -> Exception:
     try:
         list(loader(dataset, workers=workers, **more).batches([draw(*indices)]))
     except (ExperimentError, TrainingError) as error:
         return error.with_traceback(None)  # whose frames would keep the loader processes
     pytest.fail("all could be read")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", [torch.ones, np.ones])
-def test_ragged_samples_are_named_with_their_shapes(workers: int, kind: Callable[..., Any]) -> None:
-    ragged = toys.Plain([(kind((2, length)), 0) for length in (3, 3, 4)])
-
-    assert str(failure(ragged, 2, 1, workers=workers)) == (
-        "data: samples 2, 1 can't be stacked into a batch: they are (2, 3) and (2, 4); "
-        "make all samples alike, or write loader.collate for samples of different sizes"
-    )
 
 
 def test_many_ragged_samples_are_not_all_listed() -> None:
@@ -195,27 +109,6 @@ def test_samples_that_no_batch_can_be_made_of(samples: list[Any], reason: str) -
     assert error.problems[0].key == "data"
     assert reason in str(error)
     assert "at 0x" not in str(error)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_unreadable_sample_is_named_with_its_traceback(workers: int) -> None:
-    error = failure(toys.unreadable(6)[0], 5, 6, workers=workers)
-
-    assert isinstance(error, TrainingError)
-    assert str(error) == "sample 6 of the data can't be read: OSError: no such image"
-    first = error.details.splitlines()[1]
-    assert "toys.py" in first
-    assert "in __getitem__" in first
-    assert error.details.endswith("OSError: no such image\n")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_failing_collate_is_shown_with_its_traceback(workers: int) -> None:
-    error = failure(toys.Plain([1, 2]), 0, 1, workers=workers, collate=toys.broken_collate())
-
-    assert isinstance(error, TrainingError)
-    assert str(error) == "loader.collate failed on samples 0, 1: ValueError: the user's own collate"
-    assert "in collate" in error.details.splitlines()[1]
 
 
 def test_collate_makes_a_batch_of_ragged_samples() -> None:

@@ -1,6 +1,5 @@
 """Arrays and token files that stay in their files, whoever reads them."""
 
-import multiprocessing
 import pickle
 from pathlib import Path
 
@@ -8,12 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.schema import Loader
 from pipeline.data import arrays, tokens
 from pipeline.errors import ExperimentError
 from pipeline.training.fetch import Rows, fetcher
-from pipeline.training.loader import BatchLoader
-from pipeline.training.order import Order
 
 INPUTS = np.arange(60, dtype=np.float32).reshape(10, 3, 2)
 TARGETS = np.arange(10)
@@ -68,19 +64,6 @@ class TestArrays:
         train, _ = arrays(**files)
 
         assert len(pickle.dumps(train)) < 1000
-
-    @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
-    def test_loader_processes_read_the_same(self, files, method, workers):
-        train, _ = arrays(**files)
-        loader = BatchLoader(
-            train, options=Loader(num_workers=workers), collate=None, seed=0, device=torch.device("cpu")
-        )
-        loader._loader.multiprocessing_context = multiprocessing.get_context(method)
-        order = Order(samples=10, global_batch_size=4, seed=3)
-        draws = list(order.draws(0, rank=0, world_size=1))
-        read = [(draw.indices, targets.tolist()) for draw, (_, targets) in loader.batches(iter(draws))]
-
-        assert read == [(draw.indices, draw.indices) for draw in draws]
 
     @pytest.mark.parametrize(
         ("changes", "message"),

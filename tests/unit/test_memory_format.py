@@ -4,35 +4,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import samples
 import torch
 import toys
 
 from pipeline.config.load import load
 from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
+from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.loader import to_device
 
 NETWORK: dict[str, Any] = {
     "model": {"_target_": "pipeline.models.resnet18", "num_classes": 10, "in_channels": 1, "width": 2},
-    "data": {"_target_": "pipeline.data.digits", "validation_fraction": 0.8},
+    "data": {"_target_": "toys.images"},
     "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
 }
 RESNET = Path(__file__).parents[2] / "experiments" / "resnet.yaml"
 
 
 def sections(layout: str, *, precision: str = "fp64") -> dict[str, Any]:
-    train = {"epochs": 1, "global_batch_size": 64, "memory_format": layout, "precision": precision}
+    train = {"epochs": 1, "global_batch_size": 32, "memory_format": layout, "precision": precision}
     return {**NETWORK, "train": train}
 
 
-def test_both_layouts_train_the_same() -> None:
+def test_both_layouts_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64, where nothing but the order of sums differs; evaluation included."""
+    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
     results = [toys.trained(**sections(layout)) for layout in ("contiguous", "channels_last")]
     (one, plain), (other, turned) = results
 
     losses, turned_losses = plain.series("train/loss"), turned.series("train/loss")
-    assert len(losses) == len(turned_losses) == 6
+    assert len(losses) == len(turned_losses) == 3
     assert losses == pytest.approx(turned_losses, rel=1e-6)
     assert one.metrics["validation/loss"] == pytest.approx(other.metrics["validation/loss"], rel=1e-6)
 

@@ -1,7 +1,5 @@
 """Strategies and launchers by name, built in or from other distributions."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,12 +55,3 @@ def test_built_in_names_cannot_be_taken() -> None:
 def test_unknown_names(name: str) -> None:
     with pytest.raises(KeyError):
         registry.load("strategies", name)
-
-
-def test_naming_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from pipeline import registry; registry.names('strategies'); registry.names('launchers'); "
-        "print([name for name in ('torch', 'ray', 'mlflow') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

@@ -58,14 +58,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 PAIRS = [("SGD", "none"), *product(["momentum", "AdamW"], [name for name in SCHEDULERS if name != "none"])]
 
 
-DEEP = {"fsdp"}  # whose checkpoints are slow to write; tests/integration/test_fsdp.py resumes it in the gate
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[pytest.mark.deep] if name in DEEP else []) for name in registry.names("strategies")
-    ]
-)
+@pytest.fixture(params=registry.names("strategies"))
 def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each strategy in one process, with what it needs."""
     name: str = request.param
@@ -108,9 +101,10 @@ def after(step: int, outbox: toys.Kept, name: str) -> list[Any]:
     return [point for point in outbox.points(name) if point.step > step]
 
 
+@pytest.mark.parametrize("stopped", [(1, 2, 3), (4, 5, 6)], ids=["first epoch", "second epoch"])
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 def test_a_training_resumed_after_any_step_is_the_same(
-    tmp_path: Path, strategy: str, optimizer: str, scheduler: str
+    tmp_path: Path, strategy: str, optimizer: str, scheduler: str, stopped: tuple[int, ...]
 ) -> None:
     sections = {
         "model": {"_target_": "toys.rich_net"}, "data": {"_target_": "toys.augmented"},
@@ -118,7 +112,7 @@ def test_a_training_resumed_after_any_step_is_the_same(
     }  # fmt: skip
     whole, expected = run(tmp_path / "whole", strategy=strategy, **sections)
     assert len(set(expected.series("train/loss"))) == STEPS
-    for step in range(1, STEPS + 1):
+    for step in stopped:
         folder = until(step, folder=tmp_path / "whole", to=tmp_path / f"until {step}")
         result, outbox = run(folder, resume=True, strategy=strategy, **sections)
 

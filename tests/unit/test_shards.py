@@ -2,8 +2,6 @@
 
 import io
 import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -11,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from PIL import Image
 
 from pipeline.config.schema import Loader
 from pipeline.data import shard_cache, shard_index, shards
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.loader import BatchLoader
-from pipeline.training.order import Draw
 
 
 def image(brightness: int) -> np.ndarray:
@@ -59,16 +55,6 @@ def test_any_sample_can_be_read(written):
     assert validation[0][1] == 8
 
 
-def test_batches_come_from_loader_processes_too(written):
-    train, _ = shards(train=["train-000000.tar", "train-000002.tar"], fields=["png", "cls"], transform=torch.flatten)
-    draws = [Draw(0, [6, 1], weight=1.0, is_last=True), Draw(0, [2, 3, 5], weight=1.0, is_last=True)]
-    loader = BatchLoader(train, options=Loader(num_workers=2), collate=None, seed=0, device=torch.device("cpu"))
-    batches = [batch for _, batch in loader.batches(draws)]
-
-    assert [labels.tolist() for _, labels in batches] == [[10, 1], [2, 3, 9]]
-    assert [tuple(pictures.shape) for pictures, _ in batches] == [(2, 60), (3, 60)]
-
-
 def test_an_index_is_kept_until_the_shard_changes(written, monkeypatch):
     found = []
     monkeypatch.setattr(
@@ -97,18 +83,6 @@ def test_an_index_that_cannot_be_kept_is_found_again(written):
 
     assert len(shards(train="train-000000.tar", fields=["cls"]).train) == 4
     assert sorted(written.iterdir()) == before
-
-
-def test_shards_of_tar_itself(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, label in (("a", "3"), ("b", "4")):
-        Image.fromarray(image(50)).save(f"{name}.seg.png")
-        Path(f"{name}.cls").write_text(label)
-    Path("README").write_text("no sample")
-    subprocess.run(["tar", "cf", "all.tar", "README", "a.seg.png", "a.cls", "b.seg.png", "b.cls"], check=True)
-    train, _ = shards(train="all.tar", fields=["cls", "seg.png"])
-
-    assert [label for label, _ in map(train.__getitem__, range(2))] == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -153,14 +127,3 @@ def test_a_shard_that_was_cut_meanwhile_is_named(written):
         ValueError, match=r"train-000000\.tar: EOFError: it has fewer than [0-9]+ bytes; has it changed"
     ):
         train[3]
-
-
-def test_without_the_library_it_is_said(written):
-    code = (
-        "import sys; sys.modules['webdataset'] = None\n"
-        "from pipeline.data import shards\n"
-        "shards(train='train-000000.tar', fields=['cls'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-    assert "data: shards need webdataset, which is not installed: pip install 'ddp-pipeline[shards]'" in done.stderr

@@ -2,15 +2,12 @@
 
 import gzip
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import toys
-from ranks import on_ranks
 
 from pipeline.contract import Rank, Trial
 from pipeline.events import AnyEvent, ArtifactSaved
@@ -78,25 +75,3 @@ def test_the_model_stays_as_it_is(tmp_path: Path) -> None:
 
     assert all(torch.equal(value, before[name]) for name, value in ready.model.state_dict().items())
     assert ready.optimizer.param_groups[0]["lr"] == rate > 0
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with two gloo processes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    on_ranks(_train, folder, folder=folder)
-    return folder
-
-
-def _train(rank: Rank, folder: Path) -> None:
-    own = folder / f"rank{rank.rank}"
-    own.mkdir()
-    train(trial(workers=2), rank=rank, outbox=DirectOutbox(session(own, [])))
-
-
-def test_two_ranks_take_the_steps_together_and_one_records_them(two_ranks: Path) -> None:
-    names = names_in(two_ranks / "rank0")
-
-    assert not (two_ranks / "rank1" / "traces").exists()
-    assert names["DistributedDataParallel.forward"] == STEPS
-    assert sum(count for name, count in names.items() if re.search("all_?reduce", name)) >= STEPS

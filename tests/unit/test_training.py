@@ -118,9 +118,6 @@ def test_a_scheduler_may_take_exactly_all_steps() -> None:
     assert len(losses(scheduler=one_cycle)) == 2 * STEPS
 
 
-# The learning rate and the global batch size
-
-
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 def test_the_learning_rate_follows_the_batch_size(rule: Any, factor: float) -> None:
     assert scaling_factor(LearningRateScaling(rule=rule, base_batch_size=2), global_batch_size=8) == factor
@@ -162,9 +159,6 @@ def test_reduce_on_plateau_follows_the_validation_loss() -> None:
     assert close(rates, [0.05] * 2 * STEPS + [0.005] * STEPS)
 
 
-# Precision
-
-
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05)])
 def test_lower_precision_trains_nearly_the_same(precision: str, tolerance: float) -> None:
     reduced, exact = losses(train={"precision": precision}), losses()
@@ -191,9 +185,6 @@ def test_fp16_clips_the_unscaled_gradient() -> None:
     finite = [norm for norm in norms if math.isfinite(norm)]  # the first steps overflow until the scale fits
     assert len(finite) >= 3
     assert close(finite[:1], exact[:1], tolerance=0.01)
-
-
-# Randomness
 
 
 def test_an_optimizer_forgets_gradients_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,13 +217,6 @@ def test_dropout_is_reproducible() -> None:
     assert losses(model=model, seed=4) != one
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_loader_processes_change_nothing(workers: int) -> None:
-    """Neither augmentation nor dropout: both have randomness of their own."""
-    sections = {"model": {"_target_": "toys.dropout_net"}, "data": {"_target_": "toys.noisy"}}
-    assert losses(**sections) == losses(**sections, loader={"num_workers": workers})
-
-
 def test_dropout_does_not_depend_on_what_was_drawn_before() -> None:
     model = {"_target_": "toys.dropout_net"}
     one = losses(model=model)
@@ -246,9 +230,6 @@ def test_dropout_of_a_step_does_not_depend_on_what_came_before() -> None:
     model = {"_target_": "toys.DrawsInEvaluation"}
     often, once = (losses(model=model, train={"evaluate_every_epochs": every}) for every in (1, 2))
     assert often == once
-
-
-# What is reported
 
 
 def test_events_come_in_order() -> None:
@@ -322,9 +303,6 @@ def test_a_digest_tells_data_sets_apart() -> None:
     assert digest(data={"_target_": "toys.noisy"}, model={"_target_": "toys.dropout_net"}) == digests[3]
 
 
-# Measurements
-
-
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_a_measurement_takes_exactly_its_steps(steps: int) -> None:
     result, outbox = toys.trained(max_steps=steps, measure={"warmup_steps": 1, "steps": 2, "windows": 2})
@@ -350,9 +328,6 @@ def test_a_measurement_reports_after_warmup_and_each_window() -> None:
         max_steps=3 + 2 * 4, measure={"warmup_steps": 3, "steps": 4, "windows": 2}, train={"global_batch_size": 1}
     )
     assert [event.step for event in outbox.events if isinstance(event, Metrics)] == [3, 7, 11]
-
-
-# What goes wrong
 
 
 def test_a_nan_stops_training_and_names_step_and_samples() -> None:

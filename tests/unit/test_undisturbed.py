@@ -1,13 +1,9 @@
 """Large imports: no collection of garbage, and signals that wait."""
 
 import gc
-import json
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,29 +114,6 @@ def test_another_thread_may_import() -> None:
     thread.start()
     thread.join()
     assert imported == [signal.getsignal(signal.SIGINT)]
-
-
-@pytest.mark.slow
-def test_the_large_imports_of_a_run_are_made_without_it(tmp_path: Path) -> None:
-    watched = """
-import gc, json, sys
-enabled = {}
-class Watch:
-    def find_spec(self, name, *_):
-        if name in ("torch", "torch._dynamo"):
-            enabled.setdefault(name, gc.isenabled())
-sys.meta_path.insert(0, Watch())
-from pipeline.cli import main
-try:
-    main()
-finally:
-    print(json.dumps(enabled))
-"""
-    mlp = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
-    asked = ["parallel.launcher=inprocess", "parallel.strategy=single", "parallel.workers=1", "train.epochs=1"]
-    command = [sys.executable, "-c", watched, "run", str(mlp), *asked, "metrics={}", "--no-baseline", "--quiet"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == {"torch": False, "torch._dynamo": False}
 
 
 class Interrupting(Frozen):

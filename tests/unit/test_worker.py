@@ -1,8 +1,6 @@
 """One process, one rank: what it reports, replaying it by hand, and the load of its node."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import toys
 
 from pipeline import system_metrics, worker
 from pipeline.contract import Rank, Trial
-from pipeline.events import AnyEvent, Failed, Finished, Metrics, SystemMetrics, event_from_json
+from pipeline.events import AnyEvent, Failed, Finished, SystemMetrics
 from pipeline.system_metrics import SystemSampler
 
 
@@ -107,38 +105,6 @@ def test_the_rank_that_torchrun_gave(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     rank = worker.rank_from_environment()
     assert (rank.rank, rank.local_rank, rank.world_size, rank.local_world_size) == (5, 1, 8, 4)
-
-
-def replay(trial: Trial, folder: Path) -> tuple[int, list[AnyEvent], str]:
-    """``python -m pipeline.worker trial.json``, as somebody would who looks for a mistake."""
-    path = folder / "trial.json"
-    path.write_text(trial.model_dump_json())
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline.worker", str(path)], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(toys.__file__).parent)},
-    )  # fmt: skip
-    return done.returncode, [event_from_json(line) for line in done.stdout.splitlines()], done.stderr
-
-
-def test_a_rank_can_be_replayed_by_hand(tmp_path: Path) -> None:
-    code, events, stderr = replay(toys.trial(), tmp_path)
-    _, outbox = toys.trained()
-
-    assert (code, stderr) == (0, "")
-    assert isinstance(events[-1], Finished)
-    replayed = [p.value for e in events if isinstance(e, Metrics) for p in e.points if p.name == "train/loss"]
-    assert replayed == outbox.series("train/loss")
-
-
-def test_a_replayed_failure_is_seen(tmp_path: Path) -> None:
-    code, events, stderr = replay(toys.trial(model={"_target_": "toys.BrokenModel"}), tmp_path)
-
-    assert code == 1
-    assert isinstance(events[-1], Failed)
-    assert "LookupError: the user's own mistake" in stderr
-
-
-# The load of the node
 
 
 class Waiting(toys.Kept):

@@ -1,0 +1,76 @@
+"""A worker whose driver is killed ends by itself."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.channel.inbox import Inbox
+from pipeline.events import AnyEvent, Warned
+
+DRIVER = """
+import sys
+from pathlib import Path
+from pipeline.channel.inbox import Inbox
+
+with Inbox(host="127.0.0.1", receive=lambda event: print(event.message, flush=True), folder=Path(sys.argv[1])) as inbox:
+    print(inbox.address.model_dump_json(), flush=True)
+    sys.stdin.read()
+"""
+
+WORKER = """
+import sys, threading
+from pipeline.channel.outbox import ChannelOutbox
+from pipeline.channel.wire import Address
+from pipeline.events import Warned
+
+with ChannelOutbox(Address.model_validate_json(sys.argv[1])) as outbox:
+    outbox.event(Warned(time=0, message="training"))
+    if sys.argv[2] == "busy":
+        while True:
+            pass
+    threading.Event().wait()
+"""
+
+
+class Driver:
+    """An inbox and what it has received."""
+
+    def __init__(self, folder: Path) -> None:
+        self.events: list[AnyEvent] = []
+        self.folder = folder
+        self.inbox = Inbox(host="127.0.0.1", receive=self.events.append, folder=folder)
+
+    @property
+    def messages(self) -> list[str]:
+        return [event.message for event in self.events if isinstance(event, Warned)]
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    driver = Driver(tmp_path)
+    with driver.inbox:
+        yield driver
+
+
+@pytest.mark.parametrize("state", ["busy", "waiting"])
+def test_a_worker_whose_driver_is_killed_ends_itself(tmp_path: Path, state: str) -> None:
+    def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
+        line = [sys.executable, "-c", code, *arguments]
+        return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with start(DRIVER, str(tmp_path)) as driver:
+        assert driver.stdout is not None
+        address = driver.stdout.readline()
+        with start(WORKER, address, state) as worker:
+            assert driver.stdout.readline() == "training\n"
+            assert worker.poll() is None
+            os.kill(driver.pid, signal.SIGKILL)
+            try:
+                assert worker.wait(timeout=30) == 1
+            finally:
+                worker.kill()

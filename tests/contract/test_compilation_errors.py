@@ -1,0 +1,69 @@
+"""What torch.compile can't do is said by the key."""
+
+import logging
+from typing import Any
+
+import pytest
+import toys
+
+from pipeline import worker
+from pipeline.contract import Rank
+from pipeline.errors import ExperimentError
+from pipeline.events import Failed
+from pipeline.training import compilation
+from pipeline.training.compilation import explained
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+STATIC: dict[str, Any] = {"data": {"_target_": "toys.regression", "samples": 24, "validation": 0}}
+"""Batches of one size, so that one graph is compiled."""
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Any:
+    """Compiled code, callbacks and settings of the compiler don't outlive a test."""
+    yield
+    import torch._dynamo
+    import torch._dynamo.callback
+
+    torch._dynamo.callback.callback_handler.clear()
+    torch._dynamo.reset()
+
+
+class TestErrors:
+    def test_without_a_compiler_on_a_node(self) -> None:
+        import torch._inductor.config
+
+        message = r"train.compile: needs a C\+\+ compiler on CPU, and this node has none"
+        with (
+            torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}),
+            pytest.raises(ExperimentError, match=message),
+        ):
+            toys.trained(**STATIC, train={"compile": True})
+
+    def test_of_a_part_that_cannot_be_compiled_whole(self, caplog: pytest.LogCaptureFixture) -> None:
+        """With fullgraph, which was asked for; without, torch leaves that part as it is."""
+        outbox = toys.Kept()
+        trial = toys.trial(**STATIC, model={"_target_": "toys.Breaking"}, train={"compile": {"fullgraph": True}})
+        with caplog.at_level(logging.CRITICAL), pytest.raises(worker.WorkerFailed):
+            worker.run(trial, rank=Rank(), outbox=outbox)
+
+        (failed,) = (event for event in outbox.events if isinstance(event, Failed))
+        assert failed.traceback == "", failed.error
+        (problem,) = failed.problems
+        assert problem.key == "train.compile"
+        assert problem.message.startswith("torch can't compile this model: ")
+
+    def test_of_too_many_sizes(self) -> None:
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        how = toys.experiment(train={"compile": True}).train.compile
+        with pytest.raises(ExperimentError, match=r"more than 64 sizes.*\{dynamic: true\}"), explained(how):
+            raise FailOnRecompileLimitHit("recompile_limit reached")
+
+    def test_of_others_stay_what_they_are(self) -> None:
+        how = toys.experiment(train={"compile": True}).train.compile
+        with pytest.raises(LookupError), explained(how):
+            raise LookupError("the user's own mistake")
+        with pytest.raises(LookupError), compilation.explained(None):
+            raise LookupError("the user's own mistake")

@@ -1,0 +1,24 @@
+"""What is asked before anything starts loads no heavy library: a plan, Tab and --help answer at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "ray", "mlflow", "torchmetrics")
+ASKED = {
+    "an experiment file": "from pipeline.config import load, components; load.load('experiments/mlp.yaml')",
+    "strategies and launchers": "from pipeline import registry as r; r.names('strategies'); r.names('launchers')",
+    "keys and values": "from pipeline.config import vocabulary as v; v.all_keys(); v.values_of('model._target_')",
+    "the machine": "from pipeline.resources import detect; detect()",
+    "new projects": "from pipeline.scaffold import show",
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_nothing_heavy_is_imported(what: str) -> None:
+    code = f"import sys; {ASKED[what]}; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

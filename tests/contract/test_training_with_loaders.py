@@ -1,0 +1,39 @@
+"""Training with loader processes is training without them."""
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toys
+
+from pipeline.config.schema import Loader
+from pipeline.data import arrays
+from pipeline.training.loader import BatchLoader
+from pipeline.training.order import Order
+
+
+def losses(**sections: Any) -> list[float]:
+    return toys.trained(**sections)[1].series("train/loss")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_loader_processes_change_nothing(workers: int) -> None:
+    """Neither augmentation nor dropout: both have randomness of their own."""
+    sections = {"model": {"_target_": "toys.dropout_net"}, "data": {"_target_": "toys.noisy"}}
+    assert losses(**sections) == losses(**sections, loader={"num_workers": workers})
+
+
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
+def test_loader_processes_read_the_same_arrays(tmp_path: Path, method: str, workers: int) -> None:
+    np.save(tmp_path / "x.npy", np.arange(60, dtype=np.float32).reshape(10, 3, 2))
+    np.save(tmp_path / "y.npy", np.arange(10))
+    train, _ = arrays(inputs=f"{tmp_path}/x.npy", targets=f"{tmp_path}/y.npy")
+    loader = BatchLoader(train, options=Loader(num_workers=workers), collate=None, seed=0, device=torch.device("cpu"))
+    loader._loader.multiprocessing_context = multiprocessing.get_context(method)
+    draws = list(Order(samples=10, global_batch_size=4, seed=3).draws(0, rank=0, world_size=1))
+    read = [(draw.indices, targets.tolist()) for draw, (_, targets) in loader.batches(iter(draws))]
+
+    assert read == [(draw.indices, draw.indices) for draw in draws]

@@ -1,0 +1,95 @@
+"""Trainings that torch.compile takes part in, to the end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import toys
+
+from pipeline.contract import Rank
+from pipeline.training import loop
+from pipeline.training.loop import train
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+STATIC: dict[str, Any] = {"data": {"_target_": "toys.regression", "samples": 24, "validation": 0}}
+"""Batches of one size, so that one graph is compiled."""
+MOMENTUM = {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Any:
+    """Compiled code, callbacks and settings of the compiler don't outlive a test."""
+    yield
+    import torch._dynamo
+    import torch._dynamo.callback
+
+    torch._dynamo.callback.callback_handler.clear()
+    torch._dynamo.reset()
+
+
+def test_losses_are_the_same_and_compiling_is_over_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_s: list[float] = []
+
+    def step(setup: Any, stream: Any, *, step: int) -> Any:
+        compiled_s.append(setup.compiling.seconds)
+        return taken(setup, stream, step=step)
+
+    _, plain = toys.trained(**STATIC, optimizer=MOMENTUM)
+    taken = loop.optimizer_step
+    monkeypatch.setattr(loop, "optimizer_step", step)
+    result, outbox = toys.trained(**STATIC, optimizer=MOMENTUM, train={"compile": {"fullgraph": True}})
+
+    assert outbox.series("train/loss") == pytest.approx(plain.series("train/loss"), abs=1e-12)
+    assert len(set(plain.series("train/loss"))) == 6
+    assert compiled_s[0] > 0
+    assert set(compiled_s) == {compiled_s[0]}, "something was compiled during training"
+    assert result.compile_s == compiled_s[0], "something was compiled while parts of a step were measured"
+    assert outbox.files["model/weights.pt"].keys() == plain.files["model/weights.pt"].keys()
+
+
+def test_batches_of_all_sizes_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """22 samples in batches of 8, in micro-batches of 4 and 3, with dropout, statistics and validation."""
+    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
+    sections: dict[str, Any] = {"model": {"_target_": "toys.batch_norm_net"}}
+    _, plain = toys.trained(**sections, train={"gradient_accumulation": 2})
+    seconds: list[float] = []
+    monkeypatch.setattr(loop, "train_epoch", lambda setup, **more: _watched(setup, seconds, **more))
+    _, outbox = toys.trained(**sections, train={"gradient_accumulation": 2, "compile": True})
+
+    for name in ("train/loss", "validation/loss"):
+        assert outbox.series(name) == pytest.approx(plain.series(name), abs=1e-12)
+    assert seconds == [0.0, 0.0]
+
+
+_train_epoch = loop.train_epoch
+
+
+def _watched(setup: Any, seconds: list[float], **more: Any) -> None:
+    before = setup.compiling.seconds
+    _train_epoch(setup, **more)
+    seconds.append(setup.compiling.seconds - before)
+
+
+def test_resuming_is_exact_to_the_bit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
+
+    def run(*, resume: bool) -> toys.Kept:
+        sections: dict[str, Any] = {"model": {"_target_": "toys.dropout_net"}, "optimizer": MOMENTUM}
+        keep, settings = {"every_steps": 1, "keep": 100}, {"compile": True, "precision": "fp32"}
+        trial = toys.trial(**sections, checkpoint=keep, train=settings)
+        outbox = toys.Kept()
+        train(trial.model_copy(update={"checkpoints": str(tmp_path), "resume": resume}), rank=Rank(), outbox=outbox)
+        return outbox
+
+    whole = run(resume=False)
+    for folder in tmp_path.glob("step-0000000[5-6]"):
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    again = run(resume=True)
+
+    assert "resumed" in again.kinds()
+    assert again.series("train/loss") == whole.series("train/loss")  # the first steps are told again
+    assert again.series("validation/loss") == whole.series("validation/loss")
