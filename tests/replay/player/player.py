@@ -1,0 +1,95 @@
+"""A launcher whose workers are a recorded journal: what they said is said again, in no time.
+
+`PLAYED` in the environment names the run's folder. The rest of ``pipeline run`` and ``compare`` is the real one: plan,
+recorder, terminal, MLflow, report, exit code.
+"""
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from pipeline.config.parallel import Parallel
+from pipeline.contract import Trial
+from pipeline.events import (
+    AnyEvent,
+    ArtifactSaved,
+    CheckpointSaved,
+    Failed,
+    Finished,
+    FirstStep,
+    Metrics,
+    ModelSaved,
+    Resumed,
+    RunClosed,
+    Started,
+    SystemMetrics,
+    TrialOpened,
+    Warned,
+)
+from pipeline.launchers.base import Session
+from pipeline.recording import journal
+from pipeline.resources import Resources
+
+_WORKERS = (
+    Started, FirstStep, Metrics, SystemMetrics, Warned, Failed, Finished, ModelSaved, CheckpointSaved, Resumed
+)  # fmt: skip
+"""What workers say; all else is the driver's."""
+
+
+class Launcher:
+    """Says again what the workers of a run have said."""
+
+    many_processes = True
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._folder = Path(os.environ["PLAYED"])
+        self._launched: Counter[tuple[str, int]] = Counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was started."""
+
+    @staticmethod
+    def resources(parallel: Parallel) -> Resources:
+        """Of the machine that the recordings are from."""
+        return Resources(cpus=2, memory_mb=4096)
+
+    def room(self, trial: Trial) -> int:
+        """As many as were recorded."""
+        return trial.workers
+
+    def launch(self, trial: Trial) -> None:
+        """Play one attempt of a trial; see `pipeline.launchers.base.Launcher`."""
+        attempt = self._launched[trial.name, trial.repeat]
+        self._launched[trial.name, trial.repeat] += 1
+        for event in self._said(trial, attempt=attempt):
+            if isinstance(event, ModelSaved):
+                if not trial.experiment.tracking.log_model:
+                    continue
+                shutil.copytree(self._folder / "model", self.session.folder / "model", dirs_exist_ok=True)
+            self.session.receive(event)
+        if self._was_interrupted:
+            raise KeyboardInterrupt
+
+    def _said(self, trial: Trial, *, attempt: int) -> Iterator[AnyEvent]:
+        opened = -1
+        is_over = True
+        for event in journal.read(self._folder / journal.FILE_NAME):
+            if isinstance(event, TrialOpened):
+                is_this = (event.trial, event.repeat) == (trial.name, trial.repeat)
+                opened, is_over = opened + is_this, not is_this
+            is_over |= isinstance(event, ArtifactSaved | RunClosed)
+            if opened == attempt and not is_over and isinstance(event, _WORKERS):
+                yield event
+                is_over = isinstance(event, Finished)
+
+    @property
+    def _was_interrupted(self) -> bool:
+        end = journal.ending(self._folder / journal.FILE_NAME)
+        return end is not None and end.status == "KILLED"

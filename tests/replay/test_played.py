@@ -1,0 +1,164 @@
+"""``pipeline run`` and ``compare`` as a whole, from the plan to the exit code, with recorded workers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recordings import JOURNALS, Store
+
+from pipeline.events import Finished, RunClosed, TrialOpened
+from pipeline.recording import journal as journals
+from pipeline.speedup.report import Report
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
+
+Play = Callable[..., Any]
+DDP = ("parallel.strategy=ddp", "parallel.workers=2")
+SINGLE = ("parallel.strategy=single", "parallel.workers=1")
+
+
+def run_in(lab: Path) -> Path:
+    (folder,) = (lab / "runs").iterdir()
+    return folder
+
+
+def kinds(folder: Path, kind: type[Any]) -> list[Any]:
+    return [event for event in journals.read(folder / journals.FILE_NAME) if isinstance(event, kind)]
+
+
+def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, store: Store) -> None:
+    ended = play("finished", "run", "tiny.yaml", whole=True)
+
+    assert (ended.code, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    told = [line for line in lines if line.startswith(("baseline:", "main:", "reference:"))]
+    assert [line.partition(" starting")[0] for line in told if "starting" in line] == [
+        "baseline: single:", "main: ddp x 2:", "reference: single, 2 cores:"
+    ]  # fmt: skip
+    assert [line.split(": ")[2].split(",")[0] for line in told if ": step " in line and line.startswith("main")] == [
+        "step 10/46", "step 23/46", "step 46/46"
+    ]  # fmt: skip
+    assert "main: ddp x 2: step 46/46, epoch 2/2, validation/loss 0.3469, validation/accuracy 0.8914" in told
+    assert told[-1].startswith("reference: single, 2 cores: done, 18 steps, loss 0.9419, ")
+    folder = run_in(lab)
+    for word in ("tiny", "speedup", "efficiency", "exposed", "validation/accuracy", "ddp x 2 does", "/#/experiments/"):
+        assert any(word in line for line in lines), word
+    assert f"run      runs/{folder.name}" in lines
+    log = (folder / "log.txt").read_text()
+    assert set(told) <= set(log.splitlines())
+
+    events = list(journals.read(folder / journals.FILE_NAME))
+    assert [event.trial for event in kinds(folder, TrialOpened)] == ["baseline", "main", "reference"]
+    assert [event.trial for event in kinds(folder, Finished)] == ["baseline", "main", "reference"]
+    assert isinstance(events[-1], RunClosed)
+    assert (events[-1].status, "ddp x 2 does" in events[-1].summary) == ("FINISHED", True)
+    assert not journals.is_open(folder / journals.FILE_NAME)
+    (main,) = (run for run in store.runs("tiny") if run.data.tags["role"] == "main")
+    assert (main.info.status, main.info.run_name) == ("FINISHED", folder.name)
+    assert [step for step, _ in store.series(main, "train/loss")] == list(range(1, 47))
+
+
+def test_the_report_is_that_of_what_the_workers_measured(play: Play, lab: Path, store: Store) -> None:
+    play("finished", "run", "tiny.yaml", "--quiet")
+    folder = run_in(lab)
+    rates = {end.trial: end.result.samples_per_second.median for end in kinds(folder, Finished)}
+    report = Report.model_validate_json((folder / "speedup.json").read_text())
+
+    assert [row.role for row in report.rows] == ["baseline", "reference", "main"]
+    assert report.speedup == pytest.approx(rates["main"] / rates["baseline"])
+    assert report.efficiency == pytest.approx(rates["main"] / rates["baseline"] / 2)
+    runs = {run.data.tags["role"]: run.data.metrics for run in store.runs("tiny")}
+    assert runs["main"]["speedup"] == pytest.approx(report.speedup)
+    assert runs["main"]["efficiency"] == pytest.approx(report.efficiency)
+    assert runs["baseline"]["throughput/samples_per_second"] == pytest.approx(rates["baseline"])
+    page = (folder / "report.html").read_text()
+    assert (folder / "speedup.png").read_bytes().startswith(b"\x89PNG")
+    assert "data:image/png;base64," in page
+    assert 'src="http' not in page
+    assert 'href="http' not in page
+
+
+def test_scripts_get_one_document_and_nothing_else(play: Play, lab: Path, command: Any) -> None:
+    ended = play("single", "run", "tiny.yaml", *SINGLE, "--json", "--quiet")
+
+    assert ended.code == 0, ended.stderr
+    assert "samples/s" not in ended.stderr
+    document = json.loads(ended.stdout)
+    assert (document["run"], document["name"]) == (run_in(lab).name, "tiny")
+    assert document["main"]["samples_per_second"] > 0
+    assert document["baseline"] is None  # this training would be its own
+    assert document["metrics"]["validation/accuracy"] > 0.8
+    assert json.loads(command("show", "latest", "--json").stdout) == document
+
+
+def test_quiet_leaves_the_result(play: Play, lab: Path) -> None:
+    ended = play("single", "run", "tiny.yaml", *SINGLE, "--no-baseline", "--quiet")
+
+    assert ended.code == 0
+    assert all(line.startswith(("note: ", "waiting until MLflow")) for line in ended.stderr.splitlines())
+    assert ended.stdout.startswith("tiny\n")
+    assert "starting" not in ended.stdout
+    assert "\nrun      runs/" in ended.stdout
+
+
+def test_a_failed_rank_is_named_with_its_own_traceback(play: Play, lab: Path, store: Store) -> None:
+    ended = play("failed", "run", "lab.yaml", *DDP)
+
+    assert ended.code == 1
+    assert "ZeroDivisionError: the model's own mistake" in ended.stderr
+    assert 'lab.py", line' in ended.stderr
+    assert "Connection closed by peer" not in ended.stderr  # what the other rank got to see of it
+    assert "error: rank 1 on node-1" in ended.stderr
+    (closed,) = kinds(run_in(lab), RunClosed)
+    assert (closed.status, closed.message) == ("FAILED", "rank 1 on node-1: ZeroDivisionError: the model's own mistake")
+    runs = {run.data.tags["role"]: run for run in store.runs("lab")}
+    assert {role: run.info.status for role, run in runs.items()} == {"main": "FAILED", "baseline": "FINISHED"}
+    assert runs["main"].data.tags["error"] == closed.message
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_and_samples(play: Play, lab: Path) -> None:
+    ended = play("nan-stopped", "run", "lab.yaml", *DDP, "--no-baseline")
+
+    assert ended.code == 1
+    assert "the loss is nan in step 3 (epoch 1); " in ended.stderr
+    assert "samples 44, " in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert [closed.status for closed in kinds(run_in(lab), RunClosed)] == ["FAILED"]
+
+
+def test_skipped_steps_are_told(play: Play, lab: Path, store: Store) -> None:
+    ended = play("nan", "run", "lab.yaml", *SINGLE, "train.on_nonfinite=skip")
+
+    assert ended.code == 0, ended.stderr
+    assert "main: warning: 2 steps were skipped because they were not finite: 3, 6" in ended.stdout
+    (run,) = store.runs("lab")
+    assert [step for step, loss in store.series(run, "train/loss") if loss != loss] == [3, 6]
+    assert dict(store.series(run, "train/skipped_steps")) == {4: 1.0, 8: 2.0}
+
+
+def test_an_interrupted_run_says_so_everywhere(play: Play, lab: Path, store: Store) -> None:
+    ended = play("interrupted", "run", "lab.yaml", *DDP, "--no-baseline")
+
+    assert (ended.code, ended.stderr) == (130, "error: interrupted\n")
+    (closed,) = kinds(run_in(lab), RunClosed)
+    assert (closed.status, closed.message) == ("KILLED", "interrupted")
+    assert [run.info.status for run in store.runs("lab")] == ["KILLED"]
+
+
+def test_a_comparison_reports_each_cell(play: Play, lab: Path, store: Store) -> None:
+    ended = play(
+        "comparison", "compare", "tiny.yaml", "--strategies", "single,ddp", "--workers", "1,2", "--repeats", "2"
+    )
+
+    assert ended.code == 0, ended.stderr
+    report = Report.model_validate_json((run_in(lab) / "speedup.json").read_text())
+    recorded = Report.model_validate_json((JOURNALS / "comparison" / "speedup.json").read_text())
+    assert [row.title for row in report.rows] == [row.title for row in recorded.rows]
+    assert [row.samples_per_second for row in report.rows] == [row.samples_per_second for row in recorded.rows]
+    for row in report.rows:
+        assert f"\n{row.title}  " in ended.stdout
+    parent = next(run for run in store.runs("tiny") if "mlflow.parentRunId" not in run.data.tags)
+    children = [run for run in store.runs("tiny") if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert {run.info.run_name for run in children} == {row.title for row in report.rows}
