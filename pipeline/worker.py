@@ -8,7 +8,6 @@ import argparse
 import gc
 import logging
 import os
-import random
 import socket
 import sys
 import time
@@ -19,7 +18,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,7 +33,6 @@ from pipeline.sigterm import end_after, on_sigterm
 from pipeline.system_metrics import SystemSampler
 from pipeline.training import batch_size, compilation
 from pipeline.training.loop import train
-from pipeline.training.order import mix
 from pipeline.training.stream import Streams
 from pipeline.training.watch import Watch, end_process
 
@@ -68,7 +65,7 @@ def run(
     Raises:
         WorkerFailed: after the failure has been reported.
     """
-    _prepare(trial, rank=rank)
+    torch.set_num_threads(trial.cpus_per_worker)
     # One sampler for each node; a measurement is short and shouldn't be disturbed.
     samples = rank.local_rank == 0 and not trial.is_measurement
     try:
@@ -109,13 +106,6 @@ def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams |
     with compilation.explained(trial.experiment.train.compile):
         result = train(trial, rank=rank, outbox=outbox, streams=streams)
     return Finished(time=time.time(), trial=trial.name, result=result)
-
-
-def _prepare(trial: Trial, *, rank: Rank) -> None:
-    torch.set_num_threads(trial.cpus_per_worker)
-    seed = mix(trial.experiment.seed, "process", rank.rank)  # torch's generator is seeded for each step by the loop
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch
 
 from pipeline.config import components
 from pipeline.contract import Rank, Trial
-from pipeline.training import compilation, parts, recomputation
+from pipeline.training import compilation, parts, rank_equality, recomputation
 from pipeline.training.averages import Averages
 from pipeline.training.setup import DTYPES, Setup
 from pipeline.training.source import dealt, read, runtime
@@ -14,12 +14,12 @@ from pipeline.training.stream import Streams
 
 
 def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
-    """Build data, model, optimizer and all the rest of one rank; the same on every rank.
+    """Build data, model, optimizer and all the rest of one rank; the same on every rank. Collective.
 
     ``streams`` come from the launcher instead of the data that the experiment names.
 
     Raises:
-        ExperimentError: a component can't be built, or is not what its place needs.
+        ExperimentError: a component can't be built, is not what its place needs, or is not the same on all ranks.
     """
     experiment = trial.experiment
     device = device_of(trial, rank=rank)
@@ -32,6 +32,7 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
     )
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     model = parts.model(create, experiment, device=torch.device("cpu") if strategy.shards else device)
+    rank_equality.check_module(model, key="model", rank=rank, is_sharded=strategy.shards)
     how, recomputed = experiment.train.compile, experiment.train.activation_checkpointing
     recomputation.apply(model, recomputed, is_compiled=how is not None)
     wrapped = strategy.wrap(model)

@@ -1,9 +1,7 @@
 """From a draw to a batch: reads the samples, in the training process or in a loader process."""
 
-import random
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,8 +13,10 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from pipeline.data.table import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.order import Draw, mix
+from pipeline.training.randomness import generators_kept, seed_all
 
 Collate = Callable[[list[Any]], Any]
+_CPU = torch.device("cpu")
 
 
 def fetcher(dataset: Dataset[Any], *, collate: Collate | None, seed: int) -> "Rows | Samples":
@@ -61,9 +61,9 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, draw: Draw) -> Any:
         samples = []
-        with _own_randomness():
+        with generators_kept():
             for index in draw.indices:
-                _seed_all(mix(self._seed, "sample", draw.epoch, index))
+                seed_all(mix(self._seed, "sample", draw.epoch, index), device=_CPU)
                 try:
                     samples.append(self._dataset[index])
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
@@ -77,24 +77,6 @@ class Samples(Dataset[Any]):
             if self._collate is not None:
                 return _Unusable(_failed(f"loader.collate failed on samples {_some(indices)}", error))
             return _Unusable(_not_a_batch(indices, samples, error))
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Leave the generators as they were: with num_workers=0 the model draws its dropout from the same ones."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-
-
-def _seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def _failed(what: str, error: Exception) -> TrainingError:

@@ -26,6 +26,7 @@ from pipeline.tasks import Supervised, Task
 from pipeline.training import fused
 from pipeline.training.learning_rate import scaling_factor
 from pipeline.training.order import mix
+from pipeline.training.randomness import seed_all
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -36,7 +37,7 @@ Create = Callable[..., Any]
 
 def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any]:
     """The training set, and the validation set or None."""
-    torch.manual_seed(mix(experiment.seed, "data"))
+    seed_all(mix(experiment.seed, "data"))
     splits = components.build(experiment.data, key="data", allowed=allowed)
     if not isinstance(splits, tuple) or len(splits) != 2:
         raise ExperimentError.of(
@@ -49,7 +50,7 @@ def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any]
 
 def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn.Module:
     """The model on the device, in the precision of its parameters."""
-    torch.manual_seed(mix(experiment.seed, "model"))  # equal on all ranks, whatever building the data drew
+    seed_all(mix(experiment.seed, "model"))  # equal on all ranks, whatever building the data drew
     model = create(experiment.model, key="model")
     if not isinstance(model, nn.Module):
         raise ExperimentError.of(

@@ -7,7 +7,7 @@ import torch
 
 from pipeline.config import components
 from pipeline.contract import Rank, Trial
-from pipeline.training import parts
+from pipeline.training import parts, rank_equality
 from pipeline.training.loader import BatchLoader, length
 from pipeline.training.order import Order, StreamOrder
 from pipeline.training.stream import Stream, StreamLoader, Streams
@@ -25,10 +25,10 @@ class Source(NamedTuple):
 
 
 def read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
-    """The data that the experiment names.
+    """The data that the experiment names. Collective.
 
     Raises:
-        ExperimentError: it can't be built, or is not map-style.
+        ExperimentError: it can't be built, is not map-style, or is not the same on all ranks.
     """
     experiment = trial.experiment
     train, validation = parts.data(experiment, allowed=trial.allowed)
@@ -43,6 +43,8 @@ def read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
 
     train_loader = loader(train)
     validation_loader = loader(validation) if validation is not None else None
+    held_out = {"validation": (validation_loader, validation_samples)} if validation_loader is not None else {}
+    rank_equality.check_data({"training": (train_loader, samples), **held_out}, rank=rank)
     return Source(train_loader, validation_loader, order, validation_samples, train_loader.read([0]))
 
 

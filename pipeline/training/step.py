@@ -15,6 +15,7 @@ from pipeline.training import lone_sample, nonfinite
 from pipeline.training.learning_rate import warmup_factor
 from pipeline.training.norms import total_norm
 from pipeline.training.order import Draw, mix
+from pipeline.training.randomness import seed_all
 from pipeline.training.setup import Setup
 from pipeline.training.watch import mark
 
@@ -38,7 +39,7 @@ class StepResult(NamedTuple):
 def optimizer_step(setup: Setup, stream: Stream, *, step: int, exchange: bool = True) -> StepResult:
     """One optimizer step, counted from 0, on this rank's next micro-batches; without ``exchange`` on its own only."""
     # Dropout and the like draw from here: the same in a resumed step, different on each rank.
-    _seed(mix(setup.experiment.seed, "step", step, setup.rank.rank), device=setup.device)
+    seed_all(mix(setup.experiment.seed, "step", step, setup.rank.rank), device=setup.device)
     left_out = step + 1 in setup.trial.left_out  # computed all the same: ranks and loaders keep in step
     buffers = nonfinite.Buffers(setup) if left_out or nonfinite.skips(setup) else None
     total = gradients(setup, stream, exchange=exchange)
@@ -112,13 +113,6 @@ def forward(setup: Setup, batch: Any) -> Tensor:
             f"returned a tensor of shape {tuple(loss.shape)}; it must be a scalar, the mean over the samples",
         )
     return loss
-
-
-def _seed(seed: int, *, device: torch.device) -> None:
-    """As torch.manual_seed, which formats a stack trace for each kind of device that is not there."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed_all(seed)
 
 
 def _clip(setup: Setup) -> Tensor | None:

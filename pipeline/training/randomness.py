@@ -1,0 +1,35 @@
+"""The three global generators that user code draws from: torch's, Python's and NumPy's."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_all(seed: int, *, device: torch.device | None = None) -> None:
+    """Seed the three generators, torch's on the CPU and on ``device``; on all devices if none is given.
+
+    With a device it takes 8 us: torch.manual_seed formats a stack trace for each kind of device that is not there.
+    """
+    if device is None:
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the generators of the CPU back as they were: a model may draw its dropout from the ones that data used."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

@@ -1,0 +1,154 @@
+"""Comparison of what each rank builds for itself: data sets, and what a model keeps outside parameters and buffers.
+
+Ranks exchange fingerprints, not values. Nothing is computed in a training of one process.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline.contract import Rank
+from pipeline.errors import ExperimentError
+from pipeline.training.collective import gather
+from pipeline.training.loader import BatchLoader
+from pipeline.training.norms import local
+
+_FEW = 4
+"""Samples of each set that are compared: sets that were split or shuffled differently differ in almost all."""
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes that torch gives every module."""
+_GENERATORS = "torch's, NumPy's and Python's global generators are seeded alike on all ranks"
+
+Prints = dict[str, str]
+"""Fingerprints of values, by their place."""
+
+
+def check_data(sets: Mapping[str, tuple[BatchLoader, int]], *, rank: Rank) -> None:
+    """Compare the sizes and some samples of the data sets ("training", "validation") over the ranks. Collective.
+
+    A sample that is random whenever it is read (by a generator of its own, the clock) differs between ranks by
+    intention. It shows when the same rank reads it a second time, so what does is not compared.
+
+    Raises:
+        ExperimentError: ranks have different sets.
+    """
+    if rank.world_size == 1:
+        return
+    sizes = gather({name: samples for name, (_, samples) in sets.items()}, rank=rank)
+    if len({tuple(own.items()) for own in sizes}) > 1:
+        told = "; ".join(f"rank {number} has {_sizes(own)}" for number, own in enumerate(sizes))
+        raise _different_data(f"ranks have sets of different sizes: {told}")
+    first = gather(_sampled(sets), rank=rank)
+    if not (places := _differing(first)):
+        return
+    second = gather(_sampled(sets), rank=rank)
+    for place in places:
+        if all(once.get(place) == again.get(place) for once, again in zip(first, second, strict=True)):
+            raise _different_data(f"{place.partition('/')[0]} differs {_between(first, place)}")
+
+
+def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = False) -> None:
+    """Compare over the ranks what a module keeps to itself: tensors, arrays and numbers. Collective.
+
+    Parameters and buffers are rank 0's in the end, unless the model ``is_sharded``: then some values of each are
+    compared, too. An attribute that says which rank this is may differ.
+
+    Raises:
+        ExperimentError: something differs; names the attribute.
+    """
+    if rank.world_size == 1 or not isinstance(module, nn.Module):
+        return
+    own = dict(_attributes(module))
+    if is_sharded:
+        own |= {name: _few_values(tensor) for name, tensor in module.named_parameters()}
+        own |= {name: _few_values(tensor) for name, tensor in module.named_buffers()}
+    told = gather((rank.local_rank, own), rank=rank)
+    prints = [mine for _, mine in told]
+    ranks = [list(map(str, range(len(told)))), [str(local_rank) for local_rank, _ in told]]
+    ranks += [[str((number == 0) is first) for number in range(len(told))] for first in (True, False)]
+    for place in _differing(prints):
+        if [mine.get(place) for mine in prints] in ranks:
+            continue
+        raise ExperimentError.of(
+            key,
+            f"{place} differs {_between(prints, place)}: each rank would train with its own. Draw it from a seeded "
+            f"generator ({_GENERATORS}), or keep it in a buffer, of which all ranks get rank 0's",
+        )
+
+
+def _sampled(sets: Mapping[str, tuple[BatchLoader, int]]) -> Prints:
+    """Fingerprints of a few samples of each set."""
+    prints: Prints = {}
+    for name, (loader, samples) in sets.items():
+        for index in sorted({number * (samples - 1) // (_FEW - 1) for number in range(_FEW)}):
+            prints |= _leaves(loader.read([index]), f"sample {index} of the {name} set/", with_text=True)
+    return prints
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Fingerprints of what modules hold besides parameters, buffers and modules."""
+    for name, inner in module.named_modules():
+        for attribute, value in vars(inner).items():
+            if attribute not in _OWN:
+                yield from _leaves(value, f"{name}.{attribute}" if name else attribute, with_text=False)
+
+
+def _leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[str, str]]:
+    """Fingerprints of all tensors, arrays and numbers in a value; other objects can't be compared."""
+    if isinstance(value, Tensor):
+        if value.device.type != "meta" and value.layout is torch.strided:
+            yield place, _hashed(value)
+    elif isinstance(value, Number | np.generic) or (with_text and isinstance(value, str | bytes)):
+        yield place, str(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{place}[{key!r}]", with_text=with_text)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{place}[{index}]", with_text=with_text)
+    elif isinstance(value, np.ndarray) or hasattr(value, "__array_interface__"):  # pictures of PIL, too
+        array = np.asarray(value)
+        if not array.dtype.hasobject:
+            yield place, _digest(str(array.dtype), array.shape, np.ascontiguousarray(array).tobytes())
+
+
+def _hashed(tensor: Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().reshape(-1)
+    return _digest(str(tensor.dtype), tuple(tensor.shape), content.view(torch.uint8).numpy().tobytes())
+
+
+def _few_values(tensor: Tensor) -> str:
+    whole = local(tensor).reshape(-1)
+    return _hashed(whole[:: max(1, whole.numel() // 16)])
+
+
+def _digest(kind: str, shape: Sequence[int], content: bytes) -> str:
+    return hashlib.blake2b(f"{kind} {shape}".encode() + content, digest_size=8).hexdigest()
+
+
+def _differing(ranks: Sequence[Prints]) -> list[str]:
+    """Places whose fingerprints are not the same on all ranks."""
+    places = dict.fromkeys(place for own in ranks for place in own)
+    return [place for place in places if len({own.get(place) for own in ranks}) > 1]
+
+
+def _between(ranks: Sequence[Prints], place: str) -> str:
+    other = next(number for number, own in enumerate(ranks) if own.get(place) != ranks[0].get(place))
+    return f"between rank 0 and rank {other}"
+
+
+def _sizes(own: Mapping[str, int]) -> str:
+    return ", ".join(f"{samples} {name} samples" for name, samples in own.items())
+
+
+def _different_data(how: str) -> ExperimentError:
+    return ExperimentError.of(
+        "data",
+        f"{how}. Ranks would train on some samples twice and validate on others that they have trained on. Give the "
+        f"generator that splits or shuffles a seed ({_GENERATORS}), and let nothing depend on the rank",
+    )

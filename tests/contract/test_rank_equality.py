@@ -1,0 +1,190 @@
+"""Data and models that ranks draw for themselves: the same on all ranks, or refused before the first step."""
+
+import random
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from pipeline.config.project import BUILT_IN
+from pipeline.config.schema import Experiment
+from pipeline.contract import Rank, Trial
+from pipeline.errors import ExperimentError
+from pipeline.training.build import build
+from pipeline.training.setup import Setup
+
+SAMPLES = 40
+HERE = "test_rank_equality"
+
+# Data
+
+
+def _pairs(order: Any) -> tuple[Dataset[Any], Dataset[Any]]:
+    values = torch.arange(float(SAMPLES)).reshape(-1, 1)[torch.as_tensor(np.array(order))]
+    return TensorDataset(values[:34], values[:34]), TensorDataset(values[34:], values[34:])
+
+
+def permuted_by_numpy() -> Any:
+    return _pairs(np.random.permutation(SAMPLES))
+
+
+def shuffled_by_python() -> Any:
+    order = list(range(SAMPLES))
+    random.shuffle(order)
+    return _pairs(order)
+
+
+def split_by_torch() -> Any:
+    return _pairs(torch.randperm(SAMPLES).numpy())
+
+
+def split_without_seed() -> Any:
+    return _pairs(np.random.default_rng().permutation(SAMPLES))
+
+
+def split_in_another_place() -> Any:
+    """The same training set, another validation set."""
+    train, validation = _pairs(range(SAMPLES))
+    return train, TensorDataset(*(values + torch.distributed.get_rank() for values in validation.tensors))  # type: ignore[attr-defined]
+
+
+def of_other_sizes() -> Any:
+    return _pairs(range(SAMPLES))[0], TensorDataset(*2 * [torch.ones(4 + torch.distributed.get_rank(), 1)])
+
+
+class Jittered(Dataset[Any]):
+    """Inputs with noise from a generator of its own, without a seed; ``labels`` by sample."""
+
+    def __init__(self, labels: Any) -> None:
+        self._noise = np.random.default_rng()
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.tensor([self._noise.random()]).float(), "y": torch.tensor([float(self._labels[index])])}
+
+
+def noisy_on_purpose() -> Any:
+    return Jittered(range(SAMPLES)), None
+
+
+def noisy_and_shuffled() -> Any:
+    return Jittered(np.random.default_rng().permutation(SAMPLES)), None
+
+
+# Models
+
+
+class Keeps(nn.Module):
+    """A model with something of its own outside of parameters and buffers."""
+
+    def __init__(self, what: str = "nothing") -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.inner = nn.Identity()
+        own = np.random.default_rng()
+        if what == "drawn":
+            self.inner.kept = [torch.rand(2), np.random.rand(2), random.random(), {"k": np.float32(np.random.rand())}]  # type: ignore[assignment]
+        elif what == "tensor":
+            self.inner.kept = [torch.tensor(own.random())]  # type: ignore[assignment]
+        elif what == "array":
+            self.kept = own.random(2)
+        elif what == "number":
+            self.kept = float(own.random())  # type: ignore[assignment]
+        elif what == "rank":
+            self.number, self.is_speaker = torch.distributed.get_rank(), torch.distributed.get_rank() == 0
+        elif what == "weights":
+            nn.init.constant_(self.layer.weight, own.random())
+        elif what == "text":
+            self.name = uuid.uuid4().hex
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs)
+        return outputs
+
+
+def _trial(*, data: str = "split_by_torch", model: str = "nothing", strategy: str = "ddp") -> Trial:
+    experiment = Experiment.model_validate(
+        {
+            "name": "toy",
+            "seed": 3,
+            "model": {"_target_": f"{HERE}.Keeps", "what": model},
+            "data": {"_target_": f"{HERE}.{data}"},
+            "loss": {"_target_": "torch.nn.MSELoss"},
+            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05},
+            "train": {"epochs": 1, "global_batch_size": 8},
+        }
+    )
+    return Trial(
+        name="main", role="main", experiment=experiment, strategy=strategy, launcher="inprocess", workers=2,
+        devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=(*BUILT_IN, HERE),
+    )  # fmt: skip
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "split": ({"data": "split_without_seed"}, "data", "sample 0 of the training set differs between rank 0 and rank 1"),
+    "validation": ({"data": "split_in_another_place"}, "data", "sample 0 of the validation set differs"),
+    "sizes": (
+        {"data": "of_other_sizes"},
+        "data",
+        "rank 0 has 34 training samples, 4 validation samples; rank 1 has 34 training samples, 5 validation samples",
+    ),
+    "labels": ({"data": "noisy_and_shuffled"}, "data", "sample 0 of the training set differs"),
+    "tensor": ({"model": "tensor"}, "model", "inner.kept[0] differs between rank 0 and rank 1"),
+    "array": ({"model": "array"}, "model", "kept differs"),
+    "number": ({"model": "number"}, "model", "kept differs"),
+    "shards": ({"model": "weights", "strategy": "fsdp"}, "model", "layer.weight differs"),
+}
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "NumPy": {"data": "permuted_by_numpy"},
+    "Python": {"data": "shuffled_by_python"},
+    "torch": {"data": "split_by_torch"},
+    "noise on purpose": {"data": "noisy_on_purpose"},
+    "drawn": {"model": "drawn"},
+    "rank": {"model": "rank"},
+    "text": {"model": "text"},
+    "weights that ddp sends": {"model": "weights"},
+}
+
+
+def _build_all(rank: Rank, folder: Path) -> None:
+    for name, (given, key, said) in REFUSED.items():
+        with pytest.raises(ExperimentError) as refused:
+            build(_trial(**given), rank=rank)
+        (problem,) = refused.value.problems
+        assert problem.key == key, name
+        assert said in problem.message, name
+    for name, given in ACCEPTED.items():
+        torch.save(_drawn(build(_trial(**given), rank=rank)), folder / f"{name} {rank.rank}")
+
+
+def _drawn(setup: Setup) -> dict[str, Any]:
+    """What was drawn on this rank: the samples, and what the model keeps."""
+    model: Any = setup.model
+    kept = getattr(model.inner, "kept", [])
+    labels = [setup.train_loader.read([index]) for index in range(4)]
+    return {
+        "labels": [batch["y" if isinstance(batch, dict) else 1].tolist() for batch in labels],
+        "kept": [getattr(one, "tolist", lambda one=one: one)() for one in kept[:3]],
+        "weight": model.layer.weight.item(),
+    }
+
+
+def test_ranks_draw_alike_or_are_refused(tmp_path: Path) -> None:
+    on_ranks(_build_all, tmp_path, folder=tmp_path)
+
+    for name in ACCEPTED:
+        first, second = (torch.load(tmp_path / f"{name} {rank}") for rank in range(2))
+        assert first == second, name
+    for name in ("NumPy", "Python", "torch", "drawn"):  # one worker draws what two draw
+        alone = _drawn(build(_trial(**ACCEPTED[name], strategy="single"), rank=Rank()))
+        assert torch.load(tmp_path / f"{name} 0") == alone, name
+    assert len(torch.load(tmp_path / "drawn 0")["kept"]) == 3
