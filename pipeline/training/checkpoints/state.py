@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
 from pipeline.training.checkpoints.values import Json, join, split
@@ -55,8 +55,10 @@ def view(setup: Setup) -> State:
     Raises:
         ExperimentError: a part has state that can't be saved.
     """
+    model = setup.model.state_dict()
     parts = {
-        "model": setup.model.state_dict(),
+        "model": model,
+        "buffers": {name: own for name, own in _buffers(setup.model).items() if name not in model},
         "optimizer": _named(setup),
         "scheduler": setup.scheduler.state_dict() if setup.scheduler is not None else None,
         "scaler": setup.scaler.state_dict(),
@@ -75,6 +77,7 @@ def restore(setup: Setup, state: State) -> None:
     """
     parts = join(state.values, state.tensors)
     _load("model", setup.model, parts["model"])
+    _load_buffers(setup.model, parts.get("buffers") or {})  # of before they were saved
     _load("optimizer", setup.optimizer, _numbered(setup, parts["optimizer"]))
     if (setup.scheduler is None) != (parts["scheduler"] is None):
         raise ExperimentError.of("scheduler", "is in only one of experiment and checkpoint; make them the same")
@@ -84,6 +87,25 @@ def restore(setup: Setup, state: State) -> None:
         _load("scaler", setup.scaler, parts["scaler"])
     if setup.averages is not None:
         setup.averages.load(parts.get("averages") or setup.model.state_dict())  # of before it was allowed to change
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """All buffers by name; a state_dict leaves out those with ``persistent=False``, which may change in training."""
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+@torch.no_grad()
+def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Put buffers back. One that training first made in a later step, or in another shape, is registered."""
+    present = _buffers(model)
+    modules = dict(model.named_modules())
+    device = next(model.parameters()).device
+    for name, tensor in saved.items():
+        place, _, own = name.rpartition(".")
+        if (buffer := present.get(name)) is not None and buffer.shape == tensor.shape:
+            buffer.copy_(tensor)
+        elif place in modules:  # a changed model may have none of that name
+            modules[place].register_buffer(own, tensor.to(device, copy=True), persistent=False)
 
 
 def is_sharded(setup: Setup) -> bool:
@@ -141,7 +163,7 @@ def empty_like(setup: Setup, shapes: Mapping[str, tuple[torch.Size, torch.dtype]
     parameters = dict(setup.model.named_parameters())
 
     def place(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        owner = parameters.get(name.split("/")[1 if name.startswith(("model/", "averages/")) else 2])
+        owner = parameters.get(name.split("/")[1 if name.startswith(("model/", "buffers/", "averages/")) else 2])
         if owner is not None and hasattr(owner, "device_mesh") and owner.size() == size:
             return torch.empty_like(owner, dtype=dtype)
         return torch.empty(size, dtype=dtype)
