@@ -74,6 +74,11 @@ class Strategy(ABC):
         return 1.0
 
     def accumulate(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+    @property
+    def needs_equal_passes(self) -> bool:
+        """Whether all ranks must make as many forward and backward passes in a step."""
+        return self.shards
+
         """A context in which backward keeps gradients to itself, for all micro-batches but the last."""
         return nullcontext()
 

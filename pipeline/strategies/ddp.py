@@ -99,6 +99,12 @@ class Strategy(base.Strategy):
 
     @property
     @override
+    @property
+    @override
+    def needs_equal_passes(self) -> bool:
+        # The first step of a static graph exchanges twice, see `accumulate`: a rank with one micro-batch would not.
+        return cast(Options, self.options).static_graph
+
     def gradient_scale(self) -> float:
         return float(self.world_size)
 

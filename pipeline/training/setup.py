@@ -115,7 +115,7 @@ class Setup:
         draws = self.order.draws(
             epoch, rank=self.rank.rank, world_size=world_size, micro_batches=micro_batches, first=first
         )
-        if not self.strategy.shards:
+        if not self.strategy.needs_equal_passes:
             return draws
         return together.padded(draws, order=self.order, world_size=world_size, micro_batches=micro_batches, first=first)
 

@@ -1,4 +1,4 @@
-"""As many micro-batches on all ranks, for strategies whose passes are exchanges themselves.
+"""As many micro-batches on all ranks, for strategies that need it: sharded ones communicate in each pass.
 
 The ranks that have fewer compute one of their samples once more, for nothing: with a weight of zero.
 """

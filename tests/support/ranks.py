@@ -3,6 +3,7 @@
 import multiprocessing
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from pipeline.contract import Rank
 multiprocessing.set_forkserver_preload(["pipeline.worker", "torch._dynamo"])  # takes seconds; once for all tests
 
 
-def on_ranks(function: Callable[..., None], *arguments: Any, folder: Path, world_size: int = 2) -> None:
+def on_ranks(
+    function: Callable[..., None], *arguments: Any, folder: Path, world_size: int = 2, timeout_s: float = 60
+) -> None:
     """Call ``function(rank, *arguments)`` on each rank, with one thread; raises what one of them raises.
 
     Args:
@@ -22,17 +25,32 @@ def on_ranks(function: Callable[..., None], *arguments: Any, folder: Path, world
         arguments: what it gets besides its `Rank`.
         folder: where the ranks meet; one meeting each.
         world_size: how many ranks.
+        timeout_s: how long a rank waits for another one.
     """
     sys.audit("tests.ranks")
     torch.multiprocessing.start_processes(
-        _be_rank, args=(world_size, folder, function, arguments), nprocs=world_size, start_method="forkserver"
+        _be_rank,
+        args=(world_size, folder, timeout_s, function, arguments),
+        nprocs=world_size,
+        start_method="forkserver",
     )
 
 
 def _be_rank(
-    rank: int, world_size: int, folder: Path, function: Callable[..., None], arguments: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    folder: Path,
+    timeout_s: float,
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
     function(Rank(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size), *arguments)
     dist.destroy_process_group()
