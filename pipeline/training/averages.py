@@ -12,7 +12,7 @@ from pipeline.training.norms import local
 
 
 class Averages:
-    """Averages of a model's floating-point parameters and of its layers' running statistics.
+    """Averages of a model's real and complex parameters and of its layers' running statistics.
 
     Other buffers, such as masks, are the model's own. The arithmetic is torch's; its AveragedModel, which copies the
     model, would make the host wait for the device in each step, and can't copy a sharded one.
@@ -59,7 +59,7 @@ class Averages:
 
 
 def _averaged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, own) for name, own in model.named_parameters() if own.is_floating_point())
+    yield from ((name, own) for name, own in model.named_parameters() if own.is_floating_point() or own.is_complex())
     for place, module in model.named_modules():
         if isinstance(module, _NormBase):
             for name in ("running_mean", "running_var"):

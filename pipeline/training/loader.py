@@ -92,7 +92,7 @@ def to_device(
     dtype: torch.dtype | None,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Any:
-    """The batch on the device; floating-point tensors in ``dtype`` if one is given. Copies don't block the host.
+    """The batch on the device; real and complex tensors in ``dtype`` if one is given. Copies don't block the host.
 
     ``channels_last`` is for tensors of four dimensions, which are taken for images; all others stay as they are.
     """
@@ -101,6 +101,8 @@ def to_device(
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         wanted = dtype if tensor.is_floating_point() else None
+        if tensor.is_complex() and dtype is not None:
+            wanted = dtype.to_complex()
         moved = tensor.to(device, wanted, non_blocking=True)
         if memory_format is torch.channels_last and tensor.ndim == 4:  # on the device, which is quicker at it
             return moved.contiguous(memory_format=memory_format)

@@ -62,9 +62,14 @@ class Buffers:
 
 
 def advance_scheduler(scheduler: LRScheduler, *, is_skipped: bool) -> None:
-    """The learning rate is a function of the samples, so it goes on when a step is left out."""
+    """Advance the schedule by a step, skipped or not: the learning rate is a function of the steps done (decision 8).
+
+    Args:
+        scheduler: of the learning rate.
+        is_skipped: whether the weights were left as they are, because something was not finite or fp16 overflowed.
+    """
     with catch_warnings() if is_skipped else nullcontext():
-        if is_skipped:  # torch takes it for a mistake if the very first step of the optimizer is left out
+        if is_skipped:  # torch takes it for a mistake if the very first step of the optimizer is skipped
             filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
         scheduler.step()
 
@@ -75,7 +80,8 @@ def check_weights(setup: Setup, *, step: int) -> None:
     Raises:
         TrainingError: a weight is not finite, though the losses so far were.
     """
-    weights = [weight.detach() for weight in setup.model.parameters() if weight.is_floating_point()]
+    weights = [weight.detach() for weight in setup.model.parameters()]
+    weights = [weight for weight in weights if weight.is_floating_point() or weight.is_complex()]
     if not all(gather(are_finite(weights), rank=setup.rank)):
         raise NonFiniteError(
             f"weights are not finite after step {step}, though its loss is: a gradient was not finite in that step or "

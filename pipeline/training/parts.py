@@ -24,7 +24,7 @@ from pipeline.imports import undisturbed
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training import fused
-from pipeline.training.learning_rate import scaling_factor
+from pipeline.training.learning_rate import refuse_hidden_rates, scaling_factor, with_scaled_rates
 from pipeline.training.order import mix
 from pipeline.training.randomness import seed_all
 
@@ -58,10 +58,20 @@ def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ExperimentError.of("model", f"{experiment.model.target} has no trainable parameters; nothing to train")
-    placed = model.to(device, torch.float64 if experiment.train.precision == "fp64" else None)
+    placed = model.to(device)
+    if experiment.train.precision == "fp64":
+        placed = in_double(placed)
     if experiment.train.memory_format == "channels_last":
         placed.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # missing in torch's stubs
     return placed
+
+
+def in_double(module: nn.Module) -> nn.Module:
+    """The module in fp64, what is complex in two of them; ``module.to(torch.float64)`` drops imaginary parts."""
+    complexes = [own for own in (*module.parameters(), *module.buffers()) if own.is_complex()]
+    for own in complexes:
+        own.data = own.data.to(torch.complex128)
+    return module.double()
 
 
 def strategy(trial: Trial, *, device: torch.device, rank: Rank, compute_dtype: torch.dtype | None = None) -> Strategy:
@@ -76,8 +86,9 @@ def task(create: Create, experiment: Experiment, *, device: torch.device) -> Tas
     """The experiment's task, or the default one around its loss; modules among them on the device."""
 
     def placed(made: Any) -> Any:  # such as CrossEntropyLoss(weight=...)
-        dtype = torch.float64 if experiment.train.precision == "fp64" else None
-        return made.to(device, dtype) if isinstance(made, nn.Module) else made
+        if not isinstance(made, nn.Module):
+            return made
+        return in_double(made.to(device)) if experiment.train.precision == "fp64" else made.to(device)
 
     if experiment.task is not None:
         return cast(Task, placed(create(experiment.task, key="task")))
@@ -122,9 +133,12 @@ def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, v
     """The scheduler, if there is one; ``validates`` says whether there is a validation set to follow."""
     if experiment.scheduler is None:
         return None
-    scheduler = create(experiment.scheduler, optimizer, key="scheduler")
+    factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)
+    chosen = with_scaled_rates(experiment.scheduler, factor=factor)
+    scheduler = create(chosen, optimizer, key="scheduler")
     if not isinstance(scheduler, LRScheduler):
         raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}; it must be a torch LRScheduler")
+    refuse_hidden_rates(scheduler, target=experiment.scheduler.target, factor=factor)
     if isinstance(scheduler, ReduceLROnPlateau) and experiment.train.scheduler_interval == "step":
         raise ExperimentError.of(
             "scheduler", "ReduceLROnPlateau follows the validation loss; write train.scheduler_interval: epoch"

@@ -57,8 +57,8 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int, exchange: bool = 
     is_skipped = buffers is not None and (overflowed or not applies)
     if buffers is not None and is_skipped:
         buffers.restore()
-    if setup.scheduler is not None and setup.experiment.train.scheduler_interval == "step" and not overflowed:
-        nonfinite.advance_scheduler(setup.scheduler, is_skipped=is_skipped)
+    if setup.scheduler is not None and setup.experiment.train.scheduler_interval == "step":
+        nonfinite.advance_scheduler(setup.scheduler, is_skipped=overflowed or not applies)
     return StepResult(total, norm, rate, is_skipped)
 
 

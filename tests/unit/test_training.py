@@ -166,16 +166,19 @@ def test_lower_precision_trains_nearly_the_same(precision: str, tolerance: float
     assert reduced != exact
 
 
-def test_fp16_moves_schedule_and_weights_together() -> None:
-    """The first gradients overflow until their scale fits; the optimizer leaves those steps out."""
-    _, outbox = toys.trained(scheduler=COSINE, train={"precision": "fp16", "epochs": 8, "global_batch_size": 64})
-    series, rates = outbox.series("train/loss"), outbox.series("train/learning_rate")
+def test_fp16_overflows_leave_the_schedule_where_the_step_is() -> None:
+    """The first gradients overflow until their scale fits; the optimizer skips those steps, the schedule doesn't."""
+    how = {"epochs": 8, "global_batch_size": 64}
+    _, outbox = toys.trained(scheduler=COSINE, train={**how, "precision": "fp16"})
+    series = outbox.series("train/loss")
 
     assert series[-1] < series[0]
     skipped = [abs(one - other) < 1e-5 for one, other in pairwise(series)]  # samples come in another order
-    assert [one == other for one, other in pairwise(rates)] == skipped
     assert any(skipped)
     assert not all(skipped)
+    assert outbox.series("train/learning_rate") == toys.trained(scheduler=COSINE, train=how)[1].series(
+        "train/learning_rate"
+    )
 
 
 def test_fp16_clips_the_unscaled_gradient() -> None:
