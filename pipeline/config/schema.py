@@ -17,7 +17,7 @@ class LearningRateScaling(Section):
     """How the learning rate follows the global batch size (Goyal et al. 2017, arXiv 1706.02677, for ``linear``)."""
 
     rule: Literal["none", "linear", "sqrt"] = "none"
-    """Factor on the optimizer's lr: 1, global/base, or its square root."""
+    """Factor on the optimizer's lr, or on the lr of OneCycleLR and CyclicLR: 1, global/base, or its square root."""
     base_batch_size: Positive = 256
     """The global batch size that the optimizer's ``lr`` was chosen for."""
     warmup_steps: NotNegative = 0
@@ -43,7 +43,8 @@ class Train(Section):
     """When a loss or gradient is NaN or infinite: stop; skip that step; or go back to the newest checkpoint and leave
     out that step's global batch, three times at most."""
     scheduler_interval: Literal["step", "epoch"] = "step"
-    """When the scheduler advances."""
+    """When the scheduler advances: after each step, whether it was taken, skipped, or overflowed in fp16; or after each
+    epoch."""
     lr_scaling: LearningRateScaling = LearningRateScaling()
     """Learning-rate scaling with the global batch size."""
     log_every_steps: Positive = 10
@@ -167,7 +168,9 @@ class Experiment(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Name of the experiment: letters, digits, dot, dash and underscore."""
     seed: NotNegative = 0
-    """Every random choice is a pure function of this seed and of the step, epoch or sample it belongs to."""
+    """Every random choice is a pure function of this seed and of the step, epoch or sample it belongs to: torch's,
+    NumPy's and Python's global generators are seeded with it. A generator that your code makes itself isn't, and no
+    checkpoint holds it."""
     model: Component
     """Any callable that returns a torch.nn.Module."""
     data: Component
@@ -181,7 +184,8 @@ class Experiment(Section):
     metrics: Mapping[str, Component] = {}
     """torchmetrics metrics of the validation set, by name."""
     optimizer: Component
-    """Called with the model's parameters. torch's SGD, Adam and AdamW run fused unless it says ``fused: false``."""
+    """Called with the model's parameters. torch's SGD, Adam and AdamW run fused unless it says ``fused: false``.
+    Where it has train() and eval(), as schedule-free ones do, what is evaluated and exported is in eval()."""
     scheduler: Component | None = None
     """Called with the optimizer; may use ${total_steps} and ${steps_per_epoch}."""
     train: Train

@@ -11,6 +11,12 @@ from torch import nn
 from pipeline.config.values import Section
 
 
+def sparse_modules(model: nn.Module) -> list[str]:
+    """Names of the trainable embeddings whose gradients are sparse (``sparse=True``)."""
+    found = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+    return [name for name, module in found if module.sparse and module.weight.requires_grad]
+
+
 class NoOptions(Section):
     """A strategy without options of its own."""
 
@@ -69,16 +75,16 @@ class Strategy(ABC):
         return ""
 
     @property
+    def needs_equal_passes(self) -> bool:
+        """Whether all ranks must make as many forward and backward passes in a step."""
+        return self.shards
+
+    @property
     def gradient_scale(self) -> float:
         """Undoes the averaging over processes, if the strategy averages gradients; 1 if it doesn't."""
         return 1.0
 
     def accumulate(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-    @property
-    def needs_equal_passes(self) -> bool:
-        """Whether all ranks must make as many forward and backward passes in a step."""
-        return self.shards
-
         """A context in which backward keeps gradients to itself, for all micro-batches but the last."""
         return nullcontext()
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from pipeline.config.values import NotNegative, Section
+from pipeline.errors import ExperimentError
 from pipeline.strategies import base
 from pipeline.strategies._local_sgd import LocalSGD
 
@@ -77,6 +78,7 @@ class Strategy(base.Strategy):
     @override
     def wrap(self, model: nn.Module) -> nn.Module:
         options = cast(Options, self.options)
+        _refuse_sparse(model, options)
         if options.sync_batch_norm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         wrapped = DistributedDataParallel(
@@ -99,12 +101,12 @@ class Strategy(base.Strategy):
 
     @property
     @override
-    @property
-    @override
     def needs_equal_passes(self) -> bool:
         # The first step of a static graph exchanges twice, see `accumulate`: a rank with one micro-batch would not.
         return cast(Options, self.options).static_graph
 
+    @property
+    @override
     def gradient_scale(self) -> float:
         return float(self.world_size)
 
@@ -175,6 +177,17 @@ class Strategy(base.Strategy):
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
         return module
+
+
+def _refuse_sparse(model: nn.Module, options: Options) -> None:
+    """What compresses gradients or keeps them on their rank knows dense ones only."""
+    names = base.sparse_modules(model)
+    how = f"communication_hook: {options.communication_hook}" if options.communication_hook != "none" else ""
+    how = "local SGD" if options.local_sgd_period is not None else how
+    if names and how:
+        raise ExperimentError.of(
+            "model", f"{names[0]} has sparse gradients, which {how} can't handle; write sparse: false, or remove that"
+        )
 
 
 def _hook(options: Options, *, device: torch.device) -> tuple[PowerSGDState | None, Hook]:

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from pipeline.config.values import Section
+from pipeline.errors import ExperimentError
 from pipeline.strategies import base
 from pipeline.strategies._fsdp_exchange import Exchange
 from pipeline.strategies._fsdp_groups import choose, describe
@@ -64,6 +65,11 @@ class Strategy(base.Strategy):
     @override
     def wrap(self, model: nn.Module) -> nn.Module:
         options = cast(Options, self.options)
+        if names := base.sparse_modules(model):
+            raise ExperimentError.of(
+                "model",
+                f"{names[0]} has sparse gradients, but fsdp exchanges dense gradients; write sparse: false or ddp",
+            )
         groups = choose(model, options.groups)
         self._groups = tuple(groups.values())
         self._description = describe(groups) if self.world_size > 1 else ""

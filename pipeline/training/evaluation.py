@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from pipeline.advance import Advance
 from pipeline.events import Phase
+from pipeline.training.optimizer_modes import evaluating
 from pipeline.training.setup import Setup
 from pipeline.training.watch import mark
 
@@ -48,8 +49,11 @@ def evaluate(setup: Setup) -> dict[str, float]:
 
 @contextmanager
 def resulting_weights(setup: Setup) -> Iterator[None]:
-    """Inside, the model is the one that training has for its result: of averages, if there are any. Collective."""
-    with setup.strategy.consensus(setup.model):
+    """Inside, the model is the one that training has for its result. Collective.
+
+    That of averages, or of the optimizer's evaluation mode, if there is either.
+    """
+    with evaluating(setup.optimizer), setup.strategy.consensus(setup.model):
         if setup.averages is not None:
             setup.averages.exchange()
         try:

@@ -21,7 +21,7 @@ def total_norm(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
     GPUs only.
     """
     if not any(hasattr(tensor, "to_local") for tensor in tensors):
-        return get_total_norm(tensors)
+        return get_total_norm([one.coalesce().values() if one.is_sparse else one for one in tensors])
     own = get_total_norm([local(tensor) for tensor in tensors]).to(device)
     squares = own.double().square()  # which overflows where the norm doesn't
     dist.all_reduce(squares)

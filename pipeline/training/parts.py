@@ -23,7 +23,7 @@ from pipeline.errors import ExperimentError
 from pipeline.imports import undisturbed
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Supervised, Task
-from pipeline.training import fused
+from pipeline.training import fused, optimizer_fit, optimizer_modes
 from pipeline.training.learning_rate import refuse_hidden_rates, scaling_factor, with_scaled_rates
 from pipeline.training.order import mix
 from pipeline.training.randomness import seed_all
@@ -122,6 +122,12 @@ def optimizer(create: Create, experiment: Experiment, *, model: nn.Module, is_sh
     optimizer = create(chosen, trainable, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+    optimizer_fit.check(optimizer, again=lambda toys: create(chosen, toys, key="optimizer"), model=model)
+    if optimizer_modes.has_modes(optimizer) and experiment.train.ema is not None:
+        raise ExperimentError.of(
+            "train.ema", f"averages the weights once more: {type(optimizer).__name__} does so itself; remove it"
+        )
+    optimizer_modes.train(optimizer)
     fused.complete(optimizer)
     factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)
     for group in optimizer.param_groups:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
+from pipeline.training.optimizer_modes import weights_kept
 from pipeline.training.order import Draw
 from pipeline.training.setup import Setup
 from pipeline.training.step import Stream
@@ -22,7 +23,8 @@ def standstill(setup: Setup) -> Iterator[None]:
         group["lr"] = 0.0
     setup.wrapped.train()
     try:
-        yield
+        with weights_kept(setup.optimizer):  # which move at a learning rate of zero, too
+            yield
     finally:
         setup.scheduler = scheduler
         for group, rate in zip(setup.optimizer.param_groups, rates, strict=True):

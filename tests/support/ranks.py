@@ -16,7 +16,7 @@ multiprocessing.set_forkserver_preload(["pipeline.worker", "torch._dynamo"])  # 
 
 
 def on_ranks(
-    function: Callable[..., None], *arguments: Any, folder: Path, world_size: int = 2, timeout_s: float = 60
+    function: Callable[..., None], *arguments: Any, folder: Path, world_size: int = 2, timeout_s: float = 300
 ) -> None:
     """Call ``function(rank, *arguments)`` on each rank, with one thread; raises what one of them raises.
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline.errors import ExperimentError
 
 _TENSOR, _TUPLE, _COUNTER, _PAIRS = "$tensor", "$tuple", "$counter", "$pairs"
+_COMPLEX, _SPARSE = "$complex", "$sparse"
 
 Json = Any
 """What `json` writes and reads; floats come back as they were, infinity and NaN, too."""
@@ -25,8 +27,7 @@ def split(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Json:
         ExperimentError: there is something that JSON can't hold; names the part of the experiment.
     """
     if isinstance(value, Tensor):
-        tensors[name] = value
-        return {_TENSOR: name}
+        return _split_tensor(value, name=name, tensors=tensors)
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Real):  # Python's numbers and NumPy's
@@ -57,6 +58,11 @@ def join(value: Json, tensors: Mapping[str, Tensor]) -> Any:
     match value:
         case {"$tensor": name}:
             return tensors[name]
+        case {"$complex": name}:
+            return torch.view_as_complex(tensors[name].clone())  # whose place in a file is aligned for reals only
+        case {"$sparse": {"indices": indices, "values": values, "shape": shape, "coalesced": coalesced}}:
+            parts = join(indices, tensors), join(values, tensors)
+            return torch.sparse_coo_tensor(*parts, shape, is_coalesced=coalesced, check_invariants=False)
         case {"$tuple": items}:
             return tuple(join(item, tensors) for item in items)
         case {"$counter": pairs}:
@@ -64,6 +70,26 @@ def join(value: Json, tensors: Mapping[str, Tensor]) -> Any:
         case {"$pairs": pairs}:
             return {join(key, tensors): join(item, tensors) for key, item in pairs}
     return {key: join(item, tensors) for key, item in value.items()}
+
+
+def _split_tensor(tensor: Tensor, *, name: str, tensors: dict[str, Tensor]) -> Json:
+    """As tensors that a safetensors file can hold: real (it knows no complex128) and dense."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.detach()
+        return {
+            _SPARSE: {
+                # Not coalesced, which would add in another order than the training does that isn't interrupted.
+                "indices": _split_tensor(tensor._indices(), name=f"{name}/indices", tensors=tensors),
+                "values": _split_tensor(tensor._values(), name=f"{name}/values", tensors=tensors),
+                "shape": list(tensor.shape),
+                "coalesced": tensor.is_coalesced(),
+            }
+        }
+    if tensor.is_complex() and not hasattr(tensor, "device_mesh"):
+        tensors[name] = torch.view_as_real(tensor.detach())
+        return {_COMPLEX: name}
+    tensors[name] = tensor
+    return {_TENSOR: name}
 
 
 def _unsaveable(name: str, value: Any) -> ExperimentError:
