@@ -106,22 +106,36 @@ def ui(
 
 
 def sync(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, e.g. runs/<id>.", show_default=False)],
+    run: RunArgument,
+    *,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="URI", help="Another store than the run's, e.g. sqlite:///mlflow.db.")
+    ] = None,
+    directory: Directory = Path("runs"),
 ) -> None:
-    """Send a run's journal to its tracking store, e.g. after the store was down; adds nothing twice."""
+    """Send a run's journal, and those of a sweep's trials, to its tracking store; adds nothing twice."""
     import rich.console
 
+    from pipeline.recording import runs
     from pipeline.recording.besides import progress_on
-    from pipeline.recording.folder import trials_of
-    from pipeline.recording.sync import sync as send
+    from pipeline.recording.sync import sync_with_trials
 
-    trials = trials_of(folder)  # they need their sweep there, and what it says of them needs them
-    for each in [folder, *trials, folder] if trials else [folder]:
-        with progress_on(rich.console.Console(highlight=False, stderr=True)):
-            outcome = send(each, warn=lambda message: typer.echo(message, err=True))
-        typer.echo(outcome.message)
-        if not outcome.delivered:
-            raise typer.Exit(3)
+    folder, store = runs.find(run, directory), _store(to) if to is not None else ""
+    with progress_on(rich.console.Console(highlight=False, stderr=True)):
+        for outcome in sync_with_trials(folder, warn=lambda message: typer.echo(message, err=True), to=store):
+            typer.echo(outcome.message)
+            if not outcome.delivered:
+                raise typer.Exit(3)
+
+
+def _store(to: str) -> str:
+    from pipeline.config.secrets import without_credentials
+    from pipeline.config.stores import problem_of
+    from pipeline.recording.store import resolve_uri
+
+    if problem := problem_of(to):
+        raise UsageError(f"--to {without_credentials(to)}: {problem}")
+    return resolve_uri(to, base=Path.cwd())
 
 
 def _open(address: str) -> None:

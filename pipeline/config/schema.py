@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_serializer, field_validator
 
+from pipeline.config import stores
 from pipeline.config.parallel import Parallel
 from pipeline.config.secrets import without_credentials
 from pipeline.config.sweep import Sweep
@@ -150,15 +150,9 @@ class Tracking(Section):
 
     @field_validator("uri")
     @classmethod
-    def _no_file_store(cls, uri: str) -> str:
-        if "://" not in uri or uri.startswith("file:"):
-            raise ValueError(
-                "MLflow no longer keeps runs in plain folders; write sqlite:///mlflow.db or a server's http address"
-            )
-        if uri.startswith(("http:", "https:")) and not _is_address(uri):
-            raise ValueError("this is no address; write http://HOST:PORT")
-        if uri.removesuffix("/") in ("sqlite:", "sqlite:/", "sqlite://"):
-            raise ValueError("this names no file; write sqlite:///mlflow.db")
+    def _is_usable(cls, uri: str) -> str:
+        if problem := stores.problem_of(uri):
+            raise ValueError(problem)
         return uri
 
 
@@ -202,11 +196,3 @@ class Experiment(Section):
     def is_streamed(self) -> bool:
         """Whether Ray Data sends rows to the workers, instead of workers that read samples."""
         return self.data.target == "pipeline.data.streamed"
-
-
-def _is_address(uri: str) -> bool:
-    try:
-        parts = urlsplit(uri)
-        return bool(parts.hostname) and parts.port != 0 and uri.isascii() and " " not in uri
-    except ValueError:  # brackets or a port that mean nothing
-        return False

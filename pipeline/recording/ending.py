@@ -70,8 +70,9 @@ def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> st
 def places_of(folder: Path) -> str:
     """The same for a run that has ended, as its end said."""
     first = next(iter(journal.read(folder / journal.FILE_NAME)), None)
-    uri = first.tracking_uri if isinstance(first, RunOpened) else ""
-    return where_to_look(folder, uri, TrackingOutcome.kept(folder))
+    own = first.tracking_uri if isinstance(first, RunOpened) else ""
+    outcome = TrackingOutcome.kept(folder)
+    return where_to_look(folder, outcome.uri if outcome and outcome.uri else own, outcome)
 
 
 def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.Console) -> bool:

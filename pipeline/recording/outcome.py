@@ -20,6 +20,8 @@ class TrackingOutcome(Frozen):
     """MLflow's id of the main run; empty if MLflow never answered."""
     delivered: bool
     """Whether everything is in MLflow that it will ever take."""
+    uri: str = ""
+    """Of the store, without credentials, if results were sent to another one than the run's own."""
     message: str = ""
     """What is missing and the command that sends it. Empty if nothing is, or after a sync where to see it."""
 
@@ -36,7 +38,7 @@ class TrackingOutcome(Frozen):
             return None
 
     @classmethod
-    def of(cls, delivery: Delivery, *, folder: Path, trouble: str, waiting: int) -> "TrackingOutcome":
+    def of(cls, delivery: Delivery, *, folder: Path, trouble: str, waiting: int, uri: str = "") -> "TrackingOutcome":
         """What became of a run's events.
 
         Args:
@@ -44,10 +46,11 @@ class TrackingOutcome(Frozen):
             folder: the run's folder.
             trouble: why some aren't in MLflow; empty if all are.
             waiting: number of those that aren't.
+            uri: of the store, without credentials, unless it is the run's own.
         """
         files = len(delivery.run.uploads)
         parts = [f"{waiting} events"] * bool(waiting) + [f"{files} files"] * bool(files)
-        known = cls(experiment_id=delivery.run.experiment_id, run_id=delivery.run.run_id, delivered=True)
+        known = cls(experiment_id=delivery.run.experiment_id, run_id=delivery.run.run_id, delivered=True, uri=uri)
         if trouble:
             return known.lacking(" and ".join(parts) or "some results", folder=folder, trouble=trouble)
         if not delivery.refused:
@@ -65,6 +68,6 @@ class TrackingOutcome(Frozen):
         """
         message = (
             f"{what} aren't in MLflow ({trouble}); they are in {folder / FILE_NAME}, "
-            f"send them with: pipeline sync {folder}"
+            f"send them with: pipeline sync {folder}{f' --to {self.uri}' if self.uri else ''}"
         )
         return self.model_copy(update={"delivered": False, "message": message})

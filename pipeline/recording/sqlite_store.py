@@ -7,9 +7,9 @@ from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
+from pipeline.config.stores import SQLITE
 from pipeline.errors import ResourceError
 
-SCHEME = "sqlite:///"
 _COMPANIONS = ("-journal", "-wal", "-shm")
 """What SQLite keeps beside a database that is open, or whose writer was killed."""
 _PATIENCE_S = 60.0  # creating takes about two seconds, on a busy machine many times that
@@ -115,7 +115,7 @@ def _write(path: Path, *, artifacts: str) -> None:
     """Have MLflow create a store, and leave one file."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    SqlAlchemyStore(f"{SCHEME}{path}", artifacts).engine.dispose()
+    SqlAlchemyStore(f"{SQLITE}{path}", artifacts).engine.dispose()
     with closing(sqlite3.connect(path)) as database:  # the last one to close it
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 

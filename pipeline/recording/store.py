@@ -7,6 +7,7 @@ import urllib.request
 from pathlib import Path
 
 from pipeline.config.secrets import without_credentials
+from pipeline.config.stores import SQLITE, problem_of
 from pipeline.errors import ResourceError
 from pipeline.recording import sqlite_store
 
@@ -22,17 +23,17 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 
 def resolve_uri(uri: str, *, base: Path) -> str:
     """The same store for every working directory: the relative path of a SQLite file becomes absolute."""
-    path, mark, query = uri.removeprefix(sqlite_store.SCHEME).partition("?")
-    if not uri.startswith(sqlite_store.SCHEME):
+    path, mark, query = uri.removeprefix(SQLITE).partition("?")
+    if not uri.startswith(SQLITE):
         return uri
-    return f"{sqlite_store.SCHEME}{(base.absolute() / path)}{mark}{query}"
+    return f"{SQLITE}{(base.absolute() / path)}{mark}{query}"
 
 
 def sqlite_path(uri: str) -> Path | None:
     """The file of a SQLite store; None for every other store."""
-    if not uri.startswith(sqlite_store.SCHEME):
+    if not uri.startswith(SQLITE):
         return None
-    return Path(uri.removeprefix(sqlite_store.SCHEME).partition("?")[0])
+    return Path(uri.removeprefix(SQLITE).partition("?")[0])
 
 
 def artifact_root(uri: str) -> str | None:
@@ -84,6 +85,8 @@ def check_store(uri: str) -> str | None:
     Raises:
         ResourceError: no results can ever be written there.
     """
+    if problem := problem_of(uri):
+        raise ResourceError(f"tracking.uri: is {without_credentials(uri)}; {problem}")
     scheme = uri.partition("://")[0].partition("+")[0]
     if scheme not in _SCHEMES:
         raise ResourceError(

@@ -1,31 +1,60 @@
 """``pipeline sync``: what MLflow lacks of a run that has ended, from its journal."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event as Flag
 
 from pipeline.advance import Advance
-from pipeline.errors import UsageError
-from pipeline.events import AnyEvent, RunClosed, RunOpened
+from pipeline.config.secrets import without_credentials
+from pipeline.errors import ResourceError, UsageError
+from pipeline.events import AnyEvent, RunClosed, RunOpened, Tagged
 from pipeline.recording import journal
 from pipeline.recording.attempts import batches, persist
 from pipeline.recording.delivery import Delivery, quiet
+from pipeline.recording.folder import trials_of
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import check_store, run_link, with_credentials
 
 
-def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
+def sync(folder: Path, *, warn: Callable[[str], None], to: str = "") -> TrackingOutcome:
     """Send a finished or crashed run's journal to its tracking store. What is there already isn't added again.
 
     A journal that nobody closed is that of a killed driver: its MLflow runs end as KILLED, at the time of its last
     event.
 
+    Args:
+        folder: the run's.
+        warn: told of trouble.
+        to: another store, as `resolve_uri` returns it, credentials included; empty for the run's own.
+
     Raises:
         UsageError: no journal, a damaged one, or its run is still going on and sends its events itself.
         ResourceError: no results can ever be written to that store.
     """
+    return _send(folder, warn=warn, to=to, wanted=lambda _: True)
+
+
+def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "") -> Iterator[TrackingOutcome]:
+    """Send a run, and if it is a sweep its trials, until one can't be sent; see `sync`.
+
+    Trials need their sweep's run in the store, and what the sweep says of them needs theirs.
+    """
+    trials = [trial for trial in trials_of(folder) if _has_begun(trial)]
+    if trials:
+        begun = _send(folder, warn=warn, to=to, wanted=lambda event: not isinstance(event, Tagged))
+        if not begun.delivered:
+            yield begun
+            return
+    for each in (*trials, folder):
+        outcome = sync(each, warn=warn, to=to)
+        yield outcome
+        if not outcome.delivered:
+            return
+
+
+def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callable[[AnyEvent], bool]) -> TrackingOutcome:
     path = folder / journal.FILE_NAME
     opened, last, count = None, None, 0
     for event in journal.read(path):  # a second time below: a long run's events needn't be in memory all at once
@@ -36,26 +65,43 @@ def sync(folder: Path, *, warn: Callable[[str], None]) -> TrackingOutcome:
         )
     if opened is None or last is None:
         raise UsageError(f"{path}: nothing to send, the run ended before it began")
-    uri = with_credentials(opened.tracking_uri)
-    check_store(uri)  # a server that doesn't answer is told of below
+    uri = to or with_credentials(opened.tracking_uri)
+    _check(uri, folder=folder)
     delivery = Delivery(folder=folder, warn=warn, uri=uri)
-    ending = Flag()
-    ending.set()
-    with quiet():
-        with Advance("sending results", total=count, unit="events") as advance:
-            for batch in batches(_ended_once(path, last=last)):
-                if not (sent := persist(partial(delivery.attempt, batch), ending=ending)):
-                    break
-                advance.by(len(batch))
-        if sent:
-            persist(delivery.upload, ending=ending)
-    outcome = TrackingOutcome.of(delivery, folder=folder, trouble=delivery.trouble, waiting=count)
-    with suppress(OSError):  # a folder that can only be read is no reason to fail
-        outcome.keep(folder)
+    _deliver(delivery, filter(wanted, _ended_once(path, last=last)), count=count)
+    elsewhere = "" if uri == with_credentials(opened.tracking_uri) else without_credentials(uri)
+    outcome = TrackingOutcome.of(delivery, folder=folder, trouble=delivery.trouble, waiting=count, uri=elsewhere)
+    known = TrackingOutcome.kept(folder)
+    if not (elsewhere and known and known.delivered):  # the run's own store is where to look
+        with suppress(OSError):  # a folder that can only be read is no reason to fail
+            outcome.keep(folder)
     if outcome.message:
         return outcome
     link = run_link(uri, outcome.experiment_id, outcome.run_id)
     return outcome.model_copy(update={"message": f"all of {folder} is in MLflow: {link}"})
+
+
+def _check(uri: str, *, folder: Path) -> None:
+    try:
+        check_store(uri)  # a server that doesn't answer now is tried all the same
+    except ResourceError as error:
+        raise ResourceError(f"{error}\nor send it to another store: pipeline sync {folder} --to URI") from error
+
+
+def _deliver(delivery: Delivery, events: Iterable[AnyEvent], *, count: int) -> None:
+    ending = Flag()
+    ending.set()
+    with quiet():
+        with Advance("sending results", total=count, unit="events") as advance:
+            for batch in batches(events):
+                if not persist(partial(delivery.attempt, batch), ending=ending):
+                    return
+                advance.by(len(batch))
+        persist(delivery.upload, ending=ending)
+
+
+def _has_begun(folder: Path) -> bool:
+    return any(isinstance(event, RunOpened) for event in journal.read(folder / journal.FILE_NAME))
 
 
 def _ended_once(path: Path, *, last: AnyEvent) -> Iterator[AnyEvent]:

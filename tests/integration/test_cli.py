@@ -243,4 +243,4 @@ def test_sync_needs_a_run(command: Command, tmp_path: Path) -> None:
     ended = command("sync", str(tmp_path))
 
     assert ended.code == 2
-    assert "no such journal" in ended.stderr
+    assert f"{tmp_path}: no such run in runs" in ended.stderr

@@ -41,6 +41,7 @@ from pipeline.events import (
 )
 from pipeline.models.mlp import MLP
 from pipeline.plan import make_plan
+from pipeline.recording.ending import places_of
 from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.mlflow import MlflowSubscriber, head_start
 from pipeline.recording.outcome import TrackingOutcome
@@ -364,6 +365,21 @@ def test_what_a_dead_server_missed_is_sent_by_sync(server: Server, tmp_path: Pat
     outcome = sync(journaled(tmp_path, events), warn=warnings_told.append)
     assert outcome.delivered
     assert len(client_of(server.uri).get_metric_history(outcome.run_id, "train/loss_0")) == 1
+
+
+def test_a_journal_is_sent_to_another_store(database: str, tmp_path: Path, warnings_told: list[str]) -> None:
+    """Such as that of an earlier version, which took an address that MLflow can't use."""
+    folder = journaled(
+        tmp_path, [opened("sqlite://mlflow.db", "moved"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
+    )
+    with pytest.raises(ResourceError, match=r"write sqlite:///mlflow\.db\n.*pipeline sync .* --to URI"):
+        sync(folder, warn=warnings_told.append)
+
+    outcome = sync(folder, warn=warnings_told.append, to=database)
+
+    assert (outcome.delivered, outcome.uri, warnings_told) == (True, database, [])
+    assert client_of(database).get_run(outcome.run_id).data.metrics
+    assert run_link(database, outcome.experiment_id, outcome.run_id) in places_of(folder)
 
 
 def test_twenty_thousand_points_of_a_killed_driver_are_replayed(
