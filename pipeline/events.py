@@ -14,6 +14,9 @@ from pipeline.config.values import Frozen
 from pipeline.contract import BatchSizes, Rank, Role, Status, TrialResult
 from pipeline.errors import Problem
 
+STOPPED_EARLY = "stopped early by ASHA"
+"""How the message of a trial's journal begins if ASHA has ended it."""
+
 
 class Point(NamedTuple):
     """One value of one metric."""
@@ -46,6 +49,8 @@ class RunOpened(Event):
     """Id of the sweep that the run is a trial of; empty for others."""
     title: str = ""
     """What sets it apart from others, e.g. "trial 3: optimizer.lr=0.01"; empty if its id does."""
+    logs_model: bool = True
+    """Whether the tracking store gets the models that it saves; of a sweep's trials the sweep sends the best one's."""
     file: str = ""
     """The experiment file, relative to the folder that the command ran in; empty without one."""
 
@@ -208,8 +213,11 @@ class ModelSaved(Event):
     kind: Literal["model_saved"] = "model_saved"
     weights: str
     """Path inside the run's folder of the state dict."""
-    example: str
-    """Path inside the run's folder of one small batch of model inputs, as the model takes them."""
+    example: str = ""
+    """Path inside the run's folder of one small batch of model inputs, as the model takes them; empty where they are
+    more than a tensor: the store then gets the weights alone."""
+    run: str = ""
+    """Id of the trial whose model it is, if a sweep sends the best one's; empty for a run's own."""
 
 
 class Tagged(Event):
@@ -257,6 +265,11 @@ class RunClosed(Event):
     """Why it ended, unless it finished."""
     summary: str = ""
     """What came out, in Markdown, for the run's description."""
+
+    @property
+    def is_stopped_early(self) -> bool:
+        """Whether it was a trial of a sweep that was worse than others."""
+        return self.status == "KILLED" and self.message.startswith(STOPPED_EARLY)
 
 
 AnyEvent = Annotated[

@@ -162,6 +162,8 @@ def _state(run: "RunSummary") -> str:
     """How a run that hasn't finished stands, in words."""
     if run.status == "RUNNING":
         return "it is still going on"
+    if run.status == "STOPPED":
+        return f"it was {run.message}"
     return f"it was {run.status.lower()}" + (f": {run.message}" if run.message else "")
 
 

@@ -66,6 +66,7 @@ class MlflowRun:
         self._runs: TaggedRuns
         self._children: dict[str, str] = {}
         self._errors: dict[str, str] = {}
+        self._logs_model = True
         self._models: list[ModelSaved] = []
         self._points: dict[str, list[Metric]] = {}
 
@@ -87,7 +88,7 @@ class MlflowRun:
             Exception: whatever MLflow raises; it may be tried again.
         """
         if isinstance(event, ModelSaved):
-            log_model(self._client, event, run_id=self.run_id, folder=self.folder, warn=self._warn)
+            self._upload_model(event)
             return
         run_id, path = self._run(event), PurePosixPath(event.path)
         if not (self.folder / path).exists():
@@ -97,6 +98,15 @@ class MlflowRun:
         if path.name.endswith("_table.json"):
             marked = self._client.get_run(run_id).data.tags.get(_TABLES_TAG, "[]")
             self._client.set_tag(run_id, _TABLES_TAG, entities.marked_table(marked, str(path)))
+
+    def _upload_model(self, event: ModelSaved) -> None:
+        """Log a model with a signature, or where there is no example of its inputs its weights as they are."""
+        run_id = self._runs.of(event.run, trial=MAIN) if event.run else self.run_id
+        folder = self.folder / PurePosixPath(event.run).name if event.run else self.folder
+        if event.example:
+            log_model(self._client, event, run_id=run_id, folder=folder, warn=self._warn)
+        else:
+            self._client.log_artifact(run_id, str(folder / event.weights), str(PurePosixPath(event.weights).parent))
 
     @singledispatchmethod
     def _write(self, event: Event) -> None:
@@ -116,6 +126,7 @@ class MlflowRun:
             tags |= {"mlflow.parentRunId": self._runs.of(event.sweep, trial=MAIN), "sweep": event.sweep}
         self.run_id = self._runs.open(event, trial=MAIN, title=event.title or event.run, tags=tags)
         self._errors = {}
+        self._logs_model = event.logs_model
         self._describe(self.run_id, params=event.params)
         created_ms = entities.milliseconds(event)
         mlflow_view.save(self._client, self.experiment_id, params=event.params, created_ms=created_ms)
@@ -153,6 +164,7 @@ class MlflowRun:
             return
         self._add(event, entities.figures(event))
         if event.trial in self._children:
+            self._flush()  # before it ends, here and below: no run that has ended may lack its metrics
             self._runs.end(self._run(event), event, status="FINISHED")
 
     @_write.register
@@ -167,15 +179,19 @@ class MlflowRun:
 
     @_write.register
     def _(self, event: ModelSaved) -> None:
-        if event not in self._models:
+        if self._logs_model and event not in self._models:
             self._models.append(event)  # exporting takes cores, and a measurement may follow: it waits for the end
 
     @_write.register
     def _(self, event: Tagged) -> None:
-        self._describe(self._runs.of(event.run, trial=MAIN), tags=event.tags)
+        tags = dict(event.tags)
+        if "best_run" in tags:
+            tags["best_run_id"] = self._runs.of(tags["best_run"], trial=MAIN)  # each store has ids of its own
+        self._describe(self._runs.of(event.run, trial=MAIN), tags=tags)
 
     @_write.register
     def _(self, event: RunClosed) -> None:
+        self._flush()
         self.uploads.extend(model for model in self._models if model not in self.uploads)
         if note := "\n\n".join(part for part in (event.message, event.summary) if part):
             self._describe(self.run_id, tags={"mlflow.note.content": note})
@@ -202,3 +218,4 @@ class MlflowRun:
         for run_id, metrics in self._points.items():
             for start in range(0, len(metrics), _METRICS_PER_CALL):
                 self._client.log_batch(run_id, metrics=metrics[start : start + _METRICS_PER_CALL], synchronous=True)
+        self._points = {}

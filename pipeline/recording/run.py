@@ -40,6 +40,8 @@ class Membership:
     """What sets it apart from the others."""
     interruption: Callable[[], str]
     """Why it was interrupted, if it was."""
+    logs_model: bool
+    """Whether it sends its model to the tracking store itself."""
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def recorded(
             status: Status = "FINISHED"
             message = ""
             try:
-                _open(plan, recorder, uri=uri, files=files, title=member.title if member else "", source=source)
+                _open(plan, recorder, uri=uri, files=files, member=member, source=source)
                 with folders.explained(folder):
                     yield recorder
             except BaseException as error:
@@ -154,14 +156,17 @@ def _console(log: Log) -> rich.console.Console:
     )
 
 
-def _open(plan: Plan, recorder: Recorder, *, uri: str, files: Sequence[str], title: str, source: str) -> None:
+def _open(
+    plan: Plan, recorder: Recorder, *, uri: str, files: Sequence[str], member: Membership | None, source: str
+) -> None:
     experiment = plan.experiment
     recorder.receive(
         RunOpened(
             time=time.time(),
             run=folders.id_of(recorder.folder),
             sweep=folders.sweep_of(recorder.folder),
-            title=title,
+            title=member.title if member else "",
+            logs_model=member is None or member.logs_model,
             file=source,
             tracking_uri=without_credentials(uri),
             tracking_experiment=experiment.tracking.experiment or experiment.name,

@@ -9,7 +9,7 @@ from pipeline.config.nearest import did_you_mean
 from pipeline.config.values import Frozen
 from pipeline.contract import Status
 from pipeline.errors import UsageError
-from pipeline.events import AnyEvent, Metrics, RunOpened, event_from_json
+from pipeline.events import AnyEvent, Metrics, RunClosed, RunOpened, event_from_json
 from pipeline.recording import journal
 from pipeline.recording.folder import id_of, is_trial, sweep_of, trials_of
 
@@ -30,8 +30,8 @@ class RunSummary(Frozen):
     command: str
     """run, compare, predict, tune-batch or sweep."""
     experiment: str
-    status: Status | Literal["RUNNING"]
-    """RUNNING while a driver writes to the journal; KILLED if none has closed it."""
+    status: Status | Literal["RUNNING", "STOPPED"]
+    """RUNNING while a driver writes to the journal; KILLED if none has closed it; STOPPED: a trial, early, by ASHA."""
     strategy: str | None
     """Of a training; None for other commands."""
     workers: int | None
@@ -90,7 +90,7 @@ def summarized(folder: Path) -> RunSummary | None:
         folder=folder,
         command="run" if is_training else role,
         experiment=last.params.get("name", last.tracking_experiment),
-        status="RUNNING" if is_open else end.status if end else "KILLED",
+        status="RUNNING" if is_open else _status(end),
         strategy=last.tags.get("strategy") if is_training else None,
         workers=int(workers) if is_training and workers else None,
         speedup=figures.get("speedup"),
@@ -99,6 +99,12 @@ def summarized(folder: Path) -> RunSummary | None:
         ended=datetime.fromtimestamp(end.time, UTC) if end and not is_open else None,
         message=end.message if end and not is_open else "",
     )
+
+
+def _status(end: RunClosed | None) -> Status | Literal["STOPPED"]:
+    if end is None:
+        return "KILLED"
+    return "STOPPED" if end.is_stopped_early else end.status
 
 
 def last_opened(folder: Path) -> RunOpened:

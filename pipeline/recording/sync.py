@@ -9,7 +9,7 @@ from threading import Event as Flag
 from pipeline.advance import Advance
 from pipeline.config.secrets import without_credentials
 from pipeline.errors import ResourceError, UsageError
-from pipeline.events import AnyEvent, RunClosed, RunOpened, Tagged
+from pipeline.events import AnyEvent, ModelSaved, RunClosed, RunOpened, Tagged
 from pipeline.recording import journal
 from pipeline.recording.attempts import batches, persist
 from pipeline.recording.delivery import Delivery, quiet
@@ -43,7 +43,7 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
     """
     trials = [trial for trial in trials_of(folder) if _has_begun(trial)]
     if trials:
-        begun = _send(folder, warn=warn, to=to, wanted=lambda event: not isinstance(event, Tagged))
+        begun = _send(folder, warn=warn, to=to, wanted=lambda event: not _is_of_trials(event))
         if not begun.delivered:
             yield begun
             return
@@ -98,6 +98,11 @@ def _deliver(delivery: Delivery, events: Iterable[AnyEvent], *, count: int) -> N
                     return
                 advance.by(len(batch))
         persist(delivery.upload, ending=ending)
+
+
+def _is_of_trials(event: AnyEvent) -> bool:
+    """Whether a sweep says something of its trials, which the store must have for that."""
+    return isinstance(event, Tagged) or (isinstance(event, ModelSaved) and bool(event.run))
 
 
 def _has_begun(folder: Path) -> bool:

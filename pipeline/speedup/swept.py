@@ -61,6 +61,8 @@ class SweptReport(Frozen):
 
     swept: Swept
     hardware: str
+    logs_model: bool = False
+    """Whether the best trial's model goes to MLflow, and no other's."""
 
     @property
     def opening(self) -> tuple[str, ...]:
@@ -86,6 +88,9 @@ class SweptReport(Frozen):
         more = (f"{left} of {len(self.swept.trials)} trials are left; --resume goes on with them.",) if left else ()
         if best is None:
             return "No trial has been trained to its end, so none is best.", *more
+        if self.logs_model:
+            others = "; the weights of the others stay in their folders" if len(self.swept.trials) > 1 else ""
+            more = (*more, f"The model of trial {best.number} goes to its run in MLflow{others}.")
         again = f"Best: trial {best.number} with {self.swept.metric} {_figure(best.value)}. To train it again:"
         return *more, again
 

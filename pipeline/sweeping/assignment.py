@@ -11,8 +11,9 @@ from pipeline.config.values import Frozen
 
 RECORD_NAME = "trial.json"
 """Name of a `Record` in a trial's folder."""
-STOPPED_EARLY = "stopped early by ASHA"
-"""How the message of a trial's journal begins if ASHA has ended it."""
+
+AFTER_GRACE_S = 15.0
+"""Seconds beyond ``parallel.grace_s`` that a trial has to close its journal and send the rest to the tracking store."""
 
 
 class Record(Frozen):
@@ -24,6 +25,8 @@ class Record(Frozen):
     """By dotted key."""
     failure: str = ""
     """Why its process ended without a journal."""
+    stopped_after: int | None = None
+    """Epochs that it was judged by when it was stopped early; it may have trained some more before it ended."""
 
     @classmethod
     def read(cls, folder: Path) -> "Record | None":
@@ -62,6 +65,8 @@ class Job(Frozen):
     folder: str
     """The sweep's, absolute."""
     metric: str
+    logs_models: bool
+    """Whether each trial sends its model to the tracking store; else the sweep sends the best one's."""
     grace_s: float
     """Seconds that a trial has to write its checkpoint when it is stopped."""
     verbose: bool

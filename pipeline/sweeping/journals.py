@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.events import AnyEvent, Metrics, RunClosed, RunOpened, Started, event_from_json
+from pipeline.events import AnyEvent, Metrics, ModelSaved, RunClosed, RunOpened, Started, event_from_json
 from pipeline.recording import journal
 from pipeline.speedup.swept import State
-from pipeline.sweeping.assignment import STOPPED_EARLY
 
 _TOLD = (b'"metrics"', b'"started"')
 
@@ -80,6 +79,13 @@ def has_begun(folder: Path) -> bool:
     return path.is_file() and isinstance(next(iter(journal.read(path)), None), RunOpened)
 
 
+def model_of(folder: Path) -> ModelSaved | None:
+    """Find the model that a trial has saved; None if it has none."""
+    with (folder / journal.FILE_NAME).open("rb") as file:
+        saved = [event_from_json(line) for line in file if b'"model_saved"' in line]
+    return next((event for event in reversed(saved) if isinstance(event, ModelSaved)), None)
+
+
 def state_of(folder: Path) -> tuple[State, str]:
     """How a trial stands, and why."""
     if not has_begun(folder):
@@ -94,5 +100,5 @@ def state_of(folder: Path) -> tuple[State, str]:
 
 def _state(end: RunClosed) -> State:
     if end.status == "KILLED":
-        return "stopped early" if end.message.startswith(STOPPED_EARLY) else "interrupted"
+        return "stopped early" if end.is_stopped_early else "interrupted"
     return "finished" if end.status == "FINISHED" else "failed"

@@ -9,17 +9,16 @@ from pathlib import Path
 
 from pipeline.config.load import ExperimentFile
 from pipeline.config.variation import override
-from pipeline.events import Tagged
+from pipeline.events import ModelSaved, Tagged
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.folder import id_of
-from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact
 from pipeline.recording.terminal import Terminal
 from pipeline.speedup.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial
 from pipeline.sweeping.assignment import Record, Suggestion, folder_name
-from pipeline.sweeping.journals import Follower, Unmeasurable, state_of
+from pipeline.sweeping.journals import Evaluation, Follower, Unmeasurable, model_of, state_of
 from pipeline.sweeping.planning import SweepPlan
 
 
@@ -31,7 +30,8 @@ def trial(sweep: Path, suggestion: Suggestion, *, metric: str) -> SweptTrial:
     if state == "not begun" and record is not None and record.failure:
         state, message = "failed", record.failure
     try:
-        last = next(reversed(list(Follower(folder, metric=metric).evaluations())), None)
+        limit = record.stopped_after if record is not None and state == "stopped early" else None
+        last = _last_evaluation(folder, metric=metric, limit=limit)
     except Unmeasurable as error:
         state, message, last = "failed", str(error), None
     return SweptTrial(
@@ -44,6 +44,18 @@ def trial(sweep: Path, suggestion: Suggestion, *, metric: str) -> SweptTrial:
         steps=last.step if last else 0,
         run=f"{sweep.name}/{folder.name}",
     )
+
+
+def _last_evaluation(folder: Path, *, metric: str, limit: int | None) -> Evaluation | None:
+    """Find the evaluation that a trial counts by: of one that was stopped early, the one that it was stopped for.
+
+    Args:
+        folder: the trial's.
+        metric: the sweep's.
+        limit: epochs that count; None counts all.
+    """
+    evaluations = Follower(folder, metric=metric).evaluations()
+    return next(reversed([one for one in evaluations if limit is None or one.epoch <= limit]), None)
 
 
 def records(sweep: Path) -> Iterator[Record]:
@@ -59,12 +71,13 @@ def report(
 ) -> SweptReport:
     """Set the trials side by side."""
     swept = _swept(file, plan, recorder.folder, overrides=overrides)
-    result = SweptReport(swept=swept, hardware=provenance.hardware(plan.plan))
+    model = _model_of_best(swept, recorder.folder, plan=plan)
+    result = SweptReport(swept=swept, hardware=provenance.hardware(plan.plan), logs_model=model is not None)
     print_report(result, stdout=terminal.result)
     if result.command:
         terminal.result.print(result.command, markup=False, highlight=False, soft_wrap=True)
     recorder.summary = result.markdown()
-    for event in _tags(swept, recorder.folder):
+    for event in (*_tags(swept), *([model] if model else ())):
         recorder.receive(event)
     for name, text in _files(result).items():  # last, since a disk may be full
         (recorder.folder / name).write_text(text, encoding="utf-8")
@@ -109,7 +122,16 @@ def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]
     return ("pipeline", "run", *map(shlex.quote, (str(file.path), *words)))
 
 
-def _tags(swept: Swept, folder: Path) -> Iterator[Tagged]:
+def _model_of_best(swept: Swept, folder: Path, *, plan: SweepPlan) -> ModelSaved | None:
+    """Find the model that the sweep sends to the store: none if each trial sends its own, or none is to be sent."""
+    best = swept.trial(swept.best)
+    if best is None or plan.logs_models or not plan.plan.experiment.tracking.log_model:
+        return None
+    saved = model_of(folder / folder_name(best.number))
+    return saved.model_copy(update={"time": time.time(), "run": best.run}) if saved is not None else None
+
+
+def _tags(swept: Swept) -> Iterator[Tagged]:
     """What the tracking store is to say of the sweep and its trials, in place of what an earlier session has said."""
     now = time.time()
     for one in swept.trials:
@@ -118,9 +140,7 @@ def _tags(swept: Swept, folder: Path) -> Iterator[Tagged]:
         elif one.state == "stopped early":
             yield Tagged(time=now, run=one.run, tags={"stopped_early": one.message})
     if (best := swept.trial(swept.best)) is not None:
-        kept = TrackingOutcome.kept(folder / folder_name(best.number))
-        tags = {"best_run": best.run, "best_run_id": kept.run_id if kept else ""}
-        tags |= {f"best.{key}": str(value) for key, value in best.values.items()}
+        tags = {"best_run": best.run} | {f"best.{key}": str(value) for key, value in best.values.items()}
         yield Tagged(time=now, run=swept.run, tags={**tags, f"best.{swept.metric}": f"{best.value:.6g}"})
 
 

@@ -34,6 +34,9 @@ class SweepPlan(Frozen):
     """The trials in order, as far as they are decided: with Optuna, none."""
     epochs: int
     """The most that a trial has."""
+    logs_models: bool
+    """Whether each trial's model goes to the tracking store, as ``tracking.log_model: true`` in the file says; left
+    out, the best one's does."""
     plan: Plan
     """For the run's folder and the tracking store."""
 
@@ -56,7 +59,7 @@ def make(file: ExperimentFile) -> SweepPlan:
     """
     sweep = sweep_of(file)
     allowed, resources = prepare(file)
-    common: dict[str, Any] = {_LOG_MODEL: False} if not _says(file, _LOG_MODEL) else {}
+    common: dict[str, Any] = {}
     with explained(file):
         concurrent, cpus = _side_by_side(file, resources, allowed)
         common[_CPUS] = cpus
@@ -74,6 +77,7 @@ def make(file: ExperimentFile) -> SweepPlan:
         seed=seed,
         suggestions=suggestions,
         epochs=max(varied.candidates) if varied else file.experiment.train.epochs,
+        logs_models=_LOG_MODEL in file.places.entries and file.experiment.tracking.log_model,
         plan=one.model_copy(update={"command": "sweep", "experiment": file.experiment}),
     )
 
@@ -132,10 +136,6 @@ def _address(file: ExperimentFile) -> str | None:
     from pipeline.launchers._ray.cluster import cluster_address
 
     return cluster_address(file.experiment.parallel)
-
-
-def _says(file: ExperimentFile, key: str) -> bool:
-    return key in file.places.entries
 
 
 def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str, ...]) -> tuple[int, int]:

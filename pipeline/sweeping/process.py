@@ -73,7 +73,10 @@ def train(assignment: Assignment, lifeline: _Lifeline) -> None:
         raise UsageError(f"{job.file} has changed since the sweep began; put it back, or start a new sweep")
     folder = job.folder_of(assignment.number)
     member = Membership(
-        folder=folder, title=titled(assignment.number, assignment.values), interruption=lambda: lifeline.reason
+        folder=folder,
+        title=titled(assignment.number, assignment.values),
+        interruption=lambda: lifeline.reason,
+        logs_model=job.logs_models,
     )
     runner.run(
         file,

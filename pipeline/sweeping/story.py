@@ -10,10 +10,10 @@ from pipeline.errors import TrainingError, UsageError
 from pipeline.launchers.base import outer_rank
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import recorded
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.terminal import Terminal, write
 from pipeline.speedup.swept import Swept, SweptReport
-from pipeline.sweeping import earlier, members, outcome
-from pipeline.sweeping.assignment import Job, Suggestion
+from pipeline.sweeping import delivery, earlier, members, outcome
+from pipeline.sweeping.assignment import AFTER_GRACE_S, Job, Suggestion
 from pipeline.sweeping.planning import SweepPlan, identified, make
 from pipeline.sweeping.progress import Progress
 
@@ -53,9 +53,17 @@ def sweep(
         job = _job(file, plan, recorder.folder, overrides=overrides, verbose=verbose)
         try:
             _search(file, plan, job, recorder=recorder, terminal=terminal)
+            delivery.send(
+                recorder.folder,
+                patience_s=job.grace_s + AFTER_GRACE_S,
+                tell=lambda message: write(terminal.progress, message),
+                warn=lambda message: write(terminal.warnings, message, style="yellow"),
+            )
         finally:
             report = outcome.report(file, plan, recorder, overrides=overrides, terminal=terminal)
             show(report)
+            if lacking := delivery.missing(recorder.folder):
+                write(terminal.warnings, lacking, style="yellow")
         _check(report.swept)
 
 
@@ -103,6 +111,7 @@ def _job(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequ
         cwd=str(Path.cwd()),
         folder=str(folder.absolute()),
         metric=plan.sweep.metric,
+        logs_models=plan.logs_models,
         grace_s=file.experiment.parallel.grace_s,
         verbose=verbose,
         variables=tuple(os.environ),

@@ -9,16 +9,15 @@ from typing import IO, Any
 
 from ray import tune
 
+from pipeline.events import STOPPED_EARLY
 from pipeline.recording import journal
-from pipeline.sweeping.assignment import STOPPED_EARLY, Assignment, Job, Record, Suggestion
+from pipeline.sweeping.assignment import AFTER_GRACE_S, Assignment, Job, Record, Suggestion
 from pipeline.sweeping.journals import Evaluation, Follower, Unmeasurable, state_of
 
 EPOCH, SUGGESTION = "epoch", "suggestion"
 OUTPUT_NAME = "output.txt"
 """What a trial's process prints: next to nothing, unless it breaks."""
 _LOOK_S = 0.1
-_AFTER_GRACE_S = 15.0
-"""For closing the journal and sending the rest to the tracking store."""
 
 
 class TrialFailed(Exception):
@@ -60,7 +59,8 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         """Stop the trial, if it is still running: Tune has decided so."""
         if self._process is None or self._process.poll() is not None:
             return
-        epoch = self._last.epoch if self._last else 0
+        epoch, suggestion = self._last.epoch if self._last else 0, self._suggestion
+        Record(number=suggestion.number, values=suggestion.values, stopped_after=epoch).keep(self._folder)
         self._stop(f"{STOPPED_EARLY} after epoch {epoch}")
 
     def _evaluations(self) -> Iterator[Evaluation]:
@@ -85,7 +85,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
     def _has_ended(self) -> bool:
         """Whether there is nothing left to train; waits for the process of an earlier session that is ending."""
         path = self._folder / journal.FILE_NAME
-        deadline = time.monotonic() + self._job.grace_s + _AFTER_GRACE_S
+        deadline = time.monotonic() + self._job.grace_s + AFTER_GRACE_S
         while path.is_file() and journal.is_open(path):
             if time.monotonic() > deadline:
                 raise self._failed("it is still going on in another process")
@@ -115,7 +115,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
             return
         _write(process.stdin, reason)
         try:
-            process.wait(self._job.grace_s + _AFTER_GRACE_S)
+            process.wait(self._job.grace_s + AFTER_GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

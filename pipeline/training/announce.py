@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipeline.contract import Held
-from pipeline.events import ArtifactSaved, FirstStep, ModelSaved, Outbox, Warned
+from pipeline.events import FirstStep, ModelSaved, Outbox, Warned
 from pipeline.training.collective import gather
 from pipeline.training.evaluation import resulting_weights
 from pipeline.training.loader import to_device
@@ -109,13 +109,13 @@ def model(setup: Setup, outbox: Outbox) -> None:
         outbox.file(weights, _WEIGHTS)
         if not setup.experiment.tracking.log_model:
             return
-        if (example := _example(setup)) is None:  # no signature without it: the bare weights, then
-            outbox.event(ArtifactSaved(time=time.time(), trial=setup.trial.name, path=_WEIGHTS))
-            return
-        path = Path(folder) / "example.pt"
-        torch.save(example, path)
-        outbox.file(path, _EXAMPLE)
-        outbox.event(ModelSaved(time=time.time(), trial=setup.trial.name, weights=_WEIGHTS, example=_EXAMPLE))
+        example = _example(setup)
+        if example is not None:
+            path = Path(folder) / "example.pt"
+            torch.save(example, path)
+            outbox.file(path, _EXAMPLE)
+        place = "" if example is None else _EXAMPLE
+        outbox.event(ModelSaved(time=time.time(), trial=setup.trial.name, weights=_WEIGHTS, example=place))
 
 
 def _example(setup: Setup) -> torch.Tensor | None:

@@ -41,9 +41,11 @@ from pipeline.events import (
 )
 from pipeline.models.mlp import MLP
 from pipeline.plan import make_plan
+from pipeline.recording.delivery import quiet
 from pipeline.recording.ending import places_of
 from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.mlflow import MlflowSubscriber, head_start
+from pipeline.recording.mlflow_run import MlflowRun
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.run import open_trial, recorded
 from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link, ui_address
@@ -506,6 +508,23 @@ def test_events_that_mlflow_refuses_take_no_others_with_them(
     assert len(warnings_told) == 1
     assert "train.epochs" in warnings_told[0]
     assert len(client_of(database).get_metric_history(outcome.run_id, "train/loss_0")) == 2
+
+
+def test_no_run_ends_before_its_metrics_are_there(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All events may come in one batch, and the process may end between two calls."""
+    run = MlflowRun(folder=tmp_path, warn=print)
+
+    def fail(*args: object, **given: object) -> None:
+        if given.get("metrics"):
+            raise OSError("cut off")
+
+    events = [opened(database, "cut"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
+    monkeypatch.setattr(MlflowClient, "log_batch", fail)
+    with quiet(), pytest.raises(OSError, match="cut off"):
+        run.write(events)
+    assert client_of(database).get_run(run.run_id).info.status == "RUNNING"
 
 
 def test_a_failure_is_on_the_run(database: str, tmp_path: Path, warnings_told: list[str]) -> None:

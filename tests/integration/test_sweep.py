@@ -51,6 +51,9 @@ def test_trials_run_side_by_side_and_the_worst_is_stopped_early(swept: tuple[Fol
     assert max(folder.epochs(3)) < 30
     assert folder.of(3, RunClosed)[0].status == "KILLED"
     assert folder.of(3, CheckpointSaved)
+    line = [each for each in ended.stdout.splitlines() if each.startswith("trial 3: epoch ")][-1]
+    row = trials[2]
+    assert line == f"trial 3: epoch {row['epochs']}, validation/loss {row['value']:.4g}"
 
     best = folder.result["best"]
     assert trials[best - 1]["state"] == "finished"
@@ -64,7 +67,7 @@ def test_trials_run_side_by_side_and_the_worst_is_stopped_early(swept: tuple[Fol
 
 
 def test_mlflow_has_one_parent_with_children_and_marks_the_best(swept: tuple[Folder, Ended]) -> None:
-    folder, _ = swept
+    folder, ended = swept
     runs = folder.children
     parent = runs.pop(folder.sweep.name)
     assert set(runs) == {"trial-001", "trial-002", "trial-003"}
@@ -80,6 +83,8 @@ def test_mlflow_has_one_parent_with_children_and_marks_the_best(swept: tuple[Fol
     assert parent.data.tags["best.optimizer.lr"] == runs[best].data.params["optimizer.lr"]
     assert parent.data.metrics["validation/loss"] == runs[best].data.metrics["validation/loss"]
     assert runs["trial-003"].info.status == "KILLED"
+    assert [name for name, run in runs.items() if run.outputs and run.outputs.model_outputs] == [best]
+    assert f"The model of trial {folder.result['best']} goes to its run in MLflow" in ended.stdout
     assert runs["trial-003"].data.tags["stopped_early"].startswith("stopped early by ASHA")
     assert parent.info.status == "FINISHED"
     artifacts = {
@@ -121,6 +126,7 @@ def test_list_show_and_diff_know_the_trials(
     assert [run["command"] for run in runs] == ["sweep", "run", "run", "run"]
     table = command("list").stdout.splitlines()
     assert [line.split()[0] for line in table[-4:]] == [name, "trial-001", "trial-002", "trial-003"]
+    assert [run["status"] for run in runs] == ["FINISHED", "FINISHED", "FINISHED", "STOPPED"]
     assert "validation/loss" in command("show", f"{name}/trial-001").stdout
     difference = json.loads(command("diff", f"{name}/trial-001", f"{name}/trial-002", "--json").stdout)
     assert difference["configuration"] == {"optimizer.lr": {"a": "0.1", "b": "0.05"}}

@@ -28,6 +28,7 @@ def run(
     name: str,
     *,
     status: Status | None = "FINISHED",
+    message: str = "why",
     speedup: float | None = 1.5,
     params: Mapping[str, str] = {"name": "digits"},
     tags: Mapping[str, str] = {"role": "main", "strategy": "ddp", "world_size": "2"},
@@ -47,7 +48,7 @@ def run(
             figures = (Point("speedup", 9, speedup), Point("efficiency", 9, speedup / 2))
             recorder.receive(Metrics(time=BEGAN + 2, step=9, epoch=1, points=figures))
         if status is not None:
-            recorder.receive(RunClosed(time=BEGAN + 60, status=status, message="" if status == "FINISHED" else "why"))
+            recorder.receive(RunClosed(time=BEGAN + 60, status=status, message="" if status == "FINISHED" else message))
     return folder
 
 
@@ -76,6 +77,13 @@ def test_a_summary_says_what_the_journal_says(tmp_path: Path) -> None:
     assert (compared.command, compared.what, compared.speedup) == ("compare", "compare", None)
     assert (failed.status, failed.message) == ("FAILED", "why")
     assert (killed.status, killed.ended) == ("KILLED", None)
+
+
+def test_a_trial_that_was_stopped_early_is_called_that(tmp_path: Path) -> None:
+    trial = run(tmp_path, "trial-002", status="KILLED", message="stopped early by ASHA after epoch 3")
+    summary = runs.summarized(trial)
+    assert summary is not None
+    assert (summary.status, summary.message) == ("STOPPED", "stopped early by ASHA after epoch 3")
 
 
 def test_a_run_is_running_while_its_journal_is_open(tmp_path: Path) -> None:
