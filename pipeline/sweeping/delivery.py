@@ -28,7 +28,7 @@ def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: C
         tell: told what is done.
         warn: told of trouble.
     """
-    _wait(sweep, patience_s=patience_s)
+    _wait(sweep, patience_s=patience_s, tell=tell)
     waiting = [folder for folder in undelivered(sweep) if not journal.is_open(folder / journal.FILE_NAME)]
     if waiting:
         tell(f"sending the results of {_named(waiting)} to MLflow, which their own processes couldn't")
@@ -57,10 +57,13 @@ def missing(sweep: Path) -> str:
     return f"{_named(folders)} {lack} results in MLflow; send them with: pipeline sync {sweep}"
 
 
-def _wait(sweep: Path, *, patience_s: float) -> None:
+def _wait(sweep: Path, *, patience_s: float, tell: Callable[[str], None]) -> None:
     """Wait for the processes of trials that were stopped: they write a checkpoint and send their results."""
-    deadline = time.monotonic() + patience_s
-    while any(journal.is_open(folder / journal.FILE_NAME) for folder in trials_of(sweep)):
+    deadline, told = time.monotonic() + patience_s, False
+    while running := [folder for folder in trials_of(sweep) if journal.is_open(folder / journal.FILE_NAME)]:
+        if not told:
+            tell(f"waiting until {_named(running)} has ended")
+            told = True
         if time.monotonic() > deadline:
             return
         time.sleep(_LOOK_S)

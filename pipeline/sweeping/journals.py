@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.events import AnyEvent, Metrics, ModelSaved, RunClosed, RunOpened, Started, event_from_json
+from pipeline.events import STOPPED_EARLY, AnyEvent, Metrics, ModelSaved, RunOpened, Started, event_from_json
 from pipeline.recording import journal
 from pipeline.speedup.swept import State
+from pipeline.sweeping.assignment import Record
 
 _TOLD = (b'"metrics"', b'"started"')
 
@@ -92,13 +93,11 @@ def state_of(folder: Path) -> tuple[State, str]:
         return "not begun", ""
     if journal.is_open(folder / journal.FILE_NAME):
         return "running", ""
-    end = journal.ending(folder / journal.FILE_NAME)
-    if end is None:
-        return "interrupted", "its process was killed"
-    return _state(end), end.message
-
-
-def _state(end: RunClosed) -> State:
-    if end.status == "KILLED":
-        return "stopped early" if end.is_stopped_early else "interrupted"
-    return "finished" if end.status == "FINISHED" else "failed"
+    end, record = journal.ending(folder / journal.FILE_NAME), Record.read(folder)
+    if end is not None and end.status != "KILLED":
+        return "finished" if end.status == "FINISHED" else "failed", end.message
+    if end is not None and end.is_stopped_early:
+        return "stopped early", end.message
+    if record is not None and record.stopped_after is not None:  # it took too long to end, and was killed
+        return "stopped early", f"{STOPPED_EARLY} after epoch {record.stopped_after}"
+    return "interrupted", end.message if end is not None else "its process was killed"

@@ -16,6 +16,7 @@ from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.sync import sync, sync_with_trials
 from pipeline.sweeping import delivery, outcome
 from pipeline.sweeping.assignment import Record, Suggestion
+from pipeline.sweeping.journals import state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
 
@@ -97,6 +98,15 @@ def test_the_row_of_a_stopped_trial_is_what_it_was_stopped_for(sweep: Sweep) -> 
         for number in (1, 2)
     ]
     assert [(row.state, row.epochs, row.value) for row in rows] == [("finished", 3, 1 / 3), ("stopped early", 2, 1 / 2)]
+
+
+def test_a_stopped_trial_that_was_killed_while_it_ended_stays_stopped(sweep: Sweep) -> None:
+    folder = sweep.folder / "trial-002"
+    lines = (folder / FILE_NAME).read_bytes().splitlines(keepends=True)
+    (folder / FILE_NAME).write_bytes(b"".join(lines[:-1]))
+    assert state_of(folder) == ("stopped early", STOPPED.message)
+    Record(number=2, values={}).keep(folder)  # begun again
+    assert state_of(folder)[0] == "interrupted"
 
 
 def test_what_trials_could_not_send_is_named_and_sent(sweep: Sweep) -> None:
