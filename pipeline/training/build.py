@@ -46,7 +46,7 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
             overlaps=not recomputed,  # torch can't cut a graph in which something is computed again
         )
     optimizer = parts.optimizer(create, experiment, model=model, is_sharded=strategy.shards)
-    return Setup(
+    setup = Setup(
         trial=trial,
         rank=rank,
         device=device,
@@ -66,6 +66,10 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
         compiling=stopwatch,
         averages=Averages(model, ema) if (ema := experiment.train.ema) is not None else None,
     )
+    key = "loss" if experiment.task is None else "task"
+    for part in (setup.task, getattr(setup.task, "loss", None)):
+        rank_equality.check_module(part, key=key, rank=rank)
+    return setup
 
 
 def device_of(trial: Trial, *, rank: Rank) -> torch.device:

@@ -90,6 +90,7 @@ def task(create: Create, experiment: Experiment, *, device: torch.device) -> Tas
             return made
         return in_double(made.to(device)) if experiment.train.precision == "fp64" else made.to(device)
 
+    seed_all(mix(experiment.seed, "task"))  # equal on all ranks, whatever building the model drew
     if experiment.task is not None:
         return cast(Task, placed(create(experiment.task, key="task")))
     return Supervised(placed(create(cast(Component, experiment.loss), key="loss")))

@@ -3,7 +3,7 @@
 import random
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -111,14 +111,27 @@ class Keeps(nn.Module):
         return outputs
 
 
-def _trial(*, data: str = "split_by_torch", model: str = "nothing", strategy: str = "ddp") -> Trial:
+class Margins(nn.Module):
+    """A loss with targets of its own making."""
+
+    def __init__(self, seeded: bool) -> None:
+        super().__init__()
+        self.margin = torch.tensor(np.random.rand() if seeded else np.random.default_rng().random())
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets - self.margin).pow(2).mean()
+
+
+def _trial(
+    *, data: str = "split_by_torch", model: str = "nothing", strategy: str = "ddp", seeded_loss: bool = True
+) -> Trial:
     experiment = Experiment.model_validate(
         {
             "name": "toy",
             "seed": 3,
             "model": {"_target_": f"{HERE}.Keeps", "what": model},
             "data": {"_target_": f"{HERE}.{data}"},
-            "loss": {"_target_": "torch.nn.MSELoss"},
+            "loss": {"_target_": f"{HERE}.Margins", "seeded": seeded_loss},
             "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05},
             "train": {"epochs": 1, "global_batch_size": 8},
         }
@@ -141,6 +154,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "tensor": ({"model": "tensor"}, "model", "inner.kept[0] differs between rank 0 and rank 1"),
     "array": ({"model": "array"}, "model", "kept differs"),
     "number": ({"model": "number"}, "model", "kept differs"),
+    "loss": ({"seeded_loss": False}, "loss", "margin differs"),
     "shards": ({"model": "weights", "strategy": "fsdp"}, "model", "layer.weight differs"),
 }
 ACCEPTED: dict[str, dict[str, Any]] = {
@@ -175,6 +189,7 @@ def _drawn(setup: Setup) -> dict[str, Any]:
         "labels": [batch["y" if isinstance(batch, dict) else 1].tolist() for batch in labels],
         "kept": [getattr(one, "tolist", lambda one=one: one)() for one in kept[:3]],
         "weight": model.layer.weight.item(),
+        "margin": cast(Any, setup.task).loss.margin.item(),
     }
 
 

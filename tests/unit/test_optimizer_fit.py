@@ -268,6 +268,14 @@ class TestOptimizersWithModes:
         for after in (2, 3):
             _exact_when_resumed(tmp_path / str(after), after=after, optimizer=self.FREE)
 
+    def test_go_on_when_the_training_is_made_longer(self, tmp_path: Path) -> None:
+        expected = _train(optimizer=self.FREE, train={"epochs": 3})
+        _train(folder=tmp_path, optimizer=self.FREE)
+        longer = _train(folder=tmp_path, resume=True, optimizer=self.FREE, train={"epochs": 3})
+
+        assert longer.series("validation/loss")[-1] == expected.series("validation/loss")[-1]
+        assert longer.series("train/loss")[-3:] == expected.series("train/loss")[-3:]
+
     def test_are_not_disturbed_by_evaluation(self) -> None:
         often, once = (
             _train(optimizer=self.FREE, train={"epochs": 4, "evaluate_every_epochs": every}) for every in (1, 4)

@@ -1,10 +1,12 @@
 """A resumed training whose experiment was allowed to change: what is written now counts, not what was saved."""
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeline.training.checkpoints.manifest import Manifest, trained
@@ -40,9 +42,11 @@ class Written:
         follows_a_metric = isinstance(setup.scheduler, ReduceLROnPlateau)
         if _settings(now) == _settings(then) and (follows_a_metric or _length(now) == _length(then)):
             return
+        is_another = now["optimizer"]["_target_"] != then["optimizer"]["_target_"]
+        counters = set() if is_another else _counters(setup.optimizer)
         for group, written in zip(setup.optimizer.param_groups, self.groups, strict=True):
-            group.update(copy.deepcopy(written))
-        if now["optimizer"]["_target_"] != then["optimizer"]["_target_"]:
+            group.update({key: copy.deepcopy(own) for key, own in written.items() if key not in counters})
+        if is_another:
             setup.optimizer.state.clear()
             warn(f"optimizer is another one than in {manifest.name}: it begins without memory of earlier gradients")
         if setup.scheduler is not None and self.scheduler is not None:
@@ -60,6 +64,11 @@ class Written:
         by_epoch = setup.experiment.train.scheduler_interval == "epoch"
         for _ in range(manifest.epoch if by_epoch else manifest.step):
             advance_scheduler(setup.scheduler, is_skipped=True)
+
+
+def _counters(optimizer: Optimizer) -> set[str]:
+    """What an optimizer counts in its groups, such as steps in schedule-free ones: no argument can set it."""
+    return optimizer.defaults.keys() - inspect.signature(type(optimizer)).parameters.keys()
 
 
 def _settings(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
