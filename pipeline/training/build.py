@@ -6,7 +6,7 @@ import torch
 
 from pipeline.config import components
 from pipeline.contract import Rank, Trial
-from pipeline.training import compilation, parts, rank_equality, recomputation
+from pipeline.training import compilation, optimizer_fit, parts, rank_equality, recomputation
 from pipeline.training.averages import Averages
 from pipeline.training.setup import DTYPES, Setup
 from pipeline.training.source import dealt, read, runtime
@@ -46,6 +46,7 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
             overlaps=not recomputed,  # torch can't cut a graph in which something is computed again
         )
     optimizer = parts.optimizer(create, experiment, model=model, is_sharded=strategy.shards)
+    optimizer_fit.check_averaging(optimizer, trial=trial)
     setup = Setup(
         trial=trial,
         rank=rank,

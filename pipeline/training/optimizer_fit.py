@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
+from pipeline.contract import Trial
 from pipeline.errors import ExperimentError
 from pipeline.strategies.base import sparse_modules
 from pipeline.training import optimizer_modes
@@ -27,6 +28,25 @@ def check(optimizer: Optimizer, *, again: Callable[[list[nn.Parameter]], Any], m
     _refuse_closure(optimizer)
     if sparse_modules(model) or isinstance(optimizer, SparseAdam):
         _refuse_gradients(again, model=model)
+
+
+def check_averaging(optimizer: Optimizer, *, trial: Trial) -> None:
+    """Refuse averages of weights beside an optimizer that has its own, such as a schedule-free one.
+
+    Raises:
+        ExperimentError: both would be averaged.
+    """
+    if not optimizer_modes.has_modes(optimizer):
+        return
+    name = type(optimizer).__name__
+    if trial.experiment.train.ema is not None:
+        raise ExperimentError.of("train.ema", f"averages the weights once more: {name} does so itself; remove it")
+    if trial.options.get("local_sgd_period") is not None:
+        raise ExperimentError.of(
+            "optimizer",
+            f"{name} keeps weights of its own on each worker, which local SGD doesn't average; use another optimizer, "
+            "or remove local_sgd_period",
+        )
 
 
 def _refuse_closure(optimizer: Optimizer) -> None:

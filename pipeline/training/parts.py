@@ -124,10 +124,6 @@ def optimizer(create: Create, experiment: Experiment, *, model: nn.Module, is_sh
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
     optimizer_fit.check(optimizer, again=lambda toys: create(chosen, toys, key="optimizer"), model=model)
-    if optimizer_modes.has_modes(optimizer) and experiment.train.ema is not None:
-        raise ExperimentError.of(
-            "train.ema", f"averages the weights once more: {type(optimizer).__name__} does so itself; remove it"
-        )
     optimizer_modes.train(optimizer)
     fused.complete(optimizer)
     factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)

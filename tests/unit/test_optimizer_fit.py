@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
-from pipeline.training import loop
+from pipeline.training import loop, optimizer_fit
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.loop import train
@@ -289,6 +289,9 @@ class TestOptimizersWithModes:
             "train.ema",
             "averages the weights once more: ScheduleFree does so itself; remove it",
         )
+        local = _trial(optimizer=self.FREE).model_copy(update={"options": {"local_sgd_period": 2}})
+        with pytest.raises(ExperimentError, match="which local SGD doesn't average"):
+            optimizer_fit.check_averaging(_build(optimizer=self.FREE).optimizer, trial=local)
 
 
 class TestScaledLearningRates:
