@@ -279,7 +279,9 @@ def test_inputs_that_are_no_tensor_leave_the_weights_alone() -> None:
     """Without an example there is no signature, so no model."""
     _, outbox = toys.trained(data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
 
-    assert outbox.kinds()[-1] == "artifact_saved"
+    saved = outbox.events[-1]
+    assert isinstance(saved, ModelSaved)
+    assert saved.example == ""
     assert list(outbox.files) == ["model/weights.pt"]
 
 
