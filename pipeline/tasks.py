@@ -5,8 +5,9 @@ whatever the strategy wrapped around it takes part.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
@@ -15,17 +16,25 @@ from pipeline.errors import ExperimentError
 
 _HINT = "return pairs from the dataset, or write a `task:` that reads this batch"
 _MEAN_REDUCTIONS = ("mean", "batchmean")  # batchmean is KLDivLoss's mean over samples
+_IGNORED = -100
+"""torch's ``ignore_index`` unless one is given."""
 
 
 class StepOutput(NamedTuple):
     """What a step hands to the training loop."""
 
     loss: Tensor
-    """Scalar, the mean over the samples of the batch: batches are weighted by their number of samples."""
+    """Scalar, a mean over the batch."""
     outputs: Any
     """First argument of the metrics."""
     targets: Any
     """Second argument of the metrics."""
+    weight: Tensor | None = None
+    """What the loss was divided by, scalar: the number of boxes, or of tokens that aren't padding; None: of samples.
+
+    The loss of a step is the sum of losses times weights over the sum of weights, all workers and micro-batches taken
+    together. A loss with a weight of 0 counts nothing, even if it is NaN.
+    """
 
 
 class Task(Protocol):
@@ -38,34 +47,78 @@ class Task(Protocol):
 class Supervised(Task):
     """``loss(model(inputs), targets)`` for batches of (inputs, targets).
 
-    An output with ``logits``, as transformers' models return it, counts as its logits.
+    An output with ``logits``, as transformers' models return it, counts as its logits. torch's cross entropies are
+    divided by the (weighted) number of targets that aren't ignored, which is their weight.
 
     Raises:
         ExperimentError: the loss isn't a mean over the batch, or a batch isn't a pair.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Tensor]) -> None:
+    def __init__(self, loss: Callable[[Any, Any], Tensor], *, ignores: bool = False) -> None:
+        """``ignores`` tells that targets may be the loss's ``ignore_index``, also where it is torch's default."""
         reduction = getattr(loss, "reduction", "mean")
         if reduction not in _MEAN_REDUCTIONS:
             message = f"reduction {reduction!r} depends on the batch size; use reduction: mean"
             raise ExperimentError.of("loss", message)
         self.loss = loss
+        self._entropy = loss if _is_entropy(loss) else None
+        self._leaves_out = self._entropy is not None and _has_zero(self._entropy.weight)
+        if self._leaves_out and getattr(loss, "label_smoothing", 0.0) != 0.0:
+            message = "label_smoothing with a weight of 0 divides a batch of that class alone by 0; write 1e-6"
+            raise ExperimentError.of("loss", message)
+        entropy = self._entropy
+        self._weighs_by_targets = entropy is not None and (
+            ignores or entropy.weight is not None or entropy.ignore_index != _IGNORED
+        )
 
     @override
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
         """See `Task`."""
         inputs, targets = _pair(batch)
         outputs = _logits(model(inputs))
-        loss = self.loss(outputs, targets)
+        loss = self.loss(outputs, self._counted(targets))
         if not isinstance(loss, Tensor) or loss.ndim:
             raise ExperimentError.of("loss", f"is {_describe(loss)}, not a scalar; return the mean over the batch")
-        return StepOutput(loss, outputs, targets)
+        return StepOutput(loss, outputs, targets, self._weight(targets))
+
+    def refuse_ignored(self, batch: Any) -> None:
+        """Look for targets that the loss ignores where it is weighted by samples; before they are on a device.
+
+        Raises:
+            ExperimentError: there are some.
+        """
+        if self._entropy is None or self._weighs_by_targets or not isinstance(batch, tuple | list) or len(batch) != 2:
+            return
+        targets = batch[1]
+        if isinstance(targets, Tensor) and targets.ndim == 1 and bool((targets == _IGNORED).any()):
+            message = (
+                f"some targets are {_IGNORED}, which it ignores; write ignore_index: {_IGNORED} to divide by the others"
+            )
+            raise ExperimentError.of("loss", message)
+
+    def _counted(self, targets: Any) -> Any:
+        """The targets, those of classes whose weight is 0 ignored: of a batch of them alone gradients would be NaN."""
+        entropy = self._entropy
+        if entropy is None or not self._leaves_out or targets.is_floating_point():
+            return targets
+        return torch.where(_weights(entropy, targets) == 0, entropy.ignore_index, targets)
+
+    def _weight(self, targets: Tensor) -> Tensor | None:
+        """What torch's cross entropies divide by; None for other losses, and where that is the number of samples."""
+        entropy = self._entropy
+        if entropy is None or targets.is_floating_point():  # of probabilities it is a mean over the samples
+            return None
+        if entropy.weight is not None:
+            return _weights(entropy, targets).sum()
+        if targets.ndim > 1 or self._weighs_by_targets:
+            return (targets != entropy.ignore_index).sum()
+        return None
 
 
 class LanguageModel(Task):
     """Cross entropy of each next token, for batches of (tokens, next_tokens), both (batch, time).
 
-    Metrics see logits (batch * time, vocabulary) and tokens (batch * time).
+    Targets of -100 are padding. Metrics see logits (batch * time, vocabulary) and tokens (batch * time).
 
     Raises:
         ExperimentError: a batch isn't a pair.
@@ -77,7 +130,31 @@ class LanguageModel(Task):
         tokens, next_tokens = _pair(batch)
         logits = _logits(model(tokens)).flatten(0, 1)
         targets = next_tokens.flatten()
-        return StepOutput(functional.cross_entropy(logits, targets), logits, targets)
+        loss = functional.cross_entropy(logits, targets, ignore_index=_IGNORED)
+        return StepOutput(loss, logits, targets, (targets != _IGNORED).sum())
+
+
+def is_known(task: object) -> bool:
+    """Whether a task's loss is one of torch's own, which for samples of one size are what they are taken for."""
+    if isinstance(task, Supervised):
+        return _is_entropy(task.loss) or type(task.loss).__module__ == "torch.nn.modules.loss"
+    return isinstance(task, LanguageModel)
+
+
+def _is_entropy(loss: object) -> TypeGuard[nn.CrossEntropyLoss | nn.NLLLoss]:
+    """Whether it computes what torch's cross entropies do; a subclass may compute something else."""
+    return getattr(type(loss), "forward", None) in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+
+
+def _has_zero(weight: Tensor | None) -> bool:
+    return weight is not None and bool((weight == 0).any())
+
+
+def _weights(entropy: nn.CrossEntropyLoss | nn.NLLLoss, targets: Tensor) -> Tensor:
+    """Each target's weight, that of its class; 0 if it is ignored."""
+    counts = targets != entropy.ignore_index
+    assert entropy.weight is not None
+    return entropy.weight[torch.where(counts, targets, 0)] * counts
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

@@ -172,9 +172,10 @@ class Experiment(Section):
     pipeline.data.streamed."""
     loader: Loader = Loader()
     loss: Component | None = None
-    """Any callable (outputs, targets) -> scalar mean over the samples; needed unless ``task`` is given."""
+    """Any callable (outputs, targets) -> scalar mean over the samples, or a loss of torch (docs/losses.md); needed
+    unless ``task`` is given."""
     task: Component | None = None
-    """A pipeline.tasks.Task, for what is not (inputs, targets) -> loss."""
+    """A pipeline.tasks.Task, for what is not (inputs, targets) -> loss, or divided by something else than samples."""
     metrics: Mapping[str, Component] = {}
     """torchmetrics metrics of the validation set, by name."""
     optimizer: Component

@@ -25,6 +25,11 @@ class LocalSGD:
         )
 
     @property
+    def is_next(self) -> bool:
+        """Whether the next step's gradients stay with their ranks."""
+        return self._steps >= self._start_step
+
+    @property
     def has_begun(self) -> bool:
         """Whether ranks may have weights, or a state of the optimizer, of their own."""
         return self._steps > self._start_step

@@ -102,6 +102,11 @@ class Strategy(ABC):
         """So many steps have been taken, in this process or before."""
 
     @property
+    def steps_alone(self) -> bool:
+        """Whether the gradients of the next step stay with their ranks."""
+        return False
+
+    @property
     def diverges(self) -> bool:
         """Whether each rank has weights, and a state of the optimizer, of its own at the moment."""
         return False

@@ -135,6 +135,11 @@ class Strategy(base.Strategy):
 
     @property
     @override
+    def steps_alone(self) -> bool:
+        return self._local is not None and self._local.is_next
+
+    @property
+    @override
     def diverges(self) -> bool:
         return self._local is not None and self._local.has_begun
 

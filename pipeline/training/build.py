@@ -7,6 +7,7 @@ import torch
 from pipeline.config import components
 from pipeline.contract import Rank, Trial
 from pipeline.training import compilation, optimizer_fit, parts, rank_equality, recomputation
+from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
 from pipeline.training.setup import DTYPES, Setup
 from pipeline.training.source import dealt, read, runtime
@@ -70,6 +71,7 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
     key = "loss" if experiment.task is None else "task"
     for part in (setup.task, getattr(setup.task, "loss", None)):
         rank_equality.check_module(part, key=key, rank=rank)
+    examine(setup)
     return setup
 
 

@@ -18,11 +18,12 @@ from pipeline.errors import ExperimentError
 from pipeline.training.clock import synchronize
 from pipeline.training.collective import gather
 from pipeline.training.exchange import all_reduces, in_turn
+from pipeline.training.forward import forward
 from pipeline.training.order import Draw, StreamOrder
 from pipeline.training.readiness import gradients
 from pipeline.training.setup import Setup
 from pipeline.training.standstill import standstill
-from pipeline.training.step import forward, optimizer_step
+from pipeline.training.step import optimizer_step
 
 SIZES_ALONE, SIZES_TOGETHER = 6, 2
 
@@ -123,7 +124,7 @@ def _timed(setup: Setup, *, size: int) -> _Pass:
 def _backward(setup: Setup, batch: Any, between: Callable[[], object]) -> None:
     """Forward and backward of a batch; ``between`` is called between them."""
     with setup.strategy.accumulate(setup.wrapped):
-        loss = forward(setup, batch) * setup.strategy.gradient_scale
+        loss = forward(setup, setup.wrapped, batch).loss * setup.strategy.gradient_scale
         between()
         setup.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 

@@ -1,5 +1,6 @@
 """Validation that counts each sample exactly once, at any world size."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,9 +9,11 @@ import torch.distributed as dist
 
 from pipeline.advance import Advance
 from pipeline.events import Phase
+from pipeline.training.forward import forward
 from pipeline.training.optimizer_modes import evaluating
 from pipeline.training.setup import Setup
 from pipeline.training.watch import mark
+from pipeline.training.weighting import weighted
 
 
 def prepare(setup: Setup) -> None:
@@ -31,12 +34,15 @@ def evaluate(setup: Setup) -> dict[str, float]:
     with resulting_weights(setup):
         module = setup.strategy.evaluation_module(setup.wrapped, setup.model)
         module.eval()
-        loss = _over_own_samples(setup, module)
+        sums = _over_own_samples(setup, module)
     if setup.rank.world_size > 1:
         mark(Phase.WAITING)
-        dist.all_reduce(loss)
+        dist.all_reduce(sums)
     mark(Phase.EVALUATING)
-    values = {"validation/loss": loss.item()}
+    loss, weight = sums.tolist()
+    if setup.gives_weight:
+        loss = loss / weight if weight else math.nan  # the mean over nothing
+    values = {"validation/loss": loss}
     for name, value in setup.metrics.compute().items():
         if value.numel() == 1:
             values[f"validation/{name}"] = float(value)
@@ -65,16 +71,22 @@ def resulting_weights(setup: Setup) -> Iterator[None]:
 
 @torch.no_grad()
 def _over_own_samples(setup: Setup, module: torch.nn.Module) -> torch.Tensor:
-    """A rank's part of the mean loss, scalar float64 on the device; metrics are updated."""
+    """A rank's sums, shape (2,), float64 on the device; metrics are updated.
+
+    They are those of losses times weights, and of the weights; of losses without weights the first is its part of the
+    mean over the samples.
+    """
     assert setup.validation_loader is not None
-    total = torch.zeros((), dtype=torch.float64, device=setup.device)
+    total = torch.zeros(2, dtype=torch.float64, device=setup.device)
     samples, world_size = setup.validation_samples, setup.rank.world_size
     with Advance("evaluating", total=samples, unit="samples", silent=not setup.rank.is_first) as advance:
         for draw, batch in setup.prefetched(setup.validation_loader.batches(setup.evaluation_draws())):
-            with setup.autocast():
-                output = setup.task(module, setup.placed(batch))
+            output = forward(setup, module, batch)
             if draw.weight:
-                total += output.loss.double() * draw.weight
+                if output.weight is None:
+                    total[0] += output.loss.double() * draw.weight
+                else:
+                    total += weighted(output.loss, output.weight)
                 setup.metrics.update(output.outputs, output.targets)
             mark(Phase.EVALUATING)
             advance.by(len(draw.indices) * world_size)

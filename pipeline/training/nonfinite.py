@@ -27,7 +27,7 @@ HALVINGS = 16
 REMEDY = "Try a lower learning rate, train.clip_grad_norm, or train.precision: fp32"
 
 
-def poisoned(weight: float, loss: Tensor, *, setup: Setup) -> float | Tensor:
+def poisoned(weight: float | Tensor, loss: Tensor, *, setup: Setup) -> float | Tensor:
     """The weight of a loss; NaN if the loss is not finite and such steps are skipped.
 
     So a loss that is infinite with finite gradients reaches all ranks with the gradients, without another exchange.

@@ -93,7 +93,8 @@ def task(create: Create, experiment: Experiment, *, device: torch.device) -> Tas
     seed_all(mix(experiment.seed, "task"))  # equal on all ranks, whatever building the model drew
     if experiment.task is not None:
         return cast(Task, placed(create(experiment.task, key="task")))
-    return Supervised(placed(create(cast(Component, experiment.loss), key="loss")))
+    declared = cast(Component, experiment.loss)
+    return Supervised(placed(create(declared, key="loss")), ignores="ignore_index" in declared.arguments)
 
 
 def metrics(create: Create, experiment: Experiment) -> "MetricCollection":

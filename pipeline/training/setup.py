@@ -17,7 +17,7 @@ from pipeline.config.schema import Experiment
 from pipeline.contract import Rank, Trial
 from pipeline.events import Started
 from pipeline.strategies.base import Strategy
-from pipeline.tasks import Task
+from pipeline.tasks import Supervised, Task
 from pipeline.training import parts, together
 from pipeline.training.averages import Averages
 from pipeline.training.compilation import Stopwatch
@@ -25,6 +25,7 @@ from pipeline.training.loader import BatchLoader, to_device
 from pipeline.training.order import Draw, Order, StreamOrder, evaluation_draws
 from pipeline.training.prefetch import prefetched
 from pipeline.training.stream import StreamLoader
+from pipeline.training.weighting import Boundary
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -57,6 +58,10 @@ class Setup:
     """Runs while torch.compile does; None where nothing is compiled."""
     averages: Averages | None = None
     """Of the weights, if they are averaged."""
+    gives_weight: bool | None = None
+    """Whether the task says what its losses were divided by; None before its first batch."""
+    boundary: Boundary | None = None
+    """Of the model, where the task is one's own and gives weights."""
 
     @property
     def experiment(self) -> Experiment:
@@ -149,6 +154,8 @@ class Setup:
 
     def prefetched(self, batches: Iterator[tuple[Draw, Any]]) -> Iterator[tuple[Draw, Any]]:
         """Batches from the loader, on a GPU placed there one ahead."""
+        if isinstance(self.task, Supervised):
+            batches = _looked_at(batches, self.task)
         return prefetched(batches, place=self.placed, device=self.device)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -173,3 +180,9 @@ class Setup:
             data_name=self.experiment.data.target,
             data_digest=self.data_digest,
         )
+
+
+def _looked_at(batches: Iterator[tuple[Draw, Any]], task: Supervised) -> Iterator[tuple[Draw, Any]]:
+    for draw, batch in batches:
+        task.refuse_ignored(batch)
+        yield draw, batch

@@ -9,15 +9,16 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from pipeline.errors import ExperimentError
 from pipeline.events import Phase
 from pipeline.training import lone_sample, nonfinite
+from pipeline.training.forward import forward
 from pipeline.training.learning_rate import warmup_factor
 from pipeline.training.norms import total_norm
 from pipeline.training.order import Draw, mix
 from pipeline.training.randomness import seed_all
 from pipeline.training.setup import Setup
 from pipeline.training.watch import mark
+from pipeline.training.weighting import Denominator
 
 Stream = Iterator[tuple[Draw, Any]]
 """A rank's micro-batches, in order."""
@@ -68,21 +69,29 @@ def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> Tensor:
     Without ``exchange`` ranks send each other nothing. Returns this rank's part of the global batch's mean loss.
     """
     total: Tensor | None = None
+    denominator: Denominator | None = None
     mark(Phase.READING)
     for draw, batch in stream:
         mark(Phase.FORWARD)
+        if setup.boundary is not None:
+            setup.boundary.clear()
         with _exchanging(setup, draw) if exchange else setup.strategy.alone(setup.wrapped):
             try:
-                loss = forward(setup, batch)
+                output = forward(setup, setup.wrapped, batch)
             except ValueError as error:
                 if lone_sample.is_too_small(error, draw):
                     raise lone_sample.explained(setup, draw) from error
                 raise
             # Weighted by its share of the global batch, the sum over micro-batches and ranks is the global mean.
-            weight = nonfinite.poisoned(draw.weight * setup.strategy.gradient_scale, loss, setup=setup)
+            loss: Tensor = output.loss
+            share: float | Tensor = draw.weight
+            if output.weight is not None:
+                denominator = denominator or Denominator(setup, exchange=exchange)
+                loss, share = denominator.counted(output, draw)
+            weight = nonfinite.poisoned(share * setup.strategy.gradient_scale, loss, setup=setup)
             mark(Phase.BACKWARD)
             setup.scaler.scale(_times(loss, weight)).backward()  # type: ignore[no-untyped-call]
-        part = _times(loss.detach().to(setup.input_dtype or torch.float32), draw.weight)
+        part = _times(loss.detach().to(setup.input_dtype or torch.float32), share)
         if setup.compiling is not None:  # a CUDA graph that is replayed writes over what it returned
             part = part.clone()
         total = part if total is None else total + part
@@ -90,7 +99,7 @@ def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> Tensor:
             break
         mark(Phase.READING)
     assert total is not None  # each step has a micro-batch
-    return total
+    return total if denominator is None else denominator.settle(total)
 
 
 def _times(loss: Tensor, weight: float | Tensor) -> Tensor:
@@ -101,18 +110,6 @@ def _times(loss: Tensor, weight: float | Tensor) -> Tensor:
 def _exchanging(setup: Setup, draw: Draw) -> AbstractContextManager[None]:
     """All micro-batches but the last keep their gradients to themselves: one exchange a step, not one each."""
     return nullcontext() if draw.is_last else setup.strategy.accumulate(setup.wrapped)
-
-
-def forward(setup: Setup, batch: Any) -> Tensor:
-    """The mean loss of a micro-batch (scalar), with its graph."""
-    with setup.autocast():
-        loss = setup.task(setup.wrapped, setup.placed(batch)).loss
-    if loss.ndim:
-        raise ExperimentError.of(
-            "task" if setup.experiment.task else "loss",
-            f"returned a tensor of shape {tuple(loss.shape)}; it must be a scalar, the mean over the samples",
-        )
-    return loss
 
 
 def _clip(setup: Setup) -> Tensor | None:

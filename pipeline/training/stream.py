@@ -51,6 +51,7 @@ class StreamLoader:
         self._pass: Pass = _nothing()
         self._at = (-1, -1)  # epoch and step of the block
         self._block: Any = None
+        self._is_unserved = False  # the block was only looked at
 
     def batches(self, draws: Iterable[Draw]) -> Iterator[tuple[Draw, Any]]:
         """Each draw with its rows, on the CPU.
@@ -64,8 +65,9 @@ class StreamLoader:
             next(self._pass, None)
             return
         epoch, step = first.epoch, self._step(first)
-        if not (epoch == self._at[0] and step > self._at[1]):
+        if not (epoch == self._at[0] and step >= self._at[1] + (not self._is_unserved)):
             self._begin(epoch)
+        self._is_unserved = False
         taken = 0
         for draw in chain([first], draws):
             block = self._reached(draw)
@@ -78,6 +80,7 @@ class StreamLoader:
         if self._block is None:
             self._begin(0)
             self._advance(0)
+            self._is_unserved = True
         index = torch.arange(len(indices)) % _rows(self._block)
         return tree_map(lambda leaf: leaf[index], self._block)
 

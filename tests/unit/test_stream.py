@@ -123,6 +123,15 @@ def test_each_epoch_is_a_pass_of_its_own_also_after_a_resume() -> None:
     assert dealt.passes == 1
 
 
+def test_rows_that_were_looked_at_come_all_the_same() -> None:
+    """They belong to the first pass; another one would deal those of the second epoch."""
+    plan = order(6, share=3, workers=1)
+    reader = loader(dealt := Dealt(6, rank=0, workers=1), plan)
+    assert len(reader.read([0, 1])[0]) == 2
+    assert rows_of(reader.batches(plan.draws(0, rank=0, world_size=1))) == [[0, 1, 2], [3, 4, 5]]
+    assert dealt.passes == 1
+
+
 def test_validation_begins_anew_each_time_on_all_ranks() -> None:
     """Also on a rank that gets none of the rows: the others wait for it."""
     plan = order(5, share=3, workers=3)

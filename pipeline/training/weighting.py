@@ -1,0 +1,127 @@
+"""A step's loss where losses are means over something else than samples, such as the tokens that aren't padding.
+
+Of micro-batches whose losses were divided by weights, the loss of the whole step is the sum of loss times weight over
+the sum of the weights, all micro-batches of all ranks taken together.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeline.tasks import StepOutput
+from pipeline.training.norms import local
+from pipeline.training.order import Draw
+
+if TYPE_CHECKING:
+    from pipeline.training.setup import Setup
+
+
+class Denominator:
+    """What the losses of one optimizer step are divided by.
+
+    With one micro-batch for each rank it is known before the backward pass. With several, backward begins with what
+    the first ones make likely, so that gradients are about as large as those of a mean (fp16 would overflow with those
+    of a sum), and they are corrected once at the end. Where a rank steps by itself, the sum is its own.
+    """
+
+    def __init__(self, setup: "Setup", *, exchange: bool) -> None:
+        self._setup = setup
+        self._is_shared = exchange and setup.rank.world_size > 1 and not setup.strategy.steps_alone
+        self._weights: list[Tensor] = []
+        self._samples = 0.0
+        self._likely = torch.ones(())
+
+    def counted(self, output: StepOutput, draw: Draw) -> tuple[Tensor, Tensor]:
+        """A micro-batch's loss, which is 0 if it has no weight, and what to multiply it by. All ranks call it alike."""
+        assert output.weight is not None
+        weight = output.weight * bool(draw.weight)  # the sample of a rank that has none left counts nothing
+        if not self._weights:
+            self._likely = _not_zero(self._first(weight, draw))
+        self._weights.append(weight)
+        self._samples += draw.weight
+        return self._loss(output.loss, weight), weight / self._likely
+
+    def settle(self, loss: Tensor) -> Tensor:
+        """Correct the gradients once all micro-batches are through; returns the corrected loss of this rank's part."""
+        if self._setup.micro_batches == 1:
+            return loss
+        own = torch.stack(self._weights).sum()
+        known = self._summed(own) if self._is_shared else own / (self._samples or 1)
+        factor = self._likely / _not_zero(known)
+        multiply([one.grad for one in self._setup.trained if one.grad is not None], factor)
+        return loss * factor
+
+    def _first(self, weight: Tensor, draw: Draw) -> Tensor:
+        """What the first micro-batches say of the sum."""
+        if self._is_shared:
+            return self._summed(weight) * self._setup.micro_batches
+        return weight / (draw.weight or 1)
+
+    def _summed(self, weight: Tensor) -> Tensor:
+        total = weight.clone()
+        dist.all_reduce(total)
+        return total
+
+    def _loss(self, loss: Tensor, weight: Tensor) -> Tensor:
+        boundary = self._setup.boundary
+        if boundary is not None and boundary.is_known and not weight:  # the host waits for the device
+            return boundary.nothing()
+        return _or_nothing(loss, weight)
+
+
+class Boundary:
+    """What a model returned in its last forward passes: where zeros can be sent back instead of a loss's gradients.
+
+    A loss of one's own that divides 0 by 0 has gradients that are NaN, whatever they are multiplied by.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._outputs: list[Tensor] = []
+        module.register_forward_hook(self._note)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the model returned anything that has gradients."""
+        return bool(self._outputs)
+
+    def clear(self) -> None:
+        """Forget what was returned."""
+        self._outputs = []
+
+    def nothing(self) -> Tensor:
+        """A loss of 0 whose gradients are 0."""
+        return torch.stack([(output * 0).sum() for output in self._outputs]).sum()
+
+    def _note(self, _: nn.Module, __: Any, returned: Any) -> None:
+        leaves = tree_leaves(returned)
+        self._outputs += [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+@torch.no_grad()
+def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place, whatever this rank holds of them."""
+    held = [local(gradient) for gradient in gradients]
+    dense = [gradient for gradient in held if not gradient.is_sparse]
+    for device in dict.fromkeys(gradient.device for gradient in dense):
+        torch._foreach_mul_([gradient for gradient in dense if gradient.device == device], factor.to(device))
+    for gradient in held:
+        if gradient.is_sparse:
+            gradient.mul_(factor)
+
+
+def weighted(loss: Tensor, weight: Tensor) -> Tensor:
+    """Loss times weight, and the weight, shape (2,), float64."""
+    return torch.stack([_or_nothing(loss, weight).double() * weight, weight.double()])
+
+
+def _or_nothing(loss: Tensor, weight: Tensor) -> Tensor:
+    """The loss; 0 in place of the mean over nothing, which is NaN."""
+    return torch.where(weight != 0, loss, 0.0)
+
+
+def _not_zero(weight: Tensor) -> Tensor:
+    return torch.where(weight != 0, weight, 1.0)

@@ -1,0 +1,196 @@
+"""A loss that is divided by something else than samples is the same objective however its batches are dealt.
+
+Held to plain torch on whole global batches, in fp64, for every number of workers and micro-batches and every strategy.
+"""
+
+import gc
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import weighed
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from pipeline.config import components
+from pipeline.config.project import BUILT_IN
+from pipeline.config.schema import Experiment
+from pipeline.contract import Rank, Trial
+from pipeline.training.build import build
+from pipeline.training.evaluation import evaluate
+from pipeline.training.order import mix
+from pipeline.training.step import optimizer_step
+
+TOLERANCE = 1e-12
+BATCH, EPOCHS = 8, 1
+TAGGER = {"model": {"_target_": "weighed.tagger"}, "data": {"_target_": "weighed.tokens"}}
+LINE = {"model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": weighed.CLASSES}}
+ENTROPY = "torch.nn.CrossEntropyLoss"
+CASES: dict[str, dict[str, Any]] = {
+    "padded tokens": TAGGER | {"task": {"_target_": "pipeline.tasks.LanguageModel"}},
+    "hardly any tokens": {
+        **TAGGER,
+        "data": {"_target_": "weighed.tokens", "empty": True},
+        "task": {"_target_": "pipeline.tasks.LanguageModel"},
+    },
+    "class weights": {
+        **LINE,
+        "data": {"_target_": "weighed.points"},
+        "loss": {"_target_": ENTROPY, "weight": {"_target_": "weighed.numbers", "values": [1.0, 5.0, 0.2, 20.0]}},
+    },
+    "a class that counts nothing": {
+        **LINE,
+        "data": {"_target_": "weighed.points"},
+        "loss": {"_target_": ENTROPY, "weight": {"_target_": "weighed.numbers", "values": [1.0, 0.0, 0.2, 0.0]}},
+    },
+    "smoothed, with weights": {
+        **LINE,
+        "data": {"_target_": "weighed.points", "ignored": 3},
+        "loss": {
+            "_target_": ENTROPY,
+            "weight": {"_target_": "weighed.numbers", "values": [1.0, 5.0, 0.2, 3.0]},
+            "label_smoothing": 0.1,
+        },
+    },
+    "shares without labels": {
+        **LINE,
+        "data": {"_target_": "weighed.points", "ignored": 6},
+        "loss": {"_target_": ENTROPY, "ignore_index": weighed.IGNORED},
+    },
+    "boxes": LINE | {"data": {"_target_": "weighed.boxes"}, "task": {"_target_": "weighed.Detection"}},
+    "a tagger of one's own": TAGGER | {"task": {"_target_": "weighed.Tagging"}},
+}
+ACCUMULATIONS = (1, 2, 4)
+WORKERS = {"single": (1,), "dp": (1,), "ddp": (1, 2, 3, 4), "fsdp": (1, 2, 3, 4)}
+
+
+class Reached(NamedTuple):
+    """What came of a training."""
+
+    losses: list[float]
+    validation: float
+    weights: dict[str, Tensor]
+
+
+def _trial(case: str, strategy: str, workers: int, accumulation: int) -> Trial:
+    experiment = Experiment.model_validate(
+        {
+            "name": "weighed",
+            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
+            "train": {
+                "epochs": EPOCHS,
+                "global_batch_size": BATCH,
+                "gradient_accumulation": accumulation,
+                "precision": "fp64",
+                "clip_grad_norm": 0.5,
+                "on_nonfinite": "skip",
+            },
+            **CASES[case],
+        }
+    )
+    return Trial(
+        name=case, role="main", experiment=experiment, strategy=strategy, launcher="inprocess", workers=workers,
+        devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=(*BUILT_IN, "weighed"),
+    )  # fmt: skip
+
+
+def _train(rank: Rank, strategies: list[str], folder: Path) -> None:
+    """All cases on one rank; processes are started once for all of them."""
+    for strategy in strategies:
+        for case in CASES:
+            for accumulation in ACCUMULATIONS:
+                reached = _trained(_trial(case, strategy, rank.world_size, accumulation), rank)
+                if rank.is_first:
+                    torch.save(tuple(reached), folder / f"{strategy}, {case}, {accumulation}.pt")
+                gc.collect()
+
+
+def _trained(trial: Trial, rank: Rank) -> Reached:
+    setup = build(trial, rank=rank)
+    losses = []
+    for epoch in range(setup.epochs):
+        stream = setup.train_loader.batches(setup.draws(epoch))
+        for step in range(setup.order.steps_per_epoch):
+            result = optimizer_step(setup, stream, step=epoch * setup.order.steps_per_epoch + step)
+            assert not result.is_skipped
+            losses.append(result.loss)
+    total = torch.stack(losses)
+    if rank.world_size > 1:
+        dist.all_reduce(total)
+    validation = evaluate(setup)["validation/loss"]
+    weights = {name: value.clone() for name, value in setup.strategy.weights(setup.wrapped, setup.model).items()}
+    return Reached(total.tolist(), validation, weights)
+
+
+@cache
+def by_hand(case: str) -> Reached:
+    """Plain torch: the whole global batch at once."""
+    trial = _trial(case, "single", 1, 1)
+    torch.manual_seed(mix(trial.experiment.seed, "model"))
+    setup = build(trial, rank=Rank())  # for its order and its parts alone
+    model, optimizer = setup.model, torch.optim.SGD(setup.model.parameters(), lr=0.1, momentum=0.9)
+    declared = trial.experiment.loss
+    loss = components.build(declared, key="loss", allowed=trial.allowed).double() if declared else None
+
+    def of(batch: Any) -> Tensor:
+        inputs, targets = (one.double() if one.is_floating_point() else one for one in batch)
+        if loss is not None:
+            return loss(model(inputs), targets)
+        if case == "boxes" or "own" in case:
+            return setup.task(model, (inputs, targets)).loss
+        return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    train, validation = components.build(trial.experiment.data, key="data", allowed=trial.allowed)
+    losses = []
+    for epoch in range(EPOCHS):
+        for step in range(setup.order.steps_per_epoch):
+            value = of(train[setup.order.global_batch(epoch, step)])
+            optimizer.zero_grad()
+            if value.isfinite():  # else there is nothing in the batch
+                value.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            else:
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            losses.append(float(value.detach().nan_to_num()))
+    with torch.no_grad():
+        whole = float(of(validation[:]))
+    return Reached(losses, whole, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+@pytest.fixture(scope="module")
+def reached(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, str, int], Reached]:
+    """What each strategy reaches."""
+
+    @cache
+    def folder(workers: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"weights-{workers}")
+        on_ranks(_train, [name for name, sizes in WORKERS.items() if workers in sizes], folder,
+                 folder=folder, world_size=workers)  # fmt: skip
+        return folder
+
+    def load(strategy: str, workers: int, case: str, accumulation: int) -> Reached:
+        return Reached(*torch.load(folder(workers) / f"{strategy}, {case}, {accumulation}.pt"))
+
+    return load
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [(name, number) for name, sizes in WORKERS.items() for number in sizes]
+)
+def test_the_objective_is_that_of_the_whole_batch(
+    reached: Callable[[str, int, str, int], Reached], strategy: str, workers: int, case: str
+) -> None:
+    expected = by_hand(case)
+    for accumulation in ACCUMULATIONS:
+        own = reached(strategy, workers, case, accumulation)
+        assert own.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=TOLERANCE)
+        assert own.validation == pytest.approx(expected.validation, rel=TOLERANCE)
+        for name, value in expected.weights.items():
+            assert float((own.weights[name] - value).abs().max()) <= TOLERANCE

@@ -1,0 +1,125 @@
+"""Data and tasks whose losses are no means over samples: divided by tokens, class weights, boxes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from pipeline.tasks import StepOutput
+
+SAMPLES, LENGTH, CLASSES = 18, 6, 4
+"""The last global batch of 8 has 2 samples, fewer than there are workers."""
+IGNORED = -100
+
+
+def tokens(empty: bool = False) -> tuple[TensorDataset, TensorDataset]:
+    """Tokens and next tokens, padded to different lengths; ``empty`` ones are padding only, all but a few."""
+    return _tokens(SAMPLES, empty), _tokens(11, empty)
+
+
+def _tokens(samples: int, empty: bool) -> TensorDataset:
+    generator = torch.Generator().manual_seed(samples)
+    inputs, targets = torch.randint(CLASSES, (2, samples, LENGTH), generator=generator).unbind()
+    lengths = torch.randint(1, LENGTH + 1, (samples, 1), generator=generator)
+    if empty:
+        lengths = lengths * (torch.arange(samples)[:, None] % 7 == 0)
+    return TensorDataset(inputs, targets.masked_fill(torch.arange(LENGTH) >= lengths, IGNORED))
+
+
+def points(ignored: int = 0) -> tuple[TensorDataset, TensorDataset]:
+    """Points and their classes; of each eight, so many have no label."""
+    return _points(SAMPLES, ignored), _points(11, ignored)
+
+
+def _points(samples: int, ignored: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(samples)
+    inputs = torch.randn(samples, 3, generator=generator)
+    targets = torch.randint(CLASSES, (samples,), generator=generator)
+    return TensorDataset(inputs, targets.masked_fill(torch.arange(samples) % 8 < ignored, IGNORED))
+
+
+def boxes(most: int = 5) -> tuple[TensorDataset, TensorDataset]:
+    """Points, and for each a row of boxes of which only the first ones are there, or none."""
+    return _boxes(SAMPLES, most), _boxes(11, most)
+
+
+def _boxes(samples: int, most: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(samples)
+    inputs, found = torch.randn(samples, 3, generator=generator), torch.randn(samples, most, generator=generator)
+    counts = torch.randint(most + 1, (samples, 1), generator=generator) * (torch.arange(samples)[:, None] % 3 == 0)
+    return TensorDataset(inputs, found.masked_fill(torch.arange(most) >= counts, float("inf")))
+
+
+def tagger() -> nn.Module:
+    return nn.Sequential(nn.Embedding(CLASSES, 3), nn.Linear(3, CLASSES))
+
+
+class Detection:
+    """The distance of a point's outputs to its boxes, divided by their number: 0 by 0 where there are none."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        inputs, found = batch
+        outputs, there = model(inputs), found.isfinite()
+        distances = (outputs[:, :1] - torch.where(there, found, 0.0)).square() * there
+        boxes = there.sum()
+        return StepOutput(distances.sum() / boxes, outputs, found, boxes)
+
+
+class Tagging:
+    """Cross entropy of the tokens that aren't padding, by hand."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        inputs, targets = batch
+        outputs = model(inputs)
+        there = (targets != IGNORED).double()
+        losses = functional.cross_entropy(outputs.transpose(1, 2), targets.clamp(min=0), reduction="none")
+        return StepOutput((losses * there).sum() / there.sum(), outputs, targets, there.sum())
+
+
+def numbers(values: list[float]) -> Tensor:
+    return torch.tensor(values)
+
+
+def summed() -> Any:
+    """A loss function that is a sum, without saying so."""
+    return lambda outputs, targets: (outputs - targets).square().sum()
+
+
+def compared() -> Any:
+    """A loss function that compares samples with each other."""
+    return lambda outputs, targets: (outputs - outputs.mean(0)).square().mean() + (outputs - targets).square().mean()
+
+
+def per_sample() -> Any:
+    return lambda outputs, targets: (outputs - targets).square().mean()
+
+
+def drawn() -> Any:
+    """A loss function that draws random numbers."""
+    return lambda outputs, targets: (outputs + torch.rand_like(outputs) - targets).square().mean()
+
+
+class Uncounted(Detection):
+    """Divides by boxes and doesn't say so."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        return super().__call__(model, batch)._replace(weight=None)
+
+
+class Sometimes(Detection):
+    """Gives a weight for large batches only."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        output = super().__call__(model, batch)
+        return output if len(batch[0]) > 2 else output._replace(weight=None)
+
+
+class Listed(Detection):
+    """Gives a weight that is no scalar."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        output = super().__call__(model, batch)
+        assert output.weight is not None
+        return output._replace(weight=output.weight[None])

@@ -1,0 +1,126 @@
+"""A loss that the number of workers or micro-batches would change is found out before the first step."""
+
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from pipeline.config.project import BUILT_IN
+from pipeline.contract import Rank
+from pipeline.errors import ExperimentError
+from pipeline.tasks import Supervised
+from pipeline.training.build import build
+from pipeline.training.setup import Setup
+
+BOXES = {
+    "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2},
+    "data": {"_target_": "weighed.boxes"},
+    "loss": None,
+}
+
+
+def built(*, accumulation: int = 1, **sections: Any) -> Setup:
+    trial = toys.trial(train={"gradient_accumulation": accumulation}, **sections)
+    return build(trial.model_copy(update={"allowed": (*BUILT_IN, "toys", "weighed")}), rank=Rank())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_sum_is_refused(accumulation: int) -> None:
+    with pytest.raises(ExperimentError, match=r"loss: is a sum over the samples \(.* for 5 .*return their mean"):
+        built(loss={"_target_": "weighed.summed"}, accumulation=accumulation)
+
+
+def test_a_loss_that_compares_samples_is_refused_where_a_step_has_several_micro_batches() -> None:
+    with pytest.raises(ExperimentError, match=r"loss: is no mean over the samples .* in 2 micro-batches than in one"):
+        built(loss={"_target_": "weighed.compared"}, accumulation=2)
+    built(loss={"_target_": "weighed.compared"})
+
+
+def test_a_task_that_divides_by_something_else_must_say_so() -> None:
+    with pytest.raises(ExperimentError, match=r"task: is no mean .*give what it is divided by as StepOutput\.weight"):
+        built(**BOXES, task={"_target_": "weighed.Uncounted"}, accumulation=2)
+    assert built(**BOXES, task={"_target_": "weighed.Detection"}, accumulation=2).gives_weight
+
+
+@pytest.mark.parametrize(
+    ("task", "what"),
+    [
+        ("weighed.Sometimes", "for some batches and None for others; give it for all or none"),
+        ("weighed.Listed", r"a tensor of shape \(1,\) as StepOutput.weight; it must be a scalar tensor"),
+    ],
+)
+def test_a_weight_that_can_not_be_used_is_refused(task: str, what: str) -> None:
+    with pytest.raises(ExperimentError, match=f"task: .*{what}"):
+        built(**BOXES, task={"_target_": task})
+
+
+@pytest.mark.parametrize("loss", ["weighed.per_sample", "weighed.drawn"])
+def test_a_mean_and_one_that_can_not_be_judged_are_taken(loss: str) -> None:
+    """Random numbers differ from batch to batch anyway."""
+    built(loss={"_target_": loss}, accumulation=2)
+
+
+def test_nothing_is_left_of_the_trial() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    before = build(toys.trial(model={"_target_": "toys.rich_net"}), rank=Rank())
+    torch.manual_seed(7)
+    setup = built(model={"_target_": "toys.rich_net"}, loss={"_target_": "weighed.per_sample"})
+    state = setup.model.state_dict()
+
+    assert all(torch.equal(value, state[name]) for name, value in before.model.state_dict().items())
+    assert setup.model.training
+    torch.manual_seed(7)
+    assert torch.rand(1) == expected
+
+
+def test_torchs_own_losses_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    supervised = Supervised.__call__
+    monkeypatch.setattr(Supervised, "__call__", lambda *given: calls.append(1) or supervised(*given))
+
+    assert built().gives_weight is None
+    assert not calls
+
+
+def test_smoothing_with_a_class_that_counts_nothing_is_refused() -> None:
+    with pytest.raises(ExperimentError, match="loss: label_smoothing with a weight of 0"):
+        Supervised(torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0]), label_smoothing=0.1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "weight"),
+    [
+        (torch.nn.CrossEntropyLoss(), torch.tensor([0, 2]), None),
+        (torch.nn.CrossEntropyLoss(), torch.tensor([[0, -100, 1], [1, 2, -100]]), 4),
+        (torch.nn.CrossEntropyLoss(ignore_index=2), torch.tensor([0, 2]), 1),
+        (torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5])), torch.tensor([0, 2]), 1.5),
+        (torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5])), torch.eye(3)[:2], None),
+        (torch.nn.NLLLoss(weight=torch.tensor([1.0, 5.0, 0.5])), torch.tensor([-100, 1]), 5),
+        (torch.nn.MSELoss(), torch.zeros(2, 3), None),
+    ],
+)
+def test_the_weight_is_what_torch_divides_by(loss: Any, targets: torch.Tensor, weight: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    places = () if targets.is_floating_point() else targets.shape[1:]
+    outputs = torch.randn(2, 3, *places, generator=generator)
+    output = Supervised(loss)(torch.nn.Identity(), (outputs.log_softmax(1), targets))
+
+    assert output.weight == weight
+    if output.weight is not None:
+        loss.reduction = "sum"
+        assert float(loss(outputs.log_softmax(1), targets) / output.weight) == pytest.approx(float(output.loss))
+
+
+def test_ignored_labels_must_be_declared() -> None:
+    """Only then are the others counted, which takes an exchange."""
+    sections = {"model": {**BOXES["model"], "out_features": 4}, "data": {"_target_": "weighed.points", "ignored": 3}}
+    plain = {"_target_": "torch.nn.CrossEntropyLoss"}
+    with pytest.raises(ExperimentError, match=r"loss: some targets are -100, .* write ignore_index: -100"):
+        next(_first(built(**sections, loss=plain)))
+    assert next(_first(built(**sections, loss={**plain, "ignore_index": -100})))
+
+
+def _first(setup: Setup) -> Any:
+    return setup.prefetched(setup.train_loader.batches(setup.draws(0)))
