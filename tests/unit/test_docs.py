@@ -1,8 +1,6 @@
 """The README and the experiment files say what is true."""
 
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,19 +11,14 @@ README = (ROOT / "README.md").read_text()
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
 
 
-def command(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "pipeline", *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
 def test_readme_is_short_and_opens_with_a_command():
     lines = README.splitlines()
     assert len(lines) <= 200
     assert lines.index("```bash") < 10
 
 
-def test_every_command_is_in_the_readme():
-    names = re.findall(r"^│ (\w[\w-]*) ", command("--help"), re.MULTILINE)
+def test_every_command_is_in_the_readme(command):
+    names = re.findall(r"^│ (\w[\w-]*) ", command("--help").stdout, re.MULTILINE)
     assert {"run", "check", "ui", "sync", "schema"} <= set(names)
     assert [name for name in names if f"`pipeline {name}" not in README] == []
 
@@ -53,25 +46,23 @@ def test_experiment_opens_with_its_command(path):
     assert line == f"# pipeline run experiments/{path.name}"
 
 
-def test_readme_error_is_the_real_one(tmp_path):
+def test_readme_error_is_the_real_one(command, tmp_path):
     shown = re.search(r"experiments/resnet.yaml:(\d+): (train\.batchsize: .+)", README)
     assert shown
     broken = tmp_path / "resnet.yaml"
     text = (ROOT / "experiments" / "resnet.yaml").read_text().replace("global_batch_size: 128", "batchsize: 128")
     broken.write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", "check", broken], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert f"{broken}:{shown[1]}: {shown[2]}" in done.stderr
+    ended = command("check", str(broken))
+    assert ended.code == 2
+    assert f"{broken}:{shown[1]}: {shown[2]}" in ended.stderr
 
 
-def test_readme_yaml_is_a_valid_experiment(tmp_path):
+def test_readme_yaml_is_a_valid_experiment(command, tmp_path):
     text = re.search(r"```yaml\n(# experiments/resnet.yaml.*?)```", README, re.DOTALL)
     assert text
     file = tmp_path / "short.yaml"
     file.write_text(text[1])
-    assert "ok" in command("check", str(file))
+    assert "ok" in command("check", str(file)).stdout
 
 
 def test_every_dependency_is_pinned():
