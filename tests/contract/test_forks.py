@@ -19,15 +19,30 @@ from pipeline.launchers._forks import Forks, Process
 from pipeline.plan import make_plan
 from pipeline.resources import Resources
 
-pytestmark = pytest.mark.slow
-
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 
 
+LAB = """
+import torch
+from threadpoolctl import threadpool_info
+
+
+class Counting(torch.nn.Linear):
+    def forward(self, x):
+        print("threads", torch.get_num_threads(), {pool["num_threads"] for pool in threadpool_info()})
+        return super().forward(x.flatten(1))
+"""
+
+
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as ready:
-        yield ready
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """A server that finds a user's package, lab."""
+    package = tmp_path_factory.mktemp("package")
+    (package / "lab.py").write_text(LAB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(package))
+        with Forks() as ready:
+            yield ready
 
 
 @pytest.fixture
@@ -96,8 +111,9 @@ def test_a_job_s_signals_leave_it_ready(forks: Forks, tmp_path: Path) -> None:
 
 def test_without_its_server_a_worker_counts_as_lost_and_others_start_afresh(endless: list[str], tmp_path: Path) -> None:
     logs = (tmp_path / "out", tmp_path / "err")
-    with Forks() as forks:
+    with Forks(["no_such_library"]) as forks:  # which is for the check to tell
         rank = forks.start(endless, environment=environment(), logs=logs)
+        assert not isinstance(rank, subprocess.Popen)
         forks._server.kill()
 
         assert ended(rank) == -signal.SIGKILL
@@ -139,13 +155,6 @@ def test_a_gpu_in_use_cannot_be_forked(tmp_path: Path) -> None:
     assert done.stdout.split() == ["True", "False", "True"]
 
 
-def test_a_library_that_cannot_be_imported_is_for_the_check_to_tell(tmp_path: Path) -> None:
-    with Forks(["no_such_library"]) as forks:
-        rank = forks.start(["--help"], environment=environment(), logs=(tmp_path / "out", tmp_path / "err"))
-
-        assert ended(rank) == 0
-
-
 class TestHeadStart:
     DDP = ("parallel.launcher=torchrun", "parallel.strategy=ddp", "parallel.workers=2")
 
@@ -173,21 +182,8 @@ class TestHeadStart:
             assert not _head_start._begun
 
 
-def test_threads_are_those_of_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_those_of_the_trial(forks: Forks, tmp_path: Path) -> None:
     """The server has had one, and some libraries look only once."""
-    (tmp_path / "lab.py").write_text(
-        dedent("""
-        import torch
-        from threadpoolctl import threadpool_info
-
-
-        class Counting(torch.nn.Linear):
-            def forward(self, x):
-                print("threads", torch.get_num_threads(), {pool["num_threads"] for pool in threadpool_info()})
-                return super().forward(x.flatten(1))
-        """)
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model = "model={_target_: lab.Counting, in_features: 64, out_features: 10}"
     experiment = load(MLP, [model, "train.epochs=1", "metrics={}", "parallel.workers=1"]).experiment
     resources = Resources(cpus=2, memory_mb=4096)
@@ -196,9 +192,9 @@ def test_threads_are_those_of_the_trial(tmp_path: Path, monkeypatch: pytest.Monk
     trial.write_text(plan.main.model_copy(update={"cpus_per_worker": 2}).model_dump_json())
     logs = (tmp_path / "out", tmp_path / "err")
 
-    with Forks() as forks:
-        rank = forks.start([str(trial)], environment=os.environ | {"RANK": "0", "OMP_NUM_THREADS": "2"}, logs=logs)
-        assert ended(rank) == 0, logs[1].read_text()
+    more = {"RANK": "0", "OMP_NUM_THREADS": "2"}
+    rank = forks.start([str(trial)], environment=os.environ | more, logs=logs)
+    assert ended(rank) == 0, logs[1].read_text()
 
     assert not isinstance(rank, subprocess.Popen)
     lines = [line for line in logs[0].read_text().splitlines() if line.startswith("threads")]

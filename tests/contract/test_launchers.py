@@ -9,7 +9,7 @@ import pytest
 from pipeline import blame, registry
 from pipeline.events import Failed, Finished, FirstStep, Metrics, ModelSaved, Started, TrialOpened
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("launcher", registry.names("launchers"))]
+pytestmark = pytest.mark.parametrize("launcher", registry.names("launchers"))
 
 Session = Callable[[str], Any]
 

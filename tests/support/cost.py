@@ -18,7 +18,7 @@ LIMIT_S = 1.0
 _MORE = bool(os.environ.get("HYPOTHESIS_PROFILE"))  # fuzz tests with more examples than the gate has
 _A_LIBRARY = 30
 """Modules: a test that is the first to import as many is not judged."""
-_PROCESSES = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "tests.ranks"}
+_PROCESSES = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "tests.ranks"})
 
 
 class Meter:
@@ -29,8 +29,8 @@ class Meter:
     """Spent in fixtures of larger scope."""
 
 
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in _PROCESSES and Meter.started is not None:
+def _audit(event: str, arguments: tuple[Any, ...], processes: frozenset[str] = _PROCESSES) -> None:
+    if event in processes and Meter.started is not None:
         Meter.started.append(f"{event} {arguments[0] if arguments else ''}".strip())
 
 
