@@ -16,6 +16,8 @@ from pipeline.errors import Problem
 
 STOPPED_EARLY = "stopped early by ASHA"
 """How the message of a trial's journal begins if ASHA has ended it."""
+Origin = Literal["rank", "lost_peer", "peer_timeout"]
+"""Who a rank's failure came from: the rank itself, a peer whose connection broke, or one that it waited for in vain."""
 
 
 class Point(NamedTuple):
@@ -133,6 +135,8 @@ class Failed(Event):
     problems: tuple[Problem, ...] = ()
     nonfinite_step: int | None = None
     """The step, counted from 1, whose loss, gradients or weights are not finite, if that is what failed."""
+    origin: Origin = "rank"
+    """Decided by the rank, which knows who raised the exception; see `pipeline.training.torch_errors`."""
 
 
 class Phase(IntEnum):

@@ -31,7 +31,7 @@ from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingEr
 from pipeline.events import AnyEvent, BatchSizesFound, Failed, Finished, Outbox, event_to_json
 from pipeline.sigterm import end_after, on_sigterm
 from pipeline.system_metrics import SystemSampler
-from pipeline.training import batch_size, compilation
+from pipeline.training import batch_size, compilation, torch_errors
 from pipeline.training.loop import train
 from pipeline.training.stream import Streams
 from pipeline.training.watch import Watch, end_process
@@ -148,6 +148,7 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
         traceback=details,
         problems=tuple(problems),
         nonfinite_step=error.step if isinstance(error, NonFiniteError) else None,
+        origin=torch_errors.origin(error),
     )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationResolutionError,
     InterpolationToMissingValueError,
     MissingMandatoryValue,
     OmegaConfBaseException,
@@ -18,9 +20,16 @@ from pipeline.config.messages import cut
 from pipeline.config.nearest import did_you_mean
 from pipeline.errors import MOST_PROBLEMS, Problem
 
-_NO_KEY = re.compile(r"Interpolation key '(.*)' not found")
-_NO_VARIABLE = re.compile(r"Environment variable '(.*?)' not found")
 _INSIDE_ITSELF = "it refers to a section that it is itself in"
+# OmegaConf has no types, and no attributes, for these: whole texts, since a part of another one may be a value.
+_NO_KEY = re.compile(r"Interpolation key '(.*)' not found")
+_NO_VARIABLE = re.compile(
+    r"""KeyError raised while resolving interpolation: "Environment variable '(.*)' not found\""""
+)
+_REASONS = {
+    "Recursive interpolation detected": "it refers to itself",
+    "Interpolation to parent node detected": _INSIDE_ITSELF,
+}
 _LONGEST = 200  # characters of what OmegaConf says, which repeats the value
 _UNRESOLVED = re.compile(r"(\\*)\$\{")
 
@@ -107,21 +116,19 @@ class _Resolver:
         return f"is {cut(self._raw.get(key))}; {self._reason(error, said)}"
 
     def _reason(self, error: Exception, said: str) -> str:
-        if found := _NO_KEY.search(said):
+        if isinstance(error, InterpolationKeyError) and (found := _NO_KEY.fullmatch(said)):
             long = len(found[1]) > _LONGEST
             known = [*self._known, *runtime.RUNTIME_VALUES] if len(self.problems) < MOST_PROBLEMS and not long else []
             return f"there is no key {found[1][:_LONGEST]}{did_you_mean(found[1], known)}"
-        if found := _NO_VARIABLE.search(said):
-            return f"the environment variable {found[1]} is not set; set it, or write ${{oc.env:{found[1]},default}}"
         if isinstance(error, InterpolationToMissingValueError):
             return "the value it refers to is left open (???)"
         if isinstance(error, UnsupportedInterpolationType):
             return "there is no such function; write ${section.key}, or ${oc.env:NAME}"
-        if isinstance(error, RecursionError) or "Recursive interpolation" in said:
+        if isinstance(error, RecursionError):
             return "it refers to itself"
-        if "Interpolation to parent" in said:
-            return _INSIDE_ITSELF
-        reason = said.partition("while resolving interpolation: ")[2] or said
+        if type(error) is InterpolationResolutionError and (found := _NO_VARIABLE.fullmatch(said)):
+            return f"the environment variable {found[1]} is not set; set it, or write ${{oc.env:{found[1]},default}}"
+        reason = _REASONS.get(said) or said.partition("while resolving interpolation: ")[2] or said
         return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
 
 

@@ -14,7 +14,6 @@ from typing import Self
 
 import psutil
 
-from pipeline import blame
 from pipeline.channel.inbox import Receive
 from pipeline.contract import Trial
 from pipeline.events import AnyEvent, Failed, Heartbeat, Phase
@@ -88,7 +87,7 @@ class Vigil:
         """Who a rank that gave up has waited for; nobody if it failed by itself."""
         with self._lock:
             own = self._ranks.pop(failure.rank.rank, None)
-            if not blame.waited_in_vain(failure):
+            if failure.origin != "peer_timeout":
                 self._ranks.clear()  # all others end because of it
                 return None
             return self._behind(own.last) if own is not None else None

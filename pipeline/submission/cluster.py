@@ -25,6 +25,8 @@ for _chatty in (
 
 _REACH_S = 10.0
 _AGENT_S = 60.0
+_NO_AGENT = "Request failed with status code 500: No available agent"
+"""How the error begins that Ray's client makes of it: one type for all answers, and no status but in the text."""
 _PORT = 8265
 
 
@@ -52,7 +54,7 @@ def explained(url: str) -> Iterator[None]:
     try:
         yield
     except AuthenticationError as error:
-        said = "wants a token" if "Authentication required" in str(error) else "refuses the token"
+        said = "refuses the token" if _authorization() else "wants a token"
         raise ResourceError(
             f"the Ray cluster at {url} {said}; set RAY_AUTH_TOKEN to the cluster's (there: ray get-auth-token), "
             "or RAY_AUTH_TOKEN_PATH to a file with it"
@@ -75,7 +77,7 @@ def once_ready(call: Callable[..., object], **arguments: object) -> None:
             call(**arguments)
             return
         except RuntimeError as error:
-            if "No available agent" not in str(error) or time.monotonic() >= deadline:
+            if not str(error).startswith(_NO_AGENT) or time.monotonic() >= deadline:
                 raise
         time.sleep(1)
 

@@ -22,6 +22,8 @@ RUNS = "$HOME/pipeline-runs"
 """On the head, for experiments whose ``tracking.directory`` is relative: a job's own folder doesn't last."""
 
 _EXPERIMENT = "pipeline.experiment"
+_NOT_FOUND = 127
+"""A shell's exit code for a command that isn't there; what a job prints may say anything."""
 _POLL_S = 0.5
 
 
@@ -87,13 +89,10 @@ class Jobs:
         with cluster.explained(self.url):
             try:
                 return _job(self.client.get_job_info(identity))
-            except RuntimeError as error:
-                if "404" not in str(error):
+            except RuntimeError:  # Ray's client has no other type, whatever the server answers
+                if identity in (known := [job.id for job in self.all()]):
                     raise
-        raise UsageError(
-            f"{self.url} has no job {identity}{did_you_mean(identity, [job.id for job in self.all()])}; "
-            "pipeline status shows all"
-        )
+        raise UsageError(f"{self.url} has no job {identity}{did_you_mean(identity, known)}; pipeline status shows all")
 
     def all(self) -> list[Job]:
         """All that the cluster remembers, the newest last.
@@ -146,7 +145,8 @@ def entrypoint(request: Request, *, folder: Path) -> str:
     more = ["parallel.launcher=ray", "parallel.address=auto"]
     if (directory := run_directory(request)) is not None:
         more.append(f'tracking.directory="{directory}"')
-    return f"cd {shlex.quote(folder.as_posix())} && {request.command(*more)}"
+    there = f"{{ python -c 'import pipeline' || exit {_NOT_FOUND}; }}"
+    return f"cd {shlex.quote(folder.as_posix())} && {there} && {request.command(*more)}"
 
 
 def run_directory(request: Request) -> str | None:
@@ -158,7 +158,7 @@ def failure(job: Job) -> PipelineError | None:
     """Why ``pipeline run`` never ended by itself; None if it did."""
     if job.status != "FAILED":
         return None
-    if "No module named pipeline" in job.message:
+    if job.exit_code == _NOT_FOUND:
         return ResourceError(
             f"{job.id}: the python of the cluster's head has no pipeline; install it in the environment or image "
             "that ray start runs in"

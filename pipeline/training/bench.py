@@ -23,11 +23,11 @@ from pipeline.training.collective import barrier, gather
 from pipeline.training.order import Draw
 from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
+from pipeline.training.torch_errors import is_out_of_memory
 
 _WINDOW_SECONDS = 0.2  # long enough for the clock, short enough that the whole takes less than a minute
 _TRIES = 2  # the second step of a training needs what the first one has left, such as the optimizer's state
 _READ = 256  # samples; more are repeated, since reading images would take longer than all the rest
-_SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # of the CPU's allocator, CUDA, cuBLAS and cuDNN
 
 T = TypeVar("T")
 
@@ -168,10 +168,3 @@ def _unless_out_of_memory(work: Callable[[], T]) -> T | None:
         if not is_out_of_memory(error):
             raise
     return None
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that there is too little memory, on a GPU or on CPU."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

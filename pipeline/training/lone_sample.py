@@ -1,16 +1,18 @@
 """BatchNorm on a micro-batch of one sample, which has no variance: what to write instead."""
 
+from traceback import walk_tb
+
+from torch.nn.functional import batch_norm
+
 from pipeline.errors import ExperimentError
 from pipeline.training.order import Draw, StreamOrder
 from pipeline.training.setup import Setup
 
-_SIGN = "Expected more than 1 value per channel when training"
-"""What torch says in batch_norm."""
-
 
 def is_too_small(error: ValueError, draw: Draw) -> bool:
     """Whether torch refused batch statistics of one sample."""
-    return len(draw.indices) == 1 and _SIGN in str(error)
+    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    return len(draw.indices) == 1 and batch_norm.__code__ in codes
 
 
 def explained(setup: Setup, draw: Draw) -> ExperimentError:

@@ -13,7 +13,7 @@ import pytest
 import toys
 
 from pipeline.contract import Rank
-from pipeline.events import AnyEvent, Failed, Heartbeat, Phase, Warned, event_from_json, event_to_json
+from pipeline.events import AnyEvent, Failed, Heartbeat, Origin, Phase, Warned, event_from_json, event_to_json
 from pipeline.launchers._vigil import Vigil
 from pipeline.training import watch
 from pipeline.training.watch import Watch, mark, mark_step
@@ -119,8 +119,6 @@ def test_a_heartbeat_survives_the_way() -> None:
 
 # The driver
 
-TIMED_OUT = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
-
 
 def beat(
     rank: int, *, step: int = 7, phase: Phase = Phase.BACKWARD, node: str = "elsewhere", **more: object
@@ -130,8 +128,9 @@ def beat(
     return Heartbeat(time=0.0, rank=where, step=step, phase=phase, **known)
 
 
-def failed(rank: int, error: str = TIMED_OUT) -> Failed:
-    return Failed(time=0.0, rank=Rank(rank=rank, world_size=3, node="elsewhere"), error=error, traceback="")
+def failed(rank: int, origin: Origin = "peer_timeout") -> Failed:
+    where = Rank(rank=rank, world_size=3, node="elsewhere")
+    return Failed(time=0.0, rank=where, error="RuntimeError: Timed out waiting", traceback="", origin=origin)
 
 
 def verdicts(*events: AnyEvent, timeout_s: float = 300.0, wait_s: float = 0.0) -> list[Failed]:
@@ -170,7 +169,7 @@ def test_no_rank_is_blamed_for_a_network_that_fails() -> None:
 
 
 def test_no_rank_is_blamed_where_one_failed_by_itself() -> None:
-    assert verdicts(beat(0), beat(1, phase=Phase.READING), failed(2, "ValueError: mine"), failed(0)) == []
+    assert verdicts(beat(0), beat(1, phase=Phase.READING), failed(2, "rank"), failed(0)) == []
 
 
 def test_a_rank_of_another_node_that_is_not_heard_any_more_is_lost_with_its_node() -> None:

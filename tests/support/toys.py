@@ -158,6 +158,11 @@ def unreadable(index: int) -> tuple[Dataset[Any], None]:
     return Plain(pairs), None
 
 
+def far_away() -> tuple[Dataset[Any], None]:
+    """Each sample comes over a connection that breaks."""
+    return Plain([ConnectionResetError(104, "Connection reset by peer")] * 8), None
+
+
 def unreadable_in(where: str) -> tuple[Dataset[Any], Dataset[Any]]:
     """Sample 5 of the training or of the validation set can't be read."""
     broken, whole = unreadable(5)[0], Plain([(torch.ones(3), torch.ones(1))] * 8)

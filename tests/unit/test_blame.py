@@ -5,16 +5,23 @@ import pytest
 from pipeline import blame
 from pipeline.contract import Rank
 from pipeline.errors import ExperimentError, Problem, TrainingError
-from pipeline.events import Failed
+from pipeline.events import Failed, Origin, event_from_json
 
 BY_PEER = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:51423"
+OWN = "ConnectionResetError: [Errno 104] Connection reset by peer"
 KILLED = "killed by SIGKILL (out of memory?)"
 
 
-def failed(rank: int, error: str, *, world_size: int = 2, problems: tuple[Problem, ...] = ()) -> Failed:
+def failed(
+    rank: int, error: str, *, origin: Origin = "rank", world_size: int = 2, problems: tuple[Problem, ...] = ()
+) -> Failed:
     where = Rank(rank=rank, world_size=world_size, node=f"node-{rank}")
     traceback = "" if problems else f"traceback of rank {rank}"
-    return Failed(time=0.0, rank=where, error=error, traceback=traceback, problems=problems)
+    return Failed(time=0.0, rank=where, error=error, traceback=traceback, problems=problems, origin=origin)
+
+
+def lost(rank: int) -> Failed:
+    return failed(rank, BY_PEER, origin="lost_peer")
 
 
 def test_the_first_that_failed_by_itself_is_to_blame() -> None:
@@ -23,25 +30,28 @@ def test_the_first_that_failed_by_itself_is_to_blame() -> None:
     assert (str(error), error.details) == ("rank 1 on node-1: ValueError: mine", "traceback of rank 1")
 
 
-@pytest.mark.parametrize(
-    "collateral",
-    [
-        BY_PEER,
-        "torch.distributed.DistBackendError: NCCL error",
-        "DistNetworkError: Failed to recv",
-        "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation to complete",
-        "BrokenPipeError: [Errno 32] Broken pipe",
-    ],
-)
-def test_those_that_only_lost_another_rank_are_not(collateral: str) -> None:
-    own = failed(1, "ValueError: mine")
-    assert str(blame.cause([failed(0, collateral), own], {})) == "rank 1 on node-1: ValueError: mine"
-    assert str(blame.cause([failed(0, collateral)], {1: KILLED})) == f"rank 1 ended without a word: {KILLED}"
+@pytest.mark.parametrize("origin", ["lost_peer", "peer_timeout"])
+def test_those_that_only_lost_another_rank_are_not(origin: Origin) -> None:
+    own, collateral = failed(1, "ValueError: mine"), failed(0, "whatever it says", origin=origin)
+    assert str(blame.cause([collateral, own], {})) == "rank 1 on node-1: ValueError: mine"
+    assert str(blame.cause([collateral], {1: KILLED})) == f"rank 1 ended without a word: {KILLED}"
+
+
+def test_a_rank_that_lost_a_connection_of_its_own_is_no_lost_worker() -> None:
+    both = {0: "ended with exit code 1", 1: "ended with exit code 1"}
+    assert blame.only_lost_workers([lost(0)], both)
+    assert not blame.only_lost_workers([lost(0), failed(1, OWN)], both)
+    assert str(blame.cause([lost(0), failed(1, OWN)], both)) == f"rank 1 on node-1: {OWN}"
+
+
+def test_failures_of_journals_before_are_read() -> None:
+    line = lost(0).model_dump_json(exclude={"origin"})
+    assert event_from_json(line) == failed(0, BY_PEER)
 
 
 def test_a_rank_that_reported_did_not_end_without_a_word() -> None:
     losses = {0: "ended with exit code 1", 1: "ended with exit code 1"}
-    error = blame.cause([failed(0, BY_PEER), failed(1, "ValueError: mine")], losses)
+    error = blame.cause([lost(0), failed(1, "ValueError: mine")], losses)
     assert str(error) == "rank 1 on node-1: ValueError: mine"
 
 
@@ -57,7 +67,7 @@ def test_all_that_ended_without_a_word_are_named() -> None:
 
 
 def test_if_all_lost_each_other_the_first_is_shown() -> None:
-    error = blame.cause([failed(1, BY_PEER), failed(0, BY_PEER)], {})
+    error = blame.cause([lost(1), lost(0)], {})
     assert str(error) == f"rank 1 on node-1: {BY_PEER}"
 
 
@@ -74,13 +84,6 @@ def test_a_mistake_in_the_experiment_is_no_training_error() -> None:
     error = blame.cause([failed(1, "model: wrong", problems=problems)], {1: "ended with exit code 1"})
     assert isinstance(error, ExperimentError)
     assert error.problems == problems
-
-
-def test_who_waited_in_vain_may_know_of_a_hang() -> None:
-    assert blame.waited_in_vain(failed(0, "RuntimeError: Timed out waiting 5000ms for recv operation to complete"))
-    assert blame.waited_in_vain(failed(0, "DistBackendError: Watchdog caught collective operation timeout: WorkNCCL"))
-    assert not blame.waited_in_vain(failed(0, BY_PEER))
-    assert not blame.waited_in_vain(failed(0, "ValueError: mine"))
 
 
 def test_a_lost_rank_is_named_with_its_node_where_there_are_several() -> None:

@@ -404,6 +404,7 @@ class TestInterpolation:
             ("${model.open}", "the value it refers to is left open (???)"),
             ("a${", "which is not a whole ${...}; close its brackets, or write \\${ for the text ${"),
             ("${oc.decode:'[a'}", "missing BRACKET_CLOSE at '<EOF>'"),
+            ("${oc.decode:'[Recursive interpolation'}", "missing BRACKET_CLOSE at '<EOF>'"),
         ],
     )
     def test_what_cannot_be_resolved(self, value: str, expected: str) -> None:
