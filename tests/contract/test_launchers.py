@@ -66,9 +66,10 @@ def test_the_rank_that_failed_is_to_blame(launched: Session, launcher: str) -> N
     session = launched(launcher)
     failures = [event for event in session.events["raises"] if isinstance(event, Failed)]
 
-    error = blame.cause(failures, session.losses.get("raises", {}))
+    losses = session.losses.get("raises", {})
 
-    assert str(error).endswith("ZeroDivisionError: the model's own mistake")
+    assert str(blame.cause(failures, losses)).endswith("ZeroDivisionError: the model's own mistake")
+    assert not blame.only_lost_workers(failures, losses)
 
 
 def test_a_killed_worker_is_named(launched: Session, launcher: str) -> None:
@@ -79,6 +80,7 @@ def test_a_killed_worker_is_named(launched: Session, launcher: str) -> None:
 
     error = blame.cause(failures, session.losses["killed"])
 
+    assert blame.only_lost_workers(failures, session.losses["killed"])
     assert 1 not in {failure.rank.rank for failure in failures}
     assert "rank 1 ended without a word" in str(error)
     assert "killed" in str(error)
