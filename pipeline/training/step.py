@@ -45,7 +45,7 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int, exchange: bool = 
     buffers = nonfinite.Buffers(setup) if left_out or nonfinite.skips(setup) else None
     total = gradients(setup, stream, exchange=exchange)
     mark(Phase.UPDATING)
-    norm = _clip(setup)
+    norm = _clip(setup, left_out=left_out)
     scale = setup.scaler.get_scale()
     checked = nonfinite.skips(setup) and not setup.scaler.is_enabled()
     applies = not left_out and not (checked and not nonfinite.is_finite(setup, norm))
@@ -112,11 +112,18 @@ def _exchanging(setup: Setup, draw: Draw) -> AbstractContextManager[None]:
     return nullcontext() if draw.is_last else setup.strategy.accumulate(setup.wrapped)
 
 
-def _clip(setup: Setup) -> Tensor | None:
+def _clip(setup: Setup, *, left_out: bool) -> Tensor | None:
+    """Clip the gradients; returns their norm before, or None if they are not to be clipped.
+
+    In a step that is ``left_out`` no step of the optimizer follows, without which the scaler unscales only once.
+    """
     if (limit := setup.experiment.train.clip_grad_norm) is None:
         return None
-    setup.scaler.unscale_(setup.optimizer)
+    if not left_out:
+        setup.scaler.unscale_(setup.optimizer)
     norm = total_norm([one.grad for one in setup.trained if one.grad is not None], device=setup.device)
+    if left_out:
+        return norm / setup.scaler.get_scale()
     clip_grads_with_norm_(setup.trained, limit, norm)
     return norm
 
