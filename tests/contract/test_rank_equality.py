@@ -69,7 +69,7 @@ class Jittered(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        return {"x": torch.tensor([self._noise.random()]).float(), "y": torch.tensor([float(self._labels[index])])}
+        return torch.tensor([self._noise.random()]).float(), torch.tensor([float(self._labels[index])])
 
 
 def noisy_on_purpose() -> Any:
@@ -186,7 +186,7 @@ def _drawn(setup: Setup) -> dict[str, Any]:
     kept = getattr(model.inner, "kept", [])
     labels = [setup.train_loader.read([index]) for index in range(4)]
     return {
-        "labels": [batch["y" if isinstance(batch, dict) else 1].tolist() for batch in labels],
+        "labels": [batch[1].tolist() for batch in labels],
         "kept": [getattr(one, "tolist", lambda one=one: one)() for one in kept[:3]],
         "weight": model.layer.weight.item(),
         "margin": cast(Any, setup.task).loss.margin.item(),
