@@ -196,11 +196,15 @@ def check(
         ),
     ],
     *,
+    data: Annotated[bool, typer.Option(help="Load the data; without, on a machine that doesn't have it.")] = True,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")] = False,
 ) -> None:
-    """Check experiments and everything they name, and start nothing."""
+    """Check experiments and everything they name, load their data, and start nothing."""
+    import rich.console
+
     from pipeline.config.load import load
+    from pipeline.recording.besides import progress_on
 
     with undisturbed():
         from pipeline import preflight
@@ -208,23 +212,25 @@ def check(
     errors: dict[str, PipelineError] = {}
     for file in files:
         try:
-            preflight.check(experiment := load(file))
+            experiment = load(file)
+            with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
+                allowed = preflight.check(experiment, with_data=data)
         except PipelineError as error:
             show(error)
             errors[file] = error
         else:
             if not quiet:
-                typer.echo(f"{file}: ok{_sweep_in(experiment)}", err=as_json)
+                typer.echo(f"{file}: ok{_sweep_in(experiment, allowed)}", err=as_json)
     if as_json:
         typer.echo(json.dumps([{"file": file, "problems": problems_of(errors.get(file))} for file in files], indent=2))
     if errors:
         raise typer.Exit(next(iter(errors.values())).exit_code)
 
 
-def _sweep_in(file: "ExperimentFile") -> str:
+def _sweep_in(file: "ExperimentFile", allowed: tuple[str, ...]) -> str:
     """What the file's sweep would do, as far as it is known without asking a cluster."""
     if file.experiment.sweep is None:
         return ""
     from pipeline.sweeping.planning import in_a_line
 
-    return f"; {in_a_line(file)}"
+    return f"; {in_a_line(file, allowed=allowed)}"

@@ -1,10 +1,10 @@
 """What no single section of an experiment can know: keys that contradict each other."""
 
-import re
 from collections.abc import Iterator
 
 from pipeline.config.nearest import did_you_mean
 from pipeline.config.parallel import Parallel
+from pipeline.config.reported import name_problems, source_of
 from pipeline.config.schema import Experiment
 from pipeline.config.sweep import misused
 from pipeline.errors import Problem
@@ -34,13 +34,10 @@ def contradictions(experiment: Experiment) -> list[Problem]:
                 "from a checkpoint; write one number, or keep: 1",
             )
         )
-    if "loss" in experiment.metrics:
-        problems.append(Problem("metrics.loss", "validation/loss is reported anyway; give this metric another name"))
-    if experiment.checkpoint.best is not None and not _is_reported(experiment.checkpoint.best, experiment):
+    problems += name_problems(experiment.metrics)
+    if (best := experiment.checkpoint.best) is not None and source_of(best, experiment.metrics) is None:
         known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
-        problems.append(
-            Problem("checkpoint.best", f"is {experiment.checkpoint.best}, which isn't measured; choose one of {known}")
-        )
+        problems.append(Problem("checkpoint.best", f"is {best}, which isn't measured; choose one of {known}"))
     problems += _swept(experiment)
     problems += _only_for_ray(parallel)
     problems += _against_local_sgd(experiment)
@@ -141,7 +138,7 @@ def _swept(experiment: Experiment) -> Iterator[Problem]:
     sweep = experiment.sweep
     if sweep is None:
         return
-    if not _is_reported(sweep.metric, experiment):
+    if source_of(sweep.metric, experiment.metrics) is None:
         known = [f"validation/{name}" for name in ("loss", *experiment.metrics)]
         hint = did_you_mean(sweep.metric, known) or f"; choose one of {', '.join(known)}"
         yield Problem("sweep.metric", f"is {sweep.metric}, which isn't measured{hint}")
@@ -152,11 +149,3 @@ def _swept(experiment: Experiment) -> Iterator[Problem]:
     if sweep.asha is not None and sweep.asha.grace_epochs >= epochs:
         message = f"is {sweep.asha.grace_epochs} of {epochs} epochs, so that no trial is stopped; write fewer"
         yield Problem("sweep.asha.grace_epochs", message)
-
-
-def _is_reported(metric: str, experiment: Experiment) -> bool:
-    """Whether evaluation has a metric of this name; one with a value for each class is numbered: accuracy_0."""
-    name = metric.removeprefix("validation/")
-    return name == "loss" or any(
-        name == known or re.fullmatch(rf"{re.escape(known)}_\d+", name) for known in experiment.metrics
-    )

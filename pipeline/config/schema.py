@@ -10,7 +10,16 @@ from pipeline.config.parallel import Parallel
 from pipeline.config.secrets import without_credentials
 from pipeline.config.sweep import Sweep
 from pipeline.config.toolbox import OR_BOOLEAN, SWITCH, Compile, Ema, Patterns, in_words
-from pipeline.config.values import Component, NotNegative, Positive, PositiveFloat, Section, StrategyName, Writable
+from pipeline.config.values import (
+    Component,
+    Mode,
+    NotNegative,
+    Positive,
+    PositiveFloat,
+    Section,
+    StrategyName,
+    Writable,
+)
 
 
 class LearningRateScaling(Section):
@@ -41,7 +50,8 @@ class Train(Section):
     """Clip the global gradient norm to this value."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """When a loss or gradient is NaN or infinite: stop; skip that step; or go back to the newest checkpoint and leave
-    out that step's global batch, three times at most."""
+    out that step's global batch, three times at most. A validation loss that isn't finite ends training before the
+    checkpoint of its epoch; with skip it is told."""
     scheduler_interval: Literal["step", "epoch"] = "step"
     """When the scheduler advances: after each step, whether it was taken, skipped, or overflowed in fp16; or after each
     epoch."""
@@ -91,15 +101,11 @@ class Checkpoint(Section):
     """Newest checkpoints to keep; 0 saves none, and training can't be resumed."""
     best: Annotated[str, Field(pattern=r"^validation/.")] | None = None
     """A metric such as validation/accuracy: the checkpoint with its best value is kept besides."""
-    mode: Literal["auto", "min", "max"] = "auto"
-    """Whether small or large values of ``best`` are good; auto: small if its name ends in loss or error."""
+    mode: Mode = "auto"
+    """Whether small or large values of ``best`` are good; auto: as torchmetrics' higher_is_better says, small of
+    validation/loss, and refused where nothing says it."""
     directory: Writable | None = None
     """Folder or address (s3://bucket/folder) with one folder for each run; default: the run's own folder."""
-
-    @property
-    def minimizes(self) -> bool:
-        """Whether small values of ``best`` are good."""
-        return self.mode == "min" or (self.mode == "auto" and (self.best or "").endswith(("loss", "error")))
 
 
 class Comparison(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
 
 from pipeline.config.toolbox import OR_BOOLEAN, SWITCH
-from pipeline.config.values import NotNegative, Positive, Section
+from pipeline.config.values import Mode, NotNegative, Positive, Section
 
 MOST_TRIALS = 10_000
 """A sweep of more is a slip of the pen."""
@@ -96,8 +96,9 @@ class Sweep(Section):
 
     metric: Annotated[str, Field(pattern=r"^validation/.")] = "validation/loss"
     """The metric by which trials are compared, such as validation/loss: its last value."""
-    mode: Literal["auto", "min", "max"] = "auto"
-    """Whether small or large values of ``metric`` are good; auto: small if its name ends in loss or error."""
+    mode: Mode = "auto"
+    """Whether small or large values of ``metric`` are good; auto: as torchmetrics' higher_is_better says, small of
+    validation/loss, and refused where nothing says it."""
     parameters: Annotated[Mapping[str, Parameter], Field(min_length=1)]
     """What is tried, by the dotted keys that overrides have: optimizer.lr: {log_uniform: [1e-4, 1e-1]}."""
     trials: Positive = 1
@@ -110,16 +111,6 @@ class Sweep(Section):
     """Trials that run at the same time; default: as many as there are cores or GPUs for."""
     seed: NotNegative | None = None
     """Decides what is drawn; default: the experiment's seed."""
-
-    @property
-    def minimizes(self) -> bool:
-        """Whether small values of ``metric`` are good."""
-        return self.mode == "min" or (self.mode == "auto" and self.metric.endswith(("loss", "error")))
-
-    @property
-    def direction(self) -> Literal["min", "max"]:
-        """What is good, in the words of Ray Tune and Optuna."""
-        return "min" if self.minimizes else "max"
 
     @property
     def grids(self) -> dict[str, tuple[Any, ...]]:

@@ -3,7 +3,7 @@
 import os
 import unicodedata
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from typing_extensions import override
@@ -97,3 +97,6 @@ LauncherName = Annotated[str, _known("launchers")]
 Positive = Annotated[int, Field(gt=0, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
+Direction = Literal["min", "max"]
+"""Which values of a metric are good, in the words of Ray Tune and Optuna."""
+Mode = Literal["auto", Direction]

@@ -1,18 +1,17 @@
 """Events as MLflow's own entities, cut to MLflow's limits. No calls to MLflow's store happen here."""
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from pipeline.config.reported import mlflow_name
 from pipeline.events import Event, Finished, Point, Started
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Metric, Param, RunTag
 
-_PARAM_LENGTH, _TAG_LENGTH, _NAME_LENGTH = 6000, 8000, 250
+_PARAM_LENGTH, _TAG_LENGTH = 6000, 8000
 _CUT = " ... [cut]"
-_FORBIDDEN = re.compile(r"[^\w\-./: ]")
 _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
 """Tags that MLflow's UI shows in a place of their own, by our name for them."""
 
@@ -26,14 +25,14 @@ def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
     """Metric points; ``timestamp`` in milliseconds since the epoch."""
     from mlflow.entities import Metric
 
-    return [Metric(_name(point.name), point.value, timestamp, point.step) for point in points]
+    return [Metric(mlflow_name(point.name), point.value, timestamp, point.step) for point in points]
 
 
 def params(values: Mapping[str, str]) -> "list[Param]":
     """Parameters."""
     from mlflow.entities import Param
 
-    return [Param(_name(name), _cut(value, _PARAM_LENGTH)) for name, value in values.items()]
+    return [Param(mlflow_name(name), _cut(value, _PARAM_LENGTH)) for name, value in values.items()]
 
 
 def tags(values: Mapping[str, str]) -> "list[RunTag]":
@@ -41,7 +40,7 @@ def tags(values: Mapping[str, str]) -> "list[RunTag]":
     from mlflow.entities import RunTag
 
     known = {theirs: values[ours] for ours, theirs in _MLFLOW_TAGS.items() if ours in values}
-    return [RunTag(_name(name), _cut(value, _TAG_LENGTH)) for name, value in {**values, **known}.items()]
+    return [RunTag(mlflow_name(name), _cut(value, _TAG_LENGTH)) for name, value in {**values, **known}.items()]
 
 
 def datasets(event: Started) -> "list[DatasetInput]":
@@ -97,11 +96,6 @@ def marked_table(tag: str, path: str) -> str:
     entries = json.loads(tag)
     entry = {"path": path, "type": "table"}
     return json.dumps(entries if entry in entries else [*entries, entry])
-
-
-def _name(name: str) -> str:
-    """A name that MLflow takes; one forbidden character would make it refuse a whole batch."""
-    return _FORBIDDEN.sub("_", name)[:_NAME_LENGTH]
 
 
 def _cut(value: str, length: int) -> str:

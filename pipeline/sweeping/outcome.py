@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.config.load import ExperimentFile
+from pipeline.config.values import Direction
 from pipeline.config.variation import override
 from pipeline.events import ModelSaved, Tagged
 from pipeline.recording import provenance
@@ -85,14 +86,14 @@ def report(
     return result
 
 
-def best_of(trials: Sequence[SweptTrial], *, minimizes: bool) -> SweptTrial | None:
+def best_of(trials: Sequence[SweptTrial], direction: Direction) -> SweptTrial | None:
     """The best of those that were trained to their end: one that was stopped early was worse than another.
 
     Of equal ones the first.
     """
     values = {one.number: one.value for one in trials if one.state == "finished" and one.value is not None}
     whole = [one for one in trials if not math.isnan(values.get(one.number, math.nan))]
-    pick = min if minimizes else max
+    pick = min if direction == "min" else max
     return pick(whole, key=lambda one: values[one.number]) if whole else None
 
 
@@ -100,11 +101,11 @@ def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Se
     sweep = plan.sweep
     begun = (Suggestion(number=record.number, values=record.values) for record in records(folder))
     trials = tuple(trial(folder, each, metric=sweep.metric) for each in plan.suggestions or begun)
-    best = best_of(trials, minimizes=sweep.minimizes)
+    best = best_of(trials, plan.direction)
     return Swept(
         experiment=file.experiment.name,
         metric=sweep.metric,
-        mode=sweep.direction,
+        mode=plan.direction,
         search=sweep.search,
         seed=plan.seed,
         trials=trials,

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline import preflight
 from pipeline.config.load import ExperimentFile
 from pipeline.config.summary import config_hash
 from pipeline.config.sweep import Sweep
-from pipeline.config.values import Frozen
+from pipeline.config.values import Direction, Frozen
 from pipeline.contract import Trial
 from pipeline.errors import ExperimentError, Problem, ResourceError
 from pipeline.execution import explained, prepare
@@ -23,6 +24,8 @@ class SweepPlan(Frozen):
     """A sweep, decided."""
 
     sweep: Sweep
+    direction: Direction
+    """Of the sweep's metric: which values are good."""
     trial: Trial
     """Each of them, but for its values."""
     common: Mapping[str, Any]
@@ -61,6 +64,7 @@ def make(file: ExperimentFile) -> SweepPlan:
     allowed, resources = prepare(file)
     common: dict[str, Any] = {}
     with explained(file):
+        direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
         concurrent, cpus = _side_by_side(file, resources, allowed)
         common[_CPUS] = cpus
         if (address := _address(file)) is not None:
@@ -71,6 +75,7 @@ def make(file: ExperimentFile) -> SweepPlan:
     varied = sweep.parameters.get("train.epochs")
     return SweepPlan(
         sweep=sweep,
+        direction=direction,
         trial=one.main,
         common=common,
         concurrent=concurrent,
@@ -110,7 +115,7 @@ def describe(plan: SweepPlan) -> str:
     """The plan in words."""
     trial, sweep = plan.trial, plan.sweep
     lines = [
-        f"sweep        {_count(sweep)}, by {sweep.metric}, {'small' if sweep.minimizes else 'large'} is good",
+        f"sweep        {_count(sweep)}, by {sweep.metric}, {_good(plan.direction)}",
         *(f"             {key}: {parameter}" for key, parameter in sweep.parameters.items()),
         f"search       {sweep.search}, seed {plan.seed}{_asha(sweep, epochs=plan.epochs)}",
         f"machine      {plan.plan.resources.summary}",
@@ -122,11 +127,16 @@ def describe(plan: SweepPlan) -> str:
     return "\n".join(lines)
 
 
-def in_a_line(file: ExperimentFile) -> str:
+def in_a_line(file: ExperimentFile, *, allowed: tuple[str, ...]) -> str:
     """What ``pipeline check`` says of a sweep; on a cluster only the cluster knows how many fit side by side."""
     sweep = sweep_of(file)
     keys = ", ".join(f"{key} ({parameter})" for key, parameter in sweep.parameters.items())
-    return f"sweep of {_count(sweep)} over {keys}; {sweep.metric}, {'small' if sweep.minimizes else 'large'} is good"
+    direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
+    return f"sweep of {_count(sweep)} over {keys}; {sweep.metric}, {_good(direction)}"
+
+
+def _good(direction: Direction) -> str:
+    return "small is good" if direction == "min" else "large is good"
 
 
 def _address(file: ExperimentFile) -> str | None:

@@ -56,7 +56,7 @@ class Progress:
 
     def _note(self, value: float) -> None:
         """The best value so far, by the number of trials that have ended."""
-        metric, better = self._plan.sweep.metric, min if self._plan.sweep.minimizes else max
+        metric, better = self._plan.sweep.metric, min if self._plan.direction == "min" else max
         self._best = value if self._best is None else better(self._best, value)
         points = (Point(metric, self._ended, self._best),)
         event = Metrics(time=time.time(), step=self._ended, epoch=self._ended, points=points)

@@ -6,6 +6,7 @@ from typing import Any
 from ray.tune.search import Searcher
 
 from pipeline.config.sweep import Parameter, Sweep
+from pipeline.config.values import Direction
 from pipeline.errors import ResourceError
 from pipeline.sweeping.assignment import Suggestion
 from pipeline.sweeping.drawing import rounded
@@ -49,16 +50,25 @@ class Learning(_Forgetful):
 
     Args:
         sweep: what is searched.
-        seed: of the sampler.
         begun: values of the trials that have begun, in order.
         complete: see `Complete`.
+        direction: of the sweep's metric.
+        seed: of the sampler.
 
     Raises:
         ResourceError: Optuna is not installed.
     """
 
-    def __init__(self, sweep: Sweep, begun: Sequence[Mapping[str, Any]], complete: Complete, *, seed: int) -> None:
-        names = {"metric": sweep.metric, "mode": sweep.direction}
+    def __init__(
+        self,
+        sweep: Sweep,
+        begun: Sequence[Mapping[str, Any]],
+        complete: Complete,
+        *,
+        direction: Direction,
+        seed: int,
+    ) -> None:
+        names = {"metric": sweep.metric, "mode": direction}
         super().__init__(**names)
         distributions = _distributions(sweep)
         from ray.tune.search.optuna import OptunaSearch

@@ -98,9 +98,9 @@ def _searcher(file: ExperimentFile, plan: SweepPlan, folder: Path) -> "Searcher"
         return identified(file, suggestion, common=plan.common)
 
     if plan.sweep.search == "random":
-        return Listed(plan.suggestions, complete, metric=plan.sweep.metric, mode=plan.sweep.direction)
+        return Listed(plan.suggestions, complete, metric=plan.sweep.metric, mode=plan.direction)
     begun = [record.values for record in outcome.records(folder)]
-    return Learning(plan.sweep, begun, complete, seed=plan.seed)
+    return Learning(plan.sweep, begun, complete, direction=plan.direction, seed=plan.seed)
 
 
 def _job(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequence[str], verbose: bool) -> Job:

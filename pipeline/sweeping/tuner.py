@@ -106,13 +106,13 @@ def search(plan: SweepPlan, searcher: Searcher, *, job: Job, watcher: Watcher, h
         halt: asked to stand still if this ends with an exception.
     """
     sweep = plan.sweep
-    supervisor = tune.with_parameters(Supervisor, job=job.model_dump_json(), direction=sweep.direction)
+    supervisor = tune.with_parameters(Supervisor, job=job.model_dump_json(), direction=plan.direction)
     with environment(**_SETTINGS), TemporaryDirectory(prefix="pipeline-sweep-") as folder:
         tuner = tune.Tuner(
             tune.with_resources(supervisor, plan.resources),
             tune_config=tune.TuneConfig(
                 metric=job.metric,
-                mode=sweep.direction,
+                mode=plan.direction,
                 search_alg=searcher,
                 scheduler=_scheduler(sweep, epochs=plan.epochs),
                 num_samples=sweep.total,

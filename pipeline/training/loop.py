@@ -118,6 +118,8 @@ def end_epoch(setup: Setup, *, epoch: int, meter: Meter, keeper: Keeper) -> None
     if last or (epoch + 1) % setup.experiment.train.evaluate_every_epochs == 0:
         values = evaluate(setup)
         meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch + 1)
+        if values:
+            meter.finiteness.judge_validation(values["validation/loss"], step=step, epoch=epoch + 1)
     if setup.scheduler is not None and setup.experiment.train.scheduler_interval == "epoch":
         if not isinstance(setup.scheduler, ReduceLROnPlateau):
             setup.scheduler.step()

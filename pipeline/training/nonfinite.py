@@ -100,6 +100,8 @@ class Finiteness:
     outbox: Outbox
     skipped: list[int] = field(default_factory=list)
     """Steps that were left out since training started or was resumed, counted from 1."""
+    unmeasured: list[int] = field(default_factory=list)
+    """Epochs whose validation loss was not finite, counted from 1."""
     _in_a_row: int = 0
     _has_told: bool = False
 
@@ -146,8 +148,34 @@ class Finiteness:
                 where = self._where(first + index, own[index])
                 raise NonFiniteError(f"the {what} in {where}. {REMEDY}", step=first + index)
 
+    def judge_validation(self, loss: float, *, step: int, epoch: int) -> None:
+        """Look at the validation loss after ``step`` steps of finite weights; it is equal on all ranks.
+
+        With ``skip`` training goes on, since its steps were finite. With ``rollback`` it stops as with ``stop``: there
+        is no batch to leave out.
+
+        Raises:
+            TrainingError: it is not finite.
+        """
+        if math.isfinite(loss):
+            return
+        what = f"the validation loss is {loss} after epoch {epoch} (step {step}), though the weights are finite"
+        if self.trial.experiment.train.on_nonfinite == "skip":
+            self.unmeasured.append(epoch)
+            if len(self.unmeasured) == 1:
+                self._warn(f"{what}; training continues with train.on_nonfinite: skip")
+            return
+        raise TrainingError(
+            f"{what}. Look at the validation samples and at train.precision; train.on_nonfinite: skip continues with a "
+            "warning"
+        )
+
     def summarize(self) -> None:
         """Tell what was left out, once training is over."""
+        if len(self.unmeasured) > 1:
+            self._warn(
+                f"the validation loss was not finite after {len(self.unmeasured)} epochs: {some(self.unmeasured)}"
+            )
         if len(self.skipped) > 1:
             self._warn(f"{len(self.skipped)} steps were skipped because they were not finite: {some(self.skipped)}")
 

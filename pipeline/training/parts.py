@@ -6,7 +6,7 @@ All of them raise ExperimentError with the key of the part that is wrong.
 import hashlib
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -28,9 +28,6 @@ from pipeline.training.learning_rate import refuse_hidden_rates, scaling_factor,
 from pipeline.training.order import mix
 from pipeline.training.randomness import seed_all
 
-if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
-
 Create = Callable[..., Any]
 """Builds a component: `pipeline.config.components.build` with all but the component and its key filled in."""
 
@@ -40,9 +37,10 @@ def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any]
     seed_all(mix(experiment.seed, "data"))
     splits = components.build(experiment.data, key="data", allowed=allowed)
     if not isinstance(splits, tuple) or len(splits) != 2:
+        kind = f"tuple of {len(splits)}" if isinstance(splits, tuple) else type(splits).__name__
         raise ExperimentError.of(
             "data",
-            f"{experiment.data.target} returned a {type(splits).__name__}; "
+            f"{experiment.data.target} returned a {kind}; "
             "it must return a pair: training set, validation set (or None)",
         )
     return splits
@@ -95,20 +93,6 @@ def task(create: Create, experiment: Experiment, *, device: torch.device) -> Tas
         return cast(Task, placed(create(experiment.task, key="task")))
     declared = cast(Component, experiment.loss)
     return Supervised(placed(create(declared, key="loss")), ignores="ignore_index" in declared.arguments)
-
-
-def metrics(create: Create, experiment: Experiment) -> "MetricCollection":
-    """The metrics of the validation set."""
-    from torchmetrics import Metric, MetricCollection  # takes as long as torch; a measurement does without
-
-    metrics = {name: create(metric, key=f"metrics.{name}") for name, metric in experiment.metrics.items()}
-    for name, metric in metrics.items():
-        if not isinstance(metric, Metric):
-            raise ExperimentError.of(
-                f"metrics.{name}",
-                f"is a {type(metric).__name__}; metrics come from torchmetrics, whose sums are right across ranks",
-            )
-    return MetricCollection(metrics)
 
 
 def optimizer(create: Create, experiment: Experiment, *, model: nn.Module, is_sharded: bool = False) -> Optimizer:

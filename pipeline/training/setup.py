@@ -18,7 +18,7 @@ from pipeline.contract import Rank, Trial
 from pipeline.events import Started
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Supervised, Task
-from pipeline.training import parts, together
+from pipeline.training import metrics, parts, together
 from pipeline.training.averages import Averages
 from pipeline.training.compilation import Stopwatch
 from pipeline.training.loader import BatchLoader, to_device
@@ -73,9 +73,11 @@ class Setup:
         """The metrics of the validation set, built when they are asked for.
 
         Raises:
-            ExperimentError: one of them can't be built.
+            ExperimentError: some of them can't be built.
         """
-        return parts.metrics(self.create, self.experiment).to(self.device)
+        from torchmetrics import MetricCollection  # takes as long as torch; a measurement does without
+
+        return MetricCollection(dict(metrics.build(self.create, self.experiment.metrics))).to(self.device)
 
     @cached_property
     def trained(self) -> list[nn.Parameter]:

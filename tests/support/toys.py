@@ -91,6 +91,17 @@ def _regression(samples: int, *, seed: int) -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True) + 0.1 * torch.randn(samples, 1, generator=generator))
 
 
+def poisoned_validation() -> tuple[Dataset[Any], Dataset[Any]]:
+    """One of its 10 validation samples is NaN."""
+    inputs, targets = _regression(10, seed=1).tensors
+    inputs[5] = torch.nan
+    return _regression(SAMPLES, seed=0), TensorDataset(inputs, targets)
+
+
+def triple() -> tuple[Dataset[Any], ...]:
+    return (_regression(8, seed=0),) * 3
+
+
 def classification() -> tuple[Dataset[Any], Dataset[Any]]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(31, 3, generator=generator)

@@ -67,13 +67,9 @@ def parameters(**given: str) -> str:
 class TestReading:
     def test_what_is_left_out_has_a_default(self) -> None:
         sweep = swept(PARAMETERS)
-        assert (sweep.metric, sweep.direction, sweep.search) == ("validation/loss", "min", "random")
+        assert (sweep.metric, sweep.mode, sweep.search) == ("validation/loss", "auto", "random")
         assert (sweep.asha, sweep.concurrent, sweep.seed) == (None, None, None)
         assert (sweep.total, sweep.combinations) == (6, 2)
-
-    def test_large_is_good_unless_the_name_says_loss_or_error(self) -> None:
-        assert swept(PARAMETERS + "  metric: validation/accuracy\n").direction == "max"
-        assert swept(PARAMETERS + "  metric: validation/accuracy\n  mode: min\n").direction == "min"
 
     @pytest.mark.parametrize("written", [".grid=[0.001, 0.01]", "={grid: [0.001, 0.01]}"])
     def test_an_override_names_a_parameter_by_its_dotted_key(self, written: str) -> None:

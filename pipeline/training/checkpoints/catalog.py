@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.config.schema import Checkpoint
+from pipeline.config.values import Direction
 from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, parse, sha256, step_of
 from pipeline.training.checkpoints.storage import Storage
 
@@ -53,18 +53,18 @@ def verify(storage: Storage, entry: Entry) -> str | None:
         return damage(entry.manifest, folder)
 
 
-def best(manifests: Iterable[Manifest], options: Checkpoint) -> Manifest | None:
+def best(manifests: Iterable[Manifest], direction: Direction) -> Manifest | None:
     """The one with the best value of ``checkpoint.best``, the earliest of several; None if none has one."""
     rated = [one for one in manifests if one.metric is not None and one.metric == one.metric]  # NaN is not
-    sign = 1 if options.minimizes else -1
+    sign = 1 if direction == "min" else -1
     return min(rated, key=lambda one: (sign * (one.metric or 0.0), one.step), default=None)
 
 
-def kept(manifests: Iterable[Manifest], options: Checkpoint) -> set[str]:
-    """Names of those to keep: the newest, and the best."""
-    newest = sorted(manifests, key=lambda one: one.step, reverse=True)
-    names = {one.name for one in newest[: options.keep]}
-    top = best(newest, options) if options.best else None
+def kept(manifests: Iterable[Manifest], *, newest: int, direction: Direction | None) -> set[str]:
+    """Names of those to keep: the newest, and the best if there is a ``direction`` in which values are better."""
+    ordered = sorted(manifests, key=lambda one: one.step, reverse=True)
+    names = {one.name for one in ordered[:newest]}
+    top = best(ordered, direction) if direction else None
     return names | ({top.name} if top else set())
 
 

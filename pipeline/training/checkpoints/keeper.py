@@ -6,6 +6,8 @@ from typing import Self
 
 import torch.distributed as dist
 
+from pipeline.config.reported import source_of
+from pipeline.config.values import Direction
 from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError, Stopped
 from pipeline.events import Outbox, Resumed, Warned
@@ -19,6 +21,7 @@ from pipeline.training.checkpoints.saver import Job, Saver
 from pipeline.training.checkpoints.state import State, check, is_sharded, restore, snapshot
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.meter import Meter
+from pipeline.training.metrics import direction
 from pipeline.training.order import StreamOrder
 from pipeline.training.setup import Setup
 
@@ -181,12 +184,22 @@ class Keeper:
             return None
         return Saver(
             storage,
-            options=self._options,
+            keep=self._options.keep,
+            direction=self._direction(),
             rank=self._setup.rank,
             group=group,
             tell=self._outbox.event,
             trial=self._setup.trial.name,
         )
+
+    def _direction(self) -> Direction | None:
+        """The direction in which values of ``checkpoint.best`` are better; None without one."""
+        setup, options = self._setup, self._options
+        if options.best is None:
+            return None
+        asks = options.mode == "auto" and source_of(options.best, ()) != "loss"
+        judges = dict(setup.metrics.items()) if asks else {}  # building them takes time
+        return direction(options.best, options.mode, key="checkpoint.best", judges=judges)
 
     def _tell_resumed(self, manifest: Manifest, storage: Storage) -> None:
         if self._setup.rank.is_first:

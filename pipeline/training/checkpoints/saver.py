@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.config.schema import Checkpoint
+from pipeline.config.values import Direction
 from pipeline.contract import Rank
 from pipeline.events import AnyEvent, CheckpointSaved, Warned
 from pipeline.training.checkpoints import files
@@ -45,17 +45,29 @@ class Saver:
         self,
         storage: Storage,
         *,
-        options: Checkpoint,
+        keep: int,
+        direction: Direction | None,
         rank: Rank,
         group: dist.ProcessGroup | None,
         tell: Callable[[AnyEvent], None],
         trial: str,
     ) -> None:
-        """``group`` is given if each rank writes a part, and serves nothing else."""
+        """Begin with no checkpoints.
+
+        Args:
+            storage: where they are written.
+            keep: how many of the newest stay.
+            direction: in which values of ``checkpoint.best`` are better; None if there is no best one to keep.
+            rank: of this process.
+            group: given if each rank writes a part; serves nothing else.
+            tell: gets events.
+            trial: the name that they have.
+        """
         self.whole: list[Manifest] = []
         """The checkpoints there are."""
         self._storage = storage
-        self._options = options
+        self._keep = keep
+        self._direction = direction
         self._rank = rank
         self._group = group
         self._tell = tell
@@ -147,7 +159,7 @@ class Saver:
 
     def _prune(self) -> None:
         """Remove what isn't to be kept, half-written ones too. Only ever called with a new whole one there."""
-        names = kept(self.whole, self._options)
+        names = kept(self.whole, newest=self._keep, direction=self._direction)
         for name in self._storage.folders():
             if step_of(name) is not None and name not in names:
                 self._discard(name)

@@ -1,0 +1,171 @@
+"""Metrics: which values are good, which names can't stand side by side, and what is refused before training."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import toys
+from typer.testing import CliRunner
+
+from pipeline import cli, preflight, runner
+from pipeline.config.load import ExperimentFile, load
+from pipeline.config.project import BUILT_IN
+from pipeline.errors import ExperimentError, NonFiniteError, TrainingError
+from pipeline.events import Warned
+from pipeline.recording.terminal import Terminal
+from pipeline.sweeping import planning
+from pipeline.training.checkpoints import catalog
+from pipeline.training.checkpoints.manifest import step_of
+from pipeline.training.checkpoints.storage import Storage
+
+MSE = "mse: {_target_: torchmetrics.MeanSquaredError}"
+SPECIFICITY = "rest: {_target_: torchmetrics.classification.MulticlassSpecificity, num_classes: 3}"
+FILE = """\
+name: chosen
+model: {_target_: torch.nn.Linear, in_features: 3, out_features: 1}
+data: {_target_: toys.regression}
+loss: {_target_: torch.nn.MSELoss}
+optimizer: {_target_: torch.optim.SGD, lr: 0.05}
+train: {epochs: 4, global_batch_size: 8}
+parallel: {launcher: inprocess, strategy: single, workers: 1}
+tracking: {uri: "sqlite:///mlflow.db"}
+"""
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ExperimentFile]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["toys"]\n')
+
+    def read(text: str = "", *overrides: str) -> ExperimentFile:
+        (tmp_path / "e.yaml").write_text(FILE + text)
+        return load("e.yaml", overrides)
+
+    return read
+
+
+def refused(look: Callable[[], object]) -> list[str]:
+    with pytest.raises(ExperimentError) as caught:
+        look()
+    return [str(problem) for problem in caught.value.problems]
+
+
+class TestWhichValuesAreGood:
+    @pytest.mark.parametrize(
+        ("metric", "text", "expected"),
+        [
+            ("validation/mse", MSE, "min"),
+            ("validation/loss", MSE, "min"),
+            ("validation/r2", "r2: {_target_: torchmetrics.R2Score}", "max"),
+            ("validation/acc_1", "acc: {_target_: torchmetrics.Accuracy, task: multiclass, num_classes: 3}", "max"),
+            ("validation/error", "error: {_target_: torchmetrics.R2Score}", "max"),
+            ("validation/mine", "mine: {_target_: toys.Count}", None),
+        ],
+    )
+    def test_torchmetrics_decides(self, read: Any, metric: str, text: str, expected: str | None) -> None:
+        sweep = f"metrics: {{{text}}}\nsweep: {{metric: {metric}, parameters: {{optimizer.lr: {{grid: [0.1]}}}}}}\n"
+        if expected is None:
+            (told,) = refused(lambda: preflight.check(read(sweep)))
+            assert told.startswith("e.yaml:10: sweep.metric: is validation/mine, and Count doesn't say whether")
+            assert told.endswith("write sweep.mode: max, or min")
+        else:
+            assert planning.make(read(sweep)).direction == expected
+
+    def test_what_is_written_counts_more(self, read: Any) -> None:
+        sweep = "sweep: {metric: validation/mse, mode: max, parameters: {optimizer.lr: {grid: [0.1]}}}\n"
+        assert planning.make(read(f"metrics: {{{MSE}}}\n{sweep}")).direction == "max"
+
+    def test_both_choices_are_refused_at_once(self, read: Any) -> None:
+        sweep = "sweep: {metric: validation/rest, parameters: {optimizer.lr: {grid: [0.1]}}}\n"
+        file = read(f"metrics: {{{SPECIFICITY}}}\ncheckpoint: {{best: validation/rest}}\n{sweep}")
+        assert [told.partition(": is")[0] for told in refused(lambda: preflight.check(file))] == [
+            "e.yaml:10: checkpoint.best",
+            "e.yaml:11: sweep.metric",
+        ]
+
+    @pytest.mark.parametrize("name", ["mse", "r2"])
+    def test_the_best_checkpoint_is_kept(self, tmp_path: Path, name: str) -> None:
+        """A learning rate that makes each epoch worse than the one before, so that the first is the best."""
+        metrics = {"mse": {"_target_": "torchmetrics.MeanSquaredError"}, "r2": {"_target_": "torchmetrics.R2Score"}}
+        trial = toys.trial(
+            metrics=metrics, checkpoint={"keep": 1, "best": f"validation/{name}"},
+            optimizer={"_target_": "torch.optim.SGD", "lr": 2.0}, train={"epochs": 4},
+        ).model_copy(update={"checkpoints": str(tmp_path)})  # fmt: skip
+        toys.train(trial, rank=toys.Rank(), outbox=toys.Kept())
+        steps = sorted(step_of(folder.name) or 0 for folder in tmp_path.iterdir())
+        assert steps == [3, 12]
+
+
+class TestNames:
+    def test_that_mlflow_makes_equal_are_refused(self, read: Any) -> None:
+        two = "metrics:\n  'acc@1 (%)': {_target_: toys.Count}\n  'acc_1 (%)': {_target_: toys.Count}\n"
+        assert refused(lambda: read(two)) == [
+            "e.yaml:11: metrics.acc_1 (%): is validation/acc_1 ___ in MLflow, as metrics.acc@1 (%) is; "
+            "give one of them another name"
+        ]
+
+    def test_of_other_signs_are_allowed(self, read: Any) -> None:
+        read("metrics:\n  'acc@1 (%)': {_target_: toys.Count}\n  'acc@5 (%)': {_target_: toys.Count}\n")
+
+
+class TestCheckedAhead:
+    """By ``check``, ``--dry-run`` and ``run``: no folder is made for what they refuse."""
+
+    def test_a_wrong_keyword_of_a_metric(self, read: Any, tmp_path: Path) -> None:
+        file = read(f"metrics: {{{MSE.replace('Error', 'Error, num_clases: 3')}}}\n")
+        said = "e.yaml:9: metrics.mse: torchmetrics.MeanSquaredError raised ValueError: Unexpected keyword arguments: "
+        ended = CliRunner().invoke(cli.app, ["check", "e.yaml"])
+        assert (ended.exit_code, said in ended.output) == (2, True)
+        assert refused(lambda: runner.dry_run(file, with_baseline=False))[0].startswith(said)
+        run = partial(runner.run, file, with_baseline=False, verbose=False, terminal=Terminal.of(quiet=True))
+        assert refused(run)[0].startswith(said)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["e.yaml", "pyproject.toml"]
+
+    def test_data_that_is_no_pair(self, read: Any) -> None:
+        file = read("", "data._target_=toys.triple")
+        said = "e.yaml:3: data: toys.triple returned a tuple of 3; it must return a pair"
+        assert refused(lambda: preflight.check(file, with_data=True))[0].startswith(said)
+        assert refused(lambda: runner.dry_run(file, with_baseline=False))[0].startswith(said)
+
+    def test_data_may_be_elsewhere(self, read: Any) -> None:
+        read()
+        Path("e.yaml").write_text(FILE.replace("toys.regression", "toys.triple"))
+        assert CliRunner().invoke(cli.app, ["check", "e.yaml"]).exit_code == 2
+        assert CliRunner().invoke(cli.app, ["check", "--no-data", "e.yaml"]).exit_code == 0
+
+    def test_a_metric_that_needs_run_time_values_is_left_for_the_workers(self, read: Any) -> None:
+        metric = "late: {_target_: torchmetrics.R2Score, adjusted: '${steps_per_epoch}'}"
+        file = read(f"metrics: {{{metric}}}\ncheckpoint: {{best: validation/late}}\n")
+        assert preflight.check(file) == (*BUILT_IN, "toys")
+
+
+class TestAValidationLossThatIsNotFinite:
+    SECTIONS: ClassVar[dict[str, Any]] = {
+        "data": {"_target_": "toys.poisoned_validation"},
+        "train": {"epochs": 3, "on_nonfinite": "stop"},
+        "checkpoint": {"every_steps": 2},
+    }
+
+    @pytest.mark.parametrize("chosen", ["stop", "rollback"])
+    def test_ends_training_before_its_checkpoint(self, tmp_path: Path, chosen: str) -> None:
+        sections = {**self.SECTIONS, "train": {"epochs": 3, "on_nonfinite": chosen}}
+        trial = toys.trial(**sections).model_copy(update={"checkpoints": str(tmp_path)})
+        outbox = toys.Kept()
+        with pytest.raises(TrainingError, match=r"validation loss is nan after epoch 1 \(step 3\), though") as caught:
+            toys.train(trial, rank=toys.Rank(), outbox=outbox)
+        assert not isinstance(caught.value, NonFiniteError), "there is no batch that a rollback could leave out"
+        assert math.isnan(outbox.series("validation/loss")[-1])
+        (entry,) = catalog.entries(Storage(str(tmp_path)))
+        assert (entry.name, catalog.verify(Storage(str(tmp_path)), entry)) == ("step-00000002", None)
+
+    def test_is_told_where_steps_may_be_skipped(self) -> None:
+        result, outbox = toys.trained(**{**self.SECTIONS, "train": {"epochs": 3, "on_nonfinite": "skip"}})
+        assert result.steps == 9
+        assert [event.message for event in outbox.events if isinstance(event, Warned)] == [
+            "the validation loss is nan after epoch 1 (step 3), though the weights are finite; training continues with "
+            "train.on_nonfinite: skip",
+            "the validation loss was not finite after 3 epochs: 1, 2, 3",
+        ]
