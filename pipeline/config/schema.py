@@ -183,7 +183,8 @@ class Experiment(Section):
     task: Component | None = None
     """A pipeline.tasks.Task, for what is not (inputs, targets) -> loss, or divided by something else than samples."""
     metrics: Mapping[str, Component] = {}
-    """torchmetrics metrics of the validation set, by name."""
+    """torchmetrics metrics of the validation set, by name: of a number, of one for each class, or ROC and
+    precision-recall curves, which the last evaluation writes to metrics/NAME.csv and .png."""
     optimizer: Component
     """Called with the model's parameters. torch's SGD, Adam and AdamW run fused unless it says ``fused: false``.
     Where it has train() and eval(), as schedule-free ones do, what is evaluated and exported is in eval()."""

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import torch
 from torch import nn
@@ -12,8 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipeline.contract import Held
-from pipeline.events import FirstStep, ModelSaved, Outbox, Warned
+from pipeline.events import ArtifactSaved, FirstStep, ModelSaved, Outbox, Warned
 from pipeline.training.collective import gather
+from pipeline.training.curves import Curve
 from pipeline.training.evaluation import resulting_weights
 from pipeline.training.loader import to_device
 from pipeline.training.norms import local
@@ -116,6 +118,20 @@ def model(setup: Setup, outbox: Outbox) -> None:
             outbox.file(path, _EXAMPLE)
         place = "" if example is None else _EXAMPLE
         outbox.event(ModelSaved(time=time.time(), trial=setup.trial.name, weights=_WEIGHTS, example=place))
+
+
+def curve(name: str, curve: Curve, *, setup: Setup, outbox: Outbox) -> None:
+    """Send a curve of the last evaluation, as CSV and PNG."""
+    if not setup.rank.is_first:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        table, picture = Path(folder) / "curve.csv", Path(folder) / "curve.png"
+        curve.write(table)
+        curve.draw(picture, title=name)
+        for path in (table, picture):
+            place = f"metrics/{quote(name, safe='')}{path.suffix}"
+            outbox.file(path, place)
+            outbox.event(ArtifactSaved(time=time.time(), trial=setup.trial.name, path=place))
 
 
 def _example(setup: Setup) -> torch.Tensor | None:

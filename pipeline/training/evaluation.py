@@ -1,33 +1,44 @@
 """Validation that counts each sample exactly once, at any world size."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from pipeline.advance import Advance
+from pipeline.config.reported import PREFIX
 from pipeline.events import Phase
+from pipeline.training.curves import Curve
 from pipeline.training.forward import forward
+from pipeline.training.metric_states import merge_lists
+from pipeline.training.metric_trial import try_metrics
+from pipeline.training.metrics import read
 from pipeline.training.optimizer_modes import evaluating
 from pipeline.training.setup import Setup
 from pipeline.training.watch import mark
 from pipeline.training.weighting import weighted
 
+Show = Callable[[str, Curve], None]
+"""Gets a curve with its metric's name."""
+
 
 def prepare(setup: Setup) -> None:
-    """Build the metrics now if they will be needed: the first step doesn't wait for them, an epoch isn't lost to them.
+    """Build the metrics and try them: the first step doesn't wait for them, an epoch isn't lost to them. Collective.
 
     Raises:
-        ExperimentError: one of them can't be built.
+        ExperimentError: one of them can't be built, or doesn't fit the model's outputs or the report.
     """
     if setup.validation_loader is not None and not setup.trial.is_measurement:
-        _ = setup.metrics
+        try_metrics(setup)
 
 
-def evaluate(setup: Setup) -> dict[str, float]:
-    """Loss and metrics over the whole validation set, by name ("validation/loss"). Collective; empty without a set."""
+def evaluate(setup: Setup, *, show: Show | None = None) -> dict[str, float]:
+    """Loss and metrics over the whole validation set, by name ("validation/loss"). Collective; empty without a set.
+
+    ``show`` gets the curves, on all ranks.
+    """
     if setup.validation_loader is None:
         return {}
     mark(Phase.EVALUATING)
@@ -42,13 +53,15 @@ def evaluate(setup: Setup) -> dict[str, float]:
     loss, weight = sums.tolist()
     if setup.gives_weight:
         loss = loss / weight if weight else math.nan  # the mean over nothing
-    values = {"validation/loss": loss}
-    for name, value in setup.metrics.compute().items():
-        if value.numel() == 1:
-            values[f"validation/{name}"] = float(value)
-        else:  # one value for each class
-            values.update({f"validation/{name}_{i}": float(v) for i, v in enumerate(value.flatten())})
-    setup.metrics.reset()
+    values = {f"{PREFIX}loss": loss}
+    if (collection := setup.metrics) is not None:
+        merge_lists(collection, rank=setup.rank)
+        readings = read(collection.compute(), dict(collection.items(copy_state=False)))
+        values.update({f"{PREFIX}{name}": value for name, value in readings.values.items()})
+        for name, curve in readings.curves.items():
+            if show is not None:
+                show(name, curve)
+        collection.reset()
     setup.wrapped.train()
     return values
 
@@ -87,7 +100,8 @@ def _over_own_samples(setup: Setup, module: torch.nn.Module) -> torch.Tensor:
                     total[0] += output.loss.double() * draw.weight
                 else:
                     total += weighted(output.loss, output.weight)
-                setup.metrics.update(output.outputs, output.targets)
+                if setup.metrics is not None:
+                    setup.metrics.update(output.outputs, output.targets)
             mark(Phase.EVALUATING)
             advance.by(len(draw.indices) * world_size)
     return total

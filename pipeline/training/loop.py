@@ -3,6 +3,7 @@
 Every rank runs this code on its share of each global batch; nothing here depends on who started the process.
 """
 
+from functools import partial
 from itertools import chain
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -116,7 +117,8 @@ def end_epoch(setup: Setup, *, epoch: int, meter: Meter, keeper: Keeper) -> None
     check_weights(setup, step=step)
     values: dict[str, float] = {}
     if last or (epoch + 1) % setup.experiment.train.evaluate_every_epochs == 0:
-        values = evaluate(setup)
+        show = partial(announce.curve, setup=setup, outbox=meter.outbox) if last else None
+        values = evaluate(setup, show=show)
         meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch + 1)
         if values:
             meter.finiteness.judge_validation(values["validation/loss"], step=step, epoch=epoch + 1)

@@ -1,11 +1,14 @@
-"""The metrics of the validation set, and which of their values are good."""
+"""The metrics of the validation set: built, read, and which of their values are good."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from pipeline.config.reported import source_of
 from pipeline.config.values import Component, Direction, Mode
 from pipeline.errors import ExperimentError, Problem
+from pipeline.training.curves import Curve, curve_of, has_threshold
 from pipeline.training.parts import Create
 
 if TYPE_CHECKING:
@@ -66,3 +69,49 @@ def _checked(metric: Any, *, name: str) -> "Metric":
             f"is a {type(metric).__name__}; metrics come from torchmetrics, whose sums are right across ranks",
         )
     return metric
+
+
+class Readings(NamedTuple):
+    """What metrics have computed."""
+
+    values: dict[str, float]
+    """Numbers, by the names that are reported after "validation/"."""
+    curves: dict[str, Curve]
+    """By the metric's name."""
+
+
+def read(results: Mapping[str, Any], metrics: "Mapping[str, Metric]") -> Readings:
+    """Sort results into numbers and curves: a number, one for each class, or one with its threshold.
+
+    Raises:
+        ExperimentError: some are neither.
+    """
+    readings = Readings({}, {})
+    problems: list[Problem] = []
+    for name, result in results.items():
+        metric = metrics.get(name)
+        if metric is not None and (curve := curve_of(metric, result)) is not None:
+            readings.curves[name] = curve
+        elif metric is not None and has_threshold(metric, result):
+            readings.values.update(_numbered(name, result[0]) | _numbered(f"{name}_threshold", result[1]))
+        elif isinstance(result, Tensor | float | int):
+            readings.values.update(_numbered(name, result))
+        else:
+            problems.append(_without_number(name, result, metric))
+    if problems:
+        raise ExperimentError(problems)
+    return readings
+
+
+def _numbered(name: str, result: Tensor | float) -> dict[str, float]:
+    if not isinstance(result, Tensor) or result.numel() == 1:
+        return {name: float(result)}
+    return {f"{name}_{i}": float(value) for i, value in enumerate(result.flatten())}  # one for each class
+
+
+def _without_number(name: str, result: object, metric: "Metric | None") -> Problem:
+    who = type(metric).__name__ if metric is not None else name
+    message = (
+        f"{who} computes a {type(result).__name__}; use a metric that computes a number, one for each class, or a "
+    )
+    return Problem(f"metrics.{name}" if metric is not None else "metrics", f"{message}ROC or precision-recall curve")

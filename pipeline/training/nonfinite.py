@@ -165,10 +165,7 @@ class Finiteness:
             if len(self.unmeasured) == 1:
                 self._warn(f"{what}; training continues with train.on_nonfinite: skip")
             return
-        raise TrainingError(
-            f"{what}. Look at the validation samples and at train.precision; train.on_nonfinite: skip continues with a "
-            "warning"
-        )
+        raise TrainingError(f"{what}. Look at the validation samples. {REMEDY}; train.on_nonfinite: skip only warns")
 
     def summarize(self) -> None:
         """Tell what was left out, once training is over."""

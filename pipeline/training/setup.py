@@ -69,12 +69,14 @@ class Setup:
         return self.trial.experiment
 
     @cached_property
-    def metrics(self) -> "MetricCollection":
-        """The metrics of the validation set, built when they are asked for.
+    def metrics(self) -> "MetricCollection | None":
+        """The metrics of the validation set, built when they are asked for; None without any.
 
         Raises:
             ExperimentError: some of them can't be built.
         """
+        if not self.experiment.metrics:
+            return None
         from torchmetrics import MetricCollection  # takes as long as torch; a measurement does without
 
         return MetricCollection(dict(metrics.build(self.create, self.experiment.metrics))).to(self.device)
@@ -130,6 +132,12 @@ class Setup:
         """The rank's part of the validation set."""
         draws = self._evaluation_draws(self.rank.rank)
         return together.padded_evaluation(draws, self._evaluation_draws(0)) if self.strategy.shards else draws
+
+    def evaluation_sample(self) -> Any:
+        """A batch as large as those of evaluation, on the CPU; of a stream, rows that are at hand."""
+        loader = self.train_loader if isinstance(self.validation_loader, StreamLoader) else self.validation_loader
+        assert loader is not None
+        return loader.read(next(self._evaluation_draws(0)).indices)
 
     def _evaluation_draws(self, rank: int) -> Iterator[Draw]:
         """A rank's part, in batches of the size that training's micro-batches have, which is known to fit."""

@@ -1,5 +1,7 @@
 """Metrics: which values are good, which names can't stand side by side, and what is refused before training."""
 
+import csv
+import io
 import math
 from collections.abc import Callable
 from functools import partial
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import toys
 from typer.testing import CliRunner
 
@@ -14,7 +17,7 @@ from pipeline import cli, preflight, runner
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.project import BUILT_IN
 from pipeline.errors import ExperimentError, NonFiniteError, TrainingError
-from pipeline.events import Warned
+from pipeline.events import ArtifactSaved, Warned
 from pipeline.recording.terminal import Terminal
 from pipeline.sweeping import planning
 from pipeline.training.checkpoints import catalog
@@ -169,3 +172,98 @@ class TestAValidationLossThatIsNotFinite:
             "train.on_nonfinite: skip",
             "the validation loss was not finite after 3 epochs: 1, 2, 3",
         ]
+
+
+CLASSES = {
+    "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
+    "data": {"_target_": "toys.classification"},
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+}
+OF = "torchmetrics.classification."
+
+
+def metric(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"_target_": f"{OF}{name}", "num_classes": 3, **arguments}
+
+
+class TestWhatMetricsCompute:
+    def test_curves_become_a_table_and_a_picture(self) -> None:
+        metrics = {
+            "roc": metric("MulticlassROC"),
+            "pr@k": metric("MulticlassPrecisionRecallCurve", thresholds=5),
+            "mean": metric("MulticlassROC", average="macro", thresholds=5),
+            "accuracy": metric("MulticlassAccuracy"),
+        }
+        result, outbox = toys.trained(**CLASSES, metrics=metrics)
+        assert set(result.metrics) >= {"validation/loss", "validation/accuracy"}
+        assert not [name for name in result.metrics if "roc" in name or "pr@k" in name]
+        saved = [event.path for event in outbox.events if isinstance(event, ArtifactSaved)]
+        assert sorted(path for path in saved if path.startswith("metrics/")) == [
+            f"metrics/{name}.{kind}" for name in ("mean", "pr%40k", "roc") for kind in ("csv", "png")
+        ]
+        assert all(outbox.files[f"metrics/{name}.png"].startswith(b"\x89PNG") for name in ("roc", "pr%40k"))
+        roc, recall = (
+            list(csv.DictReader(io.StringIO(outbox.files[f"metrics/{name}.csv"].decode())))
+            for name in ("roc", "pr%40k")
+        )
+        assert list(roc[0]) == ["class", "false_positive_rate", "true_positive_rate", "threshold"]
+        assert {row["class"] for row in roc} == {"0", "1", "2"}
+        assert list(recall[0]) == ["class", "recall", "precision", "threshold"]
+        assert [row["threshold"] for row in recall[:6]] == ["0.0", "0.25", "0.5", "0.75", "1.0", ""]
+        mean = csv.DictReader(io.StringIO(outbox.files["metrics/mean.csv"].decode()))
+        assert {row["class"] for row in mean} == {""}
+
+    def test_a_point_of_a_curve_comes_with_its_threshold(self) -> None:
+        result, _ = toys.trained(
+            **CLASSES, metrics={"recall": metric("MulticlassRecallAtFixedPrecision", min_precision=0.3)}
+        )
+        names = [f"validation/recall{part}_{i}" for part in ("", "_threshold") for i in range(3)]
+        assert set(result.metrics) >= set(names)
+
+    @pytest.mark.parametrize(
+        ("sections", "said"),
+        [
+            (
+                {
+                    "metrics": {
+                        "words": {"_target_": "toys.Texts"},
+                        "wrong": metric("MulticlassAccuracy", num_classes=2),
+                    }
+                },
+                ["metrics.wrong: MulticlassAccuracy raised "],
+            ),
+            (
+                {"metrics": {"words": {"_target_": "toys.Texts"}}},
+                ["metrics.words: Texts computes a str; use a metric that computes a number, one for each class, or"],
+            ),
+            (
+                {"metrics": {"f": metric("MulticlassF1Score", average="none"), "f_1": metric("MulticlassF1Score")}},
+                ["metrics.f_1: reports validation/f_1, as metrics.f does; give one of them another name"],
+            ),
+            (
+                {
+                    "metrics": {"f": metric("MulticlassF1Score", average="none")},
+                    "checkpoint": {"best": "validation/f"},
+                },
+                ["checkpoint.best: is validation/f, but metrics.f reports validation/f_0, validation/f_1, "],
+            ),
+            (
+                {"metrics": {"roc": metric("MulticlassROC")}, "checkpoint": {"best": "validation/roc", "mode": "max"}},
+                ["checkpoint.best: is validation/roc, but metrics.roc reports no number"],
+            ),
+        ],
+    )
+    def test_what_is_refused_after_the_first_step(self, sections: dict[str, Any], said: list[str]) -> None:
+        outbox = toys.Kept()
+        with pytest.raises(ExperimentError) as caught:
+            toys.train(toys.trial(**CLASSES, **sections), rank=toys.Rank(), outbox=outbox)
+        assert all(str(told).startswith(text) for told, text in zip(caught.value.problems, said, strict=True))
+        assert not outbox.points("validation/loss")
+
+    def test_trying_them_changes_nothing(self) -> None:
+        sections = {"model": {"_target_": "toys.Counting"}}
+        weights = [
+            toys.trained(**sections, metrics=metrics)[1].files for metrics in ({}, {"n": {"_target_": "toys.Count"}})
+        ]
+        plain, tried = (files["model/weights.pt"] for files in weights)
+        assert all(torch.equal(plain[name], tried[name]) for name in plain)

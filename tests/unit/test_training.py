@@ -350,7 +350,10 @@ def test_a_nan_stops_training_and_names_step_and_samples() -> None:
 
 def test_a_diverging_training_stops() -> None:
     with pytest.raises(TrainingError, match=r"the loss is inf in step \d+ \(epoch \d+\)"):
-        toys.trained(optimizer={"_target_": "torch.optim.SGD", "lr": 1e60}, train={"epochs": 50})
+        toys.trained(
+            data={"_target_": "toys.regression", "validation": 0},  # whose loss would be the first that is infinite
+            optimizer={"_target_": "torch.optim.SGD", "lr": 1e60}, train={"epochs": 50},
+        )  # fmt: skip
 
 
 def test_a_large_batch_is_not_listed_whole() -> None:

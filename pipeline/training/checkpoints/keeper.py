@@ -198,7 +198,8 @@ class Keeper:
         if options.best is None:
             return None
         asks = options.mode == "auto" and source_of(options.best, ()) != "loss"
-        judges = dict(setup.metrics.items()) if asks else {}  # building them takes time
+        collection = setup.metrics if asks else None  # building them takes time
+        judges = dict(collection.items()) if collection is not None else {}
         return direction(options.best, options.mode, key="checkpoint.best", judges=judges)
 
     def _tell_resumed(self, manifest: Manifest, storage: Storage) -> None:
