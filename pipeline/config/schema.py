@@ -186,7 +186,8 @@ class Experiment(Section):
     """torchmetrics metrics of the validation set, by name: of a number, of one for each class, or ROC and
     precision-recall curves, which the last evaluation writes to metrics/NAME.csv and .png."""
     optimizer: Component
-    """Called with the model's parameters. torch's SGD, Adam and AdamW run fused unless it says ``fused: false``.
+    """Called with the parameters of model, loss and task. torch's SGD, Adam and AdamW run fused unless it says ``fused:
+    false``.
     Where it has train() and eval(), as schedule-free ones do, what is evaluated and exported is in eval()."""
     scheduler: Component | None = None
     """Called with the optimizer; may use ${total_steps} and ${steps_per_epoch}."""

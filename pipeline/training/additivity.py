@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipeline.errors import ExperimentError
 from pipeline.tasks import is_known
 from pipeline.training.forward import forward
+from pipeline.training.learned import held_by
 from pipeline.training.order import StreamOrder
 from pipeline.training.randomness import generators_kept, seed_all
 from pipeline.training.setup import Setup
@@ -99,7 +100,7 @@ def _as_it_was(setup: Setup) -> Iterator[nn.Module]:
     """The model without dropout and the like; afterwards modes, buffers and generators are as they were."""
     module = setup.wrapped if setup.strategy.shards else setup.model
     modes = {one: one.training for one in module.modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    buffers = [(one, one.clone()) for part in (module, held_by(setup.task)) for one in part.buffers()]
     module.eval()
     gpus = [setup.device] if setup.device.type == "cuda" else []
     try:

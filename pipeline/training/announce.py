@@ -17,6 +17,7 @@ from pipeline.events import ArtifactSaved, FirstStep, ModelSaved, Outbox, Warned
 from pipeline.training.collective import gather
 from pipeline.training.curves import Curve
 from pipeline.training.evaluation import resulting_weights
+from pipeline.training.learned import kept, trainable
 from pipeline.training.loader import to_device
 from pipeline.training.norms import local
 from pipeline.training.setup import Setup
@@ -71,7 +72,7 @@ def peak_memory_mb(setup: Setup) -> tuple[float, ...]:
 
 def held(setup: Setup) -> Held:
     """What each rank keeps from step to step, by its tensors' sizes. Collective."""
-    parameters = list(setup.model.parameters())
+    parameters = list(setup.whole.parameters())
     gradients = [parameter for parameter in parameters if parameter.requires_grad]
     states = [value for state in setup.optimizer.state.values() for value in state.values()]
     averages = setup.averages.tensors.values() if setup.averages is not None else ()
@@ -102,15 +103,21 @@ def model(setup: Setup, outbox: Outbox) -> None:
     """Send the trained weights, and a small example input so that the model can be given a signature. Collective."""
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
+        beside = "loss.pt" if setup.experiment.task is None else "task.pt"
         with resulting_weights(setup):
             state = setup.strategy.weights(setup.wrapped, setup.model)
             if setup.rank.is_first:
                 torch.save({name: value.cpu() for name, value in state.items()}, weights)
+                _save_learned(setup, Path(folder) / beside)
         if not setup.rank.is_first:
             return
         outbox.file(weights, _WEIGHTS)
+        if trainable(setup.learned):
+            outbox.file(Path(folder) / beside, f"model/{beside}")
         if not setup.experiment.tracking.log_model:
             return
+        if trainable(setup.learned):
+            outbox.event(ArtifactSaved(time=time.time(), trial=setup.trial.name, path=f"model/{beside}"))
         example = _example(setup)
         if example is not None:
             path = Path(folder) / "example.pt"
@@ -132,6 +139,12 @@ def curve(name: str, curve: Curve, *, setup: Setup, outbox: Outbox) -> None:
             place = f"metrics/{quote(name, safe='')}{path.suffix}"
             outbox.file(path, place)
             outbox.event(ArtifactSaved(time=time.time(), trial=setup.trial.name, path=place))
+
+
+def _save_learned(setup: Setup, path: Path) -> None:
+    """Write what the task has learned besides the model, if it has."""
+    if setup.learned is not None:
+        torch.save({name: value.detach().cpu() for name, value in kept(setup.learned).items()}, path)
 
 
 def _example(setup: Setup) -> torch.Tensor | None:

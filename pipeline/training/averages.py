@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipeline.config.toolbox import Ema
+from pipeline.training.learned import PREFIX
 from pipeline.training.norms import local
 
 
@@ -18,10 +19,11 @@ class Averages:
     model, would make the host wait for the device in each step, and can't copy a sharded one.
     """
 
-    def __init__(self, model: nn.Module, ema: Ema) -> None:
+    def __init__(self, model: nn.Module, ema: Ema, *, learned: nn.Module | None = None) -> None:
+        """``learned`` is what a task has learned besides, whose parameters are averaged, too."""
         self._ema = ema
         self._update = get_ema_multi_avg_fn(ema.decay)  # type: ignore[no-untyped-call]
-        self._averaged = dict(_averaged(model))
+        self._averaged = {**dict(_averaged(model)), **_named(learned)}
         self.tensors: Mapping[str, Tensor] = {name: own.detach().clone() for name, own in self._averaged.items()}
         """By their names in the model, sharded as they are there."""
 
@@ -51,11 +53,17 @@ class Averages:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from averages that were saved."""
         for name, tensor in self.tensors.items():
-            tensor.copy_(tensors[name])
+            tensor.copy_(tensors.get(name, self._averaged[name]))  # there may be less in one of before
 
     def share_of_start(self, steps: int) -> float:
         """How much of the averages after that many steps is the first weights that they took in."""
         return float(self._ema.decay ** max(0, steps - max(1, self._ema.start_step)))
+
+
+def _named(learned: nn.Module | None) -> dict[str, Tensor]:
+    if learned is None:
+        return {}
+    return {f"{PREFIX}{name}": one for name, one in learned.named_parameters() if one.requires_grad}
 
 
 def _averaged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

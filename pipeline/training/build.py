@@ -6,9 +6,11 @@ import torch
 
 from pipeline.config import components
 from pipeline.contract import Rank, Trial
+from pipeline.errors import ExperimentError
 from pipeline.training import compilation, optimizer_fit, parts, rank_equality, recomputation
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
+from pipeline.training.learned import learned_by, take_from_first, trainable
 from pipeline.training.setup import DTYPES, Setup
 from pipeline.training.source import dealt, read, runtime
 from pipeline.training.stream import Streams
@@ -46,7 +48,13 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
             threads=trial.cpus_per_worker,
             overlaps=not recomputed,  # torch can't cut a graph in which something is computed again
         )
-    optimizer = parts.optimizer(create, experiment, model=model, is_sharded=strategy.shards)
+    task = parts.task(create, experiment, device=device)
+    learned = learned_by(task)
+    if learned is not None:
+        if strategy.shards and trainable(learned) and experiment.train.precision == "fp16":
+            raise ExperimentError.of("train.precision", "fp16 with fsdp takes no loss that has parameters; write bf16")
+        take_from_first(learned, rank=rank)
+    optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=strategy.shards)
     optimizer_fit.check_averaging(optimizer, trial=trial)
     setup = Setup(
         trial=trial,
@@ -59,14 +67,15 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
         model=model,
         wrapped=wrapped,
         strategy=strategy,
-        task=parts.task(create, experiment, device=device),
+        task=task,
         create=create,
         optimizer=optimizer,
         scheduler=parts.scheduler(create, experiment, optimizer=optimizer, validates=source.validation is not None),
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
         data_digest=parts.digest(experiment, order.samples, source.validation_samples, source.first),
         compiling=stopwatch,
-        averages=Averages(model, ema) if (ema := experiment.train.ema) is not None else None,
+        learned=learned,
+        averages=Averages(model, ema, learned=learned) if (ema := experiment.train.ema) is not None else None,
     )
     key = "loss" if experiment.task is None else "task"
     for part in (setup.task, getattr(setup.task, "loss", None)):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from pipeline.advance import Advance
 from pipeline.config.reported import PREFIX
 from pipeline.events import Phase
+from pipeline.training import learned
 from pipeline.training.curves import Curve
 from pipeline.training.forward import forward
 from pipeline.training.metric_states import merge_lists
@@ -45,7 +46,10 @@ def evaluate(setup: Setup, *, show: Show | None = None) -> dict[str, float]:
     with resulting_weights(setup):
         module = setup.strategy.evaluation_module(setup.wrapped, setup.model)
         module.eval()
-        sums = _over_own_samples(setup, module)
+        if setup.learned is not None:
+            learned.take_from_first(setup.learned, rank=setup.rank, buffers_only=True)
+        with learned.evaluating(setup.learned):
+            sums = _over_own_samples(setup, module)
     if setup.rank.world_size > 1:
         mark(Phase.WAITING)
         dist.all_reduce(sums)
@@ -72,7 +76,7 @@ def resulting_weights(setup: Setup) -> Iterator[None]:
 
     That of averages, or of the optimizer's evaluation mode, if there is either.
     """
-    with evaluating(setup.optimizer), setup.strategy.consensus(setup.model):
+    with evaluating(setup.optimizer), setup.strategy.consensus(setup.whole):
         if setup.averages is not None:
             setup.averages.exchange()
         try:

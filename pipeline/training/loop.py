@@ -69,7 +69,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None =
         held=announce.held(setup),
         gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=rank))),
         compile_s=announce.compile_s(setup),
-        gradient_mb=announce.gradient_mb(setup.model),
+        gradient_mb=announce.gradient_mb(setup.whole),
         unused_parameters=unused_parameters(setup),
         coupling=announce.coupling_layers(setup.model),
         losses=meter.first_losses,

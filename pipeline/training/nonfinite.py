@@ -52,7 +52,7 @@ class Buffers:
     """A model's buffers as they were, such as BatchNorm's statistics, which a forward pass changes."""
 
     def __init__(self, setup: Setup) -> None:
-        self._buffers = list(setup.model.buffers())
+        self._buffers = list(setup.whole.buffers())
         self._before = [buffer.clone() for buffer in self._buffers]
 
     def restore(self) -> None:
@@ -80,7 +80,7 @@ def check_weights(setup: Setup, *, step: int) -> None:
     Raises:
         TrainingError: a weight is not finite, though the losses so far were.
     """
-    weights = [weight.detach() for weight in setup.model.parameters()]
+    weights = [weight.detach() for weight in setup.whole.parameters()]
     weights = [weight for weight in weights if weight.is_floating_point() or weight.is_complex()]
     if not all(gather(are_finite(weights), rank=setup.rank)):
         raise NonFiniteError(

@@ -22,9 +22,11 @@ def total_norm(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
     """
     if not any(hasattr(tensor, "to_local") for tensor in tensors):
         return get_total_norm([one.coalesce().values() if one.is_sparse else one for one in tensors])
-    own = get_total_norm([local(tensor) for tensor in tensors]).to(device)
+    own = get_total_norm([local(tensor) for tensor in tensors if hasattr(tensor, "to_local")]).to(device)
     squares = own.double().square()  # which overflows where the norm doesn't
     dist.all_reduce(squares)
+    if whole := [tensor for tensor in tensors if not hasattr(tensor, "to_local")]:
+        squares += get_total_norm(whole).double().square()
     return squares.sqrt().to(own.dtype)
 
 

@@ -24,6 +24,7 @@ from pipeline.imports import undisturbed
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training import fused, optimizer_fit, optimizer_modes
+from pipeline.training.learned import held_by, trainable
 from pipeline.training.learning_rate import refuse_hidden_rates, scaling_factor, with_scaled_rates
 from pipeline.training.order import mix
 from pipeline.training.randomness import seed_all
@@ -82,33 +83,47 @@ def strategy(trial: Trial, *, device: torch.device, rank: Rank, compute_dtype: t
 
 def task(create: Create, experiment: Experiment, *, device: torch.device) -> Task:
     """The experiment's task, or the default one around its loss; modules among them on the device."""
-
-    def placed(made: Any) -> Any:  # such as CrossEntropyLoss(weight=...)
-        if not isinstance(made, nn.Module):
-            return made
-        return in_double(made.to(device)) if experiment.train.precision == "fp64" else made.to(device)
-
     seed_all(mix(experiment.seed, "task"))  # equal on all ranks, whatever building the model drew
     if experiment.task is not None:
-        return cast(Task, placed(create(experiment.task, key="task")))
-    declared = cast(Component, experiment.loss)
-    return Supervised(placed(create(declared, key="loss")), ignores="ignore_index" in declared.arguments)
+        made = cast(Task, create(experiment.task, key="task"))
+    else:
+        declared = cast(Component, experiment.loss)
+        made = Supervised(create(declared, key="loss"), ignores="ignore_index" in declared.arguments)
+    held = held_by(made).to(device)  # such as CrossEntropyLoss(weight=...)
+    if experiment.train.precision == "fp64":
+        in_double(held)
+    return made
 
 
-def optimizer(create: Create, experiment: Experiment, *, model: nn.Module, is_sharded: bool = False) -> Optimizer:
+def optimizer(
+    create: Create,
+    experiment: Experiment,
+    *,
+    model: nn.Module,
+    learned: nn.Module | None = None,
+    is_sharded: bool = False,
+) -> Optimizer:
     """The optimizer of the trainable parameters, its learning rate scaled by ``train.lr_scaling``.
 
-    ``is_sharded`` tells whether each rank has a part of each parameter only.
+    Args:
+        create: builds it.
+        experiment: says which.
+        model: with its parameters.
+        learned: what the task learns besides: a second group of parameters.
+        is_sharded: whether each rank has a part of each of the model's parameters only.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if others := trainable(learned):
+        trained = [{"params": trained}, {"params": others}]
+    whole = model if learned is None else nn.ModuleList([model, learned])
     with undisturbed():
         importlib.import_module("torch._dynamo")  # as the first optimizer in a process does, which takes it a second
     is_scaled = experiment.train.precision == "fp16"
-    chosen = fused.preferred(experiment.optimizer, model=model, is_sharded=is_sharded, is_scaled=is_scaled)
-    optimizer = create(chosen, trainable, key="optimizer")
+    chosen = fused.preferred(experiment.optimizer, model=whole, is_sharded=is_sharded, is_scaled=is_scaled)
+    optimizer = create(chosen, trained, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
-    optimizer_fit.check(optimizer, again=lambda toys: create(chosen, toys, key="optimizer"), model=model)
+    optimizer_fit.check(optimizer, again=lambda toys: create(chosen, toys, key="optimizer"), model=whole)
     optimizer_modes.train(optimizer)
     fused.complete(optimizer)
     factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)

@@ -97,7 +97,7 @@ def _without_optimizer(setup: Setup, stream: Stream, *, exchange: bool) -> None:
     gradients(setup, stream, exchange=exchange)
     setup.optimizer.zero_grad(set_to_none=True)
     if exchange:  # where weights are exchanged instead of gradients
-        setup.strategy.after_step(setup.model)
+        setup.strategy.after_step(setup.whole)
 
 
 def one_step(stream: Stream) -> Iterator[tuple[Draw, Any]]:
@@ -111,6 +111,6 @@ def one_step(stream: Stream) -> Iterator[tuple[Draw, Any]]:
 def unused_parameters(setup: Setup) -> int:
     """Trainable parameters that a step leaves without gradient. Collective."""
     gradients(setup, endless(setup))
-    unused = sum(parameter.requires_grad and parameter.grad is None for parameter in setup.model.parameters())
+    unused = sum(parameter.requires_grad and parameter.grad is None for parameter in setup.whole.parameters())
     setup.optimizer.zero_grad(set_to_none=True)
     return unused

@@ -9,7 +9,7 @@ from pipeline.training.step import gradients
 
 def rehearse(setup: Setup, *, with_last: bool = False) -> None:
     """Take the gradients of the first step and forget them; also of an epoch's last, smaller one. Collective."""
-    buffers = [buffer.clone() for buffer in setup.model.buffers()]  # some are in no checkpoint
+    buffers = [buffer.clone() for buffer in setup.whole.buffers()]  # some are in no checkpoint
     setup.wrapped.train()
     draws = _steps(setup.draws(0))
     chosen = [draws[0], draws[-1]] if with_last and len(draws) > 1 else [draws[0]]
@@ -17,7 +17,7 @@ def rehearse(setup: Setup, *, with_last: bool = False) -> None:
     for _ in chosen:
         gradients(setup, stream)
         setup.optimizer.zero_grad(set_to_none=True)
-    for buffer, before in zip(setup.model.buffers(), buffers, strict=True):
+    for buffer, before in zip(setup.whole.buffers(), buffers, strict=True):
         buffer.copy_(before)
 
 

@@ -21,6 +21,7 @@ from pipeline.tasks import Supervised, Task
 from pipeline.training import metrics, parts, together
 from pipeline.training.averages import Averages
 from pipeline.training.compilation import Stopwatch
+from pipeline.training.learned import PREFIX
 from pipeline.training.loader import BatchLoader, to_device
 from pipeline.training.order import Draw, Order, StreamOrder, evaluation_draws
 from pipeline.training.prefetch import prefetched
@@ -58,6 +59,8 @@ class Setup:
     """Runs while torch.compile does; None where nothing is compiled."""
     averages: Averages | None = None
     """Of the weights, if they are averaged."""
+    learned: nn.Module | None = None
+    """What the task keeps besides the model, if any of it changes in training."""
     gives_weight: bool | None = None
     """Whether the task says what its losses were divided by; None before its first batch."""
     boundary: Boundary | None = None
@@ -82,9 +85,26 @@ class Setup:
         return MetricCollection(dict(metrics.build(self.create, self.experiment.metrics))).to(self.device)
 
     @cached_property
+    def whole(self) -> nn.Module:
+        """The model, and what the task has learned besides: whatever training changes."""
+        return self.model if self.learned is None else nn.ModuleList([self.model, self.learned])
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters: the model's by their own names, then the task's."""
+        others = self.learned.named_parameters() if self.learned is not None else ()
+        return {**dict(self.model.named_parameters()), **{f"{PREFIX}{name}": one for name, one in others}}
+
+    @cached_property
     def trained(self) -> list[nn.Parameter]:
         """What the optimizer changes; of other parameters nobody clears the gradients."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @cached_property
+    def trained_by_kind(self) -> list[list[nn.Parameter]]:
+        """Those that are sharded and those that are whole, which torch doesn't take together."""
+        sharded = [one for one in self.trained if hasattr(one, "device_mesh")]
+        whole = [one for one in self.trained if not hasattr(one, "device_mesh")]
+        return [kind for kind in (sharded, whole) if kind]
 
     @property
     def total_steps(self) -> int:
@@ -185,7 +205,7 @@ class Setup:
             epochs=self.epochs,
             train_samples=self.order.samples,
             validation_samples=self.validation_samples,
-            parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            parameters=sum(p.numel() for p in self.whole.parameters() if p.requires_grad),
             devices=devices,
             data_name=self.experiment.data.target,
             data_digest=self.data_digest,

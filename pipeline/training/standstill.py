@@ -16,7 +16,7 @@ def standstill(setup: Setup) -> Iterator[None]:
 
     What the optimizer keeps for itself, such as moments, does change.
     """
-    buffers = [buffer.clone() for buffer in setup.model.buffers()]
+    buffers = [buffer.clone() for buffer in setup.whole.buffers()]
     rates = [group["lr"] for group in setup.optimizer.param_groups]
     scheduler, setup.scheduler = setup.scheduler, None
     for group in setup.optimizer.param_groups:
@@ -29,7 +29,7 @@ def standstill(setup: Setup) -> Iterator[None]:
         setup.scheduler = scheduler
         for group, rate in zip(setup.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        for buffer, before in zip(setup.model.buffers(), buffers, strict=True):
+        for buffer, before in zip(setup.whole.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
 

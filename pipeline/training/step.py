@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from pipeline.events import Phase
 from pipeline.training import lone_sample, nonfinite
 from pipeline.training.forward import forward
+from pipeline.training.learned import exchange_gradients
 from pipeline.training.learning_rate import warmup_factor
 from pipeline.training.norms import total_norm
 from pipeline.training.order import Draw, mix
@@ -51,7 +52,7 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int, exchange: bool = 
     applies = not left_out and not (checked and not nonfinite.is_finite(setup, norm))
     rate = _step_optimizer(setup, step=step, applies=applies)
     if exchange:
-        setup.strategy.after_step(setup.model)
+        setup.strategy.after_step(setup.whole)
     if setup.averages is not None:
         setup.averages.update(step=step)
     overflowed = setup.scaler.get_scale() < scale  # fp16: the optimizer did nothing
@@ -99,6 +100,8 @@ def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> Tensor:
             break
         mark(Phase.READING)
     assert total is not None  # each step has a micro-batch
+    if setup.learned is not None and exchange and setup.rank.world_size > 1 and not setup.strategy.steps_alone:
+        exchange_gradients(setup)
     return total if denominator is None else denominator.settle(total)
 
 
@@ -124,7 +127,8 @@ def _clip(setup: Setup, *, left_out: bool) -> Tensor | None:
     norm = total_norm([one.grad for one in setup.trained if one.grad is not None], device=setup.device)
     if left_out:
         return norm / setup.scaler.get_scale()
-    clip_grads_with_norm_(setup.trained, limit, norm)
+    for parameters in setup.trained_by_kind:
+        clip_grads_with_norm_(parameters, limit, norm)
     return norm
 
 

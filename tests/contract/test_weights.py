@@ -20,9 +20,12 @@ from pipeline.config import components
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
 from pipeline.contract import Rank, Trial
+from pipeline.tasks import LanguageModel
 from pipeline.training.build import build
 from pipeline.training.evaluation import evaluate
+from pipeline.training.learned import held_by
 from pipeline.training.order import mix
+from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
 
 TOLERANCE = 1e-12
@@ -62,6 +65,12 @@ CASES: dict[str, dict[str, Any]] = {
         "loss": {"_target_": ENTROPY, "ignore_index": weighed.IGNORED},
     },
     "boxes": LINE | {"data": {"_target_": "weighed.boxes"}, "task": {"_target_": "weighed.Detection"}},
+    "a temperature that is learned": {
+        **LINE,
+        "data": {"_target_": "weighed.points"},
+        "loss": {"_target_": "weighed.Scaled"},
+    },
+    "centres that are learned": LINE | {"data": {"_target_": "weighed.boxes"}, "task": {"_target_": "weighed.Centres"}},
     "a tagger of one's own": TAGGER | {"task": {"_target_": "weighed.Tagging"}},
 }
 ACCUMULATIONS = (1, 2, 4)
@@ -74,13 +83,15 @@ class Reached(NamedTuple):
     losses: list[float]
     validation: float
     weights: dict[str, Tensor]
+    learned: dict[str, Tensor]
+    """By the loss or task."""
 
 
 def _trial(case: str, strategy: str, workers: int, accumulation: int) -> Trial:
     experiment = Experiment.model_validate(
         {
             "name": "weighed",
-            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
+            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
             "train": {
                 "epochs": EPOCHS,
                 "global_batch_size": BATCH,
@@ -123,7 +134,11 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
         dist.all_reduce(total)
     validation = evaluate(setup)["validation/loss"]
     weights = {name: value.clone() for name, value in setup.strategy.weights(setup.wrapped, setup.model).items()}
-    return Reached(total.tolist(), validation, weights)
+    return Reached(total.tolist(), validation, weights, _learned(setup))
+
+
+def _learned(setup: Setup) -> dict[str, Tensor]:
+    return {name: one.detach().clone() for name, one in held_by(setup.task).named_parameters()}
 
 
 @cache
@@ -132,15 +147,15 @@ def by_hand(case: str) -> Reached:
     trial = _trial(case, "single", 1, 1)
     torch.manual_seed(mix(trial.experiment.seed, "model"))
     setup = build(trial, rank=Rank())  # for its order and its parts alone
-    model, optimizer = setup.model, torch.optim.SGD(setup.model.parameters(), lr=0.1, momentum=0.9)
-    declared = trial.experiment.loss
-    loss = components.build(declared, key="loss", allowed=trial.allowed).double() if declared else None
+    model, loss = setup.model, getattr(setup.task, "loss", None)
+    parameters = [*model.parameters(), *(one for one in held_by(setup.task).parameters() if one.requires_grad)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
     def of(batch: Any) -> Tensor:
         inputs, targets = (one.double() if one.is_floating_point() else one for one in batch)
         if loss is not None:
             return loss(model(inputs), targets)
-        if case == "boxes" or "own" in case:
+        if trial.experiment.task is not None and not isinstance(setup.task, LanguageModel):
             return setup.task(model, (inputs, targets)).loss
         return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
@@ -152,7 +167,7 @@ def by_hand(case: str) -> Reached:
             optimizer.zero_grad()
             if value.isfinite():  # else there is nothing in the batch
                 value.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                nn.utils.clip_grad_norm_(parameters, 0.5)
             else:
                 for parameter in model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
@@ -160,7 +175,12 @@ def by_hand(case: str) -> Reached:
             losses.append(float(value.detach().nan_to_num()))
     with torch.no_grad():
         whole = float(of(validation[:]))
-    return Reached(losses, whole, {name: value.clone() for name, value in model.state_dict().items()})
+    return Reached(
+        losses,
+        whole,
+        {name: value.clone() for name, value in model.state_dict().items()},
+        _learned(setup),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -192,5 +212,6 @@ def test_the_objective_is_that_of_the_whole_batch(
         own = reached(strategy, workers, case, accumulation)
         assert own.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=TOLERANCE)
         assert own.validation == pytest.approx(expected.validation, rel=TOLERANCE)
-        for name, value in expected.weights.items():
-            assert float((own.weights[name] - value).abs().max()) <= TOLERANCE
+        for got, wanted in ((own.weights, expected.weights), (own.learned, expected.learned)):
+            assert got.keys() == wanted.keys()
+            assert all(float((got[name] - value).abs().max()) <= TOLERANCE for name, value in wanted.items())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -23,6 +24,8 @@ class Written:
 
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any] | None
+    constants: dict[str, Tensor]
+    """Buffers of loss or task."""
 
     @classmethod
     def of(cls, setup: Setup) -> "Written":
@@ -30,6 +33,7 @@ class Written:
         groups = [{key: own for key, own in group.items() if key != "params"} for group in setup.optimizer.param_groups]
         return cls(
             groups=copy.deepcopy(groups),
+            constants={name: one.clone() for name, one in _buffers(setup).items()},
             scheduler=copy.deepcopy(setup.scheduler.state_dict()) if setup.scheduler is not None else None,
         )
 
@@ -39,6 +43,9 @@ class Written:
         The scheduler is stepped to where training is: a learning rate is a function of the steps done.
         """
         now, then = trained(setup.experiment), manifest.experiment
+        if any(now.get(key) != then.get(key) for key in ("loss", "task")):
+            for name, buffer in _buffers(setup).items():
+                buffer.copy_(self.constants[name])
         follows_a_metric = isinstance(setup.scheduler, ReduceLROnPlateau)
         if _settings(now) == _settings(then) and (follows_a_metric or _length(now) == _length(then)):
             return
@@ -69,6 +76,10 @@ class Written:
 def _counters(optimizer: Optimizer) -> set[str]:
     """What an optimizer counts in its groups, such as steps in schedule-free ones: no argument can set it."""
     return optimizer.defaults.keys() - inspect.signature(type(optimizer)).parameters.keys()
+
+
+def _buffers(setup: Setup) -> dict[str, Tensor]:
+    return dict(setup.learned.named_buffers()) if setup.learned is not None else {}
 
 
 def _settings(experiment: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from pipeline.training.checkpoints.manifest import Manifest, folder_name
 from pipeline.training.checkpoints.saver import Job, Saver
 from pipeline.training.checkpoints.state import State, check, is_sharded, restore, snapshot
 from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.learned import trainable
 from pipeline.training.meter import Meter
 from pipeline.training.metrics import direction
 from pipeline.training.order import StreamOrder
@@ -93,6 +94,8 @@ class Keeper:
             return 0
         if self._setup.rank.world_size > 2 or self._setup.strategy.memory() is not None:
             resuming.settle(self._setup)
+        if trainable(self._setup.learned) and found.state.values.get("task") is None:
+            self._warn_once(f"{found.manifest.name} has nothing of what the loss learns: that begins anew")
         written = Written.of(self._setup)
         self._setup.strategy.go_on(steps=found.manifest.step)
         restore(self._setup, found.state)
@@ -144,7 +147,7 @@ class Keeper:
             self._tell_left_out(step)
             return
         remembered = memory.collect(self._setup)
-        with self._setup.strategy.consensus(self._setup.model):
+        with self._setup.strategy.consensus(self._setup.whole):
             state = snapshot(self._setup) if self._saver is not None else None
         if self._saver is None or state is None:
             return

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
 from pipeline.training.checkpoints.values import Json, join, split
+from pipeline.training.learned import kept, trainable
 from pipeline.training.setup import Setup
 
 _IMPLEMENTATION = ("fused", "foreach")
@@ -62,6 +63,7 @@ def view(setup: Setup) -> State:
         "optimizer": _named(setup),
         "scheduler": setup.scheduler.state_dict() if setup.scheduler is not None else None,
         "scaler": setup.scaler.state_dict(),
+        "task": kept(setup.learned) if setup.learned is not None else None,
         "averages": dict(setup.averages.tensors) if setup.averages is not None else None,
     }
     tensors: dict[str, Tensor] = {}
@@ -78,6 +80,7 @@ def restore(setup: Setup, state: State) -> None:
     parts = join(state.values, state.tensors)
     _load("model", setup.model, parts["model"])
     _load_buffers(setup.model, parts.get("buffers") or {})  # of before they were saved
+    _load_learned(setup, parts.get("task"))
     _load("optimizer", setup.optimizer, _numbered(setup, parts["optimizer"]))
     if (setup.scheduler is None) != (parts["scheduler"] is None):
         raise ExperimentError.of("scheduler", "is in only one of experiment and checkpoint; make them the same")
@@ -87,6 +90,19 @@ def restore(setup: Setup, state: State) -> None:
         _load("scaler", setup.scaler, parts["scaler"])
     if setup.averages is not None:
         setup.averages.load(parts.get("averages") or setup.model.state_dict())  # of before it was allowed to change
+
+
+@torch.no_grad()
+def _load_learned(setup: Setup, saved: Mapping[str, Tensor] | None) -> None:
+    """Put back what the task has learned; a checkpoint of before has nothing of it."""
+    own = kept(setup.learned) if setup.learned is not None else {}
+    if saved is None:
+        return
+    if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
+        key = "loss" if setup.experiment.task is None else "task"
+        raise ExperimentError.of(key, "has other parameters or buffers than in the checkpoint; bring back what it was")
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -136,6 +152,7 @@ def _named(setup: Setup) -> dict[str, Any]:
 
 def _numbered(setup: Setup, state: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(_names(setup))}
+    state = {**state, "param_groups": [*state["param_groups"], *_groups_since(setup, state)]}
     saved = {name for group in state["param_groups"] for name in group["params"]}
     if missing := sorted(saved ^ numbers.keys()):
         raise ExperimentError.of(
@@ -152,18 +169,26 @@ def _numbered(setup: Setup, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _groups_since(setup: Setup, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The group of what the task learns, for a checkpoint of before there was one."""
+    groups = _named(setup)["param_groups"]
+    is_new = trainable(setup.learned) and len(state["param_groups"]) == len(groups) - 1
+    return groups[-1:] if is_new else []
+
+
 def _names(setup: Setup) -> list[str]:
     """Of the optimizer's parameters, in its order."""
-    names = {id(parameter): name for name, parameter in setup.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in setup.named_parameters().items()}
     return [names[id(parameter)] for group in setup.optimizer.param_groups for parameter in group["params"]]
 
 
 def empty_like(setup: Setup, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
     """Tensors to load into, by name: sharded as the parameter that they belong to, if they have its shape."""
     parameters = dict(setup.model.named_parameters())
+    direct = ("model/", "buffers/", "task/", "averages/")
 
     def place(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        owner = parameters.get(name.split("/")[1 if name.startswith(("model/", "buffers/", "averages/")) else 2])
+        owner = parameters.get(name.split("/")[1 if name.startswith(direct) else 2])
         if owner is not None and hasattr(owner, "device_mesh") and owner.size() == size:
             return torch.empty_like(owner, dtype=dtype)
         return torch.empty(size, dtype=dtype)

@@ -1,0 +1,97 @@
+"""What a loss or task keeps besides the model: parameters of its own, such as a temperature or centres of classes.
+
+They are whole on every rank, whatever the strategy makes of the model: their gradients are added up once a step, after
+the last backward pass. The optimizer has them in a group of their own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.contract import Rank
+from pipeline.tasks import Supervised
+
+if TYPE_CHECKING:
+    from pipeline.training.setup import Setup
+
+PREFIX = "task:"
+"""Before the names of their parameters, which are in one list with the model's."""
+
+
+def held_by(task: object) -> nn.Module:
+    """The modules and parameters that are attributes of a task, or of the loss that is its own."""
+    part = task.loss if isinstance(task, Supervised) else task
+    if isinstance(part, nn.Module):
+        return part
+    holder = nn.Module()
+    for name, value in getattr(part, "__dict__", {}).items():
+        if isinstance(value, nn.Parameter):
+            holder.register_parameter(name, value)
+        elif isinstance(value, nn.Module):
+            holder.add_module(name, value)
+    return holder
+
+
+def learned_by(task: object) -> nn.Module | None:
+    """What a task holds, if any of it changes in training."""
+    held = held_by(task)
+    return held if kept(held) else None
+
+
+def trainable(learned: nn.Module | None) -> list[nn.Parameter]:
+    """The parameters that the optimizer gets besides the model's."""
+    return [one for one in learned.parameters() if one.requires_grad] if learned is not None else []
+
+
+def kept(learned: nn.Module) -> dict[str, Tensor]:
+    """What changes in training, by name: not what is frozen, nor the arguments of torch's own losses."""
+    own: dict[str, Tensor] = {name: one for name, one in learned.named_parameters() if one.requires_grad}
+    constant = [one for one in learned.modules() if type(one).__module__ == "torch.nn.modules.loss"]
+    arguments = {id(buffer) for module in constant for buffer in module.buffers(recurse=False)}
+    return own | {name: one for name, one in learned.named_buffers() if id(one) not in arguments}
+
+
+@torch.no_grad()
+def take_from_first(learned: nn.Module, *, rank: Rank, buffers_only: bool = False) -> None:
+    """Give all ranks rank 0's values. Collective."""
+    if rank.world_size == 1:
+        return
+    for tensor in kept(learned).values():
+        if not (buffers_only and isinstance(tensor, nn.Parameter)):
+            content = tensor.detach().contiguous()
+            dist.broadcast(content, src=0)
+            tensor.copy_(content)
+
+
+@torch.no_grad()
+def exchange_gradients(setup: "Setup") -> None:
+    """Bring the gradients together as the strategy does the model's; those that no rank has stay away. Collective."""
+    parameters = trainable(setup.learned)
+    for dtype in dict.fromkeys(one.dtype for one in parameters):
+        chosen = [one for one in parameters if one.dtype == dtype]
+        own = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in chosen]
+        has = torch.tensor([one.grad is not None for one in chosen], dtype=dtype, device=setup.device)
+        flat = torch.cat([*(one.reshape(-1) for one in own), has])
+        flat /= setup.strategy.gradient_scale
+        dist.all_reduce(flat)
+        *sums, seen = torch.split(flat, [*(one.numel() for one in chosen), len(chosen)])
+        for index, (parameter, total) in enumerate(zip(chosen, sums, strict=True)):
+            if parameter.grad is not None or seen[index]:  # else the optimizer would let it decay
+                parameter.grad = total.view_as(parameter).clone()
+
+
+@contextmanager
+def evaluating(learned: nn.Module | None) -> Iterator[None]:
+    """Inside, modules with parameters are in evaluation mode."""
+    modes = {one: one.training for one in learned.modules()} if learned is not None and trainable(learned) else {}
+    for module in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
