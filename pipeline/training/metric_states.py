@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pipeline.contract import Rank
 from pipeline.training.collective import gather
@@ -14,8 +15,22 @@ from pipeline.training.collective import gather
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
-Lists = dict[tuple[int, str], list[Any]]
-"""Elements of list states, by the metric's place in its collection and the state's name."""
+Place = tuple[int, str]
+"""A list state: its metric's number in the collection, and its name."""
+
+
+class _Shape(NamedTuple):
+    """What bytes are to be a tensor again."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def read(self, data: Tensor) -> Tensor:
+        return data.clone().view(self.dtype).reshape(self.shape)  # a copy, since a view begins at any byte
 
 
 def merge_lists(metrics: "MetricCollection", *, rank: Rank) -> None:
@@ -26,23 +41,52 @@ def merge_lists(metrics: "MetricCollection", *, rank: Rank) -> None:
     """
     if rank.world_size == 1:
         return
-    listed = {place: states for place, one in enumerate(_each(metrics)) if (states := _lists(one))}
-    if not listed:
+    each = _each(metrics)
+    lists = {(number, name): state for number, one in enumerate(each) for name, state in _lists(one).items()}
+    if not lists:
         return
-    memo: dict[int, list[Any]] = {}  # metrics that share their states send them once
-    own: Lists = {
-        (place, name): memo.setdefault(id(elements), apply_to_collection(elements, Tensor, _copied))
-        for place, states in listed.items()
-        for name, elements in states.items()
-    }
-    parts = gather(own, rank=rank)
-    for place, one in enumerate(_each(metrics)):
-        for name in listed.get(place, ()):
-            merged = [element for part in parts for element in part[place, name]]
-            device = torch.device("cpu") if one.compute_on_cpu else one.device
-            setattr(one, name, apply_to_collection(merged, Tensor, partial(Tensor.to, device=device)))
-        if place in listed:
-            _gather_the_rest(one, is_all=len(listed[place]) == len(one.metric_state))
+    numbers = {id(state): index for index, state in enumerate({id(state): state for state in lists.values()}.values())}
+    shared = {numbers[id(state)]: state for state in lists.values()}  # metrics that share a state send it once
+    parts = _gathered_lists({place: numbers[id(state)] for place, state in lists.items()}, shared, each, rank=rank)
+    for (number, name), merged in parts.items():
+        one = each[number]
+        device = torch.device("cpu") if one.compute_on_cpu else one.device
+        setattr(one, name, tree_map_only(Tensor, partial(Tensor.to, device=device), merged))
+    for number, one in enumerate(each):
+        if count := sum(place[0] == number for place in lists):
+            _gather_the_rest(one, is_all=count == len(one.metric_state))
+
+
+def _gathered_lists(
+    places: Mapping[Place, int], shared: Mapping[int, list[Any]], each: "list[Metric]", *, rank: Rank
+) -> dict[Place, list[Any]]:
+    """The elements of all ranks by place; structure and texts are sent as objects, tensors as bytes."""
+    leaves, spec = tree_flatten(dict(shared))
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+    told = [_Shape(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    parts = gather((places, spec, told), rank=rank)
+    sizes = [[leaf.bytes for leaf in told if isinstance(leaf, _Shape)] for _, _, told in parts]
+    data = _bytes(tensors, device=each[0].device, sizes=list(map(sum, sizes)))
+    merged: dict[Place, list[Any]] = {place: [] for place in places}
+    for (theirs, spec, told), own, lengths in zip(parts, data, sizes, strict=True):
+        pieces = iter(torch.split(own, lengths))
+        restored = [leaf.read(next(pieces)) if isinstance(leaf, _Shape) else leaf for leaf in told]
+        states = tree_unflatten(restored, spec)
+        for place, index in theirs.items():
+            merged[place] += states[index]
+    return merged
+
+
+def _bytes(tensors: list[Tensor], *, device: torch.device, sizes: list[int]) -> list[Tensor]:
+    """Each rank's tensors as bytes, one after the other."""
+    flat = [one.to(device).contiguous().reshape(-1).view(torch.uint8) for one in tensors]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    if flat:
+        own = torch.cat(flat)
+        padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 def _each(metrics: "MetricCollection") -> "list[Metric]":
@@ -56,11 +100,6 @@ def _each(metrics: "MetricCollection") -> "list[Metric]":
 
 def _lists(metric: "Metric") -> Mapping[str, list[Any]]:
     return {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, without the rest of a storage of which it is a part."""
-    return tensor.detach().cpu().clone()
 
 
 def _gather_the_rest(metric: "Metric", *, is_all: bool) -> None:
