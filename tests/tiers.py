@@ -27,6 +27,7 @@ GROUPED = ["--numprocesses=2", "--dist=loadgroup"]
 OPTIONS = {
     "unit": ["tests/unit", *SPREAD],
     "contract": ["tests/contract", *GROUPED],
+    "replay": ["tests/replay", *GROUPED],
     "journeys": ["tests/journeys", *GROUPED],
     "fuzz": ["tests/unit", "-k=fuzz", *SPREAD],
 }

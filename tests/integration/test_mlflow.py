@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import mlflow
 import psutil
 import pytest
 import rich.console
@@ -24,12 +23,11 @@ from mlflow.entities import Run
 from stores import Server
 
 from pipeline.config.load import load
-from pipeline.contract import Rank, Spread, StepParts, TrialResult
+from pipeline.contract import Spread, StepParts, TrialResult
 from pipeline.errors import ResourceError, UsageError
 from pipeline.events import (
     AnyEvent,
     ArtifactSaved,
-    Failed,
     Finished,
     Metrics,
     ModelSaved,
@@ -48,7 +46,7 @@ from pipeline.recording.mlflow import MlflowSubscriber, head_start
 from pipeline.recording.mlflow_run import MlflowRun
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.run import open_trial, recorded
-from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link, ui_address
+from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link
 from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
 from pipeline.recording.ui import serve
@@ -297,31 +295,6 @@ def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
     assert warnings_told == []
 
 
-def test_the_logged_model_loads_back_with_a_signature(
-    database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = run_folder(tmp_path)
-    outcome = deliver(folder, whole_run(database, "model"), warn=warnings_told.append)
-    (output,) = client_of(database).get_run(outcome.run_id).outputs.model_outputs
-    logged = client_of(database).get_logged_model(output.model_id)
-    assert (logged.name, logged.status, logged.source_run_id) == ("model", "READY", outcome.run_id)
-
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
-    info = mlflow.models.get_model_info(logged.model_uri)
-    assert info.signature.inputs.inputs[0].shape == (-1, 4)
-    assert info.signature.outputs.inputs[0].shape == (-1, 3)
-    loaded = mlflow.pytorch.load_model(logged.model_uri)
-    original = MLP(4, hidden=[8], num_classes=3)
-    original.load_state_dict(torch.load(folder / "model" / "weights.pt", weights_only=True))
-    note = logged.tags["mlflow.note.content"]
-    assert f'load_model("{logged.model_uri}")' in note
-    assert "| output | float32 | (-1, 3) |" in note
-    assert [(metric.key, metric.step) for metric in logged.metrics] == [("validation/accuracy", 20)]
-    inputs = torch.randn(5, 4)  # another batch size than the example's
-    torch.testing.assert_close(loaded(inputs), original(inputs))
-    assert warnings_told == []
-
-
 @pytest.mark.deep
 def test_a_model_that_cannot_be_exported_is_logged_as_pickle(
     database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
@@ -341,17 +314,6 @@ def test_a_model_that_cannot_be_exported_is_logged_as_pickle(
     assert client_of(database).get_logged_model(output.model_id).status == "READY"
     assert len(warnings_told) == 1
     assert "logged as pickle, since torch.export failed" in warnings_told[0]
-
-
-def test_a_model_that_cannot_be_built_again_is_a_warning(
-    database: str, tmp_path: Path, warnings_told: list[str]
-) -> None:
-    folder = run_folder(tmp_path, experiment=EXPERIMENT | {"model": MODEL | {"in_features": 5}})
-    outcome = deliver(folder, whole_run(database, "no-model"), warn=warnings_told.append)
-    assert outcome.delivered
-    assert client_of(database).get_run(outcome.run_id).info.status == "FINISHED"
-    assert len(warnings_told) == 1
-    assert "the model isn't logged" in warnings_told[0]
 
 
 def test_what_a_dead_server_missed_is_sent_by_sync(server: Server, tmp_path: Path, warnings_told: list[str]) -> None:
@@ -384,17 +346,6 @@ def test_a_journal_is_sent_to_another_store(database: str, tmp_path: Path, warni
     assert run_link(database, outcome.experiment_id, outcome.run_id) in places_of(folder)
 
 
-def test_twenty_thousand_points_of_a_killed_driver_are_replayed(
-    database: str, tmp_path: Path, warnings_told: list[str]
-) -> None:
-    folder = journaled(tmp_path, [opened(database, "long"), *(metrics(step, names=10) for step in range(2000))])
-    outcome = sync(folder, warn=warnings_told.append)
-    run = client_of(database).get_run(outcome.run_id)
-    assert (run.info.status, run.info.end_time) == ("KILLED", int((T0 + 1999) * 1000))
-    counts = [len(client_of(database).get_metric_history(outcome.run_id, f"train/loss_{n}")) for n in range(10)]
-    assert counts == [2000] * 10
-
-
 def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(database: str, tmp_path: Path) -> None:
     """Nothing is lost, nothing is there twice."""
     overrides = [
@@ -415,23 +366,6 @@ def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(database: s
     ]
     history = client_of(database).get_metric_history(run.info.run_id, "train/loss_4")
     assert sorted(point.step for point in history) == list(range(3000))
-
-
-def test_a_process_that_dies_takes_no_results_with_it(database: str, tmp_path: Path, warnings_told: list[str]) -> None:
-    """What it was to send is in the journal; the user hears of it at once."""
-    events = [opened(database, "died"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
-    journaled(tmp_path, events)
-    with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=warnings_told.append)) as subscriber:
-        (process,) = mlflow_processes()
-        process.kill()
-        outcome = subscriber.finish(timeout_s=120)
-    assert outcome is not None
-    assert not outcome.delivered
-    assert "ended with exit code -9" in outcome.message
-    assert outcome.message.endswith(f"pipeline sync {tmp_path}")
-    assert len(warnings_told) == 1
-    assert "they wait in" in warnings_told[0]
-    assert sync(tmp_path, warn=warnings_told.append).delivered
 
 
 def test_the_process_goes_with_the_one_that_trains(database: str, tmp_path: Path) -> None:
@@ -497,19 +431,6 @@ def test_a_head_start_ends_with_a_driver_that_is_killed() -> None:
     assert psutil.wait_procs([process], timeout=60)[1] == []
 
 
-def test_events_that_mlflow_refuses_take_no_others_with_them(
-    database: str, tmp_path: Path, warnings_told: list[str]
-) -> None:
-    conflicting = opened(database, "refusal").model_copy(update={"params": {"train.epochs": "3"}})
-    events = [opened(database, "refusal"), conflicting, metrics(0), metrics(1)]
-    outcome = deliver(tmp_path, [*events, RunClosed(time=T0, status="FINISHED")], warn=warnings_told.append)
-    assert outcome.delivered
-    assert outcome.message.startswith("MLflow refused 1 events")
-    assert len(warnings_told) == 1
-    assert "train.epochs" in warnings_told[0]
-    assert len(client_of(database).get_metric_history(outcome.run_id, "train/loss_0")) == 2
-
-
 def test_no_run_ends_before_its_metrics_are_there(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,43 +446,6 @@ def test_no_run_ends_before_its_metrics_are_there(
     with quiet(), pytest.raises(OSError, match="cut off"):
         run.write(events)
     assert client_of(database).get_run(run.run_id).info.status == "RUNNING"
-
-
-def test_a_failure_is_on_the_run(database: str, tmp_path: Path, warnings_told: list[str]) -> None:
-    rank = Rank(rank=1, world_size=2, node="node-2")
-    events = [
-        opened(database, "failed"),
-        Failed(time=T0, rank=rank, error="ValueError: no\nmore", traceback="..."),
-        Metrics(time=T0, step=1, epoch=1, points=(Point("validation/top@5 [%]", 1, 0.5),)),
-        RunClosed(time=T0, status="FAILED", message="rank 1 failed"),
-    ]
-    outcome = deliver(tmp_path, events, warn=warnings_told.append)
-    run = client_of(database).get_run(outcome.run_id)
-    assert (run.info.status, run.data.tags["error"]) == ("FAILED", "rank 1 on node-2: ValueError: no")
-    assert run.data.metrics == {"validation/top_5 ___": 0.5}
-    assert warnings_told == []
-
-
-def test_a_run_that_goes_on_is_not_synced(database: str, tmp_path: Path) -> None:
-    journal = Journal(tmp_path / FILE_NAME)
-    journal.append(opened(database, "open"))
-    with pytest.raises(UsageError, match="still going on"):
-        sync(tmp_path, warn=print)
-    journal.close()
-
-
-def test_stores_that_can_never_be_written_are_found_before_training(tmp_path: Path) -> None:
-    corrupt = tmp_path / "corrupt.db"
-    corrupt.write_text("this is no database, but long enough to be read as one" * 100)
-    for uri, reason in {
-        f"sqlite:///{tmp_path}/no/such/mlflow.db": "doesn't exist",
-        f"sqlite:///{tmp_path}": "is a folder",
-        f"sqlite:///{corrupt}": "file is not a database",
-        "redis://localhost": "no store",
-    }.items():
-        with pytest.raises(ResourceError, match=reason):
-            check_store(uri)
-    assert corrupt.exists()
 
 
 def checked_by_nobody(uri: str) -> str:
@@ -602,22 +486,6 @@ def test_usable_stores_pass_and_a_silent_server_is_a_warning(server: Server, dat
     assert "http://127.0.0.1:1 doesn't answer" in warning
 
 
-def test_relative_files_are_resolved_and_everything_else_is_left_alone(tmp_path: Path) -> None:
-    assert resolve_uri("sqlite:///mlflow.db", base=tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
-    assert resolve_uri("sqlite:////data/mlflow.db?timeout=5", base=tmp_path) == "sqlite:////data/mlflow.db?timeout=5"
-    assert resolve_uri("http://host:5000", base=tmp_path) == "http://host:5000"
-
-
-def test_links_lead_to_the_page_of_the_run() -> None:
-    assert run_link("https://me:secret@host/", "3", "abc") == (
-        "https://host/#/experiments/3/runs/abc?workflowType=machine_learning"
-    )
-    assert run_link("sqlite:////x/mlflow.db", "3", "abc").startswith("pipeline ui")
-    assert runs_link(ui_address("https://me:secret@host/"), "3") == (
-        "https://host/#/experiments/3/runs?viewStateShareKey=speedups&workflowType=machine_learning"
-    )
-
-
 def test_the_ui_answers_on_its_port_and_goes_without_a_trace(database: str, tmp_path: Path) -> None:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
@@ -639,9 +507,3 @@ serve({database!r}, port={port}, ready=lambda address: print(address, flush=True
     with closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
-
-
-def test_the_ui_needs_a_store_to_show(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no runs yet"):
-        serve(f"sqlite:///{tmp_path}/mlflow.db", port=1)
-    assert serve("http://user:secret@host:5000", port=1) == "http://host:5000"

@@ -2,14 +2,13 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import Ended, WholeRun
+from command import Ended
 
 from pipeline.cli import completion
 
@@ -18,82 +17,6 @@ MLP = str(ROOT / "experiments" / "mlp.yaml")
 INPROCESS = ("parallel.launcher=inprocess", "parallel.strategy=single", "parallel.workers=1", "train.epochs=1")
 
 Command = Callable[..., Ended]
-
-
-@pytest.fixture
-def there(command: Command, whole_run: WholeRun, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The commands, where a run has ended."""
-    monkeypatch.chdir(whole_run.cwd)
-    return command
-
-
-@pytest.mark.slow
-def test_show_prints_what_the_run_printed_at_its_end(there: Command, whole_run: WholeRun) -> None:
-    for text in ("latest", whole_run.folder.name[:20], str(whole_run.folder)):
-        ended = there("show", text)
-
-        assert ended.code == 0, ended.stderr
-        report = ended.stdout.replace(str(whole_run.folder), str(whole_run.folder.relative_to(whole_run.cwd)))
-        assert "mlflow   pipeline ui, then http" in report
-        printed = re.sub(r"waiting until MLflow has everything.*\n", "", whole_run.ended.stdout)  # on a slow machine
-        assert printed.endswith(report)
-
-
-@pytest.mark.slow
-def test_list_shows_the_run(there: Command, whole_run: WholeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    header, row = there("list").stdout.splitlines()
-    assert header.split() == ["run", "experiment", "what", "status", "speedup", "began"]
-    assert row.split()[:5] == [whole_run.folder.name, "mlp-digits", "ddp", "x", "2"]
-    assert there("list", "--quiet").stdout == f"{whole_run.folder.name}\n"
-    (record,) = json.loads(there("list", "--json").stdout)
-    assert (record["status"], record["command"], record["workers"]) == ("FINISHED", "run", 2)
-    document = json.loads(there("show", "latest", "--json").stdout)
-    assert record["speedup"] == document["main"]["speedup"] > 0
-    assert document["baseline"]["speedup"] == 1
-
-
-@pytest.mark.slow
-def test_scripts_get_one_document_and_nothing_else(
-    there: Command, whole_run: WholeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = there(
-        "run", MLP, *INPROCESS, "--json", "--quiet", "tracking.directory=others", "tracking.uri=sqlite:///o.db"
-    )
-
-    assert ended.code == 0, ended.stderr
-    assert "samples/s" not in ended.stderr
-    document = json.loads(ended.stdout)
-    folder = whole_run.cwd / document["folder"]
-    assert (document["run"], document["name"]) == (folder.name, "mlp-digits")
-    assert document["main"]["samples_per_second"] > 0
-    assert document["baseline"] is None  # this training would be its own
-    assert document["metrics"]["validation/accuracy"] > 0
-    shown = there("show", "latest", "--directory", "others", "--json")
-    assert json.loads(shown.stdout) == document
-
-    apart = there("diff", str(whole_run.folder), str(folder), "--json")
-    assert apart.code == 0, apart.stderr
-    found = json.loads(apart.stdout)
-    assert found["configuration"]["parallel.launcher"] == {"a": "torchrun", "b": "inprocess"}
-    assert "model.hidden" not in found["configuration"]
-    assert found["environment"] == {}
-    assert "ddp x 2: samples/s" in found["results"]
-    text = there("diff", str(whole_run.folder), str(folder)).stdout
-    assert text.splitlines()[0] == f"a  {whole_run.folder.name}"
-    assert "the same: environment" in text
-
-
-@pytest.mark.slow
-def test_quiet_leaves_the_result(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    ended = command("run", MLP, *INPROCESS, "--no-baseline", "--quiet")
-
-    assert ended.code == 0
-    assert all(line.startswith(("note: ", "waiting until MLflow")) for line in ended.stderr.splitlines())
-    assert ended.stdout.startswith("mlp-digits\n")
-    assert "starting" not in ended.stdout
-    assert "\nrun      runs/" in ended.stdout
 
 
 def test_an_unknown_run_is_a_usage_error(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,8 +258,8 @@ def keep(folder: Path, *, name: str, lab: Lab) -> None:
         if not path.is_file():
             with suppress(OSError):
                 path.rmdir()  # an empty one
-        elif not path.stat().st_size or path.suffix == ".channel":  # empty, or the way to a driver that is no more
-            path.unlink()
+        elif path.suffix == ".channel" or ("logs" in path.parts and not path.stat().st_size):
+            path.unlink()  # the way to a driver that is no more, or what no rank has said
         elif "checkpoints" in path.parts:
             if name not in WITH_CHECKPOINTS:
                 path.unlink()  # those that are kept have checksums: nothing in them may change

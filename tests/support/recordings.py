@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,6 +96,13 @@ def recording(name: str, *, lab: Path) -> Recording:
     return Recording(folder)
 
 
+def copied(store: Path, lab: Path) -> Store:
+    """A copy of the store in that folder, as the store of the folder ``lab``."""
+    for path in store.iterdir():
+        shutil.copy(path, lab)
+    return Store(f"sqlite:///{lab}/mlflow.db")
+
+
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a user, which a test is in: ``runs``, and ``mlflow.db`` if it asks for a store."""
@@ -126,9 +133,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(lab: Path, empty_store: Path) -> Store:
     """A new store, which the recorded runs of this test belong to."""
-    for path in empty_store.iterdir():
-        shutil.copy(path, lab)
-    return Store(f"sqlite:///{lab}/mlflow.db")
+    return copied(empty_store, lab)
 
 
 @pytest.fixture
@@ -148,13 +153,20 @@ def play(lab: Path, store: Store, command: Any, monkeypatch: pytest.MonkeyPatch)
         more = ["parallel.launcher=player"]
         if whole:
             return command(*arguments, *more)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipeline.recording.run.MlflowSubscriber", _WriterHere)
-            patch.setattr("pipeline.recording.mlflow.head_start", lambda uri: nullcontext())
+        with written_here():
             return command(*arguments, *more, "tracking.log_model=false")
 
     yield run
     sys.modules.pop("player", None)
+
+
+@contextmanager
+def written_here() -> Iterator[None]:
+    """Inside, commands write to MLflow in this process: another one takes seconds to import it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.recording.run.MlflowSubscriber", _WriterHere)
+        patch.setattr("pipeline.recording.mlflow.head_start", lambda uri: nullcontext())
+        yield
 
 
 class _WriterHere:

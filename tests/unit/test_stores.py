@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.stores import problem_of
-from pipeline.errors import ResourceError
+from pipeline.errors import ResourceError, UsageError
 from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.store import check_store
+from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link, ui_address
+from pipeline.recording.ui import serve
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,39 @@ def test_what_another_store_lacks_is_sent_there() -> None:
     outcome = TrackingOutcome(delivered=True, uri="sqlite:///other.db")
     lacking = outcome.lacking("3 events", folder=Path("runs/a"), trouble="disk I/O error")
     assert lacking.message.endswith("pipeline sync runs/a --to sqlite:///other.db")
+
+
+def test_stores_that_can_never_be_written_are_found_before_training(tmp_path: Path) -> None:
+    corrupt = tmp_path / "corrupt.db"
+    corrupt.write_text("this is no database, but long enough to be read as one" * 100)
+    for uri, reason in {
+        f"sqlite:///{tmp_path}/no/such/mlflow.db": "doesn't exist",
+        f"sqlite:///{tmp_path}": "is a folder",
+        f"sqlite:///{corrupt}": "file is not a database",
+        "redis://localhost": "no store",
+    }.items():
+        with pytest.raises(ResourceError, match=reason):
+            check_store(uri)
+    assert corrupt.exists()
+
+
+def test_relative_files_are_resolved_and_everything_else_is_left_alone(tmp_path: Path) -> None:
+    assert resolve_uri("sqlite:///mlflow.db", base=tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert resolve_uri("sqlite:////data/mlflow.db?timeout=5", base=tmp_path) == "sqlite:////data/mlflow.db?timeout=5"
+    assert resolve_uri("http://host:5000", base=tmp_path) == "http://host:5000"
+
+
+def test_links_lead_to_the_page_of_the_run() -> None:
+    assert run_link("https://me:secret@host/", "3", "abc") == (
+        "https://host/#/experiments/3/runs/abc?workflowType=machine_learning"
+    )
+    assert run_link("sqlite:////x/mlflow.db", "3", "abc").startswith("pipeline ui")
+    assert runs_link(ui_address("https://me:secret@host/"), "3") == (
+        "https://host/#/experiments/3/runs?viewStateShareKey=speedups&workflowType=machine_learning"
+    )
+
+
+def test_the_ui_needs_a_store_to_show(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no runs yet"):
+        serve(f"sqlite:///{tmp_path}/mlflow.db", port=1)
+    assert serve("http://user:secret@host:5000", port=1) == "http://host:5000"

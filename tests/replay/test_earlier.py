@@ -1,0 +1,116 @@
+"""Journals and checkpoints of earlier versions stay readable, and are gone on with."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.console
+from recordings import JOURNALS, Recording, written_here
+
+from pipeline.contract import Trial
+from pipeline.elastic import course, remark
+from pipeline.events import Metrics, Resumed, RunClosed, Started, event_from_json, event_to_json
+from pipeline.recording import journal as journals
+from pipeline.recording.console import Console
+from pipeline.recording.folder import read_state
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.terminal import Terminal
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
+
+Journal = Callable[[str], Recording]
+NAMES = sorted(path.name for path in JOURNALS.iterdir() if (path / "events.jsonl").exists())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_event_of_every_journal_is_understood(name: str) -> None:
+    events = list(journals.read(JOURNALS / name / journals.FILE_NAME))
+    lines = (JOURNALS / name / journals.FILE_NAME).read_bytes().splitlines()
+    assert len(events) == len(lines)
+    for event in events:  # as text, since NaN is unlike itself
+        assert str(event_from_json(event_to_json(event))) == str(event)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_run_says_how_it_stands(journal: Journal, name: str) -> None:
+    recording = journal(name)
+    state = read_state(recording.folder)
+    closed = recording.all_of(RunClosed)
+    assert state.status == (closed[-1].status if closed else "KILLED")
+    assert state.experiment.name in ("tiny", "lab")
+    for trial in (recording.folder / "trials").glob("*.json"):
+        assert Trial.model_validate_json(trial.read_bytes()).name == trial.stem
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorder_takes_each_event_and_goes_on_with_the_journal(tmp_path: Path, journal: Journal, name: str) -> None:
+    events = journal(name).events
+    (tmp_path / "again").mkdir()
+    recorder = Recorder(tmp_path / "again", subscribers=[])
+    for event in events:
+        recorder.receive(event)
+    recorder.close()
+    again = list(journals.read(tmp_path / "again" / journals.FILE_NAME))
+    assert [event.kind for event in again] == [event.kind for event in events]
+    assert _points(again) == _points(events)
+    continued = Recorder(tmp_path / "again", subscribers=[])
+    for event in events:
+        if isinstance(event, Metrics):
+            continued.receive(event)
+    continued.close()
+    assert continued.known == len(events)
+    assert _points(list(journals.read(tmp_path / "again" / journals.FILE_NAME))) == _points(events)  # each once
+
+
+def _points(events: list[Any]) -> list[str]:
+    return [f"{event.trial} {event.repeat} {p}" for event in events if isinstance(event, Metrics) for p in event.points]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "sweep"])
+def test_the_terminal_shows_each_run(journal: Journal, name: str) -> None:
+    recording, shown = journal(name), io.StringIO()
+    trials = [Trial.model_validate_json(path.read_bytes()) for path in (recording.folder / "trials").glob("*.json")]
+    console = Console(Terminal.on(rich.console.Console(file=shown, width=120)), trials=trials)
+    for event in recording.events:
+        console.receive(event)
+    console.close()
+    lines = shown.getvalue().splitlines()
+    assert all(line.isprintable() for line in lines)
+    for start in recording.all_of(Started):
+        assert any(f"{start.parameters:,} parameters" in line for line in lines)
+    for warned in (event for event in recording.events if event.kind == "warned"):
+        assert any(warned.message in line for line in lines)  # type: ignore[union-attr]
+
+
+def test_an_elastic_run_tells_its_course(journal: Journal) -> None:
+    elastic = journal("elastic")
+    assert [len(event.devices) for event in elastic.all_of(Started)] == [1, 2, 1]
+    (told,) = remark(course(iter(elastic.events), trial="main"))
+    assert told.startswith("The number of workers changed: 1 from step 1 on, 2 from step 31 on, 1 from step 41 on.")
+
+
+def test_a_checkpoint_of_before_is_gone_on_from_exactly(
+    journal: Journal, lab: Path, store: Any, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers under torchrun were killed; one in this process goes on, and ends as those that were resumed."""
+    killed, resumed = journal("killed"), Recording(JOURNALS / "resumed")
+    monkeypatch.chdir(lab)
+    monkeypatch.syspath_prepend(JOURNALS.parent / "project")
+    (lab / "pyproject.toml").write_text((JOURNALS.parent / "project" / "pyproject.toml").read_text())
+    newest = max(int(path.name.removeprefix("step-")) for path in (killed.folder / "checkpoints").iterdir())
+
+    alone = ("parallel.launcher=inprocess", "parallel.strategy=single", "parallel.workers=1")
+    experiment = str(killed.folder / "experiment.yaml")
+    with written_here():
+        resume = ("--no-baseline", "--resume", killed.folder.name)
+        ended = command("run", experiment, *resume, *alone, "tracking.log_model=false")
+
+    assert ended.code == 0, ended.output
+    assert [event.step for event in killed.all_of(Resumed)] == [newest]
+    assert [step for step, _ in killed.series("train/loss")] == list(range(1, 101))
+    for name in ("train/loss", "train/learning_rate", "validation/loss"):
+        found, expected = killed.series(name), resumed.series(name)
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=0, abs=1e-12)

@@ -1,0 +1,134 @@
+"""`list`, `show` and `diff` on recorded runs, for people and for scripts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recordings import Recording
+
+from pipeline.recording.sync import sync
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
+
+Journal = Callable[[str], Recording]
+ENDS = {
+    "finished": ("run", "FINISHED", 2), "single": ("run", "FINISHED", 1), "failed": ("run", "FAILED", 2),
+    "nan": ("run", "FINISHED", 1), "nan-stopped": ("run", "FAILED", 2), "interrupted": ("run", "KILLED", 2),
+    "killed": ("run", "KILLED", 2), "elastic": ("run", "FINISHED", 1), "comparison": ("compare", "FINISHED", None),
+    "sweep": ("sweep", "FINISHED", None),
+}  # fmt: skip
+
+
+@pytest.fixture
+def there(command: Any, lab: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command, where the recorded runs are."""
+    monkeypatch.chdir(lab)
+    monkeypatch.setenv("COLUMNS", "120")
+    return command
+
+
+def test_all_runs_are_listed_with_what_became_of_them(there: Any, journal: Journal) -> None:
+    names = {journal(name).folder.name: name for name in ENDS}
+
+    found = {names.get(record["run"], record["run"]): record for record in json.loads(there("list", "--json").stdout)}
+    for name, (command, status, workers) in ENDS.items():
+        assert (found[name]["command"], found[name]["status"], found[name]["workers"]) == (command, status, workers)
+    trials = {run: record["sweep"] for run, record in found.items() if "/trial-" in run}
+    assert len(trials) == 3
+    assert {names[sweep] for sweep in trials.values()} == {"sweep"}
+    header, *rows = there("list").stdout.splitlines()
+    assert header.split() == ["run", "experiment", "what", "status", "speedup", "began"]
+    assert [row.split()[0] for row in rows] == [run.rpartition("/")[2] for run in there("list", "-q").stdout.split()]
+    (row,) = (row for row in rows if row.startswith(journal("finished").folder.name))
+    assert row.split()[1:5] == ["tiny", "ddp", "x", "2"]
+
+
+def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Journal, store: Any) -> None:
+    finished = journal("finished")
+    sync(finished.folder, warn=pytest.fail)
+    shown = [there("show", text) for text in ("latest", finished.folder.name[:20], str(finished.folder))]
+
+    assert [ended.code for ended in shown] == [0, 0, 0], shown
+    assert shown[0].stdout == shown[1].stdout
+    for fragment in (
+        "tiny\n", "ddp x 2", "speedup", "efficiency", "exposed", "ddp x 2 does 19,748 samples/s",
+        f"report   {Path('runs') / finished.folder.name / 'report.html'}", "mlflow   pipeline ui, then http",
+    ):  # fmt: skip
+        assert fragment in shown[0].stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("failed", "it was failed: rank 1 on node-1: ZeroDivisionError: the model's own mistake"),
+        ("nan-stopped", "it was failed: rank 0 on node-1: the loss is nan in step 3"),
+        ("interrupted", "it was killed: interrupted"),
+        ("killed", "it was killed"),
+        ("nan", "2 steps"),
+        ("elastic", "The number of workers changed: 1 from step 1 on, 2 from step 31 on, 1 from step 41 on."),
+        ("comparison", "ddp x 2"),
+        ("sweep", "stopped"),
+        ("forecast", "ddp"),
+        ("batch-size", "batch"),
+    ],
+)
+def test_show_knows_every_kind_of_run(there: Any, journal: Journal, name: str, said: str) -> None:
+    run = journal(name)
+    ended = there("show", run.folder.name)
+
+    assert (ended.code, ended.stderr) == (0, "")
+    if name == "nan":  # told while it ran
+        assert said in (run.folder / "log.txt").read_text()
+    else:
+        assert said in " ".join(ended.stdout.split())
+    as_json = there("show", run.folder.name, "--json")
+    if (run.folder / "report.html").exists() or name == "sweep":
+        assert json.loads(as_json.stdout)
+    elif name in ("failed", "nan-stopped", "interrupted", "killed"):
+        assert (as_json.code, as_json.stdout) == (2, "")
+        assert "so there is no result" in as_json.stderr
+
+
+def test_a_sweep_names_the_command_that_trains_its_best_again(there: Any, journal: Journal) -> None:
+    run = journal("sweep").folder.name
+    (again,) = (line for line in there("show", run).stdout.splitlines() if line.startswith("pipeline run tiny.yaml "))
+    assert again.endswith(" optimizer.lr=0.05")
+    assert "sweep=" not in again
+    assert "stopped early by ASHA after epoch 4" in there("show", f"{run}/trial-001").stdout
+    assert "validation/loss" in there("show", f"{run}/trial-002").stdout
+    difference = json.loads(there("diff", f"{run}/trial-001", f"{run}/trial-002", "--json").stdout)
+    assert difference["configuration"] == {"optimizer.lr": {"a": "0.1", "b": "0.05"}}
+
+
+def test_a_difference_holds_what_differs_and_nothing_else(there: Any, journal: Journal) -> None:
+    a, b = journal("finished").folder.name, journal("single").folder.name
+    apart = there("diff", a, b, "--json")
+
+    assert apart.code == 0, apart.stderr
+    found = json.loads(apart.stdout)
+    assert found["configuration"]["parallel.launcher"] == {"a": "torchrun", "b": "inprocess"}
+    assert "model.hidden" not in found["configuration"]
+    assert found["environment"] == {}
+    assert "ddp x 2: samples/s" in found["results"]
+    text = there("diff", a, b).stdout
+    assert text.splitlines()[0] == f"a  {a}"
+    assert "the same: environment" in text
+    failed = json.loads(there("diff", a, journal("failed").folder.name, "--json").stdout)
+    assert failed["results"]["status"] == {"a": "FINISHED", "b": "FAILED"}
+
+
+def test_runs_for_scripts(there: Any, journal: Journal) -> None:
+    finished = journal("finished").folder.name
+    (record,) = json.loads(there("list", "--json").stdout)
+    document = json.loads(there("show", finished, "--json").stdout)
+    assert record["speedup"] == document["main"]["speedup"] > 0
+    assert (document["run"], document["baseline"]["speedup"]) == (finished, 1)
+
+
+def test_a_finished_run_is_not_resumed(there: Any, journal: Journal) -> None:
+    finished = journal("finished")
+    ended = there("run", str(finished.folder / "experiment.yaml"), "--resume", finished.folder.name)
+    assert ended.code == 2
+    assert "has finished; start a new run" in ended.stderr

@@ -1,0 +1,284 @@
+"""What `sync` makes of recorded runs in MLflow, looked at from all sides."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlflow
+import pytest
+import torch
+from mlflow.entities import Run
+from recordings import JOURNALS, LAB, Recording, Store, copied, recording
+
+from pipeline.config.load import load
+from pipeline.config.summary import config_hash, flatten
+from pipeline.events import Failed, Finished
+from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.sync import sync
+from pipeline.speedup.report import Report
+
+pytestmark = [
+    pytest.mark.xdist_group("sent"),
+    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it, too, but the tests' own client may be the first to import.
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:For backward compatibility, 'str' dtypes"),  # MLflow's log_table on pandas 3
+    pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType:UserWarning"),  # about MLflow's own code
+]
+NAMES = sorted(path.name for path in JOURNALS.iterdir() if (path / "events.jsonl").exists())
+TRACKED = [name for name in NAMES if name not in ("forecast", "batch-size")]
+
+
+class Sent(NamedTuple):
+    """All recorded runs, and the store that they were sent to."""
+
+    recordings: dict[str, Recording]
+    outcomes: dict[str, TrackingOutcome]
+    store: Store
+
+    def run(self, name: str, *, role: str = "main") -> Run:
+        """MLflow's run of a recording, or of one of its trials."""
+        main = self.store.client.get_run(self.outcomes[name].run_id)
+        if role == "main":
+            return main
+        return next(run for run in self.children(name) if run.data.tags["role"] == role)
+
+    def children(self, name: str) -> list[Run]:
+        run_id = self.outcomes[name].run_id
+        experiment = [self.outcomes[name].experiment_id]
+        return list(self.store.client.search_runs(experiment, filter_string=f"tags.`mlflow.parentRunId` = '{run_id}'"))
+
+    def series(self, name: str, metric: str) -> list[tuple[int, float]]:
+        return self.store.series(self.run(name), metric)
+
+    def artifacts(self, name: str) -> set[str]:
+        return {one.path for one in self.store.client.list_artifacts(self.outcomes[name].run_id)}
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Sent:
+    lab = tmp_path_factory.mktemp("lab")
+    store = copied(empty_store, lab)
+    recordings = {name: recording(name, lab=lab) for name in TRACKED if name != "killed"}  # it is the resumed one
+    told: list[str] = []
+    sweep = recordings["sweep"].folder
+    for folder in (sweep, *sorted(sweep.glob("trial-*"))):  # what it says of its trials needs them there
+        sync(folder, warn=lambda _: None)
+    outcomes = {name: sync(each.folder, warn=told.append) for name, each in recordings.items()}
+    assert told == []
+    return Sent(recordings, outcomes, store)
+
+
+@pytest.mark.parametrize("name", [name for name in TRACKED if name != "killed"])
+def test_each_run_is_there_whole(sent: Sent, name: str) -> None:
+    events, run = sent.recordings[name].events, sent.run(name)
+    closed: Any = events[-1]
+
+    assert sent.outcomes[name].delivered
+    assert (run.info.status, run.info.end_time) == (closed.status, round(closed.time * 1000))
+    assert run.data.tags.get("mlflow.note.content", "").startswith(closed.message or closed.summary)
+    for metric in ("train/loss", "validation/loss", "throughput/workers"):
+        expected = sorted(sent.recordings[name].series(metric))
+        assert str(sent.series(name, metric)) == str(expected)  # as text, since NaN is unlike itself
+
+
+def test_sending_again_adds_nothing(sent: Sent, lab: Path) -> None:
+    before = [sent.store.contents(name) for name in ("tiny", "lab")]
+    for each in sent.recordings.values():
+        outcome = sync(each.folder, warn=pytest.fail)
+        assert outcome.delivered
+        assert f"/runs/{outcome.run_id}" in outcome.message
+    assert [sent.store.contents(name) for name in ("tiny", "lab")] == before
+    assert sum(map(len, before)) > 15
+
+
+def test_there_is_one_run_with_a_child_for_each_measurement(sent: Sent) -> None:
+    children = {child.data.tags["role"]: child for child in sent.children("finished")}
+
+    assert set(children) == {"baseline", "reference"}
+    assert {child.info.status for child in children.values()} == {"FINISHED"}
+    assert "mlflow.parentRunId" not in sent.run("finished").data.tags
+    for child in children.values():
+        assert child.data.metrics["throughput/samples_per_second"] > 0
+        assert child.data.metrics["time/step_ms"] > 0
+        assert "time/exposed_communication_ms" not in child.data.metrics  # one process exchanges nothing
+        assert "validation/accuracy" not in child.data.metrics
+        assert len(sent.store.series(child, "train/loss")) == 18
+
+
+def test_all_that_was_measured_is_there(sent: Sent) -> None:
+    found = sent.run("finished").data.metrics
+    (end,) = (event for event in sent.recordings["finished"].all_of(Finished) if event.trial == "main")
+
+    for name in (
+        "train/loss", "train/learning_rate", "validation/loss", "validation/accuracy", "time/data_wait_ms", "speedup",
+        "efficiency", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes",
+    ):  # fmt: skip
+        assert found[name] >= 0
+    assert found["throughput/samples_per_second"] == end.result.samples_per_second.median
+    assert found["time/exposed_communication_ms"] == end.result.parts.exposed_communication_ms
+    assert found["time_to_first_step_s"] == end.time_to_first_step_s
+    assert found["memory/peak_mb"] == max(end.result.peak_memory_mb)
+    assert found["memory/peak_mb_rank_1"] == end.result.peak_memory_mb[1]
+    assert [step for step, _ in sent.series("finished", "train/loss")] == list(range(1, 47))
+    assert [step for step, _ in sent.series("finished", "validation/accuracy")] == [23, 46]
+    assert found["validation/accuracy"] > 0.85
+
+
+def test_tags_and_parameters_tell_what_ran(sent: Sent) -> None:
+    run, folder = sent.run("finished"), sent.recordings["finished"].folder
+    experiment = load(folder / "experiment.yaml").experiment
+
+    tags = run.data.tags
+    assert (tags["strategy"], tags["launcher"], tags["world_size"]) == ("ddp", "torchrun", "2")
+    assert (tags["hardware"], tags["user"], tags["mlflow.user"]) == (tags["hardware"] or None, "user", "user")
+    assert len(tags["config_hash"]) == len(config_hash(experiment))
+    assert (tags["git_dirty"], len(tags["git_commit"])) == ("true", 40)
+    assert tags["git_commit"] == tags["mlflow.source.git.commit"]
+    params = run.data.params
+    assert (params["train.epochs"], params["optimizer._target_"]) == ("2", "torch.optim.SGD")
+    assert params["train_samples"] == "1438"
+    assert {name.replace("[", "_").replace("]", "_") for name in flatten(experiment)} - params.keys() <= _later(params)
+
+
+def _later(params: dict[str, str]) -> set[str]:
+    """Keys of an experiment that a version has that is newer than the recording."""
+    return {name for name in flatten(load(JOURNALS / "tiny.yaml").experiment) if name not in params}
+
+
+def test_the_datasets_are_inputs(sent: Sent) -> None:
+    inputs = {
+        next(tag.value for tag in given.tags if tag.key == "mlflow.data.context"): given.dataset
+        for given in sent.run("finished").inputs.dataset_inputs
+    }
+    assert json.loads(inputs["train"].profile) == {"num_rows": 1438}
+    assert json.loads(inputs["validation"].profile) == {"num_rows": 359}
+    assert inputs["train"].digest
+
+
+def test_the_model_has_a_signature_and_predicts(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", sent.store.uri)
+    run, folder = sent.run("finished"), sent.recordings["finished"].folder
+    (output,) = run.outputs.model_outputs
+    logged = sent.store.client.get_logged_model(output.model_id)
+    example = torch.load(folder / "model" / "example.pt")
+
+    assert (logged.name, str(logged.status), logged.source_run_id) == ("model", "READY", run.info.run_id)
+    signature = mlflow.models.get_model_info(logged.model_uri).signature
+    assert signature.inputs.inputs[0].shape == (-1, *example.shape[1:])
+    assert signature.outputs.inputs[0].shape == (-1, 10)
+    note = logged.tags["mlflow.note.content"]
+    assert f'load_model("{logged.model_uri}")' in note
+    assert "| output | float32 | (-1, 10) |" in note
+    assert ("validation/accuracy", 46) in [(metric.key, metric.step) for metric in logged.metrics]
+    inputs = torch.cat([example, example, example])  # another batch size than the example's
+    predicted = mlflow.pyfunc.load_model(logged.model_uri).predict(inputs.numpy())
+    weights = torch.load(folder / "model" / "weights.pt")
+    values = inputs.flatten(1)
+    *hidden, last = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    for name in hidden:
+        values = torch.relu(values @ weights[f"{name}.weight"].T + weights[f"{name}.bias"])
+    expected = values @ weights[f"{last}.weight"].T + weights[f"{last}.bias"]
+    torch.testing.assert_close(torch.as_tensor(predicted), expected)
+
+
+def test_the_files_are_there(sent: Sent, tmp_path: Path) -> None:
+    run, folder = sent.run("finished"), sent.recordings["finished"].folder
+    names = {"experiment.yaml", "environment.txt", "log.txt", "speedup.json", "speedup_table.json", "speedup.png"}
+    assert names | {"report.html"} <= sent.artifacts("finished")
+    there = Path(sent.store.client.download_artifacts(run.info.run_id, "", str(tmp_path)))
+    for name in names:
+        assert (there / name).read_bytes() == (folder / name).read_bytes()
+    table = json.loads((there / "speedup_table.json").read_text())
+    assert {"trial", "speedup", "efficiency", "samples_per_second"} <= set(table["columns"])
+    assert len(table["data"]) == 3
+    assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [{"path": "speedup_table.json", "type": "table"}]
+    other = sent.store.client.create_run(run.info.experiment_id).info.run_id  # MLflow's own way with such a table
+    columns = zip(*table["data"], strict=True)
+    sent.store.client.log_table(other, dict(zip(table["columns"], columns, strict=True)), "speedup_table.json")
+    assert (
+        sent.store.client.get_run(other).data.tags["mlflow.loggedArtifacts"] == run.data.tags["mlflow.loggedArtifacts"]
+    )
+    sent.store.client.delete_run(other)
+
+
+def test_the_description_and_the_view_are_made_for_people(sent: Sent) -> None:
+    run = sent.run("finished")
+    report = Report.model_validate_json((sent.recordings["finished"].folder / "speedup.json").read_text())
+    assert "ddp x 2 does" in run.data.tags["mlflow.note.content"]
+    assert "| strategy |" in run.data.tags["mlflow.note.content"]
+    assert run.data.metrics["speedup"] == pytest.approx(report.speedup)
+    experiment = sent.store.client.get_experiment(run.info.experiment_id)
+    view = json.loads(experiment.tags["mlflow.sharedViewState.speedups"])
+    assert view["name"] == "Speedups"
+    columns = json.loads(view["state"])["selectedColumns"]
+    assert {"tags.`strategy`", "metrics.`speedup`", "metrics.`validation/loss`"} <= set(columns)
+
+
+def test_a_failed_run_has_the_error_of_the_rank_that_failed_first(sent: Sent) -> None:
+    first, *_ = sent.recordings["failed"].all_of(Failed)
+    assert first.rank.rank == 1
+    run = sent.run("failed")
+    assert (run.info.status, run.data.tags["error"]) == (
+        "FAILED", "rank 1 on node-1: ZeroDivisionError: the model's own mistake"
+    )  # fmt: skip
+    assert [(child.data.tags["role"], child.info.status) for child in sent.children("failed")] == [
+        ("baseline", "FINISHED")
+    ]
+    assert "the loss is nan in step 3" in sent.run("nan-stopped").data.tags["error"]
+
+
+def test_steps_done_twice_are_there_once(sent: Sent) -> None:
+    for name, steps in (("resumed", 100), ("elastic", 300)):
+        recorded = [step for step, _ in sent.recordings[name].series("train/loss")]
+        assert recorded == list(range(1, steps + 1))
+        assert [step for step, _ in sent.series(name, "train/loss")] == recorded
+    workers = [value for _, value in sent.series("elastic", "throughput/workers")]
+    assert [size for i, size in enumerate(workers) if workers[i - 1 : i] != [size]] == [1, 2, 1]
+    assert sent.run("elastic").data.tags["world_size"] == "1"
+
+
+def test_a_comparison_has_a_run_for_each_cell(sent: Sent) -> None:
+    report = Report.model_validate_json((sent.recordings["comparison"].folder / "speedup.json").read_text())
+    children = {child.info.run_name: child for child in sent.children("comparison")}
+    assert set(children) == {row.title for row in report.rows}
+    for row in report.rows:
+        assert children[row.title].data.metrics.get("speedup") == (row.speedup and pytest.approx(row.speedup))
+        assert children[row.title].data.metrics["throughput/samples_per_second"] == row.samples_per_second.median
+
+
+def test_a_sweep_has_a_run_for_each_trial_and_marks_the_best(sent: Sent) -> None:
+    folder, parent = sent.recordings["sweep"].folder, sent.run("sweep")
+    swept = json.loads((folder / "sweep.json").read_text())["swept"]
+    trials = {child.data.tags["pipeline.run"].rpartition("/")[2]: child for child in sent.children("sweep")}
+
+    assert set(trials) == {"trial-001", "trial-002", "trial-003"}
+    assert {name: run.data.params["optimizer.lr"] for name, run in trials.items()} == {
+        "trial-001": "0.1", "trial-002": "0.05", "trial-003": "1e-06"
+    }  # fmt: skip
+    assert trials["trial-003"].info.run_name == "trial 3: optimizer.lr=1e-06"
+    best = f"trial-{swept['best']:03}"
+    assert [name for name, run in trials.items() if run.data.tags.get("best") == "true"] == [best]
+    assert parent.data.tags["best_run_id"] == trials[best].info.run_id
+    assert parent.data.metrics["validation/loss"] == trials[best].data.metrics["validation/loss"]
+    assert trials["trial-003"].info.status == "KILLED"
+    assert trials["trial-003"].data.tags["stopped_early"].startswith("stopped early by ASHA")
+    assert {"sweep.json", "sweep_table.json", "sweep.csv", "experiment.yaml", "log.txt"} <= sent.artifacts("sweep")
+
+
+def test_a_killed_run_ends_with_its_last_event_and_goes_on_when_it_is_resumed(
+    journal: Callable[[str], Recording], store: Store, lab: Path
+) -> None:
+    killed = journal("killed")
+    outcome = sync(killed.folder, warn=pytest.fail)
+    run = store.client.get_run(outcome.run_id)
+    assert (run.info.status, run.info.end_time) == ("KILLED", round(killed.events[-1].time * 1000))
+    assert store.series(run, "train/loss") == killed.series("train/loss")
+
+    resumed = (JOURNALS / "resumed" / "events.jsonl").read_text().replace(LAB, str(lab))
+    (killed.folder / "events.jsonl").write_text(resumed)
+    again = sync(killed.folder, warn=lambda _: None)  # of files that the copy lacks
+    assert again.run_id == outcome.run_id
+    (run,) = store.runs("lab")
+    assert run.info.status == "FINISHED"
+    assert [step for step, _ in store.series(run, "train/loss")] == list(range(1, 101))

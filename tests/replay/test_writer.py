@@ -1,0 +1,173 @@
+"""MLflow beside a run: refused events, long journals, runs that can't be sent, and the process that writes."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from recordings import JOURNALS, Recording, Store
+
+from pipeline.errors import UsageError
+from pipeline.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
+from pipeline.recording import journal as journals
+from pipeline.recording.mlflow import MlflowSubscriber
+from pipeline.recording.sync import sync
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
+
+Journal = Callable[[str], Recording]
+BLOCKED_S = 0.1
+"""An event that takes longer has waited for somebody."""
+
+
+def opened(store: Store, **more: Any) -> RunOpened:
+    return RunOpened(
+        time=1.7e9, run="made", tracking_uri=store.uri, tracking_experiment="made", tags={}, params={}, trials=("main",)
+    ).model_copy(update=more)
+
+
+def metrics(step: int, *names: str) -> Metrics:
+    points = tuple(Point(name, step, 1 / (step + 1)) for name in names or ("train/loss",))
+    return Metrics(time=1.7e9 + step, step=step, epoch=1, points=points)
+
+
+def journaled(folder: Path, events: Sequence[AnyEvent]) -> Path:
+    folder.mkdir(exist_ok=True)
+    journal = journals.Journal(folder / journals.FILE_NAME)
+    for event in events:
+        journal.append(event)
+    journal.close()
+    return folder
+
+
+def test_no_event_waits_for_the_writer_whatever_it_does(store: Store, tmp_path: Path) -> None:
+    """It is stopped here, as by a store that hangs."""
+    journaled(tmp_path, [opened(store)])
+    with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=print)) as subscriber:
+        (writer,) = writers()
+        writer.send_signal(signal.SIGSTOP)
+        longest = 0.0
+        for step in range(20):
+            began = time.monotonic()
+            subscriber.receive(metrics(step))
+            longest = max(longest, time.monotonic() - began)
+        assert subscriber.finish(timeout_s=0.01) is None
+    assert longest < BLOCKED_S
+    assert not writer.is_running()
+
+
+def test_a_writer_that_dies_takes_no_results_with_it(store: Store, journal: Journal, capsys: Any) -> None:
+    """What it was to send is in the journal; the user hears of it at once."""
+    folder, told = journal("nan").folder, list[str]()
+    with closing(MlflowSubscriber(folder=folder, log=folder / "log.txt", warn=told.append)) as subscriber:
+        (writer,) = writers()
+        writer.kill()
+        outcome = subscriber.finish(timeout_s=120)
+    assert outcome is not None
+    assert not outcome.delivered
+    assert "ended with exit code -9" in outcome.message
+    assert outcome.message.endswith(f"pipeline sync {folder}")
+    assert len(told) == 1
+    assert "they wait in" in told[0]
+    assert sync(folder, warn=pytest.fail).delivered
+    assert [run.info.status for run in store.runs("lab")] == ["FINISHED"]
+
+
+def test_events_that_the_journal_has_no_room_for_are_written_all_the_same(store: Store, journal: Journal) -> None:
+    recording, told = journal("nan-stopped"), list[str]()
+    events, path = recording.events, recording.folder / journals.FILE_NAME
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    log = recording.folder / "log.txt"
+    writer = MlflowSubscriber(folder=recording.folder, log=log, warn=told.append, is_journaled=lambda: False)
+    with closing(writer) as subscriber:
+        for event in events:
+            subscriber.receive(event)
+        outcome = subscriber.finish(timeout_s=120)
+    assert outcome is not None
+    assert (outcome.delivered, outcome.message, told) == (True, "", [])
+    before = store.contents("lab")
+    path.write_bytes(whole)
+    assert sync(recording.folder, warn=pytest.fail).run_id == outcome.run_id
+    assert store.contents("lab") == before
+
+
+def writers() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "mlflow_process" in " ".join(each.cmdline())]
+
+
+def test_twenty_thousand_points_of_a_killed_driver_are_sent(store: Store, tmp_path: Path) -> None:
+    names = [f"train/loss_{n}" for n in range(10)]
+    folder = journaled(tmp_path / "long", [opened(store), *(metrics(step, *names) for step in range(2000))])
+    outcome = sync(folder, warn=pytest.fail)
+    run = store.client.get_run(outcome.run_id)
+    assert (run.info.status, run.info.end_time) == ("KILLED", int((1.7e9 + 1999) * 1000))
+    assert [len(store.series(run, name)) for name in names] == [2000] * 10
+
+
+def test_events_that_mlflow_refuses_take_no_others_with_them(store: Store, tmp_path: Path) -> None:
+    first, second = (opened(store, params={"train.epochs": epochs}) for epochs in ("2", "3"))
+    events = [first, second, metrics(0), metrics(1), RunClosed(time=1.7e9, status="FINISHED")]
+    told: list[str] = []
+    outcome = sync(journaled(tmp_path / "refused", events), warn=told.append)
+    assert outcome.delivered
+    assert outcome.message.startswith("MLflow refused 1 events")
+    assert len(told) == 1
+    assert "train.epochs" in told[0]
+    (run,) = store.runs("made")
+    assert len(store.series(run, "train/loss")) == 2
+
+
+def test_what_mlflow_has_no_room_for_is_cut_and_renamed(store: Store, tmp_path: Path) -> None:
+    params = {"model.layers": "x" * 7000} | {f"many.{i}": str(i) for i in range(120)}
+    events = [opened(store, params=params), metrics(1, "validation/top@5 [%]"), RunClosed(time=1.7e9, status="FAILED")]
+    sync(journaled(tmp_path / "large", events), warn=pytest.fail)
+    (run,) = store.runs("made")
+    assert (len(run.data.params["model.layers"]), run.data.params["model.layers"][-5:]) == (6000, "[cut]")
+    assert run.data.params["many.119"] == "119"
+    assert run.data.metrics == {"validation/top_5 ___": 0.5}
+
+
+def test_a_model_that_cannot_be_built_again_is_a_warning(store: Store, journal: Journal) -> None:
+    folder, told = journal("single").folder, list[str]()
+    experiment = folder / "experiment.yaml"
+    experiment.write_text(experiment.read_text().replace("in_features: 64", "in_features: 65"))
+    assert sync(folder, warn=told.append).delivered
+    assert len(told) == 1
+    assert "the model isn't logged" in told[0]
+    assert [run.info.status for run in store.runs("tiny")] == ["FINISHED"]
+
+
+def test_a_file_that_is_gone_is_a_warning(store: Store, journal: Journal) -> None:
+    folder, told = journal("interrupted").folder, list[str]()
+    (folder / "environment.txt").unlink()
+    assert sync(folder, warn=told.append).delivered
+    (line,) = told
+    assert line.endswith("environment.txt is gone; it is missing among the run's artifacts in MLflow")
+
+
+def test_a_run_that_goes_on_is_not_sent(store: Store, tmp_path: Path) -> None:
+    journal = journals.Journal(tmp_path / journals.FILE_NAME)
+    journal.append(opened(store))
+    with pytest.raises(UsageError, match="still going on"):
+        sync(tmp_path, warn=print)
+    journal.close()
+
+
+def test_the_command_says_where_the_results_are(store: Store, journal: Journal, lab: Path, command: Any) -> None:
+    sent = command("sync", str(journal("failed").folder))
+    assert (sent.code, sent.stderr) == (0, "")
+    assert f"all of {journal('failed').folder} is in MLflow: pipeline ui, then http" in sent.stdout
+    sweep = command("sync", str(journal("sweep").folder))  # its trials, too
+    assert sweep.code == 0, sweep.output
+    best = json.loads((JOURNALS / "sweep" / "sweep.json").read_text())["swept"]["best"]
+    children = [run for run in store.runs("tiny") if "mlflow.parentRunId" in run.data.tags]
+    assert [run.data.params["optimizer.lr"] for run in children if run.data.tags.get("best") == "true"] == ["0.05"]
+    assert (len(children), best) == (3, 2)
+    nothing = command("sync", str(lab))
+    assert (nothing.code, "no such run" in nothing.stderr) == (2, True)
