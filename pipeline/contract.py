@@ -6,6 +6,8 @@ Everything here is frozen, typed and survives a round trip through JSON, because
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 
@@ -110,29 +112,48 @@ class Spread(Frozen):
 
 
 class StepParts(Frozen):
-    """Where the time of one optimizer step goes, in milliseconds; the parts add up to the step within its spread.
+    """Where the time of one optimizer step goes, in milliseconds; the parts add up to the step within its noise.
 
-    Measured by leaving a part out, see `pipeline.training.probe`.
+    The wait for data is that of the training itself. All else is measured after it by leaving a part out, see
+    `pipeline.training.probe`; where that failed, it is None.
     """
 
-    step_ms: Spread
-    """The whole step, measured in turn with its parts."""
-    compute_ms: float
+    held_ms: Spread | None = None
+    """A whole step on a batch held in memory, measured in turn with the parts that it has: their noise."""
+    compute_ms: float | None = None
     """Forward and backward of the slowest rank, without exchange, on a batch held in memory."""
     exposed_communication_ms: float | None = None
     """What gradient exchange adds to that; None with one process."""
     data_wait_ms: float
-    """What the real loader adds to a batch held in memory."""
-    rest_ms: float
+    """What the training waited for batches: in each step the rank that waited longest, over the windows of the step."""
+    rest_ms: float | None = None
     """What the optimizer, clipping and book-keeping add."""
-    ranks_ms: tuple[float, ...]
-    """Each rank's own pace: loading and computing without waiting for the others, in rank order."""
+    ranks: tuple[Spread, ...] = ()
+    """Each rank's own pace: its wait for data and its computing, without waiting for the others, in rank order."""
     nodes: tuple[str, ...]
     """Each rank's node, in rank order."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written_before(cls, values: Any) -> Any:
+        """Parts of earlier versions: the whole step had the name of another quantity, paces had no noise."""
+        if isinstance(values, dict) and "ranks_ms" in values:
+            values = dict(values)
+            values["held_ms"] = values.pop("step_ms")
+            paces = values.pop("ranks_ms")
+            values["ranks"] = [{"median": ms, "low": ms, "high": ms, "windows": 1} for ms in paces]
+        return values
+
     @property
-    def sum_ms(self) -> float:
-        """All parts together."""
+    def ranks_ms(self) -> tuple[float, ...]:
+        """Each rank's own pace as a figure."""
+        return tuple(pace.median for pace in self.ranks)
+
+    @property
+    def sum_ms(self) -> float | None:
+        """All parts together; None where one is missing."""
+        if self.compute_ms is None or self.rest_ms is None:
+            return None
         return self.compute_ms + (self.exposed_communication_ms or 0.0) + self.data_wait_ms + self.rest_ms
 
 

@@ -121,6 +121,8 @@ class Warned(Event):
 
     kind: Literal["warned"] = "warned"
     message: str
+    subject: str = ""
+    """Of a trial's warnings on the same subject the first one is kept: ranks fail in each other's wake."""
 
 
 class Failed(Event):
@@ -194,6 +196,13 @@ class Finished(Event):
     result: TrialResult
     time_to_first_step_s: float | None = None
     """Seconds from the launch to the end of the first step; the driver's clock, filled in by the driver."""
+
+
+class Trained(Event):
+    """Rank 0 has trained to the end and is about to measure what is left. Counts if that ends without `Finished`."""
+
+    kind: Literal["trained"] = "trained"
+    result: TrialResult
 
 
 class BatchSizesFound(Event):
@@ -287,6 +296,7 @@ AnyEvent = Annotated[
     | Failed
     | Heartbeat
     | Advanced
+    | Trained
     | Finished
     | BatchSizesFound
     | ArtifactSaved

@@ -1,7 +1,7 @@
 """What every command that starts workers does: check, launch, try again when workers were lost."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from pipeline.config.load import ExperimentFile
 from pipeline.contract import Trial
 from pipeline.elastic import Growth, Pace, is_elastic, sized
 from pipeline.errors import ExperimentError, PipelineError, ResourceError
-from pipeline.events import Warned
+from pipeline.events import Failed, Finished, Warned
 from pipeline.launchers._stopping import gracefully
 from pipeline.launchers.base import Launcher, Session, WorkersLost
 from pipeline.plan import Plan
@@ -78,6 +78,9 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
             _warn(f"training stood still for {idle:.0f} s until it was where it had been", trial, recorder)
         if recorder.has_ended and not (recorder.failures or losses):
             return
+        if recorder.trained is not None and _is_only_measuring(recorder.failures, losses):
+            _end_as_trained(trial, recorder, losses)
+            return
         if launcher.session.resize.withdraw() and not (recorder.failures or losses):
             again: _Again | None = _resized(trial, launcher=launcher, pace=pace)
             pace.in_vain = again is not None and again.trial.workers <= trial.workers
@@ -89,6 +92,21 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
         failures += again.counts
         trial = again.trial
         _warn(again.why, trial, recorder)
+
+
+def _is_only_measuring(failures: Sequence[Failed], losses: Mapping[int, str]) -> bool:
+    """Whether workers failed, and not because the experiment is wrong."""
+    return bool(failures or losses) and not any(failure.problems for failure in failures)
+
+
+def _end_as_trained(trial: Trial, recorder: Recorder, losses: Mapping[int, str]) -> None:
+    """End a trial whose workers failed when the training was done: what was still to be measured is missing."""
+    assert recorder.trained is not None
+    if not recorder.has_ended:
+        _warn(
+            f"{_cause(recorder, losses)}; the training had ended, what is measured after it is missing", trial, recorder
+        )
+        recorder.receive(Finished(time=time.time(), trial=trial.name, result=recorder.trained.result))
 
 
 def _resized(trial: Trial, *, launcher: Launcher, pace: Pace) -> _Again:

@@ -17,7 +17,9 @@ from pipeline.events import (
     FirstStep,
     Metrics,
     Started,
+    Trained,
     TrialOpened,
+    Warned,
 )
 from pipeline.recording.journal import FILE_NAME, Journal, read
 from pipeline.recording.progress import Progress
@@ -63,6 +65,8 @@ class Recorder:
         """The start of the trial that was opened last."""
         self.batch_sizes: BatchSizes | None = None
         """What the trial that was opened last found, if that is what it looked for."""
+        self.trained: Trained | None = None
+        """The result of the trial that was opened last, before what is measured after the training."""
         self.has_ended = False
         """Whether the trial that was opened last has come to its end."""
         self.last_progress: float | None = None
@@ -78,6 +82,7 @@ class Recorder:
         self._subscribers = list(subscribers)
         self._warn = warn
         self._told = ""
+        self._subjects: set[str] = set()
         self._lock = threading.Lock()
         self._opened_at = 0.0
         self._time_to_first_step: float | None = None
@@ -96,7 +101,7 @@ class Recorder:
         """Record an event."""
         with self._lock:
             new = self._progress.new(event)
-            if new is None:
+            if new is None or self._is_told(new):
                 return
             noted = self._noted(new)
             if not isinstance(noted, Advanced):
@@ -129,6 +134,14 @@ class Recorder:
         self.finished = list(ends.values())
         return progress
 
+    def _is_told(self, event: AnyEvent) -> bool:
+        """Whether the trial has warned of the same subject before."""
+        if not isinstance(event, Warned) or not event.subject:
+            return False
+        is_told = event.subject in self._subjects
+        self._subjects.add(event.subject)
+        return is_told
+
     def _tell_trouble(self) -> None:
         trouble = self._journal.trouble
         if trouble and trouble != self._told:
@@ -144,7 +157,8 @@ class Recorder:
             case TrialOpened():
                 self._opened_at, self._time_to_first_step = time.monotonic(), None
                 self.failures, self.started, self.batch_sizes, self.has_ended = [], None, None, False
-                self.first_progress = None
+                self.first_progress, self.trained = None, None
+                self._subjects = set()
                 again = (event.trial, event.repeat)
                 self.finished = [end for end in self.finished if (end.result.trial, end.result.repeat) != again]
             case Started():
@@ -156,6 +170,8 @@ class Recorder:
                 self._time_to_first_step = time.monotonic() - self._opened_at
             case Failed():
                 self.failures.append(event)
+            case Trained():
+                self.trained = event
             case Finished():
                 event = event.model_copy(update={"time_to_first_step_s": self._time_to_first_step})
                 self.finished.append(event)

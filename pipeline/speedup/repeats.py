@@ -3,27 +3,25 @@
 from collections.abc import Sequence
 from statistics import median
 
-from pipeline.contract import Spread, StepParts, TrialResult
-
-
-def over(spreads: Sequence[Spread]) -> Spread:
-    """The windows' spread of a single measurement; that of the medians of several."""
-    if len(spreads) == 1:
-        return spreads[0]
-    medians = [spread.median for spread in spreads]
-    return Spread(median=median(medians), low=min(medians), high=max(medians), windows=len(medians))
+from pipeline.contract import StepParts, TrialResult
+from pipeline.estimates import over
 
 
 def parts_of(results: Sequence[TrialResult]) -> StepParts:
-    """The parts of a step: medians over the measurements."""
+    """The parts of a step: medians over the measurements that have them."""
     parts = [result.parts for result in results]
-    waits = [part.exposed_communication_ms for part in parts if part.exposed_communication_ms is not None]
+    held = [part.held_ms for part in parts if part.held_ms is not None]
     return StepParts(
-        step_ms=over([part.step_ms for part in parts]),
-        compute_ms=median(part.compute_ms for part in parts),
-        exposed_communication_ms=median(waits) if waits else None,
+        held_ms=over(held) if held else None,
+        compute_ms=_known([part.compute_ms for part in parts]),
+        exposed_communication_ms=_known([part.exposed_communication_ms for part in parts]),
         data_wait_ms=median(part.data_wait_ms for part in parts),
-        rest_ms=median(part.rest_ms for part in parts),
-        ranks_ms=tuple(map(median, zip(*(part.ranks_ms for part in parts), strict=True))),
+        rest_ms=_known([part.rest_ms for part in parts]),
+        ranks=tuple(map(over, zip(*(part.ranks for part in parts if part.ranks), strict=True))),
         nodes=parts[0].nodes,
     )
+
+
+def _known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

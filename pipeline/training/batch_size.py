@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipeline.advance import Advance
 from pipeline.contract import BatchCandidate, BatchSizes, Rank, Trial
 from pipeline.errors import ExperimentError
+from pipeline.estimates import spread
 from pipeline.training.bench import TrialBench
 from pipeline.training.build import build
-from pipeline.training.clock import spread
 from pipeline.training.stream import Streams
 
 CLOSE = 0.95

@@ -4,11 +4,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
 
 import torch
 
-from pipeline.contract import Spread
 from pipeline.training.compilation import Stopwatch
 
 
@@ -19,6 +17,10 @@ class Lap:
     steps: int
     samples: int
     seconds: float
+    data_wait_ms: float = 0.0
+    """What a step waited for its batches on the rank that waited longest, in the mean over the steps."""
+    own_wait_ms: float = 0.0
+    """The same of this rank."""
 
     @property
     def samples_per_second(self) -> float:
@@ -90,11 +92,6 @@ class Clock:
             return [self._cold] if self._cold else []
         longest = max(lap.steps for lap in self.laps)
         return [lap for lap in self.laps if lap.steps >= longest / 2]
-
-
-def spread(values: list[float]) -> Spread:
-    """Median, lowest and highest of at least one value."""
-    return Spread(median=median(values), low=min(values), high=max(values), windows=len(values))
 
 
 def synchronize(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from pipeline.training.forward import forward
 from pipeline.training.order import Draw, StreamOrder
 from pipeline.training.readiness import gradients
 from pipeline.training.setup import Setup
-from pipeline.training.standstill import standstill
+from pipeline.training.standstill import forget_local_steps, held_step, standstill
 from pipeline.training.step import optimizer_step
 
 SIZES_ALONE, SIZES_TOGETHER = 6, 2
@@ -56,7 +56,7 @@ def costs(setup: Setup) -> Costs:
         )
     with standstill(setup):
         batch = setup.train_loader.read(list(range(_micro_batch(setup))))
-        return Costs(
+        measured = Costs(
             curve=_curve(setup),
             optimizer_ms=_optimizer(setup) if setup.rank.world_size == 1 else 0.0,
             gradients=gradients(setup.model, partial(_backward, setup, batch), device=setup.device),
@@ -64,6 +64,8 @@ def costs(setup: Setup) -> Costs:
             all_reduces=all_reduces(setup) if setup.rank.world_size > 1 else (),
             world_size=setup.rank.world_size,
         )
+        forget_local_steps(setup, held_step(setup))
+        return measured
 
 
 def sizes(largest: int, *, smallest: int, count: int) -> list[int]:

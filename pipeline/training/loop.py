@@ -3,6 +3,7 @@
 Every rank runs this code on its share of each global batch; nothing here depends on who started the process.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
@@ -10,18 +11,20 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeline.contract import Rank, Trial, TrialResult
 from pipeline.errors import Stopped
+from pipeline.estimates import spread
 from pipeline.events import Outbox, Phase, Point
 from pipeline.training import announce, trace
+from pipeline.training.afterwards import Afterwards
 from pipeline.training.build import build
 from pipeline.training.checkpoints.keeper import Keeper, placed
-from pipeline.training.clock import Clock, spread
+from pipeline.training.clock import Clock, Lap
 from pipeline.training.collective import gather
 from pipeline.training.costs import costs
 from pipeline.training.evaluation import evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.meter import Meter
 from pipeline.training.nonfinite import check_weights
-from pipeline.training.probe import probe, unused_parameters
+from pipeline.training.probe import probe, unused_parameters, waits
 from pipeline.training.rehearsal import compile_ahead
 from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
@@ -57,28 +60,36 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None =
     if not trial.is_measurement:
         meter.finiteness.summarize()
         announce.model(setup, outbox)
-    memory = announce.peak_memory_mb(setup)
+    steady = clock.steady
     result = TrialResult(
         trial=trial.name,
         repeat=trial.repeat,
         steps=setup.steps,
-        samples_per_second=spread([lap.samples_per_second for lap in clock.steady]),
-        step_ms=spread([lap.step_ms for lap in clock.steady]),
-        parts=probe(setup, step_ms=clock.steady[0].step_ms),
-        peak_memory_mb=memory,
+        samples_per_second=spread([lap.samples_per_second for lap in steady]),
+        step_ms=spread([lap.step_ms for lap in steady]),
+        parts=waits(setup, steady),
+        peak_memory_mb=announce.peak_memory_mb(setup),
         held=announce.held(setup),
         gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=rank))),
         compile_s=announce.compile_s(setup),
         gradient_mb=announce.gradient_mb(setup.whole),
-        unused_parameters=unused_parameters(setup),
         coupling=announce.coupling_layers(setup.model),
         losses=meter.first_losses,
-        metrics=meter.latest,
-        costs=costs(setup) if trial.role == "probe" else None,
+        metrics=meter.reached,
     )
+    return measured(setup, result, laps=steady, outbox=outbox)
+
+
+def measured(setup: Setup, result: TrialResult, *, laps: Sequence[Lap], outbox: Outbox) -> TrialResult:
+    """The result with all that is measured once the training is done. What fails of that never costs the result."""
+    trial = setup.trial
+    afterwards = Afterwards(setup, result, outbox=outbox)
+    parts = afterwards.measure("the parts of a step", lambda: probe(setup, laps, known=result.parts))
+    unused = afterwards.measure("unused parameters", lambda: unused_parameters(setup))
+    known = afterwards.measure("what a prediction needs", lambda: costs(setup)) if trial.role == "probe" else None
     if trial.profile:
-        trace.record(setup, outbox)
-    return result
+        afterwards.measure("the trace", lambda: trace.record(setup, outbox))
+    return result.model_copy(update={"parts": parts or result.parts, "unused_parameters": unused or 0, "costs": known})
 
 
 def train_epoch(setup: Setup, *, epoch: int, start: int, meter: Meter, keeper: Keeper) -> None:
@@ -87,7 +98,8 @@ def train_epoch(setup: Setup, *, epoch: int, start: int, meter: Meter, keeper: K
     first = epoch * setup.order.steps_per_epoch
     last = min(first + setup.order.steps_per_epoch, setup.steps)
     begin = max(first, start)
-    stream = setup.prefetched(setup.train_loader.batches(setup.draws(epoch, first=begin - first)))
+    batches = setup.train_loader.batches(setup.draws(epoch, first=begin - first))
+    stream = meter.waits.timed(setup.prefetched(batches))
     meter.clock.resume()
     for step in range(begin, last):
         mark_step(step)

@@ -3,7 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import mean
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ import torch.distributed as dist
 from pipeline.events import Metrics, Outbox, Phase, Point
 from pipeline.training.cadence import Cadence
 from pipeline.training.clock import Clock, Lap
+from pipeline.training.data_wait import DataWait
 from pipeline.training.gauge import GpuGauge
 from pipeline.training.nonfinite import Finiteness
 from pipeline.training.setup import Setup
 from pipeline.training.watch import mark
 
 SKIPPED = "train/skipped_steps"
+WINDOWS = ("throughput/", "time/")
+"""How the names of metrics of single windows begin."""
 _SENT_AGAIN = 100
 """Latest reports that a checkpoint keeps: a driver that was killed may not have written down what it was sent. It knows
 what it has."""
@@ -50,11 +54,12 @@ class Meter:
     def __post_init__(self) -> None:
         setup = self.setup
         self.trial, self.rank = setup.trial, setup.rank
-        self.cadence, self.gauge = Cadence(setup), GpuGauge(setup.gpus)
+        self.cadence, self.gauge, self.waits = Cadence(setup), GpuGauge(setup.gpus), DataWait(setup.device)
         self.finiteness = Finiteness(trial=setup.trial, rank=setup.rank, order=setup.order, outbox=self.outbox)
 
     def add(self, loss: torch.Tensor, *, norm: torch.Tensor | None, rate: float, samples: int) -> None:
         """One step: this rank's weighted loss (scalar), the global gradient norm if known, lr, global batch size."""
+        self.waits.end_step()
         self._losses.append(loss)
         self._rates.append(rate)
         self._samples += samples
@@ -68,16 +73,15 @@ class Meter:
             TrainingError: a loss or gradient is NaN or infinite. All ranks see the same sums and raise together.
         """
         lap = self.clock.lap(steps=len(self._losses), samples=self._samples)
-        flags = self._losses[0].new_tensor([self.outbox.stop_asked, self.clock.has_compiled, lap.step_ms])
-        own = torch.cat([torch.stack(self._losses), flags])
-        sums = own.clone()
-        if self.rank.world_size > 1:
-            mark(Phase.WAITING)
-            parts = [torch.empty_like(own) for _ in range(self.rank.world_size)]
-            dist.all_gather(parts, own)
-            # Not an all-reduce: its rounding would depend on how many steps are reported together.
-            sums = torch.stack(parts).double().sum(0)
-        *losses, stop_asked, has_compiled, step_ms = sums.tolist()
+        waits = self.waits.take()
+        flags = [self.outbox.stop_asked, self.clock.has_compiled, lap.step_ms]
+        own = torch.cat([torch.stack(self._losses), self._losses[0].new_tensor([*flags, *waits])])
+        ranks = self._of_all_ranks(own)
+        added_up = len(waits) + len(flags)
+        # Not an all-reduce: its rounding would depend on how many steps are reported together.
+        *losses, stop_asked, has_compiled, step_ms = ranks[:, :added_up].sum(0).tolist()
+        slowest = float(ranks[:, added_up:].amax(0).mean())
+        lap = replace(lap, data_wait_ms=slowest, own_wait_ms=mean(waits))
         self.stop_agreed = bool(stop_asked)
         columns = {"train/loss": losses, "train/learning_rate": self._rates}
         if self._norms:
@@ -103,6 +107,20 @@ class Meter:
         if self.trial.is_measurement:  # whose windows are short: this would be a large part of them
             self.clock.resume()
 
+    def _of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
+        """Each rank's values, shape (ranks, values), in double precision on the CPU."""
+        if self.rank.world_size == 1:
+            return own.double().cpu()[None]
+        mark(Phase.WAITING)
+        parts = [torch.empty_like(own) for _ in range(self.rank.world_size)]
+        dist.all_gather(parts, own)
+        return torch.stack(parts).double().cpu()
+
+    @property
+    def reached(self) -> dict[str, float]:
+        """The latest value of every metric but those of single windows, which the result has as figures of all."""
+        return {name: value for name, value in self.latest.items() if not name.startswith(WINDOWS)}
+
     def send(self, points: list[Point], *, step: int, epoch: int) -> None:
         """Report points of any metrics; ``step`` and ``epoch`` (counted from 1) say how far training is."""
         self.latest.update({point.name: point.value for point in points})
@@ -124,7 +142,7 @@ class Meter:
         return {
             "latest": dict(self.latest),
             "first_losses": list(self.first_losses),
-            "lap": [lap.steps, lap.samples, lap.seconds],
+            "lap": [lap.steps, lap.samples, lap.seconds, lap.data_wait_ms, lap.own_wait_ms],
             "sent": [event.model_dump(mode="json") for event in self._sent],
         }
 

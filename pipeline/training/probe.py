@@ -1,23 +1,23 @@
 """Where the time of a step goes: computing, waiting for gradients of other ranks, waiting for data, the rest.
 
-Measured by leaving it out, not by a profiler, which changes what it measures: steps with gradient exchange against
-steps without, steps with the real loader against steps on a batch held in memory, steps with the optimizer against
-steps without, in turn (A B C A B C ...) so that drift hits all alike. The learning rate is zero meanwhile, and buffers
-are put back, so the model stays as it is.
+The wait for data is timed while the training runs: loader processes that fetch ahead make it depend on all the steps
+before. The rest is measured afterwards by leaving it out, not by a profiler, which changes what it measures: steps with
+gradient exchange against steps without, steps with the optimizer against steps without, in turn (A B C A B C ...) so
+that drift hits all alike, all on a batch held in memory. The learning rate is zero meanwhile, and buffers are put back,
+so the model stays as it is.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
+from pipeline import estimates
 from pipeline.advance import Advance
-from pipeline.contract import StepParts
-from pipeline.training.clock import spread, synchronize
+from pipeline.contract import Spread, StepParts
+from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collective import barrier, gather
-from pipeline.training.order import Draw
 from pipeline.training.setup import Setup
-from pipeline.training.standstill import endless, standstill
+from pipeline.training.standstill import forget_local_steps, held_step, standstill
 from pipeline.training.step import Stream, gradients, optimizer_step
 
 ROUNDS = 7
@@ -29,26 +29,33 @@ Times = dict[str, list[float]]
 """Milliseconds of a step, by variant, one for each round."""
 
 
-def probe(setup: Setup, *, step_ms: float) -> StepParts:
-    """Measure the parts of a step, whole steps of which take about ``step_ms``. Collective."""
-    step_ms = max(gather(step_ms, rank=setup.rank))  # a rank with more steps than the others would wait for ever
+def waits(setup: Setup, laps: Sequence[Lap]) -> StepParts:
+    """The part of a step that the training itself has timed, in the steady ones of its laps. Collective."""
+    return StepParts(
+        data_wait_ms=median(lap.data_wait_ms for lap in laps),
+        nodes=tuple(gather(setup.rank.node, rank=setup.rank)),
+    )
+
+
+def probe(setup: Setup, laps: Sequence[Lap], *, known: StepParts) -> StepParts:
+    """The parts that are ``known`` and all others, after a training that had these steady laps. Collective."""
+    step_ms = max(gather(laps[0].step_ms, rank=setup.rank))  # a rank with more steps would wait for ever
     with standstill(setup):
         times = _measure(setup, step_ms=step_ms)
-    ranks = gather((times, setup.rank.node), rank=setup.rank)
-    return _parts([times for times, _ in ranks], nodes=tuple(node for _, node in ranks))
+    wait_ms = median(lap.own_wait_ms for lap in laps)
+    ranks = gather((times, wait_ms), rank=setup.rank)
+    paces = tuple(_later(estimates.spread(times["computed"]), by=wait) for times, wait in ranks)
+    return _parts([times for times, _ in ranks], paces=paces, known=known)
 
 
 def _measure(setup: Setup, *, step_ms: float) -> Times:
-    stream = endless(setup)
-    held = list(one_step(stream))
+    held = held_step(setup)
     variants: dict[str, Callable[[], object]] = {
         "computed": lambda: _without_optimizer(setup, iter(held), exchange=False),
-        "loaded": lambda: _without_optimizer(setup, stream, exchange=True),
-        "whole": lambda: optimizer_step(setup, stream, step=0),
+        "whole": lambda: optimizer_step(setup, iter(held), step=0),
     }
     if setup.rank.world_size > 1:
         variants["exchanged"] = lambda: _without_optimizer(setup, iter(held), exchange=True)
-        variants["alone"] = lambda: _without_optimizer(setup, stream, exchange=False)
     steps = max(1, min(10, int(SLOT_SECONDS * 1000 / step_ms)))
     round_ms = len(variants) * (steps + 1) * step_ms
     times: Times = {name: [] for name in variants}
@@ -57,23 +64,29 @@ def _measure(setup: Setup, *, step_ms: float) -> Times:
         for done in range(rounds):
             for name, step in variants.items():
                 times[name].append(_slot(setup, step, steps=steps))
+                if name == "computed":
+                    forget_local_steps(setup, held)
             told.to(done + 1)
     return times
 
 
-def _parts(ranks: list[Times], *, nodes: tuple[str, ...]) -> StepParts:
+def _parts(ranks: list[Times], *, paces: tuple[Spread, ...], known: StepParts) -> StepParts:
     """The parts from all ranks' times: ranks wait for each other, so the slowest one's time is the step's."""
     slowest = {name: [max(times) for times in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
     exchanged = slowest.get("exchanged")
-    return StepParts(
-        step_ms=spread(slowest["whole"]),
-        compute_ms=median(slowest["computed"]),
-        exposed_communication_ms=_excess(exchanged, slowest["computed"]) if exchanged else None,
-        data_wait_ms=_excess(slowest["loaded"], exchanged or slowest["computed"]),
-        rest_ms=_excess(slowest["whole"], slowest["loaded"]),
-        ranks_ms=tuple(median(rank.get("alone", rank["loaded"])) for rank in ranks),
-        nodes=nodes,
+    return known.model_copy(
+        update={
+            "held_ms": estimates.spread(slowest["whole"]),
+            "compute_ms": median(slowest["computed"]),
+            "exposed_communication_ms": _excess(exchanged, slowest["computed"]) if exchanged else None,
+            "rest_ms": _excess(slowest["whole"], exchanged or slowest["computed"]),
+            "ranks": paces,
+        }
     )
+
+
+def _later(pace: Spread, *, by: float) -> Spread:
+    return Spread(median=pace.median + by, low=pace.low + by, high=pace.high + by, windows=pace.windows)
 
 
 def _excess(longer: list[float], shorter: list[float]) -> float:
@@ -100,17 +113,9 @@ def _without_optimizer(setup: Setup, stream: Stream, *, exchange: bool) -> None:
         setup.strategy.after_step(setup.whole)
 
 
-def one_step(stream: Stream) -> Iterator[tuple[Draw, Any]]:
-    """The micro-batches of the next step."""
-    for draw, batch in stream:
-        yield draw, batch
-        if draw.is_last:
-            return
-
-
 def unused_parameters(setup: Setup) -> int:
     """Trainable parameters that a step leaves without gradient. Collective."""
-    gradients(setup, endless(setup))
+    gradients(setup, iter(held_step(setup)))
     unused = sum(parameter.requires_grad and parameter.grad is None for parameter in setup.whole.parameters())
     setup.optimizer.zero_grad(set_to_none=True)
     return unused

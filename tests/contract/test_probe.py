@@ -1,54 +1,58 @@
-"""The parts of a step, where each part has been made long on purpose; the probe leaves the training as it was."""
+"""The parts of a step by a clock that only model and optimizer move; the probe leaves the training as it was."""
 
-import time
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import toys
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from pipeline.contract import Rank, StepParts
+from pipeline.contract import Rank, Spread, StepParts
 from pipeline.training.build import build
-from pipeline.training.probe import probe, unused_parameters
+from pipeline.training.clock import Lap
+from pipeline.training.loop import train
+from pipeline.training.probe import probe, unused_parameters, waits
 from pipeline.training.setup import Setup
 
-FORWARD_MS, SAMPLE_MS, OPTIMIZER_MS = 20.0, 2.0, 12.0
+FORWARD_MS, OPTIMIZER_MS = 20.0, 12.0
 BATCH = 8
 
 
+class Watch:
+    """Stands in for the system's clock."""
+
+    now: ClassVar[float] = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    @classmethod
+    def take(cls, ms: float) -> None:
+        cls.now += ms / 1000
+
+
+@pytest.fixture(autouse=True)
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.training.probe.time.perf_counter", Watch())
+        yield
+
+
 class SlowModel(nn.Module):
-    def __init__(self, ms: float = FORWARD_MS) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 1)
-        self.ms = ms
 
     def forward(self, inputs: Tensor) -> Tensor:
-        time.sleep(self.ms / 1000)
+        Watch.take(FORWARD_MS)
         outputs: Tensor = self.layer(inputs)
         return outputs
 
 
-class SlowSamples(Dataset[Any]):
-    def __init__(self, ms: float) -> None:
-        self.ms = ms
-
-    def __len__(self) -> int:
-        return 4 * BATCH
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.ms / 1000)
-        return torch.full((3,), float(index)), torch.ones(1)
-
-
-def slow_samples(ms: float = SAMPLE_MS) -> tuple[Dataset[Any], None]:
-    return SlowSamples(ms), None
-
-
 class SlowSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
-        time.sleep(OPTIMIZER_MS / 1000)
+        Watch.take(OPTIMIZER_MS)
         return super().step(closure)
 
 
@@ -57,42 +61,51 @@ def setup(*, parts: int = 1, **sections: Any) -> Setup:
     return build(trial.model_copy(update={"allowed": (*trial.allowed, "test_probe")}), rank=Rank())
 
 
-def measured(*, parts: int = 1, **sections: Any) -> StepParts:
-    return probe(setup(parts=parts, **sections), step_ms=200)
+def laps(*, step_ms: float = 200.0, waits_ms: Sequence[float] = (0.0,)) -> list[Lap]:
+    """Laps of a training on several ranks, of which this one waited half as long as the slowest."""
+    return [Lap(1, BATCH, step_ms / 1000, data_wait_ms=ms, own_wait_ms=ms / 2) for ms in waits_ms]
+
+
+def measured(ready: Setup, timed: Sequence[Lap]) -> StepParts:
+    return probe(ready, timed, known=waits(ready, timed))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_each_part_is_found_and_they_add_up(parts: int) -> None:
-    """Slept times, so that another program on the machine can only make them longer."""
-    step = measured(
+    ready = setup(
         parts=parts,
         model={"_target_": "test_probe.SlowModel"},
-        data={"_target_": "test_probe.slow_samples"},
         optimizer={"_target_": "test_probe.SlowSGD", "lr": 0.1},
     )
-    assert step.compute_ms == pytest.approx(parts * FORWARD_MS, rel=0.4)
-    assert step.data_wait_ms == pytest.approx(BATCH * SAMPLE_MS, rel=0.4)
-    assert step.rest_ms == pytest.approx(OPTIMIZER_MS, rel=0.4)
+    step = measured(ready, laps(waits_ms=(10.0, 30.0, 14.0)))
+    assert step.compute_ms == pytest.approx(parts * FORWARD_MS)
+    assert step.rest_ms == pytest.approx(OPTIMIZER_MS)
+    assert step.data_wait_ms == 14.0  # the slowest rank's, in the median of the training's windows
     assert step.exposed_communication_ms is None
-    assert step.sum_ms == pytest.approx(step.step_ms.median, rel=0.1)
+    assert step.held_ms is not None
+    assert step.sum_ms == pytest.approx(step.held_ms.median + 14.0)
+    assert step.ranks_ms == pytest.approx((parts * FORWARD_MS + 7.0,))  # this rank's own wait
 
 
-def test_what_is_quick_is_not_waited_for() -> None:
-    step = measured(model={"_target_": "test_probe.SlowModel"})
-    assert step.data_wait_ms < FORWARD_MS / 4
-    assert step.rest_ms < FORWARD_MS / 4
+def test_what_is_quick_is_no_part() -> None:
+    step = measured(setup(model={"_target_": "test_probe.SlowModel"}), laps())
+    assert (step.data_wait_ms, step.rest_ms) == (0.0, pytest.approx(0.0, abs=1e-6))
 
 
 def test_long_steps_are_measured_in_fewer_rounds() -> None:
-    assert probe(setup(), step_ms=1.0).step_ms.windows == 7
-    assert probe(setup(), step_ms=1e6).step_ms.windows == 3
+    def rounds(step_ms: float) -> int:
+        held = measured(setup(), laps(step_ms=step_ms)).held_ms
+        return held.windows if held is not None else 0
+
+    assert rounds(1.0) == 7
+    assert rounds(1e6) == 3
 
 
 def test_it_leaves_scheduler_and_learning_rate_alone() -> None:
     ready = setup(scheduler={"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 6})
     before = ready.optimizer.param_groups[0]["lr"]
     assert ready.scheduler is not None
-    probe(ready, step_ms=1.0)  # many more than 6 steps
+    measured(ready, laps(step_ms=1.0))  # many more than 6 steps
     assert ready.scheduler.last_epoch == 0
     assert ready.optimizer.param_groups[0]["lr"] == before > 0
 
@@ -113,3 +126,57 @@ class Spare(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.layer(inputs)
         return outputs
+
+
+class Reads(toys.Plain):
+    """Counts what is read."""
+
+    read: ClassVar[list[int]] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def reads() -> tuple[Reads, None]:
+    return Reads([(torch.ones(3), torch.ones(1))] * 4 * BATCH), None
+
+
+def test_no_more_is_read_than_one_step() -> None:
+    """Loader processes that fetch ahead would take cores from what is measured."""
+    ready = setup(data={"_target_": "test_probe.reads"})
+    Reads.read.clear()
+    measured(ready, laps())
+    assert len(Reads.read) == BATCH
+
+
+class Unstable(nn.Linear):
+    """Fails once the training is over."""
+
+    passes: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        type(self).passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        type(self).passes += self.training
+        if self.passes > 6:
+            raise ValueError("an error of torch's\nwith more lines")
+        return super().forward(inputs)
+
+
+def test_a_probe_that_fails_costs_its_table_and_a_line() -> None:
+    trial = toys.trial(model={"_target_": "test_probe.Unstable"})
+    outbox = toys.Kept()
+    result = train(trial.model_copy(update={"allowed": (*trial.allowed, "test_probe")}), rank=Rank(), outbox=outbox)
+
+    assert (result.steps, len(result.losses)) == (6, 6)
+    assert (result.parts.compute_ms, result.parts.rest_ms, result.parts.sum_ms) == (None, None, None)
+    assert result.parts.data_wait_ms >= 0
+    assert isinstance(result.samples_per_second, Spread)
+    messages = [event.message for event in outbox.events if event.kind == "warned"]
+    assert messages[0] == (
+        "the parts of a step could not be measured, the training is not affected: an error of torch's"
+    )
+    assert outbox.kinds().count("trained") == 1

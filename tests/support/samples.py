@@ -41,12 +41,12 @@ def spread(median: float, *, noise: float = 0.0, windows: int = 3) -> Spread:
 
 def parts(*, step_ms: float, communication: float | None = None, data_wait: float = 0.25) -> StepParts:
     return StepParts(
-        step_ms=spread(step_ms),
+        held_ms=spread(step_ms),
         compute_ms=step_ms - (communication or 0) - data_wait - 1,
         exposed_communication_ms=communication,
         data_wait_ms=data_wait,
         rest_ms=1,
-        ranks_ms=(step_ms,) * (1 if communication is None else 2),
+        ranks=(spread(step_ms),) * (1 if communication is None else 2),
         nodes=("node-1",) * (1 if communication is None else 2),
     )
 

@@ -8,9 +8,10 @@ import toys
 
 from pipeline.contract import Rank, Spread
 from pipeline.errors import TrainingError
+from pipeline.estimates import spread
 from pipeline.events import AnyEvent, Metrics, Point
 from pipeline.training.build import build
-from pipeline.training.clock import Clock, Lap, spread
+from pipeline.training.clock import Clock, Lap
 from pipeline.training.meter import Meter
 from pipeline.training.order import Order
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from samples import finished, spread
 
 from pipeline import errors, events
-from pipeline.contract import BatchCandidate, BatchSizes, Rank, Trial
+from pipeline.contract import BatchCandidate, BatchSizes, Rank, Spread, StepParts, Trial
 from pipeline.errors import ExperimentError, Interrupted, Problem, TrainingError
 from pipeline.events import AnyEvent, Event, Failed, Finished, event_from_json, event_to_json
 
@@ -32,6 +32,7 @@ EVENTS: list[AnyEvent] = [
         time=1.0, rank=Rank(rank=1, world_size=2), pid=7, process_started=0.5, step=3, phase=events.Phase.BACKWARD,
         idle_s=0.1, stack="  File ...",
     ),
+    events.Trained(time=1.0, result=finished("main", spread(2.0)).result),
     finished("main", spread(2.0), communication=1.5, metrics={"a": 1.0}),
     events.BatchSizesFound(
         time=1.0,
@@ -58,6 +59,20 @@ def test_every_event_survives_json(event: AnyEvent) -> None:
     again = event_from_json(line)
     assert type(again) is type(event)
     assert again == event
+
+
+def test_parts_of_a_step_as_they_were_written_before_are_read() -> None:
+    """The whole step had the name of the training's, paces of ranks had no noise."""
+    whole = {"median": 9.0, "low": 8.0, "high": 11.0, "windows": 7}
+    before = {
+        "step_ms": whole, "compute_ms": 5.0, "exposed_communication_ms": 2.0, "data_wait_ms": 1.0, "rest_ms": 0.5,
+        "ranks_ms": [6.0, 7.0], "nodes": ["a", "b"],
+    }  # fmt: skip
+    parts = StepParts.model_validate(before)
+    assert parts.held_ms == Spread.model_validate(whole)
+    assert (parts.ranks_ms, parts.sum_ms) == ((6.0, 7.0), 8.5)
+    assert parts.ranks[1] == Spread(median=7.0, low=7.0, high=7.0, windows=1)
+    assert StepParts.model_validate_json(parts.model_dump_json()) == parts
 
 
 def test_there_is_an_example_of_every_event() -> None:

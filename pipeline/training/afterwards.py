@@ -1,0 +1,53 @@
+"""What is measured once a training is done: it may fail without costing the training's result."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from pipeline.contract import TrialResult
+from pipeline.errors import ExperimentError
+from pipeline.events import Outbox, Trained, Warned
+from pipeline.training.setup import Setup
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class Afterwards:
+    """Measures one thing after the other, until one fails on this rank.
+
+    A rank that fails takes part in nothing more and ends with the result that it has. The others then find its
+    connections closed and do the same, or, where nothing tells them, hang until they are ended: the driver has the
+    result by then.
+    """
+
+    def __init__(self, setup: Setup, result: TrialResult, *, outbox: Outbox) -> None:
+        self._setup, self._outbox = setup, outbox
+        self._failed = False
+        if setup.rank.is_first:
+            outbox.event(Trained(time=time.time(), trial=setup.trial.name, result=result))
+
+    def measure(self, what: str, measurement: Callable[[], T]) -> T | None:
+        """What a collective measurement returns; None, and a warning that names it, if it fails.
+
+        Raises:
+            ExperimentError: the experiment can't be measured in this way, on any rank.
+        """
+        if self._failed:
+            return None
+        try:
+            return measurement()
+        except ExperimentError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training is done
+            _log.warning("%s could not be measured", what, exc_info=error)
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            rank = self._setup.rank
+            where = f" on rank {rank.rank}" if rank.world_size > 1 else ""
+            message = f"{what} could not be measured{where}, the training is not affected: {said}"
+            self._outbox.event(
+                Warned(time=time.time(), trial=self._setup.trial.name, message=message, subject="measuring")
+            )
+            self._failed = rank.world_size > 1
+            return None
