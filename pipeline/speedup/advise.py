@@ -1,7 +1,7 @@
 """What to change: a few lines from what was measured, each with the figures that it comes from.
 
 One rule for each thing: `strategy_advice`, `exchange_advice`, `step_advice`. Only what was measured counts: rules look
-at `Row`s, never at names of models or machines.
+at `Row`s, never at names of models or machines. What this run measured to be faster is advised; all else is a question.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ MOST = 5
 
 
 def advise(report: Report, *, experiment: Experiment, cores: int | None) -> tuple[Advice, ...]:
-    """At most `MOST` pieces of advice, those that save most first.
+    """At most `MOST` pieces of advice, what was measured first, then what is worth a try, those that save most first.
 
     Args:
         report: of a run or of a comparison.
@@ -25,7 +25,9 @@ def advise(report: Report, *, experiment: Experiment, cores: int | None) -> tupl
         cores: of each node of the machine; None if unknown.
     """
     own = declared(report, experiment)
-    findings = sorted(_findings(report, own, experiment=experiment, cores=cores), key=lambda one: -one.gain)
+    findings = sorted(
+        _findings(report, own, experiment=experiment, cores=cores), key=lambda one: (not one.is_measured, -one.gain)
+    )
     return tuple(finding.advice for finding in _agreeing(findings)[:MOST])
 
 
@@ -61,7 +63,7 @@ def _others(case: Case, rows: Sequence[Row]) -> Iterator[Finding]:
     """What is true of the case besides."""
     batch = exchange_advice.larger_batch(case)  # brings a learning rate with it
     rate = None if batch else step_advice.learning_rate(case, rows)
-    rules = (step_advice.data_wait(case), exchange_advice.unused_search(case), step_advice.idle_cores(case))
+    rules = (step_advice.data_wait(case), exchange_advice.unused_search(case), step_advice.idle_cores(case, rows))
     yield from filter(None, [batch, rate, *rules])
 
 

@@ -93,5 +93,5 @@ def _exchange_is_long(case: Case, *, share: float) -> bool:
 
 
 def _exchange(row: Row) -> str:
-    exposed, step = row.parts.exposed_communication_ms or 0.0, row.parts.step_ms.median
+    exposed, step = row.parts.exposed_communication_ms or 0.0, row.step_ms.median
     return f"{row.title} spends {amount(exposed)} ms of each step of {amount(step)} ms on exchange of gradients"

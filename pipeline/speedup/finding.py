@@ -36,8 +36,7 @@ class Case:
 
         One round in which the machine did something else says nothing about a part that is most of the step.
         """
-        step = self.row.parts.step_ms
-        return ms > min((step.high - step.low) / 2, step.median / 2)
+        return ms > min(self.row.noise_ms, self.row.step_ms.median / 2)
 
 
 class Finding(Frozen):
@@ -49,15 +48,22 @@ class Finding(Frozen):
     """What to write in the experiment file: dotted keys and their values."""
     change: str = ""
     """What to do besides, or instead, in words."""
+    is_measured: bool = False
+    """Whether this run has measured that what it says to write is faster, beyond the noise. Otherwise it is a question:
+    cores that are shared, caches and links may make of any formula the opposite."""
     gain: float = 0.0
     """About the fraction of a step that it saves; findings are ordered by it."""
 
     @property
     def advice(self) -> Advice:
         """The finding in words."""
-        write = f"write {written(self.values)}" if self.values else ""
+        values = written(self.values)
+        write = f"write {values}" if self.is_measured else f"try {values}; not measured"
         return Advice(
-            reason=self.reason, change="; ".join(filter(None, [write, self.change])), key=next(iter(self.values), "")
+            reason=self.reason,
+            change="; ".join(filter(None, [write if self.values else "", self.change])),
+            key=next(iter(self.values), ""),
+            measured=self.is_measured,
         )
 
 

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from statistics import median
 
 from pipeline.speedup import Row
 from pipeline.speedup.finding import Case, Finding, scaled_rate
-from pipeline.speedup.tables import amount
+from pipeline.speedup.tables import Straggler, amount, rate
 
 DATA_WAIT = 0.1
 """Less is within what the order of loading and computing makes of it."""
@@ -16,25 +15,24 @@ STRAGGLES = 1.25
 
 def straggler(case: Case) -> Finding | None:
     """One rank takes clearly longer for its own work than the others, who wait for it."""
-    times, nodes = case.row.parts.ranks_ms, case.row.parts.nodes
-    if len(times) < 2:
+    slowest = Straggler.of(case.row)
+    if slowest is None or slowest.ratio < STRAGGLES * _uneven(case.row):
         return None
-    slowest = max(range(len(times)), key=times.__getitem__)
-    others = median(ms for rank, ms in enumerate(times) if rank != slowest)
-    lost = times[slowest] - others
-    if times[slowest] < STRAGGLES * others * _uneven(case.row) or not case.is_clear(lost):
+    lost = (slowest.ratio - 1) * slowest.others_ms
+    if not case.is_clear(lost):
         return None
-    own, rest = amount(times[slowest]), amount(others)
+    own, rest = amount(slowest.ratio * slowest.others_ms), amount(slowest.others_ms)
     return Finding(
-        reason=f"rank {slowest} on {nodes[slowest]} takes {own} ms for its own part of a step, the others {rest} ms",
-        change=f"look at what slows it down on {nodes[slowest]}; all ranks wait for the slowest",
-        gain=lost / case.row.parts.step_ms.median,
+        reason=f"rank {slowest.rank} on {slowest.node} takes {own} ms for its own part of a step, the others {rest} ms",
+        change=f"look at what slows it down on {slowest.node}; all ranks wait for the slowest",
+        gain=lost / case.row.step_ms.median,
+        is_measured=True,
     )
 
 
 def data_wait(case: Case) -> Finding | None:
     """Steps wait for the loader: let more processes load."""
-    wait, step = case.row.parts.data_wait_ms, case.row.parts.step_ms.median
+    wait, step = case.row.parts.data_wait_ms, case.row.step_ms.median
     if case.row.share_of_data_wait < DATA_WAIT or not case.is_clear(wait):
         return None
     now = case.experiment.loader.num_workers
@@ -44,7 +42,7 @@ def data_wait(case: Case) -> Finding | None:
     if (loaders := min(max(needed, now + 1), most)) <= now:
         values, change = {}, f"make reading a sample cheaper; {now} loader processes for {most} cores don't keep up"
     else:
-        values, change = {"loader.num_workers": loaders}, ""
+        values, change = {"loader.num_workers": loaders}, _where_loaders_run(case, loaders)
     return Finding(
         reason=f"{case.row.title} waits {amount(wait)} ms of each step of {amount(step)} ms for data",
         values=values,
@@ -53,13 +51,25 @@ def data_wait(case: Case) -> Finding | None:
     )
 
 
-def idle_cores(case: Case) -> Finding | None:
-    """The file gives workers fewer cores than there are."""
+def _where_loaders_run(case: Case, loaders: int) -> str:
+    """What may keep loader processes from helping."""
+    if case.row.device != "cpu" or case.cores is None:
+        return ""
+    computing = case.workers_per_node * case.cores_per_worker
+    if computing + case.workers_per_node * loaders <= case.cores:
+        return ""
+    return (
+        "there are no idle cores for them: they help if samples are waited for, and slow it down if they are computed"
+    )
+
+
+def idle_cores(case: Case, rows: Sequence[Row]) -> Finding | None:
+    """The file gives workers fewer cores than there are, and no row shows whether more would help."""
     row, wanted = case.row, case.experiment.parallel.cpus_per_worker
     if row.device != "cpu" or wanted is None or case.cores is None:
         return None
     per_worker = case.cores // case.workers_per_node - case.experiment.loader.num_workers
-    if per_worker <= case.cores_per_worker:
+    if per_worker <= case.cores_per_worker or any(_has_more_cores(other, row) for other in rows):
         return None
     used = case.workers_per_node * case.cores_per_worker
     return Finding(
@@ -67,6 +77,10 @@ def idle_cores(case: Case) -> Finding | None:
         values={"parallel.cpus_per_worker": per_worker},
         gain=(1 - used / case.cores) * (1 - row.share_of_communication) / 2,  # threads rarely pay in full
     )
+
+
+def _has_more_cores(row: Row, other: Row) -> bool:
+    return row.workers == other.workers and row.cpus > other.cpus
 
 
 def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
@@ -83,7 +97,7 @@ def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
         return None
     values = scaled_rate(case.experiment, base=train.global_batch_size)
     reason = (
-        f"{fastest.title} does {amount(fastest.samples_per_second.median)} samples/s on global batches of "
+        f"{fastest.title} does {rate(fastest.samples_per_second)} samples/s on global batches of "
         f"{fastest.global_batch_size}, for which the learning rate wasn't chosen"
     )
     change = f"if you train with train.global_batch_size: {fastest.global_batch_size}"

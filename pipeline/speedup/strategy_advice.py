@@ -1,11 +1,11 @@
-"""Advice on strategy and number of workers: go where another measurement was faster, or as fast with less."""
+"""Advice on strategy and workers: go where another measurement was faster; ask where it was as fast with less."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pipeline.speedup import Row
 from pipeline.speedup.finding import Case, Finding
-from pipeline.speedup.tables import amount
+from pipeline.speedup.tables import amount, rate
 
 WORTH = 1.05
 """Faster by less than 5% isn't worth a change, even where it is no noise."""
@@ -23,14 +23,14 @@ class Better(NamedTuple):
 
 
 def better(rows: Sequence[Row], case: Case) -> Better | None:
-    """The fastest row that is faster beyond noise, or else the smallest that is no slower; None if there is none."""
+    """The fastest row that is faster beyond noise, or else the smallest that is hardly slower; None: there is none."""
     others = [row for row in rows if _is_alternative(row, case.row)]
     faster = [row for row in others if _is_faster(row, case.row)]
     if faster:
-        return _better(max(faster, key=lambda row: row.samples_per_second.median), case)
+        return _better(max(faster, key=lambda row: row.samples_per_second.median), case, is_faster=True)
     smaller = [row for row in others if _size(row) < _size(case.row) and not _is_faster(case.row, row)]
-    smaller = [row for row in smaller if _ratio(case.row, row)[1] < WORTH]
-    return _better(min(smaller, key=_size), case) if smaller else None
+    smaller = [row for row in smaller if case.row.throughput_over(row).median < WORTH]
+    return _better(min(smaller, key=_size), case, is_faster=False) if smaller else None
 
 
 def _is_alternative(row: Row, own: Row) -> bool:
@@ -46,37 +46,33 @@ def _size(row: Row) -> int:
     return row.cpus if row.device == "cpu" else row.replicas
 
 
-def _ratio(row: Row, other: Row) -> tuple[float, float]:
-    """The lowest and the median ratio of throughputs."""
-    against = row.against(other)
-    if against.speedup is None or against.speedup_low is None:  # what it is called forbids the claim, not the figures
-        ratio = row.samples_per_second.median / other.samples_per_second.median
-        return row.samples_per_second.low / other.samples_per_second.high, ratio
-    return against.speedup_low, against.speedup
-
-
 def _is_faster(row: Row, other: Row) -> bool:
-    low, ratio = _ratio(row, other)
-    return low > 1 and ratio > WORTH
+    """Beyond the noise, which a single window doesn't show."""
+    ratio = row.throughput_over(other)
+    return min(row.samples_per_second.windows, other.samples_per_second.windows) > 1 and (
+        ratio.low > 1 and ratio.median > WORTH
+    )
 
 
-def _better(row: Row, case: Case) -> Better:
+def _better(row: Row, case: Case, *, is_faster: bool) -> Better:
     own = case.row
-    _, ratio = _ratio(row, own)
-    finding = Finding(reason=_reason(row, own), values=_values(row, case), gain=max(0.0, 1 - 1 / ratio))
+    ratio = row.throughput_over(own).median
+    reason = _reason(row, own, is_faster=is_faster)
+    finding = Finding(reason=reason, values=_values(row, case), gain=max(0.0, 1 - 1 / ratio), is_measured=is_faster)
     return Better(row, 1 / ratio, finding)
 
 
-def _reason(row: Row, own: Row) -> str:
-    _, ratio = _ratio(row, own)
-    rates = f"{amount(row.samples_per_second.median)} and {amount(own.samples_per_second.median)} samples/s"
-    sentence = f"{row.title} is {ratio:.2f}x as fast as {own.title} ({rates})"
+def _reason(row: Row, own: Row, *, is_faster: bool) -> str:
+    rates = f"{rate(row.samples_per_second)} and {rate(own.samples_per_second)} samples/s"
+    sentence = f"{own.title} is not faster than {row.title} beyond the noise ({rates})"
+    if is_faster:
+        sentence = f"{row.title} is {row.throughput_over(own).median:.2f}x as fast as {own.title} ({rates})"
     if _size(row) < _size(own):
         sentence += f", with {row.devices} instead of {own.devices}"
     if (exposed := own.parts.exposed_communication_ms) and row.workers < own.workers:
-        step = own.parts.step_ms.median
+        step = own.step_ms.median
         sentence += f"; of its steps of {amount(step)} ms, {amount(exposed)} ms are exchange of gradients"
-        if own.parts.compute_ms < _TINY_MS:
+        if (compute := own.parts.compute_ms) is not None and compute < _TINY_MS:
             sentence += ", too much for a model this small"
     return sentence
 

@@ -10,7 +10,7 @@ from samples import ALL_CORES, BASELINE, DDP_2, HARDWARE, MAIN, WEAK, spread
 
 from pipeline.config.overrides import apply_overrides
 from pipeline.config.schema import Experiment
-from pipeline.contract import Trial
+from pipeline.contract import Spread, Trial
 from pipeline.events import Finished
 from pipeline.speedup import Advice
 from pipeline.speedup.advise import MOST, advise
@@ -49,7 +49,7 @@ def measured(
     end = samples.finished(trial.name, spread(rate, noise=noise), batch=batch, data_wait=data_wait)
     own = {
         "exposed_communication_ms": communication if trial.workers > 1 else None,
-        "ranks_ms": tuple(ranks) or (1000 * batch / rate,) * trial.workers,
+        "ranks": tuple(map(spread, ranks)) or (spread(1000 * batch / rate),) * trial.workers,
         "nodes": tuple(nodes) or ("node-1",) * trial.workers,
         **({} if compute is None else {"compute_ms": compute}),
     }
@@ -131,10 +131,20 @@ def test_what_to_write_is_yaml(values: Mapping[str, Any]) -> None:
 
 
 def test_advice_reads_as_reason_and_change() -> None:
-    finding = Finding(reason="it is slow", values={"loader.num_workers": 2}, change="or wait")
+    finding = Finding(reason="it is slow", values={"loader.num_workers": 2}, change="or wait", is_measured=True)
     assert finding.advice == Advice(
         reason="it is slow", change="write loader.num_workers: 2; or wait", key="loader.num_workers"
     )
+
+
+def test_what_was_not_measured_is_a_question() -> None:
+    finding = Finding(reason="it is slow", values={"loader.num_workers": 2})
+    assert finding.advice == Advice(
+        reason="it is slow", change="try loader.num_workers: 2; not measured", key="loader.num_workers", measured=False
+    )
+    advice = everything_wrong()
+    assert [one.measured for one in advice] == [True, False, False, False, False]
+    assert all("write" not in one.change for one in advice[1:])
 
 
 # Strategy and workers
@@ -166,7 +176,19 @@ def test_more_workers_that_bring_nothing() -> None:
     """In the time of one core, two do hardly more."""
     (one, *_) = about("parallel.strategy", run(rate=102))
     assert "with 1 core instead of 2 cores" in one.reason
-    assert one.change == "write parallel.strategy: single, parallel.workers: 1"
+    assert one.change == "try parallel.strategy: single, parallel.workers: 1; not measured"
+    assert one.reason.startswith("ddp x 2 is not faster than single beyond the noise (100 and 102 samples/s)")
+
+
+@pytest.mark.parametrize(("noise", "windows"), [(90.0, 3), (0.0, 1)])
+def test_what_may_be_noise_is_not_advised(noise: float, windows: int) -> None:
+    """A ratio of 55 from windows that differ as much says nothing; of a single window nobody knows."""
+    end = measured(MAIN, 5_500)
+    rate = Spread(median=5_500, low=5_500 - 55 * noise, high=5_500 + 55 * noise, windows=windows)
+    result = end.result.model_copy(update={"samples_per_second": rate})
+    baseline = measured(BASELINE, 100, noise=noise)
+    advice = advised((BASELINE, baseline), (MAIN, end.model_copy(update={"result": result})), declared=SINGLE)
+    assert not any(one.measured for one in advice)
 
 
 def comparison(*, dp: float, ddp: float, losses: Sequence[float] = (2.0,) * 5) -> tuple[Advice, ...]:
@@ -234,7 +256,7 @@ def test_much_exchange_wants_larger_batches() -> None:
     (one,) = run(communication=100)  # of 337 ms
     assert one.reason == "ddp x 2 spends 100 ms of each step of 337 ms on exchange of gradients"
     assert one.change.startswith(
-        "write train.global_batch_size: 128, train.lr_scaling: {rule: linear, base_batch_size: 64}; "
+        "try train.global_batch_size: 128, train.lr_scaling: {rule: linear, base_batch_size: 64}; not measured; "
     )
 
 
@@ -264,7 +286,7 @@ def run_noisy(*, noise: float = 150, **main: Any) -> tuple[Advice, ...]:
     """Steps of 337 ms, some of them that much longer or shorter."""
     end = measured(MAIN, 190, **main)
     parts = end.result.parts
-    noisy = parts.model_copy(update={"step_ms": spread(parts.step_ms.median, noise=noise)})
+    noisy = parts.model_copy(update={"held_ms": spread(end.result.step_ms.median, noise=noise)})
     return advised((MAIN, end.model_copy(update={"result": end.result.model_copy(update={"parts": noisy})})))
 
 
@@ -341,7 +363,8 @@ def test_waiting_for_data_wants_loaders(now: int, wait: float, cores: int, wante
     declared = experiment(loader__num_workers=now)
     (one,) = run(data_wait=wait, declared=declared, cores=cores)
     assert one.reason == f"ddp x 2 waits {wait} ms of each step of 337 ms for data"
-    assert one.change == f"write loader.num_workers: {wanted}"
+    assert one.change.startswith(f"try loader.num_workers: {wanted}; not measured")
+    assert ("no idle cores" in one.change) == (2 + 2 * wanted > cores)
 
 
 def test_loaders_that_can_t_get_more_have_to_get_faster() -> None:
@@ -363,12 +386,22 @@ def test_a_wait_that_is_most_of_the_step_is_no_noise() -> None:
 def test_idle_cores_want_threads() -> None:
     (one,) = run(declared=experiment(parallel__cpus_per_worker=1), cores=8)
     assert one.reason == "ddp x 2 computes on 2 of 8 cores"
-    assert one.change == "write parallel.cpus_per_worker: 4"
+    assert one.change == "try parallel.cpus_per_worker: 4; not measured"
+
+
+def test_more_cores_that_were_measured_need_no_question() -> None:
+    """One process on both cores was no faster than on one."""
+    baseline, more = measured(BASELINE, 100), measured(ALL_CORES, 100)
+    declared = experiment(parallel__strategy="single", parallel__workers=1, parallel__cpus_per_worker=1)
+    one = samples.trial("main", "main")
+    ends = [(BASELINE, baseline), (one, measured(one, 100))]
+    assert [each.key for each in advised(*ends, declared=declared, cores=2)] == ["parallel.cpus_per_worker"]
+    assert advised(*ends, (ALL_CORES, more), declared=declared, cores=2) == ()
 
 
 def test_cores_on_each_of_two_nodes() -> None:
     (one,) = run(declared=experiment(parallel__cpus_per_worker=1), cores=8, nodes=SPREAD_OUT)
-    assert one.change == "write parallel.cpus_per_worker: 8"
+    assert one.change == "try parallel.cpus_per_worker: 8; not measured"
 
 
 @pytest.mark.parametrize(
@@ -397,16 +430,19 @@ def weak(rate: float, **keys: Any) -> tuple[Advice, ...]:
 def test_larger_global_batches_want_another_learning_rate() -> None:
     (one,) = weak(250)
     assert one.reason.startswith("ddp x 2 (weak) does 250 samples/s on global batches of 128")
-    assert "train.lr_scaling: {rule: linear, base_batch_size: 64}; if you train with" in one.change
+    assert "train.lr_scaling: {rule: linear, base_batch_size: 64}; not measured; if you train with" in one.change
     (other,) = run(declared=experiment(train__lr_scaling={"base_batch_size": 32}))
     assert other.reason == "global batches have 64 samples, the learning rate is for 32"
-    assert other.change == "write train.lr_scaling: {rule: linear, base_batch_size: 32}"
+    assert other.change == "try train.lr_scaling: {rule: linear, base_batch_size: 32}; not measured"
 
 
 def test_a_learning_rate_that_follows_or_has_no_reason_to() -> None:
     assert weak(250, train__lr_scaling={"rule": "linear", "base_batch_size": 64}) == ()
     assert weak(180) == ()
     assert run(declared=experiment(train__lr_scaling={"base_batch_size": 64})) == []
+
+
+SINGLE = experiment(parallel__strategy="single", parallel__workers=1)
 
 
 def test_a_straggler_is_named() -> None:
