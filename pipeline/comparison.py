@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pipeline.config.load import ExperimentFile
@@ -16,7 +17,7 @@ from pipeline.recording.console import print_report
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, recorded
 from pipeline.recording.terminal import Terminal
-from pipeline.runner import advised
+from pipeline.runner import advised, unharmed, warned
 from pipeline.speedup import Row, Unmeasured, publish
 from pipeline.speedup.report import Report
 
@@ -55,7 +56,8 @@ def compare(
                 comparison.measure(launcher)
         finally:
             if recorder.finished:
-                show(comparison.report(), recorder.folder)
+                with unharmed(terminal, "the report"):
+                    show(comparison.report(), recorder.folder)
     if comparison.failures:
         raise next(iter(comparison.failures.values()))
 
@@ -107,7 +109,8 @@ class _Comparison:
         for row in report.rows:
             self._tell(row, trial=row.trial)
         self._tell(report.main, trial="main")
-        for name in publish.save(report, self._recorder.folder):  # last, since a disk may be full
+        warn = partial(warned, self._terminal)
+        for name in publish.save(report, self._recorder.folder, warn=warn):  # last, since a disk may be full
             artifact(name, self._recorder)
         return report
 
@@ -144,8 +147,8 @@ class _Comparison:
     def _tell(self, row: Row, *, trial: str) -> None:
         """A row's figures as metrics of its run, so that the table of runs has them as columns."""
         figures = {
-            "throughput/samples_per_second": row.samples_per_second.median,
-            "time/step_ms": row.step_ms.median,
+            "samples_per_second": row.samples_per_second.median,
+            "step_ms": row.step_ms.median,
             "speedup": row.speedup,
             "efficiency": row.efficiency,
             "largest_loss_difference": row.largest_loss_difference,

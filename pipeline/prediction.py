@@ -8,7 +8,7 @@ from pipeline import registry
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.contract import Costs, Link, Scaling, TrialResult
-from pipeline.errors import ExperimentError, ResourceError, UsageError
+from pipeline.errors import ExperimentError, ResourceError, TrainingError, UsageError
 from pipeline.execution import execute, explained, launcher_of, prepare
 from pipeline.launchers.base import outer_rank
 from pipeline.plan import Plan
@@ -21,6 +21,7 @@ from pipeline.recording.terminal import Terminal
 from pipeline.resources import Resources
 from pipeline.speedup.forecast import FILE_NAME, Check, Forecast
 from pipeline.speedup.link import fit
+from pipeline.speedup.scaling import at_pace
 from pipeline.speedup.scaling import predict as predicted
 from pipeline.speedup.simulation import Workload
 from pipeline.strategies import ddp
@@ -98,7 +99,7 @@ def workload_of(
     """What the model needs to know of a training, from its probes."""
     assert alone.costs is not None
     options = _options(experiment)
-    return Workload(
+    workload = Workload(
         costs=alone.costs,
         global_batch_size=experiment.train.global_batch_size,
         micro_batches=experiment.train.gradient_accumulation,
@@ -108,6 +109,7 @@ def workload_of(
         backend="nccl" if device == "cuda" else "gloo",
         slowdown=_slowdown(alone.costs, together.costs) if together and together.costs else 1.0,
     )
+    return at_pace(workload, step_ms=alone.step_ms.median)
 
 
 def _options(experiment: Experiment) -> ddp.Options:
@@ -154,16 +156,18 @@ def _forecast(
 ) -> Forecast:
     results = {end.result.trial: end.result for end in recorder.finished}
     alone, together = results["alone"], results.get("together")
-    workload = workload_of(plan.experiment, alone, together, device=plan.main.device)
-    assert alone.costs is not None
+    if alone.costs is None:
+        raise TrainingError("nothing can be predicted: what a prediction needs could not be measured, see the warning")
     largest = alone.costs.curve[-1]
+    workload = workload_of(plan.experiment, alone, together, device=plan.main.device)
     check = None
     if together is not None and together.costs is not None:
         count = together.costs.world_size
         link = fit(together.costs.all_reduces, workers=count, backend=workload.backend)
         measured = together.samples_per_second.median / alone.samples_per_second.median
         check = Check(workers=count, measured=measured, predicted=predicted(workload, link, workers=count).speedup)
-    assert link is not None  # given, or measured together
+    if link is None:
+        raise TrainingError("the link could not be measured, see the warning; give it, e.g. --link 10Gbit,50us")
     return Forecast.of(
         workload,
         link,

@@ -1,15 +1,18 @@
 """The whole story of ``pipeline run`` on one screen: check, plan, launch, report."""
 
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from pipeline import preflight, recovery
 from pipeline.config.load import ExperimentFile
 from pipeline.contract import Trial
 from pipeline.elastic import as_ended, course, is_elastic, remark
-from pipeline.errors import UsageError
+from pipeline.errors import PipelineError, UsageError
 from pipeline.events import Metrics, Point
 from pipeline.execution import execute, explained, launcher_of, prepare
 from pipeline.following import follow
@@ -26,6 +29,8 @@ from pipeline.speedup import publish
 from pipeline.speedup.advise import advise
 from pipeline.speedup.report import Report
 from pipeline.training.checkpoints.storage import Storage, address_of
+
+_log = logging.getLogger(__name__)
 
 
 def run(
@@ -74,9 +79,10 @@ def run(
                     execute(placed, launcher=launcher, recorder=recorder, file=file)
         finally:
             if any(end.result.trial == plan.main.name for end in recorder.finished):
-                measured = report(plan, recorder, terminal=terminal)
-                if show is not None:
-                    show(measured, recorder.folder)
+                with unharmed(terminal, "the report"):
+                    measured = report(plan, recorder, terminal=terminal)
+                    if show is not None:
+                        show(measured, recorder.folder)
 
 
 def make(file: ExperimentFile, *, with_baseline: bool) -> Plan:
@@ -124,9 +130,32 @@ def report(plan: Plan, recorder: Recorder, *, terminal: Terminal) -> Report:
         points = (Point("speedup", step, result.speedup), Point("efficiency", step, result.efficiency))
         epochs = plan.experiment.train.epochs
         recorder.receive(Metrics(time=time.time(), trial=plan.main.name, step=step, epoch=epochs, points=points))
-    for name in publish.save(result, recorder.folder):  # last, since a disk may be full
+    warn = partial(warned, terminal)
+    for name in publish.save(result, recorder.folder, warn=warn):  # last, since a disk may be full
         artifact(name, recorder)
     return result
+
+
+def warned(terminal: Terminal, message: str) -> None:
+    """Tell of something that is missing."""
+    terminal.warnings.print(message, style="yellow", markup=False, highlight=False)
+
+
+@contextmanager
+def unharmed(terminal: Terminal, what: str) -> Iterator[None]:
+    """Tell of a failure inside, and go on: what was measured is in the journal.
+
+    Raises:
+        PipelineError: it is meant for the user.
+        OSError: nothing can be written.
+    """
+    try:
+        yield
+    except (PipelineError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a mistake of ours that must not cost a training
+        _log.warning("%s failed", what, exc_info=error)
+        warned(terminal, f"{what} could not be made: {type(error).__name__}: {error}; what was measured is kept")
 
 
 def advised(report: Report, plan: Plan) -> Report:

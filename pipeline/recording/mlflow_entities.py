@@ -72,11 +72,15 @@ def counts(event: Started) -> dict[str, str]:
 
 
 def figures(event: Finished) -> Iterator[Point]:
-    """What a trial measured, as metrics at its last step."""
+    """What a trial measured, as metrics at its last step.
+
+    Throughput and step time are those of the report; the series of their windows have names of their own,
+    ``throughput/samples_per_second`` and ``time/step_ms``.
+    """
     result = event.result
     values = {
-        "throughput/samples_per_second": result.samples_per_second.median,
-        "time/step_ms": result.step_ms.median,
+        "samples_per_second": result.samples_per_second.median,
+        "step_ms": result.step_ms.median,
         "time/compute_ms": result.parts.compute_ms,
         "time/exposed_communication_ms": result.parts.exposed_communication_ms,
         "time/data_wait_ms": result.parts.data_wait_ms,

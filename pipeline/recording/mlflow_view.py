@@ -19,7 +19,7 @@ TAG = f"mlflow.sharedViewState.{VIEW}"
 _ALWAYS = {"0": 50, "attributes.`Run Name`": 275, "runDateAndNestInfo": 145}
 """Columns that can't be taken away, as the table calls them; the widths are in pixels."""
 _TAGS = {"strategy": 75, "world_size": 85, "launcher": 75}
-_METRICS = {"speedup": 75, "efficiency": 80, "throughput/samples_per_second": 150}
+_METRICS = {"speedup": 75, "efficiency": 80, "samples_per_second": 150}
 _LOSSES = {"validation/loss": 100, "train/loss": 80}
 _METRIC_KEY = "metrics."  # of the experiment's metrics, among the flattened parameters
 _MOST_METRICS = 8  # more can't be read without scrolling

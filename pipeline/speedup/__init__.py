@@ -13,8 +13,10 @@ from typing import Any, Literal
 
 from pipeline.config.values import Frozen
 from pipeline.contract import Held, Role, Scaling, Spread, StepParts, Trial
+from pipeline.estimates import noise, over
+from pipeline.estimates import ratio as ratio_of
 from pipeline.events import Finished
-from pipeline.speedup.repeats import over, parts_of
+from pipeline.speedup.repeats import parts_of
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -22,6 +24,8 @@ LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2,
 
 Relative to the loss where it is larger than 1.
 """
+ACCURACY = 0.1
+"""How exactly the parts of a step are measured at best, relative to the step."""
 FIRST_STEPS = 3
 """Training amplifies rounding, by a factor of 100 a step with batch norm and a high learning rate: a training that is
 the same in its first steps and drifts apart later may well be the same. The first step shows the forward pass, the
@@ -125,7 +129,7 @@ class Row(Frozen):
             "first_loss_difference": max(differences[:FIRST_STEPS], default=None),
         }
         if not (self.is_one_replica_dp or self.measures_again(baseline)):
-            ratios = self._ratios(baseline)
+            ratios = self.throughput_over(baseline)
             figures |= {"speedup": ratios.median, "speedup_low": ratios.low, "speedup_high": ratios.high}
             if not (self.role == "reference" and self.replicas == baseline.replicas):  # more cores: no more replicas
                 figures["efficiency"] = ratios.median / (self.replicas / baseline.replicas)
@@ -163,22 +167,51 @@ class Row(Frozen):
     @property
     def share_of_communication(self) -> float:
         """Exposed communication as a fraction of the step."""
-        return (self.parts.exposed_communication_ms or 0.0) / self.parts.step_ms.median
+        return (self.parts.exposed_communication_ms or 0.0) / self.step_ms.median
 
     @property
     def share_of_data_wait(self) -> float:
         """Data wait as a fraction of the step."""
-        return self.parts.data_wait_ms / self.parts.step_ms.median
+        return self.parts.data_wait_ms / self.step_ms.median
 
-    def _ratios(self, baseline: "Row") -> Spread:
-        """Throughput over the baseline's; repeats are compared in pairs, since the machine drifts."""
-        if min(len(self.repeats), len(baseline.repeats)) > 1:  # an interrupted comparison has more of the baseline
-            ratios = [own / base for own, base in zip(self.repeats, baseline.repeats, strict=False)]
-            return Spread(median=median(ratios), low=min(ratios), high=max(ratios), windows=len(ratios))
-        own, base = self.samples_per_second, baseline.samples_per_second
-        return Spread(
-            median=own.median / base.median, low=own.low / base.high, high=own.high / base.low, windows=own.windows
-        )
+    @property
+    def noise_ms(self) -> float:
+        """How far the step and the parts of it may be apart by noise alone."""
+        held = self.parts.held_ms
+        return noise(self.step_ms) + (noise(held) if held is not None else 0.0)
+
+    @property
+    def unexplained_ms(self) -> float:
+        """What the step takes longer than its parts (negative: shorter), 0 within the noise of both."""
+        if (together := self.parts.sum_ms) is None or self.step_ms.windows < 2:
+            return 0.0
+        missed = self.step_ms.median - together
+        return missed if abs(missed) > max(self.noise_ms, ACCURACY * self.step_ms.median) else 0.0
+
+    @property
+    def ratio(self) -> Spread | None:
+        """The speedup and its range; None where no speedup may be claimed."""
+        if self.speedup is None or self.speedup_low is None or self.speedup_high is None:
+            return None
+        windows = self.samples_per_second.windows
+        return Spread(median=self.speedup, low=self.speedup_low, high=self.speedup_high, windows=windows)
+
+    @property
+    def efficiencies(self) -> Spread | None:
+        """The efficiency and its range; None where replicas are not what differs."""
+        if (ratio := self.ratio) is None or not self.efficiency:
+            return None
+        factor = self.efficiency / ratio.median
+        return Spread(median=self.efficiency, low=factor * ratio.low, high=factor * ratio.high, windows=ratio.windows)
+
+    def throughput_over(self, other: "Row") -> Spread:
+        """Throughput over that of another row; repeats are compared in pairs, since the machine drifts.
+
+        An interrupted comparison may have more repeats of one of them.
+        """
+        repeated = min(len(self.repeats), len(other.repeats)) > 1
+        pairs = list(zip(self.repeats, other.repeats, strict=False)) if repeated else ()
+        return ratio_of(self.samples_per_second, other.samples_per_second, pairs=pairs)
 
     def _loss_differences(self, baseline: "Row") -> list[float]:
         """By step; empty where the global batches are not the same ones."""
@@ -210,3 +243,5 @@ class Advice(Frozen):
     """What to do, with the line of YAML where there is one, e.g. "write loader: {num_workers: 2}"."""
     key: str = ""
     """The key in the experiment file that the change is about; empty where it is about the machine."""
+    measured: bool = True
+    """Whether the change was measured to be faster in this run; otherwise it is worth a try."""

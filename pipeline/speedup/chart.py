@@ -13,12 +13,13 @@ from matplotlib.transforms import ScaledTranslation, Transform
 
 from pipeline.speedup import Row, Unmeasured
 from pipeline.speedup.report import Report
-from pipeline.speedup.tables import amount, speedup
+from pipeline.speedup.tables import rate, speedup
 
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with any colour vision; greys carry no meaning.
 _BLUE, _SKY, _ORANGE, _PURPLE = "#0072B2", "#56B4E9", "#E69F00", "#CC79A7"
 _INK, _MUTED, _RULE, _OTHER, _TRACK = "#1B1F24", "#59636E", "#E4E7EB", "#A8B1BB", "#E9EDF1"
 _PARTS = (("compute", _SKY), ("exposed comm.", _ORANGE), ("data wait", _PURPLE), ("rest", _OTHER))
+_UNEXPLAINED = "unexplained"
 
 _WIDTH, _DPI = 10.0, 160  # inches; 1600 pixels, sharp at 1000
 _BAR = 0.56
@@ -84,7 +85,7 @@ def _linear(row: Row, baseline: Row) -> float:
 
 def _rate(row: Row, *, has_interval: bool) -> str:
     ratio = "" if row.speedup is None else f"  {speedup(row, has_interval=has_interval)}"
-    return f"{amount(row.samples_per_second.median)}{ratio}"
+    return f"{rate(row.samples_per_second)}{ratio}"
 
 
 def _names(axes: Axes, entries: Sequence[Row | Unmeasured], places: Sequence[float]) -> None:
@@ -112,15 +113,24 @@ def _step(axes: Axes, entries: Sequence[Row | Unmeasured], places: Sequence[floa
     for (name, colour), widths in zip(_PARTS, zip(*parts, strict=True), strict=True):
         axes.barh(at, widths, left=starts, height=_BAR, color=colour, label=name)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    labels = [f"{amount(row.step_ms.median)} ms" for row in rows]
-    for label, start, place in zip(labels, starts, at, strict=True):
-        _label(axes, label, at=start, row=place)
+    steps = [row.step_ms.median for row in rows]
+    missing = [max(0.0, row.unexplained_ms) for row in rows]
+    if any(missing):
+        axes.barh(
+            at, missing, left=starts, height=_BAR, color="white", edgecolor=_OTHER, hatch="////", linewidth=0,
+            label=_UNEXPLAINED,
+        )  # fmt: skip
+    axes.barh(at, steps, height=_BAR, fill=False, edgecolor=_INK, linewidth=1.0)  # the step as it was in training
+    labels = [f"{rate(row.step_ms)} ms" for row in rows]
+    ends = [max(start, step) for start, step in zip(starts, steps, strict=True)]
+    for label, end, place in zip(labels, ends, at, strict=True):
+        _label(axes, label, at=end, row=place)
     axes.legend(
-        loc="lower left", bbox_to_anchor=(-0.012, 1), bbox_transform=axes.transAxes + _up(axes, 2), ncols=4,
-        frameon=False, fontsize=8.5, labelcolor=_MUTED, handlelength=0.9, handleheight=0.9, handletextpad=0.5,
-        columnspacing=1.1, borderaxespad=0.1,
+        loc="lower left", bbox_to_anchor=(-0.012, 1), bbox_transform=axes.transAxes + _up(axes, 2), ncols=5,
+        frameon=False, fontsize=8.5 if not any(missing) else 7.5, labelcolor=_MUTED, handlelength=0.9, handleheight=0.9,
+        handletextpad=0.5, columnspacing=1.1 if not any(missing) else 0.8, borderaxespad=0.1,
     )  # fmt: skip
-    _frame(axes, "One step, ms", right=_right(starts, labels, axes))
+    _frame(axes, "One step, ms", right=_right(ends, labels, axes))
 
 
 def _measured(
@@ -134,7 +144,7 @@ def _measured(
 def _parts(row: Row) -> tuple[float, float, float, float]:
     """Milliseconds of `_PARTS`."""
     parts = row.parts
-    return parts.compute_ms, parts.exposed_communication_ms or 0.0, parts.data_wait_ms, parts.rest_ms
+    return parts.compute_ms or 0.0, parts.exposed_communication_ms or 0.0, parts.data_wait_ms, parts.rest_ms or 0.0
 
 
 def _right(ends: Sequence[float], labels: Sequence[str], axes: Axes) -> float:

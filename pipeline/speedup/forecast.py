@@ -7,7 +7,7 @@ from pipeline.config.values import Frozen
 from pipeline.contract import Link, Scaling
 from pipeline.speedup.scaling import WORTHWHILE, Prediction, counts_up_to, most, predict, worthwhile
 from pipeline.speedup.simulation import Workload
-from pipeline.speedup.tables import Table, amount
+from pipeline.speedup.tables import UNEVEN, Table, amount
 from pipeline.wording import counted
 
 FILE_NAME = "prediction.json"
@@ -58,6 +58,8 @@ class Forecast(Frozen):
     """Workers that ran side by side to measure the link; 0 if it was given."""
     slowdown: float
     """How much longer a worker computes beside those than alone."""
+    pace: float = 1.0
+    """How much longer one worker's steps take in training than their parts, measured one by one, add up to."""
     outlooks: tuple[Outlook, ...]
     check: Check | None = None
     """How well the model predicts what was measured here; None if only one worker ran."""
@@ -72,6 +74,7 @@ class Forecast(Frozen):
                 **facts,
                 "link": link,
                 "slowdown": workload.slowdown,
+                "pace": workload.pace,
                 "gradient_mb": sum(gradient.bytes for gradient in workload.costs.gradients) / 2**20,
                 "outlooks": tuple(_outlook(workload, link, workers=workers, scaling=scaling) for scaling in scalings),
             }
@@ -120,6 +123,11 @@ class Forecast(Frozen):
         yield f"link       {self.link.bandwidth_gbit:.3g} Gbit/s, {self.link.latency_us:.3g} us, {how}"
         if self.slowdown > 1:
             yield f"contention a worker computes {self.slowdown:.2f} times as long beside the others as alone"
+        if not 1 / UNEVEN <= self.pace <= UNEVEN:
+            yield (
+                f"scaled     a step in training took {self.pace:.2f} times what its parts add up to, measured one by "
+                "one: the machine was busy with other work in one of the two; all parts are scaled by that"
+            )
 
 
 def _outlook(workload: Workload, link: Link, *, workers: int, scaling: Scaling) -> Outlook:

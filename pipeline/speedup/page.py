@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from pipeline.speedup import FIRST_STEPS, Advice
 from pipeline.speedup.report import Report
-from pipeline.speedup.tables import with_spread
+from pipeline.speedup.tables import efficiency, speedup, with_spread
 
 _WINDOWS = (
     "Throughput and step time are the median of several windows, ± half of their range. The interval of a speedup is "
@@ -22,10 +22,11 @@ _REPEATS = (
     "ratios to the baseline within the same round, its interval the lowest and the highest of them."
 )
 _PARTS = (
-    "The parts of a step are measured by leaving something out, in turn, when training is over. Compute: forward and "
+    "Step and data wait are those of the training: what a step waits for its batches, on the rank that waits longest. "
+    "The other parts are measured by leaving something out, in turn, when training is over. Compute: forward and "
     "backward of the slowest rank on a batch held in memory, without exchange of gradients. Exposed communication: "
-    "what gradient exchange adds. Data wait: what the real loader adds to a batch held in memory. Rest: what the "
-    "optimizer, clipping and book-keeping add. Sum: all of these, to compare with the step measured in training."
+    "what gradient exchange adds. Rest: what the optimizer, clipping and book-keeping add. Sum: all of these, to "
+    "compare with the step."
 )
 _RESOURCES = (
     "Peak memory is what is allocated on a GPU, and what is resident of a process on CPU. The first step ends as many "
@@ -34,12 +35,14 @@ _RESOURCES = (
 
 
 def save_page(report: Report, chart: Path, path: Path) -> None:
-    """Write the page; ``chart`` is the PNG that `pipeline.speedup.chart.save_chart` has drawn."""
+    """Write the page; ``chart`` is the PNG that `pipeline.speedup.chart.save_chart` has drawn, if it could."""
     page = _template("report.html.jinja").render(
         report=report,
         rate=with_spread(report.main.samples_per_second),
+        speedup=speedup(report.main, has_interval=False),
+        efficiency=efficiency(report.main),
         advice=[(advice.reason.rstrip("."), tuple(marked(advice))) for advice in report.advice],
-        chart=b64encode(chart.read_bytes()).decode("ascii"),
+        chart=b64encode(chart.read_bytes()).decode("ascii") if chart.is_file() else "",
         method=tuple(_method(report)),
     )
     path.write_text(page, encoding="utf-8")

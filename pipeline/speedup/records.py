@@ -56,6 +56,8 @@ class CellRecord(Frozen):
     same_training: str | None = None
     gpu_utilization: tuple[float, ...] | None = None
     """Percent, of each GPU; None on CPU."""
+    unexplained_ms: float | None = None
+    """What a step takes longer than its parts, negative if shorter; 0 within the noise."""
     ranks_ms: tuple[float, ...] | None = None
 
     @classmethod
@@ -71,12 +73,12 @@ class CellRecord(Frozen):
             spread=Range(low=rate.low, high=rate.high),
             step_ms=entry.step_ms.median,
             gpu_utilization=entry.gpu_utilization or None,
+            ranks_ms=entry.parts.ranks_ms,
+            unexplained_ms=entry.unexplained_ms,
             **shared,
             **_relative(entry),
             **entry.model_dump(include={"role", "peak_memory_mb", "time_to_first_step_s", "compile_s"}),
-            **entry.parts.model_dump(
-                include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms", "ranks_ms"}
-            ),
+            **entry.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"}),
         )
 
 
@@ -134,7 +136,7 @@ def _relative(row: Row) -> dict[str, Any]:
 
 def _flat(row: Row) -> dict[str, Any]:
     listed = {"metrics", "options", "parts", "peak_memory_mb", "gpu_utilization", "losses", "repeats", "coupling"}
-    times = row.parts.model_dump(exclude={"step_ms", "ranks_ms", "nodes"})
+    times = row.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"})
     record: dict[str, Any] = {}
     for name, value in row.model_dump(mode="json", exclude=listed | {"held"}).items():
         if isinstance(value, dict):  # a spread

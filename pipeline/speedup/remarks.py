@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from pipeline.contract import Spread
+from pipeline.estimates import is_wide
 from pipeline.speedup import FIRST_STEPS, Row
-from pipeline.speedup.tables import amount
+from pipeline.speedup.tables import amount, rate
 
 
 def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
@@ -24,8 +26,8 @@ def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
     yield from _losses(rows)
     yield from (_all_cores(main, row) for row in rows if _has_all_cores(row, main))
     for row in rows:
-        if row.efficiency is not None and not row.is_resolved:
-            interval = f"{row.speedup:.2f}x ({row.speedup_low:.2f}x to {row.speedup_high:.2f}x)"
+        if row.ratio is not None and row.efficiency is not None and not row.is_resolved:
+            interval = _times(row.ratio)
             yield f"The speedup of {row.title}, {interval}, is not resolved: it is within the noise of its measurement."
     if any(row.samples_per_second.windows < 2 for row in rows):
         yield "Some throughput was measured in a single window, so its noise is unknown."
@@ -90,9 +92,18 @@ def _has_all_cores(row: Row, main: Row) -> bool:
 
 
 def _all_cores(main: Row, reference: Row) -> str:
-    own, other = main.samples_per_second, reference.samples_per_second
-    remark = (
-        f"One process with all {reference.devices} does {amount(other.median)} samples/s: "
-        f"on this machine {main.title} is {own.median / other.median:.2f}x that."
-    )
-    return remark if own.low > other.high else f"{remark} Data parallelism pays when devices are separate."
+    ratio = main.throughput_over(reference)
+    does = f"One process with all {reference.devices} does {rate(reference.samples_per_second)} samples/s"
+    separate = "Data parallelism pays when devices are separate."
+    if ratio.low <= 1 <= ratio.high:
+        return f"{does}: on this machine it and {main.title} are equally fast within the noise. {separate}"
+    remark = f"{does}: on this machine {main.title} is {_times(ratio)} that."
+    return remark if ratio.low > 1 else f"{remark} {separate}"
+
+
+def _times(ratio: Spread) -> str:
+    """A ratio with its range; the range alone where it is larger than the ratio."""
+    interval = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
+    if ratio.windows < 2:
+        return f"{ratio.median:.2f}x"
+    return interval if is_wide(ratio) else f"{ratio.median:.2f}x ({interval})"

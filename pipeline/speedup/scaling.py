@@ -16,6 +16,8 @@ Limit = Literal["compute", "latency", "bandwidth", "loader", "batch per worker",
 """What keeps a number of workers from being that many times as fast; compute: nothing else does."""
 
 MOST_WORKERS = 1024
+NO_LINK = Link(latency_us=0.0, bandwidth_gbit=math.inf)
+"""Of a worker that has none to talk to."""
 GOOD_EFFICIENCY = 0.9
 """From here on nothing but compute is said to be the limit."""
 WORTHWHILE = 1.1
@@ -71,6 +73,13 @@ def predict(workload: Workload, link: Link, *, workers: int, scaling: Scaling = 
         efficiency=speedup / workers,
         limit=_limit(step, base, share=share) if speedup / workers < GOOD_EFFICIENCY else "compute",
     )
+
+
+def at_pace(workload: Workload, *, step_ms: float) -> Workload:
+    """The workload whose one worker takes ``step_ms`` for a step, as it did in training."""
+    plain = workload.model_copy(update={"pace": 1.0})
+    alone = simulate(plain, NO_LINK, workers=1, batch=workload.global_batch_size)
+    return plain.model_copy(update={"pace": step_ms / alone.total})
 
 
 def most(workload: Workload, *, scaling: Scaling) -> int:

@@ -2,6 +2,7 @@
 
 It is simulated from what a probe measured (`pipeline.contract.Costs`) and the link between the workers:
 
+0. One worker's step is that of its training: what its parts add up to is scaled to it, in every prediction.
 1. Loading: each worker loads its share. Without loader processes that adds to the step; with W of them, a step can't
    be shorter than loading its batches divided by W.
 2. DDP broadcasts rank 0's buffers (BatchNorm's statistics) before the first forward pass.
@@ -48,6 +49,8 @@ class Workload(Frozen):
     backend: Backend = "gloo"
     slowdown: float = 1.0
     """How much longer a worker computes beside others than alone, because they share memory or cores."""
+    pace: float = 1.0
+    """How much longer one worker's steps take in training than their parts, measured one by one, add up to."""
 
 
 class Step(Frozen):
@@ -71,7 +74,10 @@ def simulate(workload: Workload, link: Link, *, workers: int, batch: int) -> Ste
     costs = workload.costs
     micro_batches = min(workload.micro_batches, batch)
     size = batch / micro_batches
-    forward, backward, load = (_at(costs, size, name) for name in ("forward_ms", "backward_ms", "data_ms"))
+    forward, backward, load = (
+        workload.pace * _at(costs, size, name) for name in ("forward_ms", "backward_ms", "data_ms")
+    )
+    optimizer = workload.pace * costs.optimizer_ms
     slowdown = workload.slowdown if workers > 1 else 1.0
     exposed = bandwidth = 0.0
     if workers > 1:
@@ -79,13 +85,13 @@ def simulate(workload: Workload, link: Link, *, workers: int, batch: int) -> Ste
         fast = link.model_copy(update={"latency_us": 0.0})
         bandwidth = min(exposed, _exposed(workload, fast, workers=workers, backward_ms=backward * slowdown))
     compute = micro_batches * (forward + backward)
-    busy = compute * slowdown + costs.optimizer_ms + exposed
+    busy = compute * slowdown + optimizer + exposed
     loading = micro_batches * load
     wait = max(0.0, loading / workload.loader_workers - busy) if workload.loader_workers else loading
     return Step(
         compute=compute,
         contention=compute * (slowdown - 1),
-        optimizer=costs.optimizer_ms,
+        optimizer=optimizer,
         loader=wait,
         latency=exposed - bandwidth,
         bandwidth=bandwidth,

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from pipeline.estimates import is_wide
 from pipeline.speedup import Advice, Row
-from pipeline.speedup.tables import amount, low_to_high
+from pipeline.speedup.tables import efficiency, low_to_high, rate
 
 
 def best(rows: Sequence[Row]) -> Row:
@@ -21,13 +22,14 @@ def best(rows: Sequence[Row]) -> Row:
 def headline(rows: Sequence[Row]) -> str:
     """The result in one sentence."""
     main, baseline = best(rows), rows[0]
-    rate = f"{main.title} does {amount(main.samples_per_second.median)} samples/s"
-    if main.speedup is None:
-        return f"{rate}; no speedup is claimed."
-    interval = f"{main.speedup_low:.2f}x to {main.speedup_high:.2f}x"
-    ratio = f"{main.speedup:.2f}x the throughput of {baseline.title} ({interval})"
+    does = f"{main.title} does {rate(main.samples_per_second)} samples/s"
+    if main.ratio is None:
+        return f"{does}; no speedup is claimed."
+    interval = f"{main.ratio.low:.2f}x to {main.ratio.high:.2f}x"
+    throughput = f"the throughput of {baseline.title}"
+    times = f"{interval} {throughput}" if is_wide(main.ratio) else f"{main.speedup:.2f}x {throughput} ({interval})"
     losses = ", with other losses" if main.same_training == "no" else ""
-    return f"{_rank(main, rows)}{rate}: {ratio}, scaling efficiency {main.efficiency:.0%}{losses}."
+    return f"{_rank(main, rows)}{does}: {times}, scaling efficiency {efficiency(main)}{losses}."
 
 
 def outcome(row: Row) -> str:

@@ -1,10 +1,11 @@
 """The tables of a report as text: the same words in the terminal, in Markdown and on the page."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from pipeline.config.values import Frozen
 from pipeline.contract import Spread
+from pipeline.estimates import is_wide, noise
 from pipeline.speedup import Row, Unmeasured
 
 UNEVEN = 1.1
@@ -30,18 +31,23 @@ class Straggler(Frozen):
 
     rank: int
     node: str
+    others_ms: float
+    """What the others take for a step, in the median."""
     ratio: float
-    """Its time for a step over the median of the others'."""
+    """Its time for a step over theirs."""
 
     @classmethod
     def of(cls, row: Row) -> "Straggler | None":
-        """The slowest rank, if it is slower than the others by more than `UNEVEN`."""
-        times = row.parts.ranks_ms
-        if len(times) < 2:
+        """The slowest rank, if it is slower than the others by more than `UNEVEN`, and was in every round."""
+        paces = row.parts.ranks
+        if len(paces) < 2:
             return None
-        rank = times.index(max(times))
-        ratio = times[rank] / median([*times[:rank], *times[rank + 1 :]])
-        return cls(rank=rank, node=row.parts.nodes[rank], ratio=ratio) if ratio > UNEVEN else None
+        rank = max(range(len(paces)), key=lambda rank: paces[rank].median)
+        others = [pace for other, pace in enumerate(paces) if other != rank]
+        usual = median(pace.median for pace in others)
+        if usual * UNEVEN >= paces[rank].median or paces[rank].low <= median(pace.high for pace in others):
+            return None
+        return cls(rank=rank, node=row.parts.nodes[rank], others_ms=usual, ratio=paces[rank].median / usual)
 
 
 def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bool) -> Table:
@@ -51,7 +57,7 @@ def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bo
         ("devices", lambda row: row.devices),
         ("samples/s", lambda row: with_spread(row.samples_per_second)),
         ("speedup", lambda row: speedup(row, has_interval=has_intervals)),
-        ("efficiency", lambda row: "-" if row.efficiency is None else f"{row.efficiency:.0%}"),
+        ("efficiency", efficiency),
     ]
     rows = [entry for entry in entries if isinstance(entry, Row)]
     if any(row.same_training for row in rows):
@@ -61,8 +67,23 @@ def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bo
         header=tuple(name for name, _ in columns),
         rows=tuple(_result(entry, columns) for entry in entries),
         emphasis=next((index for index, entry in enumerate(entries) if entry == main), None),
-        notes=tuple(f"{cell.title} is not measured: {cell.reason.rstrip('.')}." for cell in unmeasured),
+        notes=(*(f"{cell.title} is not measured: {cell.reason.rstrip('.')}." for cell in unmeasured), *_doubts(rows)),
     )
+
+
+def _doubts(rows: Sequence[Row]) -> Iterator[str]:
+    """Why a range stands where a figure is expected."""
+    wide = [row.title for row in rows if is_wide(row.samples_per_second) or (row.ratio and is_wide(row.ratio))]
+    if wide:
+        yield (
+            f"{_listed(wide)}: measurements of the same differ by more than the figure, so only their range is shown. "
+            "The machine was busy with other work; measure again when it is quiet."
+        )
+    if any(row.efficiency and row.efficiency > 1 for row in rows if row.title not in wide):
+        yield (
+            "An efficiency above 100% is not what parallel workers gain: it is noise, or smaller shares fit the caches "
+            "better, so only its range is shown."
+        )
 
 
 def step_parts(rows: Sequence[Row]) -> Table:
@@ -83,10 +104,20 @@ def step_parts(rows: Sequence[Row]) -> Table:
         ("sum", lambda row: shown(row.parts.sum_ms)),
     ]
     stragglers = [(row, found) for row in rows if (found := Straggler.of(row))]
+    missed = [row for row in rows if row.unexplained_ms]
+    unknown = [row.title for row in rows if row.parts.sum_ms is None]
     notes = [
         f"{row.title}: rank {found.rank} on {found.node} takes {found.ratio:.2f}x the time of the other ranks."
         for row, found in stragglers
     ]
+    notes += [
+        f"{row.title}: the parts add up to {amount(row.parts.sum_ms or 0.0)} ms, {amount(abs(row.unexplained_ms))} ms "
+        f"{'less' if row.unexplained_ms > 0 else 'more'} than a step, beyond the noise: the machine was busy with "
+        "other work, loader processes among it, in the training or while they were measured."
+        for row in missed
+    ]
+    if unknown:
+        notes.append(f"{_listed(unknown)}: the parts of a step could not be measured.")
     return _table("Where a step's time goes, ms", columns, rows, notes=notes)
 
 
@@ -115,9 +146,20 @@ def speedup(row: Row, *, has_interval: bool) -> str:
     """The speedup as text, e.g. "1.90x" or "1.90x (1.79-2.02)"."""
     if row.role == "baseline":
         return "baseline"
-    if row.speedup is None:
+    if (ratio := row.ratio) is None:
         return "-"
-    return f"{row.speedup:.2f}x" + (f" ({row.speedup_low:.2f}-{row.speedup_high:.2f})" if has_interval else "")
+    if is_wide(ratio):
+        return f"{ratio.low:.2f}x to {ratio.high:.2f}x"
+    return f"{ratio.median:.2f}x" + (f" ({ratio.low:.2f}-{ratio.high:.2f})" if has_interval else "")
+
+
+def efficiency(row: Row) -> str:
+    """The efficiency as text, e.g. "95%"; its range where that is larger than the figure, or the figure is above 1."""
+    if (figure := row.efficiencies) is None:
+        return "-"
+    if is_wide(figure) or figure.median > 1:
+        return f"{figure.low:.0%} to {figure.high:.0%}"
+    return f"{figure.median:.0%}"
 
 
 def amount(value: float) -> str:
@@ -125,13 +167,23 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def rate(spread: Spread) -> str:
+    """The figure; where its range is larger than itself, the range, e.g. "120 to 980"."""
+    return f"{amount(spread.low)} to {amount(spread.high)}" if is_wide(spread) else amount(spread.median)
+
+
 def with_spread(spread: Spread, *, decimals: int | None = None) -> str:
-    """The median and half the range, e.g. "375 ± 14"; a single window has no range."""
+    """The figure and half the range, e.g. "375 ± 14"; a single window has no range.
+
+    Where the range is larger than the figure, the range alone, e.g. "120 to 980".
+    """
 
     def shown(value: float) -> str:
         return amount(value) if decimals is None else f"{value:,.{decimals}f}"
 
-    half = (spread.high - spread.low) / 2
+    if is_wide(spread):
+        return f"{shown(spread.low)} to {shown(spread.high)}"
+    half = noise(spread)
     rounded = round(half) if decimals is None and abs(spread.median) >= 100 else half
     return shown(spread.median) if spread.windows < 2 else f"{shown(spread.median)} ± {shown(rounded)}"
 
@@ -153,6 +205,10 @@ def _result(entry: Row | Unmeasured, columns: Sequence[Column]) -> tuple[str, ..
     if isinstance(entry, Row):
         return tuple(text(entry) for _, text in columns)
     return (entry.title, *("not measured" if name == "speedup" else "-" for name, _ in columns[1:]))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _seconds(value: float | None) -> str:

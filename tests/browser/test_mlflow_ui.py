@@ -106,7 +106,7 @@ def test_the_table_of_runs_says_without_a_click_what_they_reached(shown: Shown, 
     with pages.open(link, ready=names, name="runs", size=WIDE) as page:
         tags, metrics = (
             ["strategy", "world_size", "launcher"],
-            ["speedup", "efficiency", "throughput/samples_per_second"],
+            ["speedup", "efficiency", "samples_per_second"],
         )
         reached = ["validation/accuracy", "validation/loss", "train/loss"]
         assert columns(page) == ["Run Name", "Created", *tags, *metrics, *reached, "Duration"]

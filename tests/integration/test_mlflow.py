@@ -117,11 +117,11 @@ def finished(trial: str, *, memory: tuple[float, ...]) -> Finished:
         samples_per_second=Spread(median=640.0, low=600.0, high=650.0, windows=3),
         step_ms=Spread(median=12.5, low=12.0, high=13.0, windows=3),
         parts=StepParts(
-            step_ms=Spread(median=12.6, low=12.0, high=13.0, windows=3),
+            held_ms=Spread(median=12.6, low=12.0, high=13.0, windows=3),
             compute_ms=11.0,
             data_wait_ms=0.25,
             rest_ms=1.25,
-            ranks_ms=(12.5,),
+            ranks=(Spread(median=12.5, low=12.0, high=13.0, windows=7),),
             nodes=("node-1",),
         ),
         peak_memory_mb=memory,
@@ -271,7 +271,7 @@ def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
     assert run.data.params["many.119"] == "119"
     assert len(run.data.params["model.layers"]) == 6000
     assert run.data.params["model.layers"].endswith("[cut]")
-    assert run.data.metrics["throughput/samples_per_second"] == 640.0
+    assert run.data.metrics["samples_per_second"] == 640.0
     assert run.data.metrics["memory/peak_mb"] == 120.0
     assert run.data.metrics["memory/peak_mb_rank_1"] == 120.0
     assert run.data.metrics["time_to_first_step_s"] == 2.5

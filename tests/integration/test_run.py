@@ -77,6 +77,8 @@ def test_there_is_one_run_with_a_child_for_each_measurement(runs: dict[str, Run]
         "train/learning_rate",
         "validation/loss",
         "validation/accuracy",
+        "samples_per_second",
+        "step_ms",
         "throughput/samples_per_second",
         "time/step_ms",
         "time/exposed_communication_ms",
@@ -109,8 +111,8 @@ def test_evaluation_is_there_for_each_epoch(client: MlflowClient, main: Run) -> 
 def test_children_have_what_they_measured(runs: dict[str, Run]) -> None:
     for role in ("baseline", "reference"):
         metrics = runs[role].data.metrics
-        assert metrics["throughput/samples_per_second"] > 0
-        assert metrics["time/step_ms"] > 0
+        assert metrics["samples_per_second"] > 0
+        assert metrics["step_ms"] > 0
         assert "time/exposed_communication_ms" not in metrics  # one process exchanges nothing
         assert "validation/accuracy" not in metrics
 
@@ -200,7 +202,7 @@ def test_the_table_is_shown_as_one(artifacts: Path, main: Run) -> None:
 def test_the_speedup_is_the_ratio_of_what_was_measured(artifacts: Path, main: Run, runs: dict[str, Run]) -> None:
     report = Report.model_validate_json((artifacts / "speedup.json").read_text())
     ratio = report.main.samples_per_second.median / report.rows[0].samples_per_second.median
-    throughput = runs["baseline"].data.metrics["throughput/samples_per_second"]
+    throughput = runs["baseline"].data.metrics["samples_per_second"]
 
     assert [row.role for row in report.rows] == ["baseline", "reference", "main"]
     assert main.data.metrics["speedup"] == pytest.approx(ratio)

@@ -9,7 +9,7 @@ from pipeline.contract import AllReduce, BatchCost, Costs, Gradient, Link
 from pipeline.errors import UsageError
 from pipeline.speedup.forecast import Check, Forecast
 from pipeline.speedup.link import broadcast_ms, fit, latency_ms, parse, transfer_ms
-from pipeline.speedup.scaling import counts_up_to, most, predict, worthwhile
+from pipeline.speedup.scaling import at_pace, counts_up_to, most, predict, worthwhile
 from pipeline.speedup.simulation import Workload, buckets
 
 MB = 1_000_000
@@ -343,3 +343,13 @@ def test_forecast_says_how_far_off_it_was():
 def test_forecast_survives_json():
     found = forecast(Check(workers=2, measured=1.6, predicted=1.8))
     assert Forecast.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.parametrize("step_ms", [96.0, 192.0, 500.0])
+def test_one_worker_is_predicted_as_it_was_measured(step_ms: float) -> None:
+    """The parts of its step add up to 192 ms, whatever its training took."""
+    measured = at_pace(workload(data_ms=0.0), step_ms=step_ms)
+    one, two = (predict(measured, PERFECT, workers=count) for count in (1, 2))
+    assert one.step_ms == pytest.approx(step_ms)
+    assert one.samples_per_second == pytest.approx(64e3 / step_ms)
+    assert two.step_ms == pytest.approx(step_ms / 2)
