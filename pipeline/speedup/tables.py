@@ -8,6 +8,8 @@ from pipeline.contract import Spread
 from pipeline.estimates import is_wide, noise
 from pipeline.speedup import Row, Unmeasured
 
+SHORT_MS = 5.0
+"""Of steps that are shorter, reports to the driver are more than a few percent."""
 UNEVEN = 1.1
 """Devices or ranks that differ by a smaller factor count as equal."""
 
@@ -112,13 +114,21 @@ def step_parts(rows: Sequence[Row]) -> Table:
     ]
     notes += [
         f"{row.title}: the parts add up to {amount(row.parts.sum_ms or 0.0)} ms, {amount(abs(row.unexplained_ms))} ms "
-        f"{'less' if row.unexplained_ms > 0 else 'more'} than a step, beyond the noise: the machine was busy with "
-        "other work, loader processes among it, in the training or while they were measured."
+        f"{'less' if row.unexplained_ms > 0 else 'more'} than a step, beyond the noise: {_why(row)}."
         for row in missed
     ]
     if unknown:
         notes.append(f"{_listed(unknown)}: the parts of a step could not be measured.")
     return _table("Where a step's time goes, ms", columns, rows, notes=notes)
+
+
+def _why(row: Row) -> str:
+    """What makes the parts miss the step."""
+    busy = (
+        "the machine was busy with other work, loader processes among it, in the training or while they were measured"
+    )
+    is_short = row.unexplained_ms > 0 and row.step_ms.median < SHORT_MS
+    return f"reports take a share of so short a step, or {busy}" if is_short else busy
 
 
 def resources(rows: Sequence[Row]) -> Table:

@@ -67,7 +67,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None =
         steps=setup.steps,
         samples_per_second=spread([lap.samples_per_second for lap in steady]),
         step_ms=spread([lap.step_ms for lap in steady]),
-        parts=waits(setup, steady),
+        parts=waits(setup, laps=steady),
         peak_memory_mb=announce.peak_memory_mb(setup),
         held=announce.held(setup),
         gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=rank))),
@@ -84,7 +84,7 @@ def measured(setup: Setup, result: TrialResult, *, laps: Sequence[Lap], outbox: 
     """The result with all that is measured once the training is done. What fails of that never costs the result."""
     trial = setup.trial
     afterwards = Afterwards(setup, result, outbox=outbox)
-    parts = afterwards.measure("the parts of a step", lambda: probe(setup, laps, known=result.parts))
+    parts = afterwards.measure("the parts of a step", lambda: probe(setup, laps=laps, known=result.parts))
     unused = afterwards.measure("unused parameters", lambda: unused_parameters(setup))
     known = afterwards.measure("what a prediction needs", lambda: costs(setup)) if trial.role == "probe" else None
     if trial.profile:

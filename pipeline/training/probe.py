@@ -29,7 +29,7 @@ Times = dict[str, list[float]]
 """Milliseconds of a step, by variant, one for each round."""
 
 
-def waits(setup: Setup, laps: Sequence[Lap]) -> StepParts:
+def waits(setup: Setup, *, laps: Sequence[Lap]) -> StepParts:
     """The part of a step that the training itself has timed, in the steady ones of its laps. Collective."""
     return StepParts(
         data_wait_ms=median(lap.data_wait_ms for lap in laps),
@@ -37,7 +37,7 @@ def waits(setup: Setup, laps: Sequence[Lap]) -> StepParts:
     )
 
 
-def probe(setup: Setup, laps: Sequence[Lap], *, known: StepParts) -> StepParts:
+def probe(setup: Setup, *, laps: Sequence[Lap], known: StepParts) -> StepParts:
     """The parts that are ``known`` and all others, after a training that had these steady laps. Collective."""
     step_ms = max(gather(laps[0].step_ms, rank=setup.rank))  # a rank with more steps would wait for ever
     with standstill(setup):

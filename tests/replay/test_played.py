@@ -72,7 +72,7 @@ def test_the_report_is_that_of_what_the_workers_measured(play: Play, lab: Path, 
     runs = {run.data.tags["role"]: run.data.metrics for run in store.runs("tiny")}
     assert runs["main"]["speedup"] == pytest.approx(report.speedup)
     assert runs["main"]["efficiency"] == pytest.approx(report.efficiency)
-    assert runs["baseline"]["throughput/samples_per_second"] == pytest.approx(rates["baseline"])
+    assert runs["baseline"]["samples_per_second"] == pytest.approx(rates["baseline"])
     page = (folder / "report.html").read_text()
     assert (folder / "speedup.png").read_bytes().startswith(b"\x89PNG")
     assert "data:image/png;base64," in page

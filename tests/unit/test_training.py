@@ -240,7 +240,7 @@ def test_events_come_in_order() -> None:
     started = outbox.events[0]
 
     assert outbox.kinds() == [
-        "started", "first_step", "metrics", "metrics", "metrics", "metrics", "model_saved",
+        "started", "first_step", "metrics", "metrics", "metrics", "metrics", "model_saved", "trained",
     ]  # fmt: skip
     assert isinstance(started, Started)
     assert (started.total_steps, started.steps_per_epoch, started.epochs) == (6, STEPS, 2)
@@ -279,7 +279,7 @@ def test_inputs_that_are_no_tensor_leave_the_weights_alone() -> None:
     """Without an example there is no signature, so no model."""
     _, outbox = toys.trained(data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
 
-    saved = outbox.events[-1]
+    saved = outbox.events[-2]
     assert isinstance(saved, ModelSaved)
     assert saved.example == ""
     assert list(outbox.files) == ["model/weights.pt"]
@@ -288,7 +288,7 @@ def test_inputs_that_are_no_tensor_leave_the_weights_alone() -> None:
 def test_a_model_that_is_not_to_be_logged_is_still_sent() -> None:
     _, outbox = toys.trained(tracking={"log_model": False})
 
-    assert outbox.kinds()[-1] == "metrics"
+    assert outbox.kinds()[-2:] == ["metrics", "trained"]
     assert list(outbox.files) == ["model/weights.pt"]
 
 

@@ -8,10 +8,9 @@ import torch
 import toys
 from torch import Tensor, nn
 
-from pipeline.contract import Rank, Spread, StepParts
+from pipeline.contract import Rank, StepParts
 from pipeline.training.build import build
 from pipeline.training.clock import Lap
-from pipeline.training.loop import train
 from pipeline.training.probe import probe, unused_parameters, waits
 from pipeline.training.setup import Setup
 
@@ -67,7 +66,7 @@ def laps(*, step_ms: float = 200.0, waits_ms: Sequence[float] = (0.0,)) -> list[
 
 
 def measured(ready: Setup, timed: Sequence[Lap]) -> StepParts:
-    return probe(ready, timed, known=waits(ready, timed))
+    return probe(ready, laps=timed, known=waits(ready, laps=timed))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -148,35 +147,3 @@ def test_no_more_is_read_than_one_step() -> None:
     Reads.read.clear()
     measured(ready, laps())
     assert len(Reads.read) == BATCH
-
-
-class Unstable(nn.Linear):
-    """Fails once the training is over."""
-
-    passes: ClassVar[int] = 0
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-        type(self).passes = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        type(self).passes += self.training
-        if self.passes > 6:
-            raise ValueError("an error of torch's\nwith more lines")
-        return super().forward(inputs)
-
-
-def test_a_probe_that_fails_costs_its_table_and_a_line() -> None:
-    trial = toys.trial(model={"_target_": "test_probe.Unstable"})
-    outbox = toys.Kept()
-    result = train(trial.model_copy(update={"allowed": (*trial.allowed, "test_probe")}), rank=Rank(), outbox=outbox)
-
-    assert (result.steps, len(result.losses)) == (6, 6)
-    assert (result.parts.compute_ms, result.parts.rest_ms, result.parts.sum_ms) == (None, None, None)
-    assert result.parts.data_wait_ms >= 0
-    assert isinstance(result.samples_per_second, Spread)
-    messages = [event.message for event in outbox.events if event.kind == "warned"]
-    assert messages[0] == (
-        "the parts of a step could not be measured, the training is not affected: an error of torch's"
-    )
-    assert outbox.kinds().count("trained") == 1
