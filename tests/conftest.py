@@ -1,3 +1,3 @@
 """What the tests share stands in tests/support."""
 
-pytest_plugins = ["leaks", "cost", "command", "launched", "census", "attempts", "s3", "baking", "recordings"]
+pytest_plugins = ["leaks", "cost", "groups", "command", "launched", "census", "attempts", "s3", "baking", "recordings"]

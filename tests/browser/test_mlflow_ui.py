@@ -21,8 +21,6 @@ from projects import project, run
 from stores import free_port
 
 pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.deep,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(CHROMIUM is None, reason=f"no Chromium here; install it: {INSTALL}"),
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),

@@ -10,7 +10,7 @@ from nodes import Nodes
 
 from pipeline.doctor.examination import Examination
 
-pytestmark = [pytest.mark.deep, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_between_nodes_another_torch_is_named_and_a_slow_link_measured(tmp_path: Path) -> None:

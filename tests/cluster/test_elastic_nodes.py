@@ -11,7 +11,7 @@ from projects import PATIENCE_S, Ran, line, project
 from pipeline.events import AnyEvent, Metrics, Resumed, Started, Warned
 from pipeline.recording import journal
 
-pytestmark = [pytest.mark.deep, pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 STEPS = 300
 

@@ -13,7 +13,7 @@ from projects import PATIENCE_S, Ran, line, project
 from pipeline.events import CheckpointSaved, Resumed, Started, Warned
 from pipeline.recording import journal
 
-pytestmark = [pytest.mark.deep, pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 EXACT = 1e-12
 EXPERIMENT = ["train.precision=fp64", "model={_target_: lab.Sluggish, ms: 60, width: 8}", "train.epochs=50"]

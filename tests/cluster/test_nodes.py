@@ -15,7 +15,7 @@ from projects import PATIENCE_S, Ran, project, run
 
 from pipeline.events import Finished, Started
 
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 EXACT = 1e-12
 SLOW_MBIT = 20

@@ -24,7 +24,7 @@ from containers import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.docker, pytest.mark.deep, pytest.mark.timeout(2400)]
+pytestmark = pytest.mark.timeout(2400)
 
 IMAGES = ("pipeline-train:test", "pipeline-mlflow:test")
 STEPS_PER_EPOCH = 12

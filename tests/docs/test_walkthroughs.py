@@ -1,9 +1,9 @@
 """The documentation's examples, executed from top to bottom as a reader would, each page in a folder of its own.
 
 A block with a title, such as ``title="mine/net.py"``, is written to that file. One below ``<!-- test: run -->`` is
-executed: commands one after the other, Python as a script. ``run deep`` is for make test-all; ``, with KEY=VALUE``
-shortens the block's trainings, ``, exit N`` is the code that it must end with, ``, prints PATTERN`` is in what its last
-command says, ``, needs MODULE`` an optional library. ``cd`` counts for the rest of the page. An output below
+executed: commands one after the other, Python as a script. ``, with KEY=VALUE`` shortens the block's trainings,
+``, exit N`` is the code that it must end with, ``, prints PATTERN`` is in what its last command says,
+``, needs MODULE`` an optional library. ``cd`` counts for the rest of the page. An output below
 ``<!-- test: shown -->`` is what the command before it printed.
 """
 
@@ -23,7 +23,6 @@ from blocks import Block, blocks
 ROOT = Path(__file__).parents[2]
 PAGES = {page.relative_to(ROOT).as_posix(): blocks(page, root=ROOT) for page in sorted(ROOT.glob("docs/*.md"))}
 WALKED = {page: found for page, found in PAGES.items() if any(block.is_run for block in found)}
-LONG = {"docs/extend.md"}
 INSTEAD = {
     # The environment of the tests stays as it is; what is installed is the same, from the same pyproject.toml.
     "pip install -e .": "python -m pip install --quiet --no-deps --no-build-isolation --no-index --target packages .",
@@ -100,25 +99,9 @@ def walk(tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.Monkey
             del sys.modules[name]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=pytest.mark.deep if page in LONG else [])
-        for page, found in WALKED.items()
-        if any(b.is_run and not b.is_deep for b in found)
-    ],
-)
-def test_the_examples_of_a_page(page: str, walk: Walk) -> None:
-    for block in WALKED[page]:
-        if block.title or block.is_shown or (block.is_run and not block.is_deep):
-            walk.through(block)
-
-
-@pytest.mark.deep
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", [page for page, found in WALKED.items() if any(b.is_deep for b in found)])
-def test_all_examples_of_a_page(page: str, walk: Walk) -> None:
+@pytest.mark.parametrize("page", WALKED)
+def test_the_examples_of_a_page(page: str, walk: Walk) -> None:
     for block in WALKED[page]:
         needed = block.option("needs")
         if block.title or block.is_shown or (block.is_run and (not needed or find_spec(needed))):

@@ -19,8 +19,6 @@ from census import compared, injected
 from pipeline.events import CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.faults,
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
 ]
@@ -48,7 +46,6 @@ def test_killed_workers_are_replaced(
     assert any("training stood still for" in event.message for event in attempt.all_of(Warned))
 
 
-@pytest.mark.deep
 def test_a_killed_driver_leaves_no_worker_and_its_run_goes_on(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
 ) -> None:
@@ -67,7 +64,6 @@ def test_a_killed_driver_leaves_no_worker_and_its_run_goes_on(
     assert resumed.step > 0
 
 
-@pytest.mark.deep
 def test_sigterm_writes_a_checkpoint_of_the_last_step(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
 ) -> None:
@@ -89,7 +85,6 @@ def test_sigterm_writes_a_checkpoint_of_the_last_step(
     check(attempt, undisturbed)
 
 
-@pytest.mark.deep
 def test_a_damaged_newest_checkpoint_is_passed_over(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
 ) -> None:
@@ -113,7 +108,6 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     check(attempt, undisturbed)
 
 
-@pytest.mark.deep
 def test_one_worker_goes_on_where_two_were(attempt_in: Callable[..., Attempt], draw: random.Random) -> None:
     """In fp64 and without dropout, whose masks each rank draws by itself."""
     exact = ["train.precision=fp64", "model._target_=lab.Sluggish", "model.ms=8"]
@@ -132,7 +126,6 @@ def test_one_worker_goes_on_where_two_were(attempt_in: Callable[..., Attempt], d
     assert [loss for _, loss in attempt.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-12)
 
 
-@pytest.mark.deep
 def test_failures_beyond_the_limit_end_the_run(attempt_in: Callable[..., Attempt]) -> None:
     attempt = attempt_in(*DDP, "parallel.max_failures=1")
     process = attempt.start()
@@ -150,7 +143,6 @@ def test_failures_beyond_the_limit_end_the_run(attempt_in: Callable[..., Attempt
     assert "Traceback" not in stderr
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize("launcher", ["ray"])
 def test_ray_replaces_a_killed_worker(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random, launcher: str
@@ -202,7 +194,6 @@ def test_what_cannot_go_on_is_refused(killed: Attempt, more: list[str], told: st
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.deep
 def test_an_allowed_change_is_told(killed: Attempt) -> None:
     ended = killed.run("optimizer.lr=0.2", "train.epochs=10", "--resume", "--allow-changed")
     assert ended.code == 0, ended.output

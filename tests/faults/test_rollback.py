@@ -11,8 +11,6 @@ from census import compared, injected
 from pipeline.events import Resumed, TrialOpened, Warned
 from pipeline.training.order import Order
 
-pytestmark = [pytest.mark.deep, pytest.mark.faults]
-
 EPOCHS = 3
 """Each has one bad batch, and three rollbacks are the most."""
 ORDER = Order(samples=50, global_batch_size=16, seed=3)

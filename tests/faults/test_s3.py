@@ -12,9 +12,6 @@ from pipeline.training.checkpoints.manifest import FILE_NAME, folder_name
 from pipeline.training.checkpoints.storage import Storage
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.faults,
-    pytest.mark.deep,
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
 ]

@@ -21,7 +21,7 @@ from pipeline.recording import journal
 from pipeline.recording.recorder import Recorder
 from pipeline.resources import Resources
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.deep, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 24
 OVERRIDES = [

@@ -14,14 +14,11 @@ from census import injected
 from pipeline.events import CheckpointSaved, Resumed, RunClosed
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.faults,
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
 ]
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize("to", ["the agent", "all processes"])
 def test_sigterm_writes_a_checkpoint(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random, to: str
@@ -50,7 +47,6 @@ def test_sigterm_writes_a_checkpoint(
     check(attempt, undisturbed)
 
 
-@pytest.mark.deep
 def test_a_hanging_rank_says_where(attempt_in: Callable[..., Attempt]) -> None:
     attempt = attempt_in(*DDP, "data={_target_: lab.locked, rank: 1}", "parallel.timeout_s=5", "model.ms=1")
     process = attempt.start_under_torchrun()

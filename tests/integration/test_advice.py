@@ -19,8 +19,6 @@ from pipeline.speedup import Advice
 from pipeline.speedup.advise import advise
 from pipeline.speedup.report import Report
 
-pytestmark = pytest.mark.slow
-
 DDP = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
 PORT = 29400
 MBIT = 200
@@ -65,12 +63,10 @@ def test_a_slow_loader(tmp_path: Path) -> None:
     assert keys(advice) == ["loader.num_workers"]
 
 
-@pytest.mark.deep
 def test_a_loader_that_is_quick_compared_with_the_model(tmp_path: Path) -> None:
     assert advised(tmp_path, "model={_target_: lab.Sluggish, ms: 60.0}") == ()
 
 
-@pytest.mark.deep
 def test_a_tiny_model(tmp_path: Path) -> None:
     """One process is faster than two that exchange gradients; neither straggles."""
     longer = ["data={_target_: lab.points, samples: 1600}", "train.epochs=3"]
@@ -83,7 +79,6 @@ def test_a_tiny_model(tmp_path: Path) -> None:
     assert not any("rank" in one.reason for one in advice)
 
 
-@pytest.mark.deep
 def test_a_straggling_rank(tmp_path: Path) -> None:
     advice = advised(tmp_path, *DDP, "model={_target_: lab.Sluggish, ms: 40.0, rank: 1}")
 
@@ -150,7 +145,6 @@ def _worker(node: str, assignment: Path, *, rank: int) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.deep
 def test_a_slow_link(nodes: tuple[str, str], tmp_path: Path) -> None:
     shape(nodes)
     advice = between(nodes, tmp_path)
@@ -159,6 +153,5 @@ def test_a_slow_link(nodes: tuple[str, str], tmp_path: Path) -> None:
     assert "powersgd" in advice[0].change
 
 
-@pytest.mark.deep
 def test_a_link_that_is_not_slow(nodes: tuple[str, str], tmp_path: Path) -> None:
     assert "parallel.options.communication_hook" not in keys(between(nodes, tmp_path))

@@ -21,7 +21,6 @@ def run(*arguments: str, absent: tuple[str, ...] = ()) -> subprocess.CompletedPr
     return subprocess.run([sys.executable, "-c", f"{code}; {START}"], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.deep
 def test_the_gpu_benchmark_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
     """Nor a GPU, in small; both ways begin with the same weights and count the same operations."""
     options = ["--device", "cpu", "--tiny", "--eager", "--rounds", "1", "--out", str(tmp_path)]
@@ -37,7 +36,6 @@ def test_the_gpu_benchmark_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
         assert one["first_losses"][0] == pytest.approx(other["first_losses"][0], rel=0.3)
 
 
-@pytest.mark.deep
 def test_a_thousand_ranks_lose_nothing(tmp_path: Path) -> None:
     options = ["--ranks", "1000", "--points", "200000", "--tracked", "--out", str(tmp_path)]
     done = run("driver_scale.py", *options)
@@ -46,7 +44,6 @@ def test_a_thousand_ranks_lose_nothing(tmp_path: Path) -> None:
     assert result["points"] == result["in_journal"] == result["in_store"] == 200_000
 
 
-@pytest.mark.deep
 @pytest.mark.timeout(900)
 def test_all_competitors_do_the_same_work(tmp_path: Path) -> None:
     """Losses of all are equal, else it ends with 1; needs the optional dependencies "bench"."""

@@ -3,7 +3,6 @@
 import os
 import random
 
-import pytest
 import toys
 from census import injected
 from s3 import BUCKET, S3, steps
@@ -11,8 +10,6 @@ from s3 import BUCKET, S3, steps
 from pipeline.contract import Rank
 from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Warned
 from pipeline.training.loop import train
-
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 
 class Outage(toys.Kept):

@@ -14,7 +14,6 @@ from pipeline.events import Finished, RunClosed, TrialOpened
 from pipeline.recording import journal
 
 pytestmark = [
-    pytest.mark.slow,
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
 ]
@@ -130,26 +129,6 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
     assert trace.path == "traces/ddp-2.json.gz"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--strategies", "single,dpp"], "--strategies single,dpp: no strategy is called 'dpp'; did you mean dp?"),
-        (["--workers", "1,0"], "--workers 1,0: '0' is not a number of workers; write numbers from 1 on, e.g. 1,2,4"),
-        (["--workers", "two"], "--workers two: 'two' is not a number of workers"),
-        (["--workers", ""], "--workers : '' is not a number of workers"),
-        (["train.global_batch_size=60"], "an epoch has 50 samples, fewer than the global batch of 60"),
-        (["train.epochs=1"], "50 samples make 4 steps of 16 in 1 epochs; a measurement needs 8"),
-        (["--repeats", "0"], "should be greater than or equal to 1"),
-    ],
-)
-def test_bad_wishes(command: Any, arguments: list[str], told: str) -> None:
-    ended = command("compare", "lab.yaml", *arguments)
-    assert ended.code == 2
-    assert told in " ".join(ended.stderr.split())
-    assert "Traceback" not in ended.output
-
-
-@pytest.mark.deep
 def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
     """A model that only breaks on the second worker."""
     ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "parallel.cpus_per_worker=1"]

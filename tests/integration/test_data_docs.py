@@ -80,9 +80,9 @@ def experiment(kind: str) -> dict[str, Any]:
     ("kind", "write"),
     [
         ("arrays", arrays),
-        pytest.param("tokens", tokens, marks=pytest.mark.deep),
-        pytest.param("shards", shards, marks=pytest.mark.deep),
-        pytest.param("streamed", streamed, marks=[pytest.mark.deep, pytest.mark.timeout(900)]),
+        pytest.param("tokens", tokens),
+        pytest.param("shards", shards),
+        pytest.param("streamed", streamed, marks=pytest.mark.timeout(900)),
     ],
 )
 def test_what_is_written_there_trains(

@@ -19,8 +19,6 @@ from pipeline.errors import ResourceError
 from pipeline.launchers import _head_start
 from pipeline.launchers._ray import early
 
-pytestmark = pytest.mark.slow
-
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 DDP = ("parallel.launcher=ray", "parallel.strategy=ddp", "parallel.workers=2")
 

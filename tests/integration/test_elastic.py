@@ -21,7 +21,7 @@ from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClos
 from pipeline.recording import journal
 from pipeline.speedup.report import Report
 
-pytestmark = [pytest.mark.deep, pytest.mark.faults, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 RAY = Path(sys.executable).with_name("ray")
 PATIENCE_S = 400.0

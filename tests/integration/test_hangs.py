@@ -9,14 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
-
 TIMEOUT_S = 5.0
 ENDING_S = 40.0
 """For all that comes after: workers, launcher, tracking. The launcher alone would wait 30 s for a stopped one."""
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("ray", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("launcher", ["ray"])
 def test_a_stopped_rank_is_named_and_ended(project: Path, tmp_path: Path, start: Any, launcher: str) -> None:
     process = start("run", "lab.yaml", *overrides(tmp_path, launcher), cwd=project)
     wait_for(": step", process.stdout)
@@ -35,7 +33,6 @@ def test_a_stopped_rank_is_named_and_ended(project: Path, tmp_path: Path, start:
     assert "Traceback" not in stderr
 
 
-@pytest.mark.deep
 def test_a_deadlock_in_a_dataset_is_shown(project: Path, tmp_path: Path, start: Any) -> None:
     data = "data={_target_: lab.locked, rank: 1}"
     process = start("run", "lab.yaml", *overrides(tmp_path, "torchrun"), data, cwd=project)

@@ -245,7 +245,7 @@ def child_of(uri: str, outcome: TrackingOutcome) -> Run:
     return child
 
 
-@pytest.fixture(scope="module", params=["sqlite", pytest.param("server", marks=pytest.mark.deep)])
+@pytest.fixture(scope="module", params=["sqlite", "server"])
 def store(request: pytest.FixtureRequest) -> str:
     return request.getfixturevalue("database") if request.param == "sqlite" else request.getfixturevalue("server").uri
 
@@ -295,7 +295,6 @@ def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
     assert warnings_told == []
 
 
-@pytest.mark.deep
 def test_a_model_that_cannot_be_exported_is_logged_as_pickle(
     database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,38 +48,6 @@ def of_kind(kind: str, outputs: list[NotebookNode]) -> str:
     return "\n".join(output.get("data", {}).get(kind, "") for output in outputs)
 
 
-REFUSED = """
-class Net(torch.nn.Linear): pass
-run(experiment, "model={_target_: __main__.Net, in_features: 64, out_features: 10}")
-"""
-
-
-@pytest.mark.deep
-@pytest.mark.filterwarnings("ignore:Proactor event loop")
-def test_the_beginning_of_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to where it starts workers; then what a user may well try next."""
-    notebook = nbformat.read(ROOT / "docs" / "notebooks" / "first.ipynb", as_version=4)
-    end = next(n for n, cell in enumerate(notebook.cells) if cell.source.startswith("## Two workers"))
-    more = ["alone", "import torch\nprint(torch.is_grad_enabled(), len(alone.history()))", REFUSED]
-    notebook.cells = [*notebook.cells[:end], *map(new_code_cell, more)]
-
-    shown, trained, result, kernel, refused = executed(notebook, tmp_path, monkeypatch)
-
-    assert of_kind("text/plain", shown) == "Experiment(first-notebook: single x 1 with inprocess)"
-    assert float(of_kind("text/plain", trained[-1:])) > 0.8
-    told = of_kind("text/html", trained)
-    assert "single: done, 46 steps" in told
-    assert "What to know" not in told  # it is shown where it is asked for
-    assert 'src="data:image/png;base64,iVBOR' in of_kind("text/html", result)
-    assert kernel[0].text == "True 46\n"
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert "main: single: step 46/46" in (folder / "log.txt").read_text()
-    assert refused[-1].ename == "ExperimentError"
-    (line,) = refused[-1].traceback
-    assert "model._target_: __main__.Net is defined in a notebook or a script" in line
-
-
-@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:Proactor event loop")
 def test_the_notebook_of_the_docs_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(ROOT / "docs" / "notebooks" / "first.ipynb", as_version=4)
@@ -113,7 +81,6 @@ print(result.metrics["validation/loss"], torch.distributed.is_initialized())
 """
 
 
-@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:Proactor event loop")
 def test_workers_under_ray_from_a_notebook(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(shutil.copytree(project, tmp_path / "project"))
@@ -129,7 +96,6 @@ def test_workers_under_ray_from_a_notebook(project: Path, tmp_path: Path, monkey
     assert re.fullmatch(r"\d\.\d+ False\n", printed)
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize("launcher", ["torchrun", "ray"])
 def test_an_interrupted_kernel_ends_the_run_and_goes_on(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str

@@ -34,7 +34,6 @@ from pipeline.recording.terminal import Terminal
 from pipeline.resources import Resources
 
 pytestmark = [
-    pytest.mark.faults,
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
 ]
@@ -189,16 +188,9 @@ BAD_DAYS = {
     "files are refused": Bad("fails", "/mlflow-artifacts/", NO_FILES, FILES),
     "files hang": Bad("hangs", "/mlflow-artifacts/", NO_FILES, FILES),
 }
-IN_THE_GATE = {"500s", "files are refused"}
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        pytest.param(bad, id=name, marks=[] if name in IN_THE_GATE else pytest.mark.deep)
-        for name, bad in BAD_DAYS.items()
-    ],
-)
+@pytest.mark.parametrize("bad", BAD_DAYS.values(), ids=BAD_DAYS)
 def test_a_store_that_fails_for_a_while(proxy: Proxy, tmp_path: Path, bad: Bad) -> None:
     run = Recording(proxy.uri, tmp_path)
     with run.training() as training:
@@ -241,7 +233,6 @@ def test_a_store_that_creates_runs_without_saying_so_has_one_in_the_end(
     assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
 
 
-@pytest.mark.deep
 def test_a_slow_store_slows_nothing_down(proxy: Proxy, tmp_path: Path) -> None:
     proxy.fault = "slow"
     run = Recording(proxy.uri, tmp_path)
@@ -400,7 +391,6 @@ def test_a_folder_that_is_deleted_under_way(proxy: Proxy, tmp_path: Path) -> Non
 SECRET = "pl4nted-passw0rd"
 
 
-@pytest.mark.deep
 def test_a_password_is_in_no_file_and_sync_takes_it_from_the_environment(
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,7 +461,6 @@ def test_a_killed_driver_is_continued_without_gaps_and_double_points(proxy: Prox
     assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
 
 
-@pytest.mark.deep
 def test_the_end_of_a_run_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.recording.ending._DRAIN_SECONDS", 2.0)
     monkeypatch.setattr("pipeline.recording.ending._SILENT_SECONDS", 0.5)
@@ -490,7 +479,6 @@ def test_the_end_of_a_run_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path, m
     assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
 
 
-@pytest.mark.deep
 def test_ctrl_c_ends_the_wait_for_a_store_that_hangs(proxy: Proxy, project: Path, tmp_path: Path, start: Any) -> None:
     """A whole run, whose files hang at its end."""
     proxy.fault, proxy.where = "hangs", "/mlflow-artifacts/"
@@ -515,7 +503,6 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_hangs(proxy: Proxy, project: Path
     assert_all_is_there(proxy.uri, folder)
 
 
-@pytest.mark.deep
 def test_a_whole_run_while_the_store_is_out_of_order(proxy: Proxy, tmp_path: Path, start: Any) -> None:
     """The server is out of order when it begins."""
     proxy.fault = "fails"

@@ -11,8 +11,6 @@ import pytest
 from pipeline.events import AnyEvent, Metrics
 from pipeline.recording import journal
 
-pytestmark = pytest.mark.slow
-
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 EXACT, ROUNDED = 1e-12, 1e-5
 """In fp64 rounding stays far below the first; in fp32 below the second for an epoch, after which it grows."""

@@ -5,8 +5,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 from pipeline.speedup.forecast import Forecast
 
 LAB = "lab.yaml"
@@ -41,54 +39,6 @@ def test_json_is_all_of_stdout_and_strong_scaling_ends_with_the_batch(command):
     assert [prediction.workers for prediction in outlook.predictions] == [1, 2, 4, 8, 16]  # lab.yaml's batch is 16
     assert outlook.predictions[0].speedup == 1
     assert "first step" in ended.stderr
-
-
-@pytest.mark.slow
-def test_the_link_is_measured_and_the_prediction_checked(command):
-    ended = command(
-        "predict", LAB, "parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "--json"
-    )
-    assert ended.code == 0, ended.output
-    found = Forecast.model_validate(json.loads(ended.stdout))
-    assert found.link_from == "measured"
-    assert found.measured_workers == 2
-    assert found.link.latency_us > 0
-    assert found.link.bandwidth_gbit > 0
-    assert found.check is not None
-    assert found.check.workers == 2
-    assert found.check.measured > 0
-    assert found.outlooks[0].predictions[1].speedup == pytest.approx(found.check.predicted)
-    assert found.outlooks[0].worthwhile == 1  # a step of a tenth of a millisecond isn't worth sharing
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--link", "fast"], 2, "'fast' is not understood"),
-        (["--link", "10Gbit"], 2, "10Gbit,50us"),
-        ([*LINK, "--workers", "0"], 2, "--workers"),
-        ([*LINK, "--workers", "5000"], 2, "--workers"),
-        ([*LINK, "--workers", "many"], 2, "--workers"),
-        ([*LINK, "--scaling", "sideways"], 2, "--scaling"),
-        ([], 3, "give the link, e.g. --link 10Gbit,50us"),
-        (["parallel.launcher=torchrun", "parallel.cpus_per_worker=100"], 3, "two workers don't fit"),
-        (["parallel.strategy=ddp", "parallel.options.communication_hook=powersgd", *LINK], 2, "communication_hook"),
-        (["data.samples=10", *LINK], 2, "10 samples, fewer than the global batch of 16"),
-    ],
-)
-def test_what_cannot_be_predicted(command, arguments, code, message):
-    ended = command("predict", LAB, *arguments)
-    assert ended.code == code, ended.output
-    assert message in " ".join(ended.stderr.replace("│", " ").split())
-    assert "Traceback" not in ended.output
-
-
-def test_not_under_torchrun(command, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
-    monkeypatch.setenv("RANK", "0")
-    ended = command("predict", LAB, *LINK)
-    assert ended.code == 2
-    assert "without torchrun" in ended.stderr
 
 
 def test_interrupted(start, project, tmp_path):

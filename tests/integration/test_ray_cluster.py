@@ -18,8 +18,6 @@ import pytest
 from pipeline.events import Finished, RunClosed, Started
 from pipeline.recording import journal
 
-pytestmark = pytest.mark.slow
-
 RAY = Path(sys.executable).with_name("ray")
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 CPUS = 2
@@ -143,7 +141,6 @@ def test_no_cluster_at_the_address_is_refused(run: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.deep
 def test_the_environment_names_the_cluster_too(cluster: Cluster, run: Any) -> None:
     cluster.environment["RAY_ADDRESS"] = cluster.address
     try:

@@ -97,7 +97,6 @@ def test_a_run_uses_secrets_and_leaves_them_nowhere(
     assert f"${{oc.env:{USED}}}" in written.read_text()
 
 
-@pytest.mark.deep
 def test_neither_do_ray_s_workers(planted: dict[str, str], start: Start, project: Path, tmp_path: Path) -> None:
     overrides = ["parallel.strategy=ddp", "parallel.launcher=ray", "parallel.workers=2"]
     run = ran(*overrides, planted=planted, start=start, project=project, folder=tmp_path)
@@ -107,7 +106,6 @@ def test_neither_do_ray_s_workers(planted: dict[str, str], start: Start, project
     assert_nowhere(planted, tmp_path, run)
 
 
-@pytest.mark.deep
 def test_credentials_reach_the_server_and_nothing_else(
     planted: dict[str, str], start: Start, project: Path, tmp_path: Path
 ) -> None:

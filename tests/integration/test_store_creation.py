@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PROGRAM = """
 import json, logging, os, sys
 from pathlib import Path
@@ -65,7 +63,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.faults
 def test_a_creation_that_is_killed_leaves_nothing_in_its_place(tmp_path: Path) -> None:
     """Killed after so many SQL statements, the last time just before the rename; then two first runs begin at once."""
     cuts = [120, 300, 10**9]

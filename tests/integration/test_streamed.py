@@ -162,9 +162,7 @@ def by_hand() -> tuple[dict[int, float], dict[int, float]]:
     return losses, validation
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.deep
 def test_rays_blocks_are_the_rows_in_their_order(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the workers of a training, whose start would take most of the time."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -204,7 +202,6 @@ def _epochs(shards: list[dict[str, Any]], facts: Facts, rank: int) -> list[list[
     ]
 
 
-@pytest.mark.deep
 @pytest.mark.timeout(1200)
 def test_global_batches_are_the_rows_in_their_order(trials: Trials) -> None:
     losses, validation = by_hand()
@@ -215,7 +212,6 @@ def test_global_batches_are_the_rows_in_their_order(trials: Trials) -> None:
     assert len(losses) == EPOCHS * STEPS_PER_EPOCH
 
 
-@pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_an_epochs_shuffle_and_a_resume_are_the_same_at_any_number_of_workers(trials: Trials) -> None:
     whole = series(events := trials.train("shuffled", *SHUFFLED, *CHECKPOINTS, workers=2))
@@ -231,7 +227,6 @@ def test_an_epochs_shuffle_and_a_resume_are_the_same_at_any_number_of_workers(tr
         assert series(resumed) == pytest.approx(rest, rel=0, abs=TOLERANCE)
 
 
-@pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_without_order_each_row_comes_once_and_a_resume_says_what_it_does_not_promise(trials: Trials) -> None:
     events = trials.train("free", "data.order=free", *CHECKPOINTS, workers=2)
@@ -244,7 +239,6 @@ def test_without_order_each_row_comes_once_and_a_resume_says_what_it_does_not_pr
     assert any("this epoch goes on with other rows" in e.message for e in resumed if isinstance(e, Warned))
 
 
-@pytest.mark.deep
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("changes", "message"),

@@ -1,6 +1,5 @@
 """Runs sent to a Ray cluster as jobs: a real head with its dashboard and token authentication, on loopback."""
 
-import http.server
 import json
 import os
 import shutil
@@ -9,10 +8,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +26,7 @@ from pipeline.recording import journal
 from pipeline.submission import following
 from pipeline.submission.jobs import Job, Jobs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 BIN = Path(sys.executable).parent
 TOKEN = "4711" * 8
@@ -152,7 +150,6 @@ def pipeline(command: Pipeline, repository: Path, monkeypatch: pytest.MonkeyPatc
     return command
 
 
-@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
 def test_job_outlives_its_sender_stops_with_a_checkpoint_and_is_resumed_into_the_same_folder(
     head: Head,
@@ -253,86 +250,11 @@ def test_address_is_read_from_the_environment(head: Head, pipeline: Pipeline, mo
     assert "--address http://10.0.0.1:8265" in stderr
 
 
-def test_nobody_there_is_an_error(pipeline: Pipeline) -> None:
-    (port,) = _free_ports(1)
-    code, _, stderr = pipeline(
-        "submit", "lab.yaml", "tracking.uri=http://tracking:5000", "--address", f"http://127.0.0.1:{port}"
-    )
-    assert code == 3
-    assert f"no Ray cluster answers at http://127.0.0.1:{port}: Connection refused" in stderr
-    assert pipeline("status")[0] == 2
-
-
-@contextmanager
-def _server(answer: bytes) -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize("answer", [b'{"ray_version": "1.13.0"}', b"<html>another server</html>"])
-def test_server_that_is_none_of_ray_or_too_old_is_an_error(answer: bytes, pipeline: Pipeline) -> None:
-    with _server(answer) as url:
-        code, _, stderr = pipeline("status", "--address", url)
-    assert code == 3
-    assert url in stderr
-    assert "Traceback" not in stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["lab.yaml"], "lab.yaml:8: tracking.uri: is sqlite:///mlflow.db, a file in the job's own folder"),
-        (["lab.yaml", "train.epoch=3"], "command line: train.epoch=3: train.epoch: unknown key"),
-        (["lab.yaml", "tracking.uri=http://me:secret-word@host:5000"], "tracking.uri: has a password in it"),
-        (
-            ["lab.yaml", "tracking.uri=http://t:5000", "checkpoint.directory=ckpt"],
-            "checkpoint.directory: is ckpt, a place",
-        ),
-        (["new.yaml", "tracking.uri=http://t:5000"], "new.yaml: git doesn't track this file"),
-        (["lab.yaml", "tracking.uri=http://t:5000", "--env", "A=secret-word"], "--env takes the name of a variable"),
-        (["lab.yaml", "--kuberay"], "--kuberay needs --image"),
-        (["lab.yaml", "--slurm", "--image", "x"], "--image is for --kuberay"),
-        (["lab.yaml", "--nodes", "2"], "--nodes is for --slurm"),
-        (["lab.yaml", "--kuberay", "--image", "x", "--slurm"], "choose one"),
-    ],
-)
-def test_mistakes_are_told_before_anything_is_sent(arguments: list[str], said: str, pipeline: Pipeline) -> None:
-    shutil.copy("lab.yaml", "new.yaml")
-    code, stdout, stderr = pipeline("submit", *arguments, "--address", "http://127.0.0.1:1")
-    assert code == 2
-    assert said in stderr
-    assert not stdout
-    assert "secret-word" not in stderr
-
-
 def test_variable_that_should_go_along_must_be_set(head: Head, pipeline: Pipeline) -> None:
     arguments = ["lab.yaml", "tracking.uri=http://tracking:5000", "--env", "NOT_SET_ANYWHERE"]
     code, _, stderr = pipeline("submit", *arguments, "--address", head.url)
     assert code == 2
     assert "NOT_SET_ANYWHERE is not set here" in stderr
-
-
-def test_manifests_are_printed(pipeline: Pipeline) -> None:
-    code, stdout, _ = pipeline("submit", "lab.yaml", "parallel.cpus_per_worker=1", "--slurm")
-    assert (code, stdout.splitlines()[0]) == (0, "#!/bin/bash")
-    uri = "tracking.uri=http://tracking:5000"
-    arguments = ["parallel.cpus_per_worker=1", uri, "--kuberay", "--image", "image", "--claim", "runs"]
-    code, stdout, _ = pipeline("submit", "lab.yaml", *arguments)
-    assert code == 0
-    assert "kind: RayJob\n" in stdout
 
 
 class Flaky:
@@ -359,7 +281,6 @@ class Flaky:
         raise aiohttp.ClientConnectionError
 
 
-@pytest.mark.deep
 def test_output_is_shown_once_although_the_connection_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_RETRY_S", 0.0)
     cluster, shown = Flaky(), list[str]()
@@ -368,7 +289,6 @@ def test_output_is_shown_once_although_the_connection_breaks(monkeypatch: pytest
     assert "".join(shown) == Flaky.output
 
 
-@pytest.mark.deep
 def test_cluster_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_RETRY_S", 0.0)
     monkeypatch.setattr(following, "_PATIENCE_S", 0.0)
@@ -377,7 +297,6 @@ def test_cluster_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
         following.follow(cast("Jobs", cluster), "lab-1", show=lambda _: None)
 
 
-@pytest.mark.deep
 def test_ctrl_c_ends_the_following_and_the_exit_code_is_that_of_the_run(
     head: Head,
     pipeline: Pipeline,
@@ -401,7 +320,6 @@ def test_ctrl_c_ends_the_following_and_the_exit_code_is_that_of_the_run(
     assert f"{job}: FAILED with exit code 1" in stderr
 
 
-@pytest.mark.deep
 def test_sbatch_script_trains_on_a_stand_in_for_slurm_is_requeued_and_resumed(repository: Path, tmp_path: Path) -> None:
     """Its commands start everything on this machine: two Ray nodes with one address."""
     (bin_ := tmp_path / "bin").mkdir()

@@ -13,7 +13,6 @@ from swept import INPROCESS, Folder, section
 from pipeline.events import CheckpointSaved, RunClosed
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
 ]
 

@@ -17,8 +17,6 @@ from swept import INPROCESS, Folder, section
 from pipeline.events import Failed, Resumed, RunClosed, RunOpened, Started
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.deep,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
 ]

@@ -14,7 +14,7 @@ from pipeline.contract import Rank, Trial
 from pipeline.events import AnyEvent, Event, Failed, Finished, Metrics, event_from_json, event_to_json
 from pipeline.training import probe
 
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 MODEL = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [16, 16, 16], num_classes: 3}"
 COMPILED, RECOMPUTED = "train.compile=true", "train.activation_checkpointing=true"

@@ -25,8 +25,6 @@ from pipeline.training.checkpoints.agreement import from_first
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.order import Order
 
-pytestmark = pytest.mark.slow
-
 START, PERIOD, STOPPED, STEPS = 2, 4, 5, 8
 """Workers are averaged after step 6 alone: they differ after the first epoch, when they stop, and in the end."""
 LOCAL = {"local_sgd_start_step": START, "local_sgd_period": PERIOD}

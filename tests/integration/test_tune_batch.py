@@ -13,8 +13,6 @@ from pipeline.events import AnyEvent, BatchSizesFound, RunClosed
 from pipeline.recording import journal
 from pipeline.training import bench
 
-pytestmark = pytest.mark.slow
-
 HUNGRY = ("model._target_=lab.Hungry", "model.limit=5")
 TWO_WORKERS = ("parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2")
 Command = Callable[..., Ended]
@@ -43,7 +41,6 @@ def tune(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return run
 
 
-@pytest.mark.deep
 def test_all_ranks_agree_when_one_has_too_little_memory(tune: Callable[..., Tuned]) -> None:
     """Rank 0 alone would go on, and wait for ever in an all-reduce."""
     tuned = tune(*TWO_WORKERS, *HUNGRY, "model.rank=1", "--json")

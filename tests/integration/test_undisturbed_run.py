@@ -16,7 +16,6 @@ def enabled() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.slow
 def test_the_large_imports_of_a_run_are_made_without_it(tmp_path: Path) -> None:
     watched = """
 import gc, json, sys

@@ -83,12 +83,21 @@ class Attempt:
         return [(point.step, point.value) for point in points]
 
     def wait_for_step(self, step: int, process: "subprocess.Popen[str]") -> None:
+        def reached() -> bool:
+            return (self._folder / "runs").exists() and any(last >= step for last, _ in self._so_far())
+
+        self.wait_for(reached, process, what=f"step {step}")
+
+    def wait_for(self, condition: Callable[[], bool], process: "subprocess.Popen[str]", *, what: str) -> None:
+        """Look until a condition is met, as long as the run goes on."""
         deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline and process.poll() is None:
-            if (self._folder / "runs").exists() and any(last >= step for last, _ in self._so_far()):
-                return
+        while not condition():
+            if process.poll() is not None:
+                pytest.fail(f"waited for {what}; the run ended: {process.communicate()}")
+            if time.monotonic() > deadline:
+                process.kill()
+                pytest.fail(f"waited {PATIENCE_S:.0f} s for {what}: {process.communicate()}")
             time.sleep(0.02)
-        pytest.fail(f"step {step} was never reached: {process.communicate()}")
 
     def _so_far(self) -> list[tuple[int, float]]:
         try:

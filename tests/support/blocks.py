@@ -58,11 +58,6 @@ class Block:
         """Whether the command above it printed exactly this."""
         return self.how.startswith("shown")
 
-    @property
-    def is_deep(self) -> bool:
-        """Whether that takes too long for the gate."""
-        return self.how.startswith("run deep")
-
     def option(self, name: str) -> str:
         """What follows a word in the comment, up to a comma; empty without it."""
         found = re.search(rf", {name} ([^,]+)", self.how)

@@ -78,7 +78,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 class WholeRun(NamedTuple):
-    """A run of experiments/mlp.yaml with everything, in a git repository with a change."""
+    """A run of experiments/mlp.yaml under Ray with everything, in a git repository with a change."""
 
     cwd: Path
     folder: Path
@@ -91,7 +91,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     git = ["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost"]
     subprocess.run([*git, "init", "--quiet"], cwd=cwd, check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "start"], cwd=cwd, check=True)
-    process = started("run", REPOSITORY / "experiments" / "mlp.yaml", cwd=cwd)
+    process = started("run", REPOSITORY / "experiments" / "mlp.yaml", "parallel.launcher=ray", cwd=cwd)
     stdout, stderr = process.communicate(timeout=200)
     (folder,) = (cwd / "runs").iterdir()
     return WholeRun(cwd, folder, Ended(process.returncode, stdout, stderr))

@@ -123,7 +123,6 @@ def test_the_answers_are_in_the_first_experiment(baked: tuple[Baked, ...]) -> No
         assert project.answers["mlflow_store"] in first["tracking"]["uri"]
 
 
-@pytest.mark.deep
 def test_types_of_models_and_data(baked: tuple[Baked, ...], tmp_path: Path) -> None:
     sources = [project.folder / "src" / project.package for project in baked]
     config = baked[0].folder / "pyproject.toml"
@@ -131,7 +130,6 @@ def test_types_of_models_and_data(baked: tuple[Baked, ...], tmp_path: Path) -> N
     succeed(tmp_path, "mypy", "--config-file", config, "--cache-dir", _cache(baked), *sources)
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize(
     "data", [None, "digits", "cifar10", "image_folder"]
 )
@@ -149,10 +147,10 @@ def _cache(baked: tuple[Baked, ...]) -> str:
 OWN_TESTS = [
     ("cifar10", "transformer"),
     ("text", "own"),
-    *(
-        pytest.param(*answers, marks=pytest.mark.deep)
-        for answers in [("image_folder", "mlp"), ("image_folder", "resnet"), ("text", "transformer"), ("own", "own")]
-    ),
+    ("image_folder", "mlp"),
+    ("image_folder", "resnet"),
+    ("text", "transformer"),
+    ("own", "own"),
 ]
 
 

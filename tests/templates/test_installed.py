@@ -12,7 +12,6 @@ import pytest
 from baking import REPOSITORY, Baked, bake, command, succeed
 from nbclient import NotebookClient
 
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,6 @@ def install(folder: Path, *what: str | Path) -> Path:
     return programs
 
 
-@pytest.mark.deep
 def test_the_tests_of_a_new_project(installed: Baked) -> None:
     out = succeed(installed.folder, "make", "test")
 
@@ -66,7 +64,6 @@ def test_the_other_commands_of_a_new_project(installed: Baked) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Proactor event loop")
-@pytest.mark.deep
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = bake(tmp_path / "idea", "dp-prototype")
     monkeypatch.setenv("PYTHONPATH", f"{project.folder / 'src'}:{REPOSITORY}")

@@ -52,3 +52,29 @@ def test_every_link_of_the_documents_leads_somewhere():
     for page in pages:
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+PROMISES = re.findall(r"(?m)^\| (.+?) \| (`test_.+?) \| (.+?) \|$", (ROOT / "CONTRIBUTING.md").read_text())
+CODE = "".join(path.read_text() for path in (ROOT / "tests").glob("*/test_*.py"))
+TIERS = {"unit", "contract", "replay", "journeys"}
+
+
+def test_promises_are_held_where_the_table_says():
+    assert len(PROMISES) > 30
+    for promise, tests, tiers in PROMISES:
+        folders = {path.parent.name for name in re.findall(r"`(test_\w+\.py)`", tests) for path in found(name)}
+        named = set(re.findall(r"\w+", tiers.partition("(")[0])) & TIERS
+        assert named <= folders, f"{promise}: {tests} stands in {folders}"
+        assert named or folders - TIERS, f"{promise}: {tests} is part of make test"
+
+
+def test_every_test_that_the_documents_name_is_there():
+    for page in [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for place in re.findall(r"`((?:tests/[\w/]+/)?test_\w+\.py)(?:::\w+(?:\.\.\.)?)?`", page.read_text()):
+            assert (ROOT / place).exists() if "/" in place else found(place), f"{page.name}: {place}"
+        for name in re.findall(r"::(test_\w+)`", page.read_text()):
+            assert f"def {name}(" in CODE, f"{page.name}: {name}"
+
+
+def found(name):
+    return list((ROOT / "tests").glob(f"*/{name}"))

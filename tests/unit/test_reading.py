@@ -12,7 +12,7 @@ from pipeline.errors import ExperimentError, UsageError
 ROOT = Path(__file__).parents[2]
 WRONG_LINE = typer.BadParameter.__mro__[1]  # typer has click's exceptions, and hands on only some
 PAGE = """
-<!-- test: run deep, with train.epochs=1 tracking.log_model=false, exit 2 -->
+<!-- test: run, with train.epochs=1 tracking.log_model=false, exit 2 -->
 ```bash
 pipeline run FILE \\
     train.epochs=2   # twice
@@ -47,7 +47,7 @@ def page(tmp_path: Path) -> Path:
 
 def test_blocks_are_found_with_what_is_said_of_them(page: Path, tmp_path: Path) -> None:
     commands, listed, indented, output, python = blocks(page, root=tmp_path)
-    assert (commands.is_run, commands.is_deep, commands.option("exit")) == (True, True, "2")
+    assert (commands.is_run, commands.option("exit")) == (True, "2")
     assert commands.option("with") == "train.epochs=1 tracking.log_model=false"
     assert commands.lines == ["pipeline run FILE      train.epochs=2", "make run && pipeline list > runs.txt"]
     assert [part for line in commands.lines for part in parts(line)][1:] == ["make run", "pipeline list"]

@@ -1,6 +1,12 @@
-"""One whole run, looked at from all sides: MLflow, the run's folder, the terminal."""
+"""One whole run under Ray, looked at from all sides: MLflow and its UI, the run's folder, the terminal."""
 
 import json
+import os
+import signal
+import socket
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +23,6 @@ from pipeline.recording import journal
 from pipeline.speedup.report import Report
 
 pytestmark = [
-    pytest.mark.slow,
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType:UserWarning"),  # about MLflow's own code
@@ -121,7 +126,7 @@ def test_tags_tell_what_ran(main: Run) -> None:
     tags = main.data.tags
     experiment = load(Path(__file__).parents[2] / "experiments" / "mlp.yaml").experiment
 
-    assert (tags["strategy"], tags["launcher"], tags["world_size"]) == ("ddp", "torchrun", "2")
+    assert (tags["strategy"], tags["launcher"], tags["world_size"]) == ("ddp", "ray", "2")
     assert tags["hardware"]
     assert len(tags["config_hash"]) == len(config_hash(experiment))
     assert tags["git_dirty"] == "true"
@@ -251,14 +256,54 @@ def test_no_secret_stays_behind(whole_run: Any) -> None:
     assert not list(whole_run.folder.rglob("*.channel"))
 
 
-def test_trials_and_logs_of_each_rank_are_kept(whole_run: Any) -> None:
-    folder = whole_run.folder
-
-    assert {file.name for file in (folder / "trials").iterdir()} == {"baseline.json", "main.json", "reference.json"}
-    assert len(list((folder / "logs" / "main").iterdir())) == 4  # two ranks, two streams
-
-
 def test_the_log_holds_what_the_terminal_showed(whole_run: Any) -> None:
     log = (whole_run.folder / "log.txt").read_text()
 
     assert "main: ddp x 2: done, 115 steps" in log
+
+
+@pytest.fixture
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_ui_serves_until_it_is_interrupted(whole_run: Any, free_port: int, start: Any) -> None:
+    process = start("ui", "--port", str(free_port), cwd=whole_run.cwd)
+    address = process.stdout.readline().split()[-1]
+
+    with urllib.request.urlopen(f"{address}/health", timeout=10) as answer:
+        assert answer.status == 200
+    os.kill(process.pid, signal.SIGINT)
+
+    assert process.wait(20) == 0
+    assert process.stderr.read() == ""
+
+
+def test_sync_adds_nothing_twice(whole_run: Any, command: Callable[..., Any]) -> None:
+    client = MlflowClient(f"sqlite:///{whole_run.cwd}/mlflow.db")
+
+    def everything() -> dict[str, tuple[object, ...]]:
+        (experiment,) = client.search_experiments(filter_string="name = 'mlp-digits'")
+        runs = client.search_runs([experiment.experiment_id])
+        return {
+            run.info.run_id: (
+                run.info.status,
+                run.info.end_time,
+                run.data.params,
+                run.data.tags,
+                len(client.get_metric_history(run.info.run_id, "train/loss")),
+                len(client.get_metric_history(run.info.run_id, "throughput/samples_per_second")),
+                len(run.inputs.dataset_inputs),
+                len(run.outputs.model_outputs) if run.outputs else 0,
+            )
+            for run in runs
+        }
+
+    before = everything()
+    ended = command("sync", str(whole_run.folder))
+
+    assert ended.code == 0, ended.output
+    assert len(before) == 3
+    assert everything() == before

@@ -19,8 +19,6 @@ from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.training.build import build
 from pipeline.training.order import Order
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
-
 BATCH, EPOCHS, SAMPLES = 16, 2, 50
 ORDER = Order(samples=SAMPLES, global_batch_size=BATCH, seed=3)
 BAD_STEP = 2  # of each epoch, counted from 1

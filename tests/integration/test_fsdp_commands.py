@@ -1,4 +1,4 @@
-"""fsdp in two processes over gloo: its options, mixed precision, uneven shares, checkpoints, and what a rank holds."""
+"""fsdp through the commands: what fits, what each worker holds, more workers than rows."""
 
 import json
 import shutil
@@ -11,22 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from pipeline import worker
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
 from pipeline.contract import Rank, Trial
-from pipeline.events import AnyEvent, Failed, Finished, Metrics, Resumed, Warned, event_from_json, event_to_json
+from pipeline.events import AnyEvent, Failed, event_to_json
 from pipeline.training.build import build
 from pipeline.training.checkpoints.agreement import from_first
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.norms import local
 from pipeline.training.setup import Setup
 from pipeline.training.step import gradients, optimizer_step
-
-pytestmark = pytest.mark.slow
 
 ROUNDED = 1e-12
 LARGE = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [40, 40], num_classes: 3}"
@@ -88,9 +85,6 @@ _TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
-# Steps
-
-
 def _plain(work: str, options: dict[str, Any], *more: str, strategy: str = "fsdp") -> Trial:
     overrides = ["train.precision=fp64", LARGE, "train.epochs=1", "optimizer.momentum=0.9", *WORK[work], *more]
     return _as_trial(overrides, strategy).model_copy(update={"options": options})
@@ -129,18 +123,6 @@ def expected(root: Path) -> dict[str, Weights]:
     return {work: _take_steps(_plain(work, {}, strategy="single"), Rank()).model.state_dict() for work in WORK}
 
 
-@pytest.mark.parametrize("work", WORK)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_change_no_weights(root: Path, expected: dict[str, Weights], name: str, work: str) -> None:
-    assert _distance(torch.load(root / f"{name}, {work}.pt"), expected[work]) <= ROUNDED
-
-
-def test_the_work_differs(expected: dict[str, Weights]) -> None:
-    assert _distance(expected["one sample left"], expected["unequal micro-batches"]) <= ROUNDED  # by definition
-    for work in ("clipped", "skipped"):
-        assert _distance(expected["one sample left"], expected[work]) > 1e-4
-
-
 def _measure_in_between(rank: Rank) -> Setup:
     """A step; then what one rank does without the other, which must not wait or leave a trace; then the other steps."""
     setup = build(_plain("one sample left", {}), rank=rank)
@@ -157,13 +139,6 @@ def _measure_in_between(rank: Rank) -> Setup:
     for step in range(1, setup.order.steps_per_epoch):
         optimizer_step(setup, stream, step=step)
     return setup
-
-
-def test_a_rank_alone_waits_for_no_other_and_leaves_no_trace(root: Path, expected: dict[str, Weights]) -> None:
-    assert _distance(torch.load(root / "measured.pt"), expected["one sample left"]) <= ROUNDED
-
-
-# Mixed precision
 
 
 NORMED = "model={_target_: lab.Normed}"
@@ -188,20 +163,6 @@ def _precisions(folder: Path, rank: Rank) -> None:
                 _keep(setup, folder / f"{precision}, {strategy}, {model == NORMED}", rank)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_is_off_by_its_rounding(root: Path, precision: str, normed: bool) -> None:
-    exact = torch.load(root / f"fp32, fsdp, {normed}.pt")
-    own, autocast = (torch.load(root / f"{precision}, {strategy}, {normed}.pt") for strategy in ("fsdp", "ddp"))
-
-    assert _distance(exact, torch.load(root / f"fp32, ddp, {normed}.pt")) < 1e-5
-    assert 0 < _distance(own, exact) < 2e-2
-    assert _distance(own, autocast) < 2e-2
-
-
-# What a rank holds
-
-
 def _holds(folder: Path, rank: Rank) -> None:
     setup = _take_steps(_plain("one sample left", {}), rank)
     with torch.no_grad():
@@ -209,28 +170,11 @@ def _holds(folder: Path, rank: Rank) -> None:
     torch.save([tuple(local(one).shape) for one in setup.model.parameters()], folder / f"shapes {rank.rank}.pt")
 
 
-def test_a_rank_holds_its_part_even_after_evaluation(root: Path) -> None:
-    shapes = [torch.load(root / f"shapes {rank}.pt") for rank in range(2)]
-
-    assert shapes[0] == [(20, 4), (20,), (20, 40), (20,), (2, 40), (2,)]
-    assert shapes[1] == [(20, 4), (20,), (20, 40), (20,), (1, 40), (1,)]
-
-
 def _buffers(folder: Path, rank: Rank) -> None:
     setup = _take_steps(_as_trial([NORMED, FIFTEEN, "train.precision=fp64"], "fsdp"), rank)
     own = next(module.running_mean.clone() for module in setup.model.modules() if isinstance(module, nn.BatchNorm1d))
     torch.save(own, folder / f"mean {rank.rank}.pt")
     _keep(setup, folder / "normed", rank)
-
-
-def test_buffers_are_those_of_the_first_rank(root: Path) -> None:
-    own, other = (torch.load(root / f"mean {rank}.pt") for rank in range(2))
-
-    assert not torch.equal(own, other)
-    assert torch.equal(torch.load(root / "normed.pt")["layers.0.running_mean"], own)
-
-
-# Whole trainings, and checkpoints
 
 
 def _trial(folder: Path, name: str, *, strategy: str = "fsdp", precision: str = "fp64", stopped: str = "") -> Trial:
@@ -269,83 +213,6 @@ def _train(trial: Trial, rank: Rank) -> None:
     worker.run(trial, rank=rank, outbox=_Written(f"{trial.checkpoints}.{rank.rank}"))
 
 
-def _events(root: Path, name: str) -> list[AnyEvent]:
-    return [event_from_json(line) for line in (root / f"{name}.0.jsonl").read_text().splitlines()]
-
-
-def _series(events: list[AnyEvent], name: str, *, after: int = 0) -> dict[int, float]:
-    points = [point for event in events if isinstance(event, Metrics) for point in event.points]
-    return {point.step: point.value for point in points if point.name == name and point.step > after}
-
-
-@pytest.mark.parametrize("name", ["train/loss", "validation/loss", "validation/accuracy"])
-def test_losses_and_metrics_are_those_of_one_process(root: Path, name: str) -> None:
-    own, expected = (_series(_events(root, trial), name) for trial in ("fsdp", "alone"))
-
-    assert own.keys() == expected.keys() != set()
-    assert max(abs(own[step] - expected[step]) for step in own) <= 1e-6  # metrics are fp32
-
-
-@pytest.mark.parametrize(
-    ("resumed", "original", "tolerance"),
-    [
-        ("fsdp to fsdp", "fsdp in fp32", 0.0),
-        ("fsdp to single", "alone", ROUNDED),
-        ("single to fsdp", "alone", ROUNDED),
-        ("fsdp to ddp", "alone", ROUNDED),
-        ("ddp to fsdp", "alone", ROUNDED),
-    ],
-)
-def test_a_training_goes_on_under_another_strategy(root: Path, resumed: str, original: str, tolerance: float) -> None:
-    events = _events(root, resumed)
-    whole = _series(_events(root, original), "train/loss")
-    rest = _series(events, "train/loss", after=STOPPED)
-
-    assert [event.step for event in events if isinstance(event, Resumed)] == [STOPPED]
-    assert [event.message for event in events if isinstance(event, Warned)] == []
-    assert list(rest) == list(range(STOPPED + 1, 9))
-    assert max(abs(rest[step] - whole[step]) for step in rest) <= tolerance
-
-
-@pytest.mark.parametrize("resumed", ["fsdp to single", "fsdp to ddp", "ddp to fsdp"])
-def test_the_weights_in_the_end_are_the_same(root: Path, resumed: str) -> None:
-    own, expected = (torch.load(f"{root}/{name}.0.weights.pt") for name in (resumed, "alone"))
-
-    assert {type(value) for value in own.values()} == {Tensor}
-    assert _distance(own, expected) <= ROUNDED
-
-
-def _stored(path: Path) -> int:
-    """Bytes of all tensors in a file."""
-    with safe_open(path, framework="pt") as file:
-        return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 (no mapping)
-
-
-def test_no_rank_writes_the_whole(root: Path) -> None:
-    (whole,) = (_stored(path) for path in (root / "alone" / folder_name(4)).glob("*.safetensors"))
-    parts = [_stored(path) for path in (root / "fsdp" / folder_name(4)).glob("*.safetensors")]
-
-    assert (len(parts), sum(parts)) == (2, whole)
-    assert max(parts) < 0.8 * whole
-
-
-def test_what_ranks_hold_is_in_the_result(root: Path) -> None:
-    held = {name: next(one.result.held for one in _events(root, name) if isinstance(one, Finished))
-            for name in ("alone", "fsdp", "fsdp to ddp")}  # fmt: skip
-    own, whole, copied = held["fsdp"], held["alone"], held["fsdp to ddp"]
-
-    assert own is not None and whole is not None and copied is not None  # noqa: PT018
-    steps = 2 * 4  # two tensors of one fp32, whole on each rank
-    assert sum(own.mb) * 2**20 - 2 * steps == pytest.approx(whole.mb[0] * 2**20 - steps)
-    assert max(own.mb) < 0.8 * whole.mb[0]
-    assert copied.mb == (whole.mb[0], whole.mb[0])
-    assert (own.cut, whole.cut) == ("all in one", "")
-
-
-# Commands
-
-
-@pytest.mark.deep
 def test_a_batch_that_does_not_fit_on_one_rank_is_found(command: Callable[..., Any]) -> None:
     """That rank gives up in the middle of a pass, while the other goes on: neither waits for the other."""
     ended = command(
@@ -356,7 +223,6 @@ def test_a_batch_that_does_not_fit_on_one_rank_is_found(command: Callable[..., A
     assert json.loads(ended.stdout)["largest_that_fits"] == 4
 
 
-@pytest.mark.deep
 def test_a_run_says_what_each_worker_holds(command: Callable[..., Any], tmp_path: Path) -> None:
     ended = command(
         "compare", "lab.yaml", LARGE, "--strategies", "ddp,fsdp", "--workers", "2", "--repeats", "1", *_WORKERS,
@@ -369,10 +235,6 @@ def test_a_run_says_what_each_worker_holds(command: Callable[..., Any], tmp_path
 _WORKERS = ("parallel.strategy=fsdp", "parallel.workers=2", "parallel.launcher=torchrun")
 
 
-# More workers
-
-
-@pytest.mark.deep
 @pytest.mark.timeout(600)
 def test_more_workers_than_rows_to_share(root: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three classes on four ranks: the last one has nothing of some parameters. Then three ranks go on."""

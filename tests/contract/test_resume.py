@@ -1,6 +1,5 @@
 """Trainings that stopped go on with as many workers, with more, with fewer, and with sharded parameters."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from pipeline.contract import Rank, Trial
 from pipeline.events import (
     AnyEvent,
     CheckpointSaved,
-    Event,
     Failed,
     Metrics,
     Resumed,
@@ -28,7 +26,6 @@ from pipeline.events import (
     event_from_json,
     event_to_json,
 )
-from pipeline.recording import journal
 from pipeline.training.build import build
 from pipeline.training.checkpoints import catalog, files
 from pipeline.training.checkpoints.agreement import from_first
@@ -40,8 +37,6 @@ from pipeline.training.clock import Clock
 from pipeline.training.meter import Meter
 from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
-
-pytestmark = pytest.mark.slow
 
 STOPPED = 3
 """Of eight steps, four in an epoch."""
@@ -178,9 +173,6 @@ def test_only_the_first_rank_speaks_of_checkpoints(root: Path) -> None:
     assert [event.step for event in _events(root, "two") if isinstance(event, CheckpointSaved)] == list(range(1, 9))
 
 
-# Sharded parameters, without a strategy around them; with one: test_fsdp.
-
-
 def _sharded(trial: Trial, rank: Rank) -> Setup:
     from torch.distributed.fsdp import fully_shard
 
@@ -239,25 +231,6 @@ def test_sharded_parameters_go_on_in_one_process(root: Path, project: Path, monk
 
     for one, other in zip(_full(setup), torch.load(f"{root}/sharded.pt"), strict=True):
         assert torch.equal(one, other)
-
-
-# The command.
-
-
-def test_a_run_keeps_its_checkpoints_in_its_folder(command: Callable[..., Any], project: Path, tmp_path: Path) -> None:
-    ended = command(
-        "run", "lab.yaml", "--no-baseline", "checkpoint.every_steps=3", f"tracking.directory={tmp_path}/runs",
-        f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
-    )  # fmt: skip
-    assert ended.code == 0, ended.output
-    (folder,) = (tmp_path / "runs").iterdir()
-    events: list[Event] = list(journal.read(folder / journal.FILE_NAME))
-    saved = [event for event in events if isinstance(event, CheckpointSaved)]
-
-    assert [event.step for event in saved] == [3, 4, 6, 8]
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {folder_name(6), folder_name(8)}
-    assert Path(saved[-1].path) == folder / "checkpoints" / folder_name(8)
-    assert json.loads((Path(saved[-1].path) / "manifest.json").read_text())["step"] == 8
 
 
 def test_a_storage_that_is_unknown_is_told_before_training(command: Callable[..., Any]) -> None:

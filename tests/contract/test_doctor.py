@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import psutil
 import pytest
-import ray
 import torch
 
 from pipeline.doctor import link, tracking
 from pipeline.doctor.examination import Examination
 from pipeline.doctor.finding import Finding
 from pipeline.errors import ResourceError
-from pipeline.launchers._ray.local import Wanted, started
-from pipeline.launchers._ray.nodes import NodesSilent, facts_of_nodes
-from pipeline.node_facts import NodeFacts, facts_here
+from pipeline.node_facts import NodeFacts
 
 Command = Callable[..., Any]
 REFUSED = "Invalid Host header - possible DNS rebinding attack detected"
@@ -141,24 +137,3 @@ def test_an_older_server_is_a_warning_and_one_as_new_is_not() -> None:
     assert f"the server is MLflow 2.22.1, the client here {mlflow.__version__}" in older.what
     assert f"pip install mlflow=={mlflow.__version__}" in older.fix
     assert equal.status == "ok"
-
-
-def _own_processes() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
-
-
-@pytest.mark.deep
-def test_a_real_ray_s_node_says_what_it_has_and_how_fast_it_is() -> None:
-    with started(Wanted(), verbose=False):
-        (node,) = facts_of_nodes(timeout_s=60)
-        measured = link.measure_across([node])
-        listening = {end.laddr.ip for process in _own_processes() for end in process.net_connections("inet")}
-        with pytest.raises(NodesSilent, match=rf"{node.node} \({node.address}\): it didn't answer within 0.0001 s"):
-            facts_of_nodes(timeout_s=0.0001)
-
-    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
-    assert (node.ray, node.pipeline) == (ray.__version__, facts_here().pipeline)
-    assert node.clock_ahead_s is not None
-    assert abs(node.clock_ahead_s) <= 1
-    assert (measured.workers, measured.nodes, measured.backend) == (2, 1, "gloo")
-    assert len(measured.all_reduces) >= 3

@@ -1,13 +1,10 @@
 """The commands, as users call them."""
 
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from mlflow import MlflowClient
 
 from pipeline.contract import Experiment
 
@@ -30,13 +26,6 @@ COMMANDS = ("run", "check", "ui", "sync", "schema")
 HEAVY = ("torch", "ray", "mlflow", "sklearn", "matplotlib", "torchmetrics")
 
 Command = Callable[..., Any]
-
-
-@pytest.fixture
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -194,49 +183,6 @@ def test_the_ui_needs_a_store(command: Command, tmp_path: Path) -> None:
     assert ended.code == 2
     assert "no runs yet" in ended.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.deep
-def test_the_ui_serves_until_it_is_interrupted(whole_run: Any, free_port: int, start: Any) -> None:
-    process = start("ui", "--port", str(free_port), cwd=whole_run.cwd)
-    address = process.stdout.readline().split()[-1]
-
-    with urllib.request.urlopen(f"{address}/health", timeout=10) as answer:
-        assert answer.status == 200
-    os.kill(process.pid, signal.SIGINT)
-
-    assert process.wait(20) == 0
-    assert process.stderr.read() == ""
-
-
-@pytest.mark.slow
-def test_sync_adds_nothing_twice(whole_run: Any, command: Command) -> None:
-    client = MlflowClient(f"sqlite:///{whole_run.cwd}/mlflow.db")
-
-    def everything() -> dict[str, tuple[object, ...]]:
-        (experiment,) = client.search_experiments(filter_string="name = 'mlp-digits'")
-        runs = client.search_runs([experiment.experiment_id])
-        return {
-            run.info.run_id: (
-                run.info.status,
-                run.info.end_time,
-                run.data.params,
-                run.data.tags,
-                len(client.get_metric_history(run.info.run_id, "train/loss")),
-                len(client.get_metric_history(run.info.run_id, "throughput/samples_per_second")),
-                len(run.inputs.dataset_inputs),
-                len(run.outputs.model_outputs) if run.outputs else 0,
-            )
-            for run in runs
-        }
-
-    before = everything()
-    ended = command("sync", str(whole_run.folder))
-
-    assert ended.code == 0, ended.output
-    assert len(before) == 3
-    assert everything() == before
 
 
 def test_sync_needs_a_run(command: Command, tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""What Python asks for is checked as a file is, and a plain import stays quick."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pipeline
+from pipeline import Experiment, compare, run
+from pipeline.errors import ExperimentError, PipelineError, UsageError
+
+EXPERIMENT = {
+    "name": "from-a-dict",
+    "model": {"_target_": "lab.Net"},
+    "data": {"_target_": "lab.points"},
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "train": {"epochs": 2, "global_batch_size": 16},
+    "tracking": {"log_model": False},
+}
+
+
+@pytest.fixture
+def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's project as working directory; what a notebook has: nothing of it on the path."""
+    monkeypatch.chdir(project)
+    return project
+
+
+class Here:
+    """What a cell of a notebook defines is like this: in no module that a worker has."""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"_target_": "__main__.Net"}}, "model._target_: __main__.Net is defined in a notebook or a script"),
+        ({"model": {"_target_": Here}}, 'model._target_: is Here itself; write its dotted name, "test_api.Here"'),
+        ({"seed": np.int64(3)}, "seed: is a int64; write texts, numbers, lists and dicts"),
+        ({"train": {"epochs": 0, "global_batch_size": 16}}, "experiment: train.epochs: "),
+        ({"modle": {}}, "did you mean model?"),
+        ({1: 2}, "the key 1 is not a text"),
+    ],
+)
+def test_a_dict_is_checked_as_a_file_is(here: Path, change: dict[object, object], message: str) -> None:
+    with pytest.raises(ExperimentError) as raised:
+        run({**EXPERIMENT, **change})  # type: ignore[dict-item]
+    assert message in str(raised.value)
+
+
+def test_a_dict_is_the_experiment_that_its_file_is(here: Path) -> None:
+    from_dict = Experiment.load(EXPERIMENT, "train.epochs=3")
+    Path("same.yaml").write_text(from_dict.to_yaml())
+
+    assert Experiment.load("same.yaml").file.experiment == from_dict.file.experiment
+    assert from_dict.file.experiment.train.epochs == 3
+    assert Experiment.load(from_dict, "seed=4").file.experiment.train.epochs == 3
+    assert repr(from_dict) == "Experiment(from-a-dict: single x 1 with inprocess)"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"strategies": ["dpd"]}, "no strategy is called 'dpd'; did you mean"),
+        ({"strategies": "ddp"}, 'strategies is a text; write a list, ["ddp"]'),
+        ({"workers": [0]}, "workers and repeats are numbers from 1 on, not 0"),
+        ({"scaling": "large"}, "scaling is 'large'; write strong, weak or both"),
+    ],
+)
+def test_what_to_compare_is_checked(here: Path, wanted: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        compare("lab.yaml", **wanted)  # type: ignore[arg-type]
+    assert message in str(raised.value)
+
+
+def test_torchrun_is_not_to_start_a_script_that_starts_workers(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(PipelineError, match="start this script without torchrun"):
+        run("lab.yaml")
+
+
+def test_importing_pipeline_stays_quick(tmp_path: Path) -> None:
+    """Workers and ``pipeline --help`` import it, too."""
+    code = (
+        "import sys, pipeline; assert set(pipeline.__all__) <= set(dir(pipeline)); "
+        "print({'torch', 'pydantic', 'pipeline.api'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("set()\n", "")
+    with pytest.raises(AttributeError, match="has no attribute 'runn'"):
+        pipeline.runn  # noqa: B018

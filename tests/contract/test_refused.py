@@ -1,0 +1,165 @@
+"""What can't work is refused before anything starts: the right exit code, file and line, and what to write instead."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings(
+    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
+    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning",
+)
+
+TRACEBACK = "Traceback (most recent call last)"
+LAB = (Path(__file__).parents[1] / "project" / "lab.yaml").read_text()
+
+Command = Callable[..., Any]
+
+
+class Wrong(NamedTuple):
+    """An experiment file or a command line that can't work, and what must be said about it."""
+
+    name: str
+    code: int
+    said: tuple[str, ...]
+    text: str | bytes = LAB
+    more: tuple[str, ...] = ()
+
+
+def lab(old: str, new: str) -> str:
+    """The project's experiment with a mistake."""
+    assert LAB.count(old) == 1
+    return LAB.replace(old, new)
+
+
+FILES = [
+    Wrong("misspelt key", 2, ("wrong.yaml:7:", "did you mean epochs?"), lab("epochs", "epoch")),
+    Wrong("misspelt section", 2, ("wrong.yaml:6:", "did you mean optimizer?"), lab("optimizer:", "optimiser:")),
+    Wrong("wrong type", 2, ("wrong.yaml:7: train.epochs", "two"), lab("epochs: 2", "epochs: two")),
+    Wrong("out of range", 2, ("train.epochs", "-1"), lab("epochs: 2", "epochs: -1")),
+    Wrong("duplicate key", 2, ("wrong.yaml:3:", "seed"), lab("seed: 3", "seed: 3\nseed: 4")),
+    Wrong("tabs", 2, ("wrong.yaml:10:", "a tab in the indentation; use spaces"), LAB + "parallel:\n\tworkers: 2\n"),
+    Wrong("empty", 2, ("is empty",), ""),
+    Wrong("binary", 2, ("is not a text in UTF-8",), b"\x89PNG\r\n\x1a\n\x00\xff\xfe"),
+    Wrong("list", 2, ("write sections",), "- model\n- data\n"),
+    Wrong("no target", 2, ("wrong.yaml:3: model", "_target_"), lab("_target_: lab.Net", "net: lab.Net")),
+    Wrong("no such target", 2, ("model._target_", "did you mean Net?"), lab("lab.Net", "lab.Nett")),
+    Wrong("target not allowed", 2, ("in none of the allowed packages",), lab("lab.Net", "subprocess.run")),
+    Wrong("target through a door", 2, ("model._target_",), lab("lab.Net", "lab.os.system")),
+    Wrong("wrong keyword", 2, ("model.deep",), lab("lab.Net", "lab.Net, deep: true")),
+    Wrong("missing keyword", 2, ("model", "in_features"), lab("lab.Net", "torch.nn.Linear, out_features: 3")),
+    Wrong("missing interpolation", 2, ("wrong.yaml:2:", "nowhere"), lab("seed: 3", "seed: ${nowhere}")),
+    Wrong("no loss", 2, ("loss: missing",), lab("loss: {_target_: torch.nn.CrossEntropyLoss}\n", "")),
+    Wrong("batch smaller than workers", 2, ("train.global_batch_size", "1 samples can't be shared by 2 workers"),
+          LAB, ("train.global_batch_size=1", "parallel.workers=2", "parallel.strategy=ddp")),
+    Wrong("two workers in process", 2, ("parallel.workers", "launcher: torchrun or ray"),
+          LAB, ("parallel.workers=2", "parallel.strategy=ddp")),
+    Wrong("two workers of dp", 2, ("parallel.workers", "strategy: ddp"),
+          LAB, ("parallel.workers=2", "parallel.strategy=dp", "parallel.launcher=torchrun")),
+    Wrong("unknown launcher", 2, ("parallel.launcher", "inprocess, ray, torchrun"), LAB, ("parallel.launcher=slurm",)),
+    Wrong("unknown option", 2, ("parallel.options.bucket_cap", "did you mean bucket_cap_mb?"),
+          LAB, ("parallel.strategy=ddp", "parallel.options={bucket_cap: 5}")),
+    Wrong("option refused on CPU", 2, ("parallel.options", "sync_batch_norm needs GPUs"),
+          LAB, ("parallel.strategy=ddp", "parallel.options={sync_batch_norm: true}", "parallel.device=cpu")),
+    Wrong("malformed override", 2, ("write key=value",), LAB, ("train.epochs",)),
+    Wrong("override of nothing", 2, ("did you mean epochs?",), LAB, ("train.epoks=3",)),
+    Wrong("override inside a value", 2, ("seed.deep=1",), LAB, ("seed.deep=1",)),
+    Wrong("file store", 2, ("sqlite:///mlflow.db",), LAB, ("tracking.uri=./mlruns",)),
+    Wrong("unknown store", 3, ("tracking.uri",), LAB, ("tracking.uri=redis://localhost",)),
+    Wrong("store in no folder", 3, ("mkdir -p",), LAB, ("tracking.uri=sqlite:///no/such/folder/mlflow.db",)),
+    Wrong("store is a folder", 3, ("is a folder",), LAB, ("tracking.uri=sqlite:////",)),
+    Wrong("runs directory is a file", 3, ("tracking.directory: lab.py can't be written",),
+          LAB, ("tracking.directory=lab.py",)),
+]  # fmt: skip
+"""Found before a process is started."""
+
+COMPONENTS = [
+    Wrong("data raises", 2, ("data: lab.from_a_file raised FileNotFoundError",), lab("lab.points", "lab.from_a_file")),
+    Wrong("data is no pair", 2, ("it must return a pair",), lab("lab.points", "lab.alone")),
+    Wrong("empty dataset", 2, ("the training set is empty",), lab("lab.points", "lab.no_samples")),
+    Wrong("ragged batches", 2, ("can't be stacked into a batch",), lab("lab.points", "lab.ragged")),
+    Wrong("model without parameters", 2, ("no trainable parameters",), lab("lab.Net", "torch.nn.Identity")),
+    Wrong("model is no module", 2, ("it must return a torch.nn.Module",), lab("lab.Net", "lab.not_a_module")),
+    Wrong("loss is not a scalar", 2, ("loss", "not a scalar"), lab("torch.nn.CrossEntropyLoss", "lab.per_sample")),
+    Wrong("loss is a sum", 2, ("use reduction: mean",),
+          lab("torch.nn.CrossEntropyLoss", "torch.nn.CrossEntropyLoss, reduction: sum")),
+    Wrong("loss is NaN", 1, ("the loss is nan in step 1 (epoch 1)",),
+          lab("torch.nn.CrossEntropyLoss", "lab.NotANumber")),
+    Wrong("negative learning rate", 2, ("optimizer: torch.optim.SGD raised ValueError",), lab("lr: 0.1", "lr: -0.1")),
+]  # fmt: skip
+"""Found once the experiment is built."""
+
+
+def run(command: Command, project: Path, wrong: Wrong, *options: str) -> Any:
+    file = project / "wrong.yaml"
+    file.write_bytes(wrong.text if isinstance(wrong.text, bytes) else wrong.text.encode())
+    return command("run", file.name, "--no-baseline", *options, *wrong.more)
+
+
+def written(project: Path) -> list[tuple[str, int]]:
+    """Runs and stores in the project, which tests before may have left there."""
+    found = [*project.glob("runs/*"), *project.glob("mlflow.db")]
+    return sorted((path.name, path.stat().st_mtime_ns) for path in found)
+
+
+def assert_refused(ended: Any, wrong: Wrong) -> None:
+    assert ended.code == wrong.code, ended.output
+    for fragment in wrong.said:
+        assert fragment in ended.stderr
+    assert TRACEBACK not in ended.output
+
+
+@pytest.mark.parametrize("wrong", FILES, ids=lambda wrong: wrong.name)
+def test_it_is_refused_before_it_starts(command: Command, project: Path, wrong: Wrong) -> None:
+    before = written(project)
+    assert_refused(run(command, project, wrong), wrong)
+    assert written(project) == before
+
+
+@pytest.mark.parametrize("wrong", COMPONENTS, ids=lambda wrong: wrong.name)
+def test_it_is_refused_once_it_is_built(command: Command, project: Path, store: tuple[str, str], wrong: Wrong) -> None:
+    assert_refused(run(command, project, wrong._replace(more=store)), wrong)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Overrides for one store and folder of runs; making a store takes a second."""
+    folder = tmp_path_factory.mktemp("store")
+    return f"tracking.uri=sqlite:///{folder}/mlflow.db", f"tracking.directory={folder}/runs"
+
+
+def test_a_missing_file_is_a_usage_error(command: Command) -> None:
+    ended = command("run", "labb.yaml")
+
+    assert ended.code == 2
+    assert "labb.yaml: there is no such file; did you mean lab.yaml?" in ended.stderr
+
+
+@pytest.mark.parametrize("key", ["tracking.uri=sqlite:////proc/mlflow.db", "tracking.directory=/proc/runs"])
+def test_a_folder_that_nobody_can_write_is_refused(command: Command, tmp_path: Path, key: str) -> None:
+    ended = command("run", "lab.yaml", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", key)
+
+    assert ended.code == 3
+    assert "/proc" in ended.stderr
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
+def test_more_workers_than_cores_are_refused_at_once(command: Command, launcher: str) -> None:
+    more = [f"parallel.launcher={launcher}", "parallel.strategy=ddp", "train.global_batch_size=4096"]
+    begin = time.monotonic()
+    ended = command("run", "lab.yaml", *more, "parallel.workers=4096")
+
+    assert ended.code == 3
+    assert "4096 workers" in ended.stderr
+    assert "use at most" in ended.stderr
+    assert time.monotonic() - begin < 60  # not an endless wait for cores
+
+
+def test_cuda_without_a_gpu_is_refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    ended = command("run", "lab.yaml", "parallel.device=cuda")
+
+    assert ended.code == 3
+    assert "asks for GPUs" in ended.stderr

@@ -1,0 +1,120 @@
+"""What can't be submitted is told before anything is sent; manifests are printed."""
+
+import http.server
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+TOKEN = "4711" * 8
+LAB = Path(__file__).parents[1] / "project"
+Pipeline = Callable[..., tuple[int, str, str]]
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The user's project as a git repository."""
+    folder = Path(shutil.copytree(LAB, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__")))
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    subprocess.run(["git", "add", "."], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture
+def pipeline(command: Pipeline, repository: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    """``pipeline ARGUMENTS`` in the repository, with the cluster's token."""
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return command
+
+
+def test_nobody_there_is_an_error(pipeline: Pipeline) -> None:
+    (port,) = _free_ports(1)
+    code, _, stderr = pipeline(
+        "submit", "lab.yaml", "tracking.uri=http://tracking:5000", "--address", f"http://127.0.0.1:{port}"
+    )
+    assert code == 3
+    assert f"no Ray cluster answers at http://127.0.0.1:{port}: Connection refused" in stderr
+    assert pipeline("status")[0] == 2
+
+
+@contextmanager
+def _server(answer: bytes) -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("answer", [b'{"ray_version": "1.13.0"}', b"<html>another server</html>"])
+def test_server_that_is_none_of_ray_or_too_old_is_an_error(answer: bytes, pipeline: Pipeline) -> None:
+    with _server(answer) as url:
+        code, _, stderr = pipeline("status", "--address", url)
+    assert code == 3
+    assert url in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lab.yaml"], "lab.yaml:8: tracking.uri: is sqlite:///mlflow.db, a file in the job's own folder"),
+        (["lab.yaml", "train.epoch=3"], "command line: train.epoch=3: train.epoch: unknown key"),
+        (["lab.yaml", "tracking.uri=http://me:secret-word@host:5000"], "tracking.uri: has a password in it"),
+        (
+            ["lab.yaml", "tracking.uri=http://t:5000", "checkpoint.directory=ckpt"],
+            "checkpoint.directory: is ckpt, a place",
+        ),
+        (["new.yaml", "tracking.uri=http://t:5000"], "new.yaml: git doesn't track this file"),
+        (["lab.yaml", "tracking.uri=http://t:5000", "--env", "A=secret-word"], "--env takes the name of a variable"),
+        (["lab.yaml", "--kuberay"], "--kuberay needs --image"),
+        (["lab.yaml", "--slurm", "--image", "x"], "--image is for --kuberay"),
+        (["lab.yaml", "--nodes", "2"], "--nodes is for --slurm"),
+        (["lab.yaml", "--kuberay", "--image", "x", "--slurm"], "choose one"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_sent(arguments: list[str], said: str, pipeline: Pipeline) -> None:
+    shutil.copy("lab.yaml", "new.yaml")
+    code, stdout, stderr = pipeline("submit", *arguments, "--address", "http://127.0.0.1:1")
+    assert code == 2
+    assert said in stderr
+    assert not stdout
+    assert "secret-word" not in stderr
+
+
+def test_manifests_are_printed(pipeline: Pipeline) -> None:
+    code, stdout, _ = pipeline("submit", "lab.yaml", "parallel.cpus_per_worker=1", "--slurm")
+    assert (code, stdout.splitlines()[0]) == (0, "#!/bin/bash")
+    uri = "tracking.uri=http://tracking:5000"
+    arguments = ["parallel.cpus_per_worker=1", uri, "--kuberay", "--image", "image", "--claim", "runs"]
+    code, stdout, _ = pipeline("submit", "lab.yaml", *arguments)
+    assert code == 0
+    assert "kind: RayJob\n" in stdout

@@ -1,0 +1,37 @@
+"""Does a second worker pay? One table of cells, each measured next to the baseline, in the terminal and in MLflow."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import Ended
+from mlflow import MlflowClient
+
+pytestmark = pytest.mark.filterwarnings(
+    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
+    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"
+)
+
+
+def test_strategies_side_by_side(command: Callable[..., Ended], tmp_path: Path) -> None:
+    where = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs"]
+    where += ["parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
+    wishes = ["--strategies", "single,ddp", "--workers", "1,2,64", "--repeats", "1", "--json"]
+    ended = command("compare", "lab.yaml", *where, "train.precision=fp64", *wishes)
+
+    assert ended.code == 0, ended.output
+    cells = {(cell["strategy"], cell["workers"]): cell for cell in json.loads(ended.stdout)["cells"]}
+    assert set(cells) == {("single", 1), ("ddp", 1), ("ddp", 2), ("ddp", 64)}
+    assert not cells["ddp", 64]["measured"]
+    assert cells["ddp", 64]["reason"]
+    single, ddp = cells["single", 1], cells["ddp", 2]
+    assert ddp["speedup"] == pytest.approx(ddp["samples_per_second"] / single["samples_per_second"])
+    assert ddp["efficiency"] == pytest.approx(ddp["speedup"] / 2)
+    assert ddp["largest_loss_difference"] < 1e-12
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (experiment,) = client.search_experiments(filter_string="name = 'lab'")
+    runs = client.search_runs([experiment.experiment_id])
+    parents = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    assert len(parents) == 1
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs if run not in parents} == {parents[0].info.run_id}

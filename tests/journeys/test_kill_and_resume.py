@@ -1,0 +1,33 @@
+"""Killed is not lost: a worker that is killed is replaced, a run whose driver is killed goes on, bit for bit."""
+
+import random
+from collections.abc import Callable
+
+import psutil
+from attempts import DDP, PATIENCE_S, STEPS, Attempt, Undisturbed, check, kill, workers_of
+from census import injected
+
+from pipeline.events import Resumed, Warned
+
+
+def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(
+    attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
+) -> None:
+    first, second = sorted(draw.sample(range(5, STEPS - 30), 2))
+    attempt = attempt_in(*DDP, "parallel.max_failures=1", f"checkpoint.every_steps={draw.randint(1, 9)}")
+    process = attempt.start()
+    attempt.wait_for_step(first, process)
+    draw.choice(workers_of(process)).kill()
+    injected("kills")
+    attempt.wait_for_step(second, process)
+    attempt.wait_for(lambda: bool(attempt.all_of(Resumed)), process, what="the replacement of a killed worker")
+    workers = workers_of(process)
+    kill(process)
+    assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == [], "workers outlive their driver"
+
+    ended = attempt.run("--resume")
+
+    assert ended.code == 0, ended.output
+    check(attempt, undisturbed)
+    assert len(attempt.all_of(Resumed)) == 2
+    assert any("killed by SIGKILL" in event.message for event in attempt.all_of(Warned))
