@@ -3,12 +3,14 @@
 import math
 
 import pytest
+import samples
 import torch
 import toys
 from torchmetrics.classification import MulticlassF1Score
 
 from pipeline.contract import Rank
 from pipeline.training.build import build
+from pipeline.training.clock import Lap
 from pipeline.training.evaluation import evaluate
 from pipeline.training.probe import probe
 
@@ -91,14 +93,15 @@ def test_probing_leaves_weights_and_buffers_alone(parts: int) -> None:
     trial = toys.trial(model={"_target_": "toys.batch_norm_net"}, train={"gradient_accumulation": parts})
     setup = build(trial, rank=Rank())
     before = {name: value.clone() for name, value in setup.model.state_dict().items()}
-    measured = probe(setup, step_ms=1e6)
+    laps = [Lap(1, 8, 1000.0, data_wait_ms=3.0, own_wait_ms=2.0)]
+    measured = probe(setup, laps=laps, known=samples.parts(step_ms=1e6, data_wait=3.0))
 
     assert all(torch.equal(value, before[name]) for name, value in setup.model.state_dict().items())
     assert "1.num_batches_tracked" in before
     assert all(parameter.grad is None for parameter in setup.model.parameters())
     assert measured.exposed_communication_ms is None
-    assert measured.data_wait_ms >= 0
-    assert len(measured.ranks_ms) == len(measured.nodes) == 1
+    assert measured.data_wait_ms == 3
+    assert len(measured.ranks) == 1
 
 
 @pytest.mark.parametrize(("world_size", "accumulation", "largest"), [(1, 1, 8), (1, 4, 2), (2, 2, 2), (2, 8, 1)])
