@@ -5,14 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from waiting import eventually
 
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
@@ -165,17 +165,10 @@ class Allocation:
                     os.killpg(job.pid, signal.SIGKILL)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it doesn't happen"
-        time.sleep(0.05)
-
-
 def test_sigterm_reaches_the_run_which_is_requeued_and_resumed(tmp_path: Path) -> None:
     allocation = Allocation(tmp_path)
     with allocation.start() as first:
-        wait_for(lambda: (tmp_path / "runs" / "slurm-4711" / "one" / "events.jsonl").exists())
+        eventually(lambda: (tmp_path / "runs" / "slurm-4711" / "one" / "events.jsonl").exists())
         first.send_signal(signal.SIGTERM)
         output, _ = first.communicate(timeout=30)
     assert first.returncode == 143, output

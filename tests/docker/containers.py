@@ -5,8 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -48,13 +47,6 @@ def refusal(*, env: Path) -> str:
     """What compose says about files that it doesn't take; empty if it takes them."""
     done = _docker("compose", *_options(["compose.yaml"], env=env), "config", "--quiet", check=False)
     return done.stderr if done.returncode else ""
-
-
-def wait_for(condition: Callable[[], bool], *, timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.5)
 
 
 class Cluster:

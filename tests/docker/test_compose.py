@@ -21,8 +21,8 @@ from containers import (
     has_engine,
     inspected,
     user_ids,
-    wait_for,
 )
+from waiting import eventually
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -212,17 +212,20 @@ def test_a_worker_that_dies_by_itself_is_started_again(cluster: Cluster) -> None
     before = inspected("ray-worker-1")["RestartCount"]
     program = "import psutil; [each.kill() for each in psutil.process_iter() if each.name() == 'raylet']"
     cluster.execute("ray-worker", "python", "-c", program)
-    wait_for(lambda: inspected("ray-worker-1")["RestartCount"] > before)
-    wait_for(lambda: cluster.health("ray-worker-1") == "healthy")
+    eventually(lambda: inspected("ray-worker-1")["RestartCount"] > before, timeout_s=PATIENCE_S)
+    eventually(lambda: cluster.health("ray-worker-1") == "healthy", timeout_s=PATIENCE_S)
 
 
 def test_workers_without_a_head_are_unhealthy_and_come_back_with_it(cluster: Cluster) -> None:
     docker("kill", f"{PROJECT}-ray-head-1")
-    wait_for(
-        lambda: {cluster.health(name) for name in ("ray-worker-1", "ray-worker-2")} & {"unhealthy", "starting"} != set()
+    eventually(
+        lambda: (
+            {cluster.health(name) for name in ("ray-worker-1", "ray-worker-2")} & {"unhealthy", "starting"} != set()
+        ),
+        timeout_s=PATIENCE_S,
     )
     cluster.compose("up", "--detach", "--wait", "--no-build")
-    wait_for(lambda: nodes(cluster) == 3)
+    eventually(lambda: nodes(cluster) == 3, timeout_s=PATIENCE_S)
 
 
 def nodes(cluster: Cluster) -> int:

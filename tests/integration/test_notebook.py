@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +12,7 @@ from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook
+from waiting import eventually
 
 from pipeline.recording import journal
 
@@ -26,15 +25,6 @@ def executed(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
     client = NotebookClient(notebook, timeout=200, allow_errors=True, resources={"metadata": {"path": str(folder)}})
     return [cell.outputs for cell in client.execute().cells if cell.cell_type == "code"]
-
-
-def eventually(look: Callable[[], Found | None], *, patience_s: float = 100) -> Found:
-    """What a look comes to find."""
-    deadline = time.monotonic() + patience_s
-    while not (found := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return found
 
 
 def reply(kernel: BlockingKernelClient) -> dict[str, Any]:

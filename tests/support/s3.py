@@ -3,12 +3,12 @@
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 
 import fsspec
 import pytest
+from waiting import eventually
 
 from pipeline.training.checkpoints.manifest import step_of
 from pipeline.training.checkpoints.storage import Storage
@@ -28,13 +28,13 @@ class S3:
     def start(self) -> None:
         line = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self.process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while True:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
-                break
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        eventually(self.answers, what=f"moto's server at {self.uri}")
         fsspec.filesystem("s3").mkdir(BUCKET)
+
+    def answers(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            return True
+        return False
 
     def kill(self) -> None:
         if self.process is not None:

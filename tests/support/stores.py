@@ -11,7 +11,6 @@ import threading
 import time
 import urllib.request
 from base64 import b64encode
-from collections.abc import Callable
 from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,14 +18,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
+from waiting import eventually
+
 Fault = Literal["", "fails", "hangs", "slow", "loses answers"]
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 def free_port() -> int:
@@ -56,7 +50,7 @@ class Server:
             self.process = subprocess.Popen(
                 command, env=environment, cwd=self.folder, stdout=log, stderr=log, start_new_session=True
             )
-        wait_for(self.answers)
+        eventually(self.answers, what=f"an MLflow server at {self.uri}")
 
     def answers(self) -> bool:
         try:
@@ -111,7 +105,7 @@ class Proxy:
                 fault = proxy.fault if proxy.where in self.path else ""
                 proxy.struck += bool(fault)
                 if fault == "hangs":
-                    wait_for(lambda: proxy.fault != "hangs")
+                    eventually(lambda: proxy.fault != "hangs")
                     self.close_connection = True
                     return
                 if not proxy.admits(self.headers.get("Authorization")):
