@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from pipeline.contract import Spread
-from pipeline.estimates import is_wide
 from pipeline.speedup import FIRST_STEPS, Row
-from pipeline.speedup.tables import amount, rate
+from pipeline.speedup.tables import amount, rate, times
 
 
 def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
@@ -27,7 +25,7 @@ def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
     yield from (_all_cores(main, row) for row in rows if _has_all_cores(row, main))
     for row in rows:
         if row.ratio is not None and row.efficiency is not None and not row.is_resolved:
-            interval = _times(row.ratio)
+            interval = times(row.ratio)
             yield f"The speedup of {row.title}, {interval}, is not resolved: it is within the noise of its measurement."
     if any(row.samples_per_second.windows < 2 for row in rows):
         yield "Some throughput was measured in a single window, so its noise is unknown."
@@ -97,13 +95,5 @@ def _all_cores(main: Row, reference: Row) -> str:
     separate = "Data parallelism pays when devices are separate."
     if ratio.low <= 1 <= ratio.high:
         return f"{does}: on this machine it and {main.title} are equally fast within the noise. {separate}"
-    remark = f"{does}: on this machine {main.title} is {_times(ratio)} that."
+    remark = f"{does}: on this machine {main.title} is {times(ratio)} that."
     return remark if ratio.low > 1 else f"{remark} {separate}"
-
-
-def _times(ratio: Spread) -> str:
-    """A ratio with its range; the range alone where it is larger than the ratio."""
-    interval = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
-    if ratio.windows < 2:
-        return f"{ratio.median:.2f}x"
-    return interval if is_wide(ratio) else f"{ratio.median:.2f}x ({interval})"

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from pipeline.speedup import Row
 from pipeline.speedup.finding import Case, Finding
-from pipeline.speedup.tables import amount, rate
+from pipeline.speedup.tables import amount, rate, times
 
 WORTH = 1.05
 """Faster by less than 5% isn't worth a change, even where it is no noise."""
@@ -66,7 +66,9 @@ def _reason(row: Row, own: Row, *, is_faster: bool) -> str:
     rates = f"{rate(row.samples_per_second)} and {rate(own.samples_per_second)} samples/s"
     sentence = f"{own.title} is not faster than {row.title} beyond the noise ({rates})"
     if is_faster:
-        sentence = f"{row.title} is {row.throughput_over(own).median:.2f}x as fast as {own.title} ({rates})"
+        sentence = (
+            f"{row.title} is {times(row.throughput_over(own), has_interval=False)} as fast as {own.title} ({rates})"
+        )
     if _size(row) < _size(own):
         sentence += f", with {row.devices} instead of {own.devices}"
     if (exposed := own.parts.exposed_communication_ms) and row.workers < own.workers:

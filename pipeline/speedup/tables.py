@@ -158,9 +158,9 @@ def speedup(row: Row, *, has_interval: bool) -> str:
         return "baseline"
     if (ratio := row.ratio) is None:
         return "-"
-    if is_wide(ratio):
-        return f"{ratio.low:.2f}x to {ratio.high:.2f}x"
-    return f"{ratio.median:.2f}x" + (f" ({ratio.low:.2f}-{ratio.high:.2f})" if has_interval else "")
+    if has_interval and not is_wide(ratio):
+        return f"{ratio.median:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
+    return times(ratio, has_interval=False)
 
 
 def efficiency(row: Row) -> str:
@@ -180,6 +180,14 @@ def amount(value: float) -> str:
 def rate(spread: Spread) -> str:
     """The figure; where its range is larger than itself, the range, e.g. "120 to 980"."""
     return f"{amount(spread.low)} to {amount(spread.high)}" if is_wide(spread) else amount(spread.median)
+
+
+def times(ratio: Spread, *, has_interval: bool = True) -> str:
+    """A ratio and its range, e.g. "1.90x (1.79x to 2.02x)"; the range alone where it is larger than the ratio."""
+    interval = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
+    if is_wide(ratio):
+        return interval
+    return f"{ratio.median:.2f}x ({interval})" if has_interval and ratio.windows > 1 else f"{ratio.median:.2f}x"
 
 
 def with_spread(spread: Spread, *, decimals: int | None = None) -> str:
