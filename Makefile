@@ -31,6 +31,9 @@ test-all: $(STAMP)  ## What make test has no time for, part by part; make test-f
 test-unit test-contract test-replay test-journeys test-integration test-faults test-cluster test-docs test-templates test-fuzz: $(STAMP)
 	@$(BIN)/python tests/tiers.py $(@:test-%=%)
 
+test-the-tests: $(STAMP)  ## Put faults into a copy of the tree, one at a time, and say which test of make test noticed; ten minutes
+	@$(BIN)/python tests/mutations/run.py $(FAULTS)
+
 test-docker: $(STAMP)  ## Build the images, run an experiment on the compose cluster and kill a worker; needs Docker
 	docker info --format 'Docker {{.ServerVersion}}'
 	@$(BIN)/python tests/tiers.py docker
@@ -81,4 +84,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $(STAMP)
 
-.PHONY: help run ui lint test test-all test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema docs install clean
+.PHONY: help run ui lint test test-all test-the-tests test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema docs install clean

@@ -29,7 +29,7 @@ def kinds(folder: Path, kind: type[Any]) -> list[Any]:
 
 
 def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, store: Store) -> None:
-    ended = play("finished", "run", "tiny.yaml", whole=True)
+    ended = play("finished", "run", "tiny.yaml")
 
     assert (ended.code, ended.stderr) == (0, "")
     lines = ended.stdout.splitlines()

@@ -140,21 +140,18 @@ def store(lab: Path, empty_store: Path) -> Store:
 def play(lab: Path, store: Store, command: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """``play("finished", "run", FILE, ...)``: the command, whose workers say what was recorded, see player.py.
 
-    It is in a user's project with ``tiny.yaml`` and ``lab.yaml`` and writes to `store`: without a process of its own
-    and without the model, unless ``whole=True``.
+    It is in a user's project with ``tiny.yaml`` and ``lab.yaml`` and writes to `store`, in this process and without the
+    model.
     """
     shutil.copytree(TESTS / "project", lab, dirs_exist_ok=True)
     shutil.copy(JOURNALS / "tiny.yaml", lab)
     monkeypatch.chdir(lab)
     monkeypatch.syspath_prepend(TESTS / "replay" / "player")
 
-    def run(name: str, *arguments: str, whole: bool = False) -> Any:
+    def run(name: str, *arguments: str) -> Any:
         monkeypatch.setenv("PLAYED", str(JOURNALS / name))
-        more = ["parallel.launcher=player"]
-        if whole:
-            return command(*arguments, *more)
         with written_here():
-            return command(*arguments, *more, "tracking.log_model=false")
+            return command(*arguments, "parallel.launcher=player", "tracking.log_model=false")
 
     yield run
     sys.modules.pop("player", None)

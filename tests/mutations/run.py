@@ -1,0 +1,132 @@
+"""Test the tests: put a fault into a copy of the tree, see which tier notices, and take it out again, fault by fault.
+
+    python tests/mutations/run.py [NAME]...      all of faults.py, or those whose name has such a part
+
+For each fault the tests that most likely notice come first, then the tiers of `make test`; the first failure ends it.
+The exit code is 1 if a fault no longer applies, or too many are noticed by nobody.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from faults import FAULTS, Fault
+
+ROOT = Path(__file__).parents[2]
+TIERS = ("lint", "unit", "contract", "replay", "journeys")
+WANTED = 28 / 30
+"""The part of the faults that `make test` must notice."""
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+
+
+class Noticed(NamedTuple):
+    """Who noticed a fault; nobody if the test is empty."""
+
+    fault: Fault
+    test: str
+    seconds: float
+
+    @property
+    def tier(self) -> str:
+        return self.test.split("/")[1] if self.test.startswith("tests/") else self.test and "lint"
+
+
+class Tree:
+    """A copy of the files that git knows or would take, with the interpreter of this one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes((ROOT / name).read_bytes())
+                (folder / name).chmod((ROOT / name).stat().st_mode)
+
+    def failure(self, *arguments: str) -> str:
+        """The first test that fails in what ``python ARGUMENTS`` runs; empty if none does."""
+        more = {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": "-x -q"}
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=self.folder, env=os.environ | more, text=True, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return ""
+        found = _FAILED.search(done.stdout)
+        assert found, f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-3000:]}"
+        return found[1]
+
+    def notices(self, fault: Fault) -> str:
+        """The first test that notices a fault; empty if none does."""
+        there = [each for each in fault.first if (self.folder / each.partition("::")[0]).exists()]
+        for each in there:
+            if test := self.failure("-m", "pytest", each):
+                return test
+        return next(filter(None, (self.failure("tests/tiers.py", tier) for tier in TIERS)), "")
+
+    def with_fault(self, fault: Fault) -> Noticed:
+        """Who notices a fault."""
+        path = self.folder / fault.file
+        whole = path.read_text(encoding="utf-8")
+        began = time.monotonic()
+        try:
+            path.write_text(broken(whole, fault), encoding="utf-8")
+            return Noticed(fault, self.notices(fault), time.monotonic() - began)
+        finally:
+            path.write_text(whole, encoding="utf-8")
+
+
+def broken(text: str, fault: Fault) -> str:
+    """The text of the fault's file, with the fault."""
+    assert text.count(fault.old) == 1, f"stands there {text.count(fault.old)} times, not once: {fault.old!r}"
+    changed = text.replace(fault.old, fault.new)
+    compile(changed, fault.file, "exec")
+    return changed
+
+
+def misfits(faults: Iterable[Fault]) -> list[str]:
+    """What no longer applies, and why."""
+    found = []
+    for fault in faults:
+        try:
+            broken((ROOT / fault.file).read_text(encoding="utf-8"), fault)
+        except (AssertionError, OSError, SyntaxError) as error:
+            found.append(f"{fault.name}: {fault.file}: {error}")
+    return found
+
+
+def main(words: list[str]) -> int:
+    faults = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    if wrong := misfits(faults):
+        print("these no longer apply; look what holds the promise today, and break that:", *wrong, sep="\n")
+        return 1
+    noticed = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        tree = Tree(Path(folder).resolve())
+        if failing := tree.failure("-m", "pytest", *sorted({each for fault in faults for each in fault.first})):
+            print(f"{failing} fails without any fault; mend that first")
+            return 1
+        for fault in faults:
+            noticed.append(tree.with_fault(fault))
+            print(told(noticed[-1]), flush=True)
+    missed = [each.fault for each in noticed if not each.test]
+    print(f"{len(faults) - len(missed)} of {len(faults)} faults were noticed")
+    for fault in missed:
+        print(f"nobody noticed: {fault.name} ({fault.promise}); {fault.excused or 'write a test that does'}")
+    return int(len(missed) > len(faults) * (1 - WANTED) or any(not fault.excused for fault in missed))
+
+
+def told(one: Noticed) -> str:
+    """A line of the table."""
+    return f"{one.fault.name:<55} {one.tier or '-':<9} {one.seconds:5.0f} s  {one.test.rpartition('/')[2]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

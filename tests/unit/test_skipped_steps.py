@@ -1,0 +1,42 @@
+"""`train.on_nonfinite: skip`: a step whose loss or gradients are not finite leaves no trace in what is trained."""
+
+from typing import Any
+
+import pytest
+import samples
+import torch
+import toys
+
+from pipeline.contract import Rank
+from pipeline.training import loop
+from pipeline.training.loop import train
+from pipeline.training.order import Order
+
+BATCH, HOLE = 8, 5
+
+
+def weights(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...] = (), **how: Any) -> dict[str, torch.Tensor]:
+    """Those after an epoch on data with a hole."""
+    monkeypatch.setattr(loop, "probe", lambda *_, **__: samples.parts(step_ms=5.0))
+    kept: list[dict[str, torch.Tensor]] = []
+    monkeypatch.setattr(
+        loop.announce,
+        "model",
+        lambda setup, _: kept.append({k: v.clone() for k, v in setup.model.state_dict().items()}),
+    )
+    trial = toys.trial(
+        model={"_target_": "toys.batch_norm_net"},
+        data={"_target_": "toys.holes", "index": HOLE},
+        train={"epochs": 1, "global_batch_size": BATCH, **how},
+    )
+    train(trial.model_copy(update={"left_out": left_out}), rank=Rank(), outbox=toys.Kept())
+    return kept[0]
+
+
+def test_batch_statistics_are_those_of_the_steps_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = Order(samples=toys.SAMPLES, global_batch_size=BATCH, seed=3)
+    (bad,) = (step + 1 for step in range(order.steps_per_epoch) if HOLE in order.global_batch(0, step))
+    skipped = weights(monkeypatch, on_nonfinite="skip")
+    assert all(torch.isfinite(value).all() for value in skipped.values())
+    without = weights(monkeypatch, on_nonfinite="rollback", left_out=(bad,))
+    torch.testing.assert_close(skipped, without, rtol=0, atol=0)
