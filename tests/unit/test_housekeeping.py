@@ -76,5 +76,11 @@ def test_every_test_that_the_documents_name_is_there():
             assert f"def {name}(" in CODE, f"{page.name}: {name}"
 
 
+def test_each_test_file_has_a_name_of_its_own():
+    """As pytest imports them by it."""
+    names = [path.name for path in (ROOT / "tests").glob("*/test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def found(name):
     return list((ROOT / "tests").glob(f"*/{name}"))
