@@ -103,10 +103,10 @@ def train_epoch(setup: Setup, *, epoch: int, start: int, meter: Meter, keeper: K
     meter.clock.resume()
     for step in range(begin, last):
         mark_step(step)
-        loss, norm, rate, is_skipped = optimizer_step(setup, stream, step=step)
+        result = optimizer_step(setup, stream, step=step)
         mark(Phase.REPORTING)
-        meter.add(loss, norm=norm, rate=rate, samples=setup.order.batch_size(step - first))
-        meter.finiteness.note(step + 1, is_skipped=is_skipped)
+        meter.add(result, samples=setup.order.batch_size(step - first))
+        meter.finiteness.note(step + 1, is_skipped=result.is_skipped)
         if step == start:
             announce.first_step(setup, meter.outbox)
             with meter.clock.stopped():

@@ -17,6 +17,7 @@ from pipeline.training.data_wait import DataWait
 from pipeline.training.gauge import GpuGauge
 from pipeline.training.nonfinite import Finiteness
 from pipeline.training.setup import Setup
+from pipeline.training.step import StepResult
 from pipeline.training.watch import mark
 
 SKIPPED = "train/skipped_steps"
@@ -45,6 +46,7 @@ class Meter:
     stop_agreed: bool = False
     """Whether the driver has asked any rank to stop, as of the last flush: all ranks know it after the same step."""
     _losses: list[torch.Tensor] = field(default_factory=list)
+    _weights: list[torch.Tensor | None] = field(default_factory=list)
     _norms: list[torch.Tensor] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
     _samples: int = 0
@@ -57,14 +59,15 @@ class Meter:
         self.cadence, self.gauge, self.waits = Cadence(setup), GpuGauge(setup.gpus), DataWait(setup.device)
         self.finiteness = Finiteness(trial=setup.trial, rank=setup.rank, order=setup.order, outbox=self.outbox)
 
-    def add(self, loss: torch.Tensor, *, norm: torch.Tensor | None, rate: float, samples: int) -> None:
-        """One step: this rank's weighted loss (scalar), the global gradient norm if known, lr, global batch size."""
+    def add(self, result: StepResult, *, samples: int) -> None:
+        """One step, and the size of its global batch."""
         self.waits.end_step()
-        self._losses.append(loss)
-        self._rates.append(rate)
+        self._losses.append(result.loss)
+        self._weights.append(result.weight)
+        self._rates.append(result.rate)
         self._samples += samples
-        if norm is not None:
-            self._norms.append(norm)
+        if result.norm is not None:
+            self._norms.append(result.norm)
 
     def flush(self, *, step: int, epoch: int) -> None:
         """Report all steps since the last flush, up to ``step`` in ``epoch``, both counted from 1. Collective.
@@ -75,12 +78,12 @@ class Meter:
         lap = self.clock.lap(steps=len(self._losses), samples=self._samples)
         waits = self.waits.take()
         flags = [self.outbox.stop_asked, self.clock.has_compiled, lap.step_ms]
-        own = torch.cat([torch.stack(self._losses), self._losses[0].new_tensor([*flags, *waits])])
-        ranks = self._of_all_ranks(own)
-        added_up = len(waits) + len(flags)
+        own = torch.stack(self._losses)
+        ranks = self._of_all_ranks(torch.cat([own, *self._divisors(), own.new_tensor([*flags, *waits])]))
         # Not an all-reduce: its rounding would depend on how many steps are reported together.
-        *losses, stop_asked, has_compiled, step_ms = ranks[:, :added_up].sum(0).tolist()
-        slowest = float(ranks[:, added_up:].amax(0).mean())
+        slowest = float(ranks[:, -len(waits) :].amax(0).mean())
+        *sums, stop_asked, has_compiled, step_ms = ranks[:, : -len(waits)].sum(0).tolist()
+        losses = _divided(sums[: len(own)], sums[len(own) :])
         lap = replace(lap, data_wait_ms=slowest, own_wait_ms=mean(waits))
         self.stop_agreed = bool(stop_asked)
         columns = {"train/loss": losses, "train/learning_rate": self._rates}
@@ -88,7 +91,7 @@ class Meter:
             columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
         self.clock.count(lap, is_disturbed=bool(has_compiled))
         self.cadence.reported(step, step_ms=step_ms / self.rank.world_size)
-        self._losses, self._norms, self._rates, self._samples = [], [], [], 0
+        self._losses, self._weights, self._norms, self._rates, self._samples = [], [], [], [], 0
         self.gauge.read()
         measure = self.trial.experiment.measure
         self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]
@@ -120,6 +123,13 @@ class Meter:
     def reached(self) -> dict[str, float]:
         """The latest value of every metric but those of single windows, which the result has as figures of all."""
         return {name: value for name, value in self.latest.items() if not name.startswith(WINDOWS)}
+
+    def _divisors(self) -> list[torch.Tensor]:
+        """This rank's part of what each step's loss is to be divided by, if that of any is."""
+        if not any(weight is not None for weight in self._weights):
+            return []
+        one = self._losses[0].new_tensor(float(self.rank.is_first))
+        return [torch.stack([one if weight is None else weight for weight in self._weights])]
 
     def send(self, points: list[Point], *, step: int, epoch: int) -> None:
         """Report points of any metrics; ``step`` and ``epoch`` (counted from 1) say how far training is."""
@@ -156,3 +166,10 @@ class Meter:
         self._skipped_before = int(self.latest.get(SKIPPED, 0))
         if is_over:
             self.clock.laps.append(Lap(*state["lap"]))
+
+
+def _divided(losses: list[float], weights: list[float]) -> list[float]:
+    """The losses by their weights, if there are any; of nothing it is 0."""
+    return (
+        [loss / weight if weight else 0.0 for loss, weight in zip(losses, weights, strict=True)] if weights else losses
+    )

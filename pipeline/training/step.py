@@ -30,6 +30,8 @@ class StepResult(NamedTuple):
 
     loss: Tensor
     """This rank's part of the global batch's mean loss, scalar, on the device."""
+    weight: Tensor | None
+    """What the sum of all ranks' parts is to be divided by, this rank's share of it; None: by nothing."""
     norm: Tensor | None
     """The gradient norm before clipping, if it is clipped."""
     rate: float
@@ -44,7 +46,7 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int, exchange: bool = 
     seed_all(mix(setup.experiment.seed, "step", step, setup.rank.rank), device=setup.device)
     left_out = step + 1 in setup.trial.left_out  # computed all the same: ranks and loaders keep in step
     buffers = nonfinite.Buffers(setup) if left_out or nonfinite.skips(setup) else None
-    total = gradients(setup, stream, exchange=exchange)
+    loss, weight = gradients(setup, stream, exchange=exchange)
     mark(Phase.UPDATING)
     norm = _clip(setup, left_out=left_out)
     scale = setup.scaler.get_scale()
@@ -61,13 +63,13 @@ def optimizer_step(setup: Setup, stream: Stream, *, step: int, exchange: bool = 
         buffers.restore()
     if setup.scheduler is not None and setup.experiment.train.scheduler_interval == "step":
         nonfinite.advance_scheduler(setup.scheduler, is_skipped=overflowed or not applies)
-    return StepResult(total, norm, rate, is_skipped)
+    return StepResult(loss, weight, norm, rate, is_skipped)
 
 
-def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> Tensor:
+def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
     """Forward and backward of one step's micro-batches; the gradients are left in the model.
 
-    Without ``exchange`` ranks send each other nothing. Returns this rank's part of the global batch's mean loss.
+    Without ``exchange`` ranks send each other nothing. Returns `StepResult`'s loss and weight.
     """
     total: Tensor | None = None
     denominator: Denominator | None = None
@@ -102,7 +104,7 @@ def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> Tensor:
     assert total is not None  # each step has a micro-batch
     if setup.learned is not None and exchange and setup.rank.world_size > 1 and not setup.strategy.steps_alone:
         exchange_gradients(setup)
-    return total if denominator is None else denominator.settle(total)
+    return (total, None) if denominator is None else denominator.settle(total)
 
 
 def _times(loss: Tensor, weight: float | Tensor) -> Tensor:

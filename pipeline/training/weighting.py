@@ -45,15 +45,22 @@ class Denominator:
         self._samples += draw.weight
         return self._loss(output.loss, weight), weight / self._likely
 
-    def settle(self, loss: Tensor) -> Tensor:
-        """Correct the gradients once all micro-batches are through; returns the corrected loss of this rank's part."""
-        if self._setup.micro_batches == 1:
-            return loss
+    def settle(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Correct the gradients once all micro-batches are through; returns the sum of losses, and of weights.
+
+        Weights only where ranks step by themselves: elsewhere the sum of losses is already divided by those of all.
+        """
+        steps_alone = self._setup.strategy.steps_alone
+        if self._setup.micro_batches == 1 and not steps_alone:
+            return loss, None
         own = torch.stack(self._weights).sum()
+        sums = (loss * self._likely, own) if steps_alone else None
+        if sums is not None and self._setup.micro_batches == 1:
+            return sums
         known = self._summed(own) if self._is_shared else own / (self._samples or 1)
         factor = self._likely / _not_zero(known)
         multiply([one.grad for one in self._setup.trained if one.grad is not None], factor)
-        return loss * factor
+        return sums or (loss * factor, None)
 
     def _first(self, weight: Tensor, draw: Draw) -> Tensor:
         """What the first micro-batches say of the sum."""

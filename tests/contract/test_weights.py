@@ -73,6 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "centres that are learned": LINE | {"data": {"_target_": "weighed.boxes"}, "task": {"_target_": "weighed.Centres"}},
     "a tagger of one's own": TAGGER | {"task": {"_target_": "weighed.Tagging"}},
 }
+LOCAL_WORKERS = 2
 ACCUMULATIONS = (1, 2, 4)
 WORKERS = {"single": (1,), "dp": (1,), "ddp": (1, 2, 3, 4), "fsdp": (1, 2, 3, 4)}
 
@@ -109,8 +110,21 @@ def _trial(case: str, strategy: str, workers: int, accumulation: int) -> Trial:
     )  # fmt: skip
 
 
+def _locally(trial: Trial) -> Trial:
+    """The same with local SGD from the second step on, which doesn't go with skipping."""
+    train = trial.experiment.train.model_copy(update={"on_nonfinite": "stop"})
+    experiment = trial.experiment.model_copy(update={"train": train})
+    options = {"local_sgd_start_step": 1, "local_sgd_period": 2}
+    return trial.model_copy(update={"experiment": experiment, "options": options})
+
+
 def _train(rank: Rank, strategies: list[str], folder: Path) -> None:
     """All cases on one rank; processes are started once for all of them."""
+    if rank.world_size == LOCAL_WORKERS:
+        for case in CASES:
+            reached = _trained(_locally(_trial(case, "ddp", rank.world_size, 2)), rank)
+            if rank.is_first:
+                torch.save(tuple(reached), folder / f"local, {case}, 2.pt")
     for strategy in strategies:
         for case in CASES:
             for accumulation in ACCUMULATIONS:
@@ -128,10 +142,12 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
         for step in range(setup.order.steps_per_epoch):
             result = optimizer_step(setup, stream, step=epoch * setup.order.steps_per_epoch + step)
             assert not result.is_skipped
-            losses.append(result.loss)
-    total = torch.stack(losses)
+            weight = torch.tensor(float(rank.is_first)) if result.weight is None else result.weight
+            losses.append(torch.stack([result.loss, weight.double()]))
+    sums = torch.stack(losses)
     if rank.world_size > 1:
-        dist.all_reduce(total)
+        dist.all_reduce(sums)
+    total = sums[:, 0] / torch.where(sums[:, 1] != 0, sums[:, 1], 1.0)
     validation = evaluate(setup)["validation/loss"]
     weights = {name: value.clone() for name, value in setup.strategy.weights(setup.wrapped, setup.model).items()}
     return Reached(total.tolist(), validation, weights, _learned(setup))
@@ -215,3 +231,12 @@ def test_the_objective_is_that_of_the_whole_batch(
         for got, wanted in ((own.weights, expected.weights), (own.learned, expected.learned)):
             assert got.keys() == wanted.keys()
             assert all(float((got[name] - value).abs().max()) <= TOLERANCE for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_ranks_step_by_themselves_the_loss_of_all_is_told(
+    reached: Callable[[str, int, str, int], Reached], case: str
+) -> None:
+    """Until their first own step they have the same weights as one process."""
+    own = reached("local", LOCAL_WORKERS, case, 2)
+    assert own.losses[:2] == pytest.approx(by_hand(case).losses[:2], rel=TOLERANCE, abs=TOLERANCE)
