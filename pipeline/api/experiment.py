@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.mapping import from_mapping
 from pipeline.config.summary import to_yaml
 from pipeline.recording.folder import shown
+
+if TYPE_CHECKING:
+    from pipeline.api.parts import Parts
 
 Source = str | PathLike[str] | Mapping[str, Any]
 
@@ -38,6 +41,16 @@ class Experiment:
             file = from_mapping(source, overrides)
             return cls(deepcopy(source), overrides, file)
         return cls(source, overrides, load(str(source), overrides))
+
+    def build(self) -> "Parts":
+        """Build its model, data, loss and metrics in this process, for tests and notebooks.
+
+        Raises:
+            ExperimentError: one of them can't be built.
+        """
+        from pipeline.api.parts import Parts
+
+        return Parts(self.file)
 
     @property
     def name(self) -> str:

@@ -1,6 +1,7 @@
 """Answers to a template's questions: from ``--set``, from an earlier generation, from the user."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 from cookiecutter.exceptions import CookiecutterException
@@ -13,6 +14,7 @@ from pipeline.errors import UsageError
 from pipeline.scaffold import catalog
 from pipeline.scaffold.catalog import Template
 
+_COOKIECUTTERS = (catalog.CHOICES, "_extensions", "__checked")
 Answers = Mapping[str, str]
 """By question; what the template derives from them begins with an underscore."""
 
@@ -80,14 +82,27 @@ def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str,
     """
     try:
         context = generate_context(context_file=str(template.context_file), extra_context=dict(given))
-        answers = dict(prompt_for_config(context, no_input=no_input))
+        answers = dict(prompt_for_config(_with_menus(context, template), no_input=no_input))
     except (EOFError, click.Abort):
         raise _nobody() from None
     except CookiecutterException as error:
         raise UsageError(f"the template {template.name} is broken: {error}") from error
-    if problems := template.hook("pre_gen_project").problems(answers):
+    if problems := template.problems(answers):
         raise UsageError("\n".join(problems))
     return answers
+
+
+def _with_menus(context: Mapping[str, Any], template: Template) -> dict[str, Any]:
+    """The questions with a menu where there are choices, and without what is for cookiecutter itself."""
+    asked = {key: value for key, value in context["cookiecutter"].items() if key not in _COOKIECUTTERS}
+    prompts = asked.get("__prompts__", {})
+    for key, choices in template.choices().items():
+        asked[key] = sorted(choices, key=lambda choice: choice != asked[key])
+        title = str(prompts.get(key, key)).rpartition(": ")[0]
+        prompts[key] = {"__prompt__": title} | {
+            each: f"{each}: {what}" if what else each for each, what in choices.items()
+        }
+    return {"cookiecutter": asked}
 
 
 def _not_allowed(value: str, allowed: Sequence[str]) -> str:

@@ -13,6 +13,8 @@ from pipeline.errors import UsageError
 
 _PACKAGE = Path(pipeline.__file__).parent
 _CONTEXT = "cookiecutter.json"
+CHOICES = "_choices"
+"""Where a template says them. Cookiecutter's own lists would answer a wrong choice with a traceback."""
 
 
 class Template(NamedTuple):
@@ -33,24 +35,52 @@ class Template(NamedTuple):
         Raises:
             UsageError: the template is broken.
         """
-        asked = {key: value for key, value in _read(self.context_file).items() if not key.startswith("_")}
-        return {key: tuple(value) if isinstance(value, list) else () for key, value in asked.items()}
+        asked, choices = _read(self.context_file), self.choices()
+        return {key: tuple(choices.get(key, ())) for key in asked if not key.startswith("_")}
 
-    def hook(self, name: str) -> ModuleType:
-        """One of the template's hooks as a module, so that its functions can be called without a process.
+    def choices(self) -> dict[str, dict[str, str]]:
+        """The allowed answers to some questions, each with a few words about it; the default is the template's.
 
         Raises:
             UsageError: the template is broken.
         """
-        file = self.folder / "hooks" / f"{name}.py"
-        if not file.is_file():
-            raise UsageError(_broken(file, "is missing"))
-        spec = importlib.util.spec_from_file_location(f"_{self.name}_{name}".replace("-", "_"), file)
+        choices = _read(self.context_file).get(CHOICES, {})
+        if not isinstance(choices, dict) or not all(isinstance(each, dict) for each in choices.values()):
+            raise UsageError(_broken(self.context_file, f"has {CHOICES} that are no mapping"))
+        return choices
+
+    def module(self, file: str) -> ModuleType:
+        """One of the template's own Python files, so that its functions can be called without cookiecutter.
+
+        Raises:
+            UsageError: the template is broken.
+        """
+        path = self.folder / file
+        if not path.is_file():
+            raise UsageError(_broken(path, "is missing"))
+        spec = importlib.util.spec_from_file_location(f"_{self.name}_{path.stem}".replace("-", "_"), path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
+
+    def problems(self, answers: Mapping[str, str]) -> list[str]:
+        """What is wrong with answers that are allowed one by one.
+
+        Raises:
+            UsageError: the template is broken.
+        """
+        found: list[str] = self.module("local_extensions.py").problems(answers)
+        return found
+
+    def finishing(self) -> ModuleType:
+        """What finishes a project.
+
+        Raises:
+            UsageError: the template is broken.
+        """
+        return self.module("hooks/post_gen_project.py")
 
 
 def root() -> Path:

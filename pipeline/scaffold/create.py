@@ -35,7 +35,7 @@ def create(name: str | None, directory: Path | None, settings: Sequence[str], *,
     complete = answers.complete(template, given, no_input=no_input)
     place = directory or Path(complete["__project_slug"])
     _check_free(place)
-    hook = template.hook("post_gen_project")
+    hook = template.finishing()
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".pipeline-new-") as folder:

@@ -25,7 +25,7 @@ def render(template: Template, answers: Answers, *, into: Path, source: str = ""
     except (CookiecutterException, TemplateError) as error:
         raise UsageError(f"the template {template.name} is broken: {error}") from error
     project = Path(written)
-    hook = template.hook("post_gen_project")
+    hook = template.finishing()
     origin = hook.find_origin(template.folder)
     hook.finish(project, answers, origin if origin.source else origin._replace(source=source))
     return project

@@ -7,6 +7,7 @@ installed wheel, and without the template's own history.
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -44,11 +45,14 @@ def update(project: Path, settings: Sequence[str]) -> Updated:
     given = answers.still_asked({**given, **answers.parse(settings, template)}, template)
     complete = answers.complete(template, given, no_input=True)
     _check_clean(project)
-    hook = template.hook("post_gen_project")
+    hook = template.finishing()
     last = _last_rendering(project, mark=hook.TREE)
     with tempfile.TemporaryDirectory() as folder:
         rendered = render(template, complete, into=Path(folder), source=_source(project / hook.SOURCE))
         tree = _tree(project, rendered)
+        local = rendered / hook.LOCAL
+        if local.is_file() and not (project / hook.LOCAL).exists():  # a project of before has it in the committed file
+            shutil.copy(local, project / hook.LOCAL)
     changed = _git(project, "diff-tree", "-r", "--name-only", last.tree, tree).splitlines()
     if set(changed) <= {hook.METADATA}:
         return Updated((), ())

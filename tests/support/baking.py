@@ -39,7 +39,7 @@ class Baked(NamedTuple):
 def combinations(template: str) -> tuple[Answers, ...]:
     """Pairwise-complete answers to what the template asks, names aside."""
     found = catalog.find(template)
-    problems = found.hook("pre_gen_project").problems
+    problems = found.module("local_extensions.py").problems
     names = {"project_name": "baked", "package_name": "baked", "__project_slug": "baked"}
     questions = {**found.questions(), "mlflow_store": STORES}
     if "workers" in questions:

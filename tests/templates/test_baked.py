@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from baking import REPOSITORY, Baked, combinations, command, succeed
+from baking import REPOSITORY, Baked, bake, combinations, command, git, succeed
 from pairwise import pairs
 from typer.testing import CliRunner
 
 from pipeline import cli
 from pipeline.scaffold import catalog
 
-COMMON = {".cruft.json", ".gitignore", "Makefile", "README.md", "pipeline.mk", "pyproject.toml"}
+COMMON = {".cruft.json", ".gitignore", "Makefile", "README.md", "pipeline.local.mk", "pipeline.mk", "pyproject.toml"}
 DDP = COMMON | {
     ".github/workflows/test.yaml",
     "experiments/experiment.schema.json",
@@ -167,6 +167,50 @@ def test_models_and_data_pass_their_own_tests(baked: tuple[Baked, ...], data: st
     assert "7 passed" in out
 
 
+DROPOUT = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, **_: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(256, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+"""
+REGRESSION = """
+import torch
+from torch.utils.data import TensorDataset
+
+
+def load(limit: int) -> tuple[TensorDataset, TensorDataset]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(limit, 1, 16, 16, generator=generator)
+    data = TensorDataset(inputs, inputs.mean((1, 2, 3))[:, None])
+    train, validation = torch.utils.data.random_split(data, [0.8, 0.2], generator=generator)
+    return train, validation
+"""
+
+
+def test_tests_ask_the_experiment_and_run_in_a_project_that_is_not_installed(tmp_path: Path) -> None:
+    """With dropout, another loss, another metric, and a package that only src/ has."""
+    project = bake(tmp_path / "churn", data="own", model="own")
+    (project.folder / "src" / "churn" / "model.py").write_text(DROPOUT)
+    (project.folder / "src" / "churn" / "data.py").write_text(REGRESSION)
+    for path in (project.folder / "experiments").glob("*.yaml"):
+        text = path.read_text().replace("torch.nn.CrossEntropyLoss", "torch.nn.MSELoss")
+        text = re.sub(r"  accuracy:\n.*\n.*\n.*\n", "  error:\n    _target_: torchmetrics.MeanSquaredError\n", text)
+        path.write_text(text if "limit" in text else re.sub(r"(data:\n.*\n)", r"\1  limit: 100\n", text))
+
+    out = succeed(project.folder, "pytest", "-q", "-p", "no:cacheprovider", PYTHONPATH=str(REPOSITORY))
+
+    assert "10 passed, 1 skipped" in out
+
+
+def test_two_workers_find_a_package_that_is_not_installed(tmp_path: Path) -> None:
+    project = bake(tmp_path / "churn", data="own", model="own")
+    line = ("pytest", "-q", "-p", "no:cacheprovider", "tests/test_training.py")
+
+    assert "2 passed" in succeed(project.folder, *line, PYTHONPATH=str(REPOSITORY))
+
+
 def test_example_images_are_written_for_a_folder_of_images(baked: tuple[Baked, ...], tmp_path: Path) -> None:
     project = next(project for project in baked if project.answers.get("data") == "image_folder")
     line = [sys.executable, "-m", f"{project.package}.example_images", tmp_path / "images"]
@@ -187,15 +231,25 @@ def test_a_source_that_a_package_index_could_answer_is_refused(baked: tuple[Bake
 
 def test_the_project_comes_from_this_checkout(baked: tuple[Baked, ...]) -> None:
     for project in baked:
-        assert f"PIPELINE_SOURCE := {REPOSITORY}\n" in (project.folder / "pipeline.mk").read_text()
+        assert f"PIPELINE_SOURCE := {REPOSITORY}\n" in (project.folder / "pipeline.local.mk").read_text()
         assert "ddp-pipeline" not in re.sub(r"#.*", "", (project.folder / "pyproject.toml").read_text())
 
 
-def test_hooks_are_the_same_in_each_template() -> None:
-    """A hook has to stand alone, so each template has its own copy."""
-    for name in ("pre_gen_project", "post_gen_project"):
-        texts = {(catalog.find(template).folder / "hooks" / f"{name}.py").read_text() for template in catalog.names()}
-        assert len(texts) == 1
+def test_nothing_committed_names_a_place_of_this_machine(baked: tuple[Baked, ...]) -> None:
+    places = {str(REPOSITORY), str(Path.home()), str(baked[0].folder.parent), sys.prefix}
+    for project in baked:
+        committed = git(project.folder, "ls-files").splitlines()
+        assert "pipeline.mk" in committed
+        assert "pipeline.local.mk" not in committed
+        for name in committed:
+            text = (project.folder / name).read_text()
+            assert not [place for place in places if place in text], name
+
+
+def test_what_templates_run_is_the_same_in_each() -> None:
+    """A hook and an extension have to stand alone, so each template has its own copy."""
+    for file in ("local_extensions.py", "hooks/post_gen_project.py"):
+        assert len({(catalog.find(template).folder / file).read_text() for template in catalog.names()}) == 1
 
 
 def test_templates_share_what_they_have_in_common() -> None:
@@ -208,6 +262,6 @@ def test_templates_share_what_they_have_in_common() -> None:
 
 
 def test_hooks_are_clean() -> None:
-    hooks = [str(path) for path in REPOSITORY.glob("templates/*/hooks")]
+    hooks = [str(path) for path in (*REPOSITORY.glob("templates/*/hooks"), *REPOSITORY.glob("templates/*/*.py"))]
 
     succeed(REPOSITORY, "ruff", "check", "--no-cache", "--no-force-exclude", "--ignore", "S,T20,Q,D", *hooks)

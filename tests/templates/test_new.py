@@ -157,7 +157,7 @@ def test_the_metadata_is_crufts(tmp_path: Path) -> None:
     [
         ("cookiecutter.json", "is missing; the templates are broken"),
         ("ddp-project/cookiecutter.json", "is missing; the templates are broken"),
-        ("ddp-project/hooks/pre_gen_project.py", "is missing; the templates are broken"),
+        ("ddp-project/local_extensions.py", "is missing; the templates are broken"),
         ("ddp-project/templates/model/resnet.py", "the template ddp-project is broken: 'model/resnet.py' not found"),
     ],
 )
@@ -244,7 +244,7 @@ class TestCookiecutter:
         project = tmp_path / "my-experiments"
 
         assert "cd my-experiments\n  make run\n  make test" in out
-        assert f"PIPELINE_SOURCE := {REPOSITORY}\n" in (project / "pipeline.mk").read_text()
+        assert f"PIPELINE_SOURCE := {REPOSITORY}\n" in (project / "pipeline.local.mk").read_text()
         assert git(project, "rev-list", "--count", "HEAD") == "1"
         assert git(project, "log", "--format=%an") == "ddp-pipeline"
         assert not (project / "docker").exists()
@@ -265,7 +265,23 @@ class TestCookiecutter:
             tmp_path, "cookiecutter", template, "--no-input", "package_name=torch", "workers=0", HOME=str(home)
         )
 
-        assert done.returncode != 0
-        assert "error: package_name: a package torch is there already" in done.stderr
-        assert "error: workers: '0' is no number of workers" in done.stderr
+        assert done.returncode == 1
+        assert done.stdout.splitlines() == [
+            "error: package_name: a package torch is there already; write another, for instance torch_experiments",
+            "error: workers: '0' is no number of workers; write 1 to 9999",
+        ]
+        assert "Traceback" not in done.stderr
         assert list(tmp_path.iterdir()) == [home]
+
+    @pytest.mark.parametrize("which", ["templates/ddp-project", "templates"])
+    def test_a_wrong_choice_ends_in_a_sentence(self, tmp_path: Path, which: str) -> None:
+        line = ("cookiecutter", REPOSITORY / which, "--no-input", "data=csv", "docker=maybe")
+        done = command(tmp_path, *line, HOME=str(tmp_path))
+
+        assert done.returncode == 1
+        assert done.stdout.splitlines() == [
+            "error: data: 'csv' is no choice; write one of digits, cifar10, image_folder, text, own",
+            "error: docker: 'maybe' is no choice; write one of no, yes",
+        ]
+        assert done.stderr == ""
+        assert not (tmp_path / "my-experiments").exists()

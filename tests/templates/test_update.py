@@ -144,7 +144,20 @@ def test_where_the_pipeline_comes_from_is_kept(checkout: Path, project: Path) ->
     updated = update(project, [])
 
     assert "pipeline.mk" not in updated.files
-    assert f"PIPELINE_SOURCE := {checkout}\n" in (project / "pipeline.mk").read_text()
+    assert f"PIPELINE_SOURCE := {checkout}\n" in (project / "pipeline.local.mk").read_text()
+
+
+def test_a_project_that_has_committed_its_path_keeps_it_to_itself(checkout: Path, project: Path) -> None:
+    """As those of before have."""
+    (project / "pipeline.mk").write_text(f"PIPELINE_SOURCE := {checkout}\n")
+    (project / "pipeline.local.mk").unlink()
+    commit(project)
+    change_template(checkout)
+
+    update(project, [])
+
+    assert f"PIPELINE_SOURCE := {checkout}\n" in (project / "pipeline.local.mk").read_text()
+    assert git(project, "ls-files", "pipeline.local.mk") == ""
 
 
 def test_uncommitted_changes_are_refused(checkout: Path, project: Path) -> None:
@@ -196,7 +209,9 @@ def test_broken_metadata(project: Path) -> None:
 
 
 def test_answers_that_are_not_allowed_any_more(checkout: Path, project: Path) -> None:
-    change(checkout, "ddp-project/cookiecutter.json", '"launcher": ["ray", "torchrun"', '"launcher": ["torchrun"')
+    questions = "ddp-project/cookiecutter.json"
+    change(checkout, questions, '      "ray": "Ray Train: this machine or a cluster",\n', "")
+    change(checkout, questions, '"launcher": "ray"', '"launcher": "torchrun"')
 
     with pytest.raises(UsageError, match="'ray' is no choice; choose one of torchrun, inprocess"):
         update(project, [])
@@ -222,6 +237,9 @@ def test_the_command(
 
 def test_cruft_itself(checkout: Path, project: Path, tmp_path: Path) -> None:
     change_template(checkout)
+    state = json.loads((project / METADATA).read_text())
+    (project / METADATA).write_text(json.dumps(state | {"template": str(checkout)}))  # as its user names it
+    commit(project)
 
     succeed(project, "cruft", "update", "--skip-apply-ask", HOME=str(tmp_path))
 
@@ -243,5 +261,5 @@ def test_a_project_that_cruft_created(checkout: Path, tmp_path: Path) -> None:
 
     succeed(project, "cruft", "update", "--skip-apply-ask", HOME=str(tmp_path))
 
-    assert f"PIPELINE_SOURCE := {checkout}\n" in (project / "pipeline.mk").read_text()
+    assert f"PIPELINE_SOURCE := {checkout}\n" in (project / "pipeline.local.mk").read_text()
     assert (project / "NEWS.md").is_file()

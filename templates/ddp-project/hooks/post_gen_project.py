@@ -21,6 +21,8 @@ ANSWERS = r'''{{ cookiecutter | jsonify | replace("'", "\\u0027") }}'''
 DISTRIBUTION = "ddp-pipeline"
 METADATA = ".cruft.json"
 SOURCE = "pipeline.mk"
+LOCAL = "pipeline.local.mk"
+"""What holds on this machine only, and git ignores."""
 TREE = "Template-Tree"
 """In the message of a commit that holds the template's files as they were generated: the hash of those files."""
 
@@ -29,7 +31,7 @@ class Origin(NamedTuple):
     """Where a template comes from."""
 
     template: str = ""
-    """Repository: a folder or an address."""
+    """Address of the repository; empty if there is none that means something on another machine."""
     directory: str = ""
     """The template's folder in it."""
     commit: str | None = None
@@ -42,13 +44,16 @@ def finish(project: Path, answers: Mapping[str, str], origin: Origin) -> None:
     for name in _unwanted(answers):
         path = project / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    source = origin.source.replace("$", "$$").replace("#", "\\#")
+    is_local = bool(origin.source) and not re.match(r"(git\+)?(https?|ssh)://", origin.source)
     (project / SOURCE).write_text(
-        f"# Where `make install` takes {DISTRIBUTION} from: a checkout, or git+https://HOST/REPOSITORY@COMMIT.\n"
-        f"# The variable of the same name in the environment or after `make` comes first.\n"
-        f"ifeq ($(strip $(PIPELINE_SOURCE)),)\nPIPELINE_SOURCE := {source}".rstrip() + "\nendif\n",
+        f"# Where `make install` takes {DISTRIBUTION} from, for everybody: git+https://HOST/REPOSITORY@COMMIT.\n"
+        f"# {LOCAL} comes first: a checkout on this machine, left out by .gitignore. Before both come the variable\n"
+        f"# of the same name in the environment and the one after `make`.\n"
+        f"-include {LOCAL}\n{_assignment('' if is_local else origin.source)}",
         encoding="utf-8",
     )
+    if is_local:
+        (project / LOCAL).write_text(_assignment(origin.source), encoding="utf-8")
     if "_commit" not in answers:  # else cruft is at work, and writes its own
         state = {
             "template": origin.template,
@@ -56,9 +61,15 @@ def finish(project: Path, answers: Mapping[str, str], origin: Origin) -> None:
             "checkout": None,
             "context": {"cookiecutter": {key: answers[key] for key in sorted(answers) if not key.startswith("_")}},
             "directory": origin.directory,
-            "skip": [".git", METADATA, SOURCE],
+            "skip": [".git", METADATA, SOURCE, LOCAL],
         }
         (project / METADATA).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+
+def _assignment(source: str) -> str:
+    """Lines for make."""
+    text = source.replace("$", "$$").replace("#", "\\#")
+    return f"ifeq ($(strip $(PIPELINE_SOURCE)),)\nPIPELINE_SOURCE := {text}".rstrip() + "\nendif\n"
 
 
 def _unwanted(answers: Mapping[str, str]) -> Iterator[str]:
@@ -78,13 +89,19 @@ def find_origin(template: Path | None, named: str = "") -> Origin:
     directory = template.resolve().relative_to(root.resolve()).as_posix()
     address = _git(root, "remote", "get-url", "origin") or ""
     if not named or Path(named).exists() or not address:
-        return Origin(str(root), directory, commit, _checkout(template))
-    return Origin(_public(address), directory, commit, _at_commit(address, commit))
+        return Origin(_shared(address), directory, commit, _checkout(template))
+    return Origin(_shared(address), directory, commit, _at_commit(address, commit))
 
 
 def _at_commit(address: str, commit: str | None) -> str:
     """What pip installs from a repository."""
     return f"git+{_public(address)}@{commit}" if commit and "://" in address else ""
+
+
+def _shared(address: str) -> str:
+    """Return an address without a password; nothing for a folder, which other machines don't have."""
+    is_shared = re.match(r"(?!file:)\w[\w+.-]*://|[\w.-]+@[\w.-]+:", address)
+    return _public(address) if is_shared else ""
 
 
 def _public(address: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 {% if cookiecutter.data in ("cifar10", "image_folder") -%}
 import numpy as np
@@ -11,11 +10,7 @@ import pytest
 {% if cookiecutter.data == "image_folder" -%}
 from PIL import Image
 {% endif -%}
-from pipeline.config import components
-from pipeline.config.load import load
-from pipeline.config.schema import Experiment
-from torch import nn
-from torch.utils.data import Dataset, default_collate
+from pipeline import Experiment, Parts
 
 ROOT = Path(__file__).parent.parent
 SMOKE = "experiments/smoke.yaml"
@@ -56,24 +51,7 @@ def overrides() -> list[str]:
     return []
 {% endif %}
 
-class Built(NamedTuple):
-    """An experiment and what it names."""
-
-    experiment: Experiment
-    model: nn.Module
-    train: Dataset[Any]
-    validation: Dataset[Any]
-
-    def batch(self) -> Any:
-        """Four samples as the model gets them."""
-        return default_collate([self.train[i] for i in range(4)])
-
-
-@pytest.fixture(scope="session")
-def built(working_directory: None, overrides: list[str]) -> Built:
-    """The smoke experiment, built as a worker builds it."""
-    experiment = load(SMOKE, overrides).experiment
-    allowed = components.allowed_packages()
-    model = components.build(experiment.model, key="model", allowed=allowed)
-    train, validation = components.build(experiment.data, key="data", allowed=allowed)
-    return Built(experiment, model, train, validation)
+@pytest.fixture
+def built(overrides: list[str]) -> Parts:
+    """Model, data, loss and metrics of the smoke experiment, built as a worker builds them."""
+    return Experiment.load(SMOKE, *overrides).build()

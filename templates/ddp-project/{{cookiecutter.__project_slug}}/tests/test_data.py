@@ -1,36 +1,36 @@
 """What training relies on: two map-style datasets of (inputs, target), the same in every worker."""
 
 import torch
-from conftest import Built
-from pipeline.config import components
+from conftest import SMOKE
+from pipeline import Experiment, Parts
 
 
-def test_both_parts_have_samples(built: Built) -> None:
-    assert len(built.train) > len(built.validation) > 0  # type: ignore[arg-type]
+def test_both_parts_have_samples(built: Parts) -> None:
+    assert built.train_samples > built.validation_samples > 0
 
 
-def test_samples_are_pairs_of_one_shape(built: Built) -> None:
-    shapes = set()
-    for dataset in (built.train, built.validation):
-        for index in range(len(dataset)):  # type: ignore[arg-type]
-            inputs, target = dataset[index]
-            assert torch.isfinite(inputs).all()
-            shapes.add((inputs.shape, target.shape, inputs.dtype, target.dtype))
+def test_all_samples_make_a_batch(built: Parts) -> None:
+    """They have one shape, and nothing is missing in them."""
+    for samples, validation in ((built.train_samples, False), (built.validation_samples, True)):
+        inputs, targets = built.batch(range(samples), validation=validation)
 
-    assert len(shapes) == 1
+        assert len(inputs) == len(targets) == samples
+        assert torch.isfinite(inputs).all()
 
 
-def test_targets_are_classes(built: Built) -> None:
-    classes = built.experiment.metrics["accuracy"].arguments["num_classes"]
-    for index in range(len(built.train)):  # type: ignore[arg-type]
-        _, target = built.train[index]
-        assert 0 <= int(target.min()) <= int(target.max()) < classes
+def test_the_loss_takes_every_target(built: Parts) -> None:
+    built.model.eval()
+    for first in range(0, built.train_samples, 10):
+        batch = built.batch(range(first, min(first + 10, built.train_samples)))
+        with torch.no_grad():
+            assert torch.isfinite(built.step(batch).loss), f"samples from {first} on"
 
 
-def test_every_worker_gets_the_same(built: Built) -> None:
-    allowed = components.allowed_packages()
-    _, validation = components.build(built.experiment.data, key="data", allowed=allowed)
+def test_every_worker_gets_the_same(built: Parts, overrides: list[str]) -> None:
+    again = Experiment.load(SMOKE, *overrides).build()
 
-    assert len(validation) == len(built.validation)  # type: ignore[arg-type]
-    for one, other in zip(validation[0], built.validation[0], strict=True):
-        assert torch.equal(one, other)
+    assert (again.train_samples, again.validation_samples) == (built.train_samples, built.validation_samples)
+    for validation in (False, True):
+        pairs = zip(again.batch([0], validation=validation), built.batch([0], validation=validation), strict=True)
+        for one, other in pairs:
+            assert torch.equal(one, other)

@@ -1,32 +1,34 @@
-"""The model takes what the data gives and returns what the loss takes."""
+"""The model takes what the data gives and returns what the experiment's loss and metrics take."""
 
 import torch
-from conftest import Built
+from pipeline import Parts
 
 
-def test_shape(built: Built) -> None:
-    inputs, targets = built.batch()
-    outputs = built.model(inputs)
+def test_loss_and_metrics_take_what_the_model_returns(built: Parts) -> None:
+    step = built.step(built.batch(range(4)))
+    built.metrics.update(step.outputs, step.targets)
 
-    assert outputs.shape == (*targets.shape, built.experiment.metrics["accuracy"].arguments["num_classes"])
-    assert torch.isfinite(outputs).all()
+    assert torch.isfinite(step.loss)
+    assert len(built.metrics.compute()) == len(built.metrics)
 
 
-def test_every_parameter_learns(built: Built) -> None:
+def test_every_parameter_learns(built: Parts) -> None:
     """DDP waits for the gradient of each parameter; one that isn't used needs `find_unused_parameters`."""
-    inputs, targets = built.batch()
-    logits = built.model(inputs).flatten(0, -2)
-    loss = torch.nn.functional.cross_entropy(logits, targets.flatten())
-    names, parameters = zip(*built.model.named_parameters(), strict=True)
+    loss = built.step(built.batch(range(4))).loss
+    learning = [(name, one) for name, one in built.model.named_parameters() if one.requires_grad]
+    names, parameters = zip(*learning, strict=True)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
 
     assert [name for name, gradient in zip(names, gradients, strict=True) if gradient is None] == []
 
 
-def test_a_sample_does_not_depend_on_its_batch(built: Built) -> None:
-    """So the model trains the same however a batch is shared among workers. Batch normalization breaks it."""
-    inputs, _ = built.batch()
-    with torch.no_grad():
-        together, alone = built.model(inputs), built.model(inputs[:1])
+def test_a_sample_does_not_depend_on_its_batch(built: Parts) -> None:
+    """So the model trains the same however a batch is shared among workers.
 
-    torch.testing.assert_close(together[:1], alone, rtol=1e-4, atol=1e-5)
+    In evaluation mode, since dropout draws anew for each batch; batch statistics, which depend on it too, are left out.
+    """
+    built.model.eval()
+    with torch.no_grad():
+        together, alone = (built.step(built.batch(samples)).outputs for samples in (range(4), [0]))
+
+    torch.testing.assert_close(together[: len(alone)], alone, rtol=1e-4, atol=1e-5)

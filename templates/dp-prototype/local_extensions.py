@@ -1,18 +1,22 @@
-"""Refuses answers that don't make a project. The same file in each template; needs nothing but Python.
+"""Refuses answers that don't make a project. The same file in each template.
 
-Cookiecutter renders it and runs it before anything is written; `pipeline new` imports it as it is and calls `problems`.
+The last variable in cookiecutter.json calls the filter. Cookiecutter shows the text of an error that comes from there,
+and its own traceback where a hook fails or one of its own lists doesn't hold an answer. `pipeline new` imports this
+file and calls `problems`.
 """
 
 import importlib.util
-import json
 import keyword
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-ANSWERS = r'''{{ cookiecutter | jsonify | replace("'", "\\u0027") }}'''
+from cookiecutter.exceptions import FailedHookException
+from jinja2 import Environment
+from jinja2.ext import Extension
 
 MODELS = {"text": ("transformer", "own")}
 """Models that go with the data; all go with images."""
@@ -20,9 +24,29 @@ TAKEN = {"pipeline", "src", "test", "tests", "conftest", "experiments", "docker"
 STORE = re.compile(r"sqlite:///[\w./-]+|https?://[\w.-]+(:\d+)?(/[\w./-]*)?")
 
 
+class Checked(Extension):
+    """Adds the filter `checked`, which takes all answers and returns nothing."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        environment.filters["checked"] = _checked
+
+
+def _checked(answers: Mapping[str, Any]) -> str:
+    if found := [*_choices(answers), *problems(answers)]:
+        raise FailedHookException("\n".join(f"error: {problem}" for problem in found))
+    return ""
+
+
 def problems(answers: Mapping[str, str]) -> list[str]:
-    """What is wrong with the answers, each with what to write instead."""
+    """Return what is wrong with answers that are all allowed, each with what to write instead."""
     return [*_names(answers), *_components(answers), *_parallel(answers), *_store(answers)]
+
+
+def _choices(answers: Mapping[str, Any]) -> Iterator[str]:
+    for key, allowed in answers["_choices"].items():
+        if answers[key] not in allowed:
+            yield f"{key}: {answers[key]!r} is no choice; write one of {', '.join(allowed)}"
 
 
 def _names(answers: Mapping[str, str]) -> Iterator[str]:
@@ -71,9 +95,3 @@ def _store(answers: Mapping[str, str]) -> Iterator[str]:
     store = answers["mlflow_store"]
     if not STORE.fullmatch(store):
         yield f"mlflow_store: {store!r} is no store; write sqlite:///FILE or a server's address, http(s)://HOST:PORT"
-
-
-if __name__ == "__main__":
-    found = problems(json.loads(ANSWERS))
-    print(*(f"error: {problem}" for problem in found), sep="\n", end="\n" if found else "", file=sys.stderr)
-    sys.exit(2 if found else 0)

@@ -1,0 +1,88 @@
+"""An experiment's parts in this process: its tests ask them instead of repeating what the file says."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.config import components
+from pipeline.config.load import ExperimentFile
+from pipeline.contract import Rank, Trial
+from pipeline.errors import ExperimentError
+from pipeline.imports import importable
+from pipeline.tasks import StepOutput
+from pipeline.training.build import build
+from pipeline.training.randomness import generators_kept
+
+
+class Parts:
+    """Model, data, loss and metrics, built on the CPU as a worker builds them; made by ``Experiment.build()``."""
+
+    def __init__(self, file: ExperimentFile) -> None:
+        """Build them.
+
+        Raises:
+            ExperimentError: one of them can't be built; all problems with their lines.
+        """
+        from torchmetrics import MetricCollection
+
+        with _explained(file), importable(Path.cwd()), generators_kept():
+            trial = Trial(
+                name="main",
+                role="main",
+                experiment=file.experiment,
+                strategy="single",
+                launcher="inprocess",
+                workers=1,
+                devices_per_worker=0,
+                device="cpu",
+                cpus_per_worker=torch.get_num_threads(),
+                allowed=components.allowed_packages(),
+            )
+            self._setup = build(trial, rank=Rank())
+            self.metrics = self._setup.metrics or MetricCollection({})
+            """Of the validation set, by name; each takes outputs and targets of a step."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, in training mode, in the precision of ``train.precision``."""
+        return self._setup.model
+
+    @property
+    def train_samples(self) -> int:
+        """Size of the training set."""
+        return self._setup.order.samples
+
+    @property
+    def validation_samples(self) -> int:
+        """Size of the validation set; 0 if there is none."""
+        return self._setup.validation_samples
+
+    def batch(self, samples: Iterable[int], *, validation: bool = False) -> Any:
+        """Return samples of the training or of the validation set as one batch, as the model takes it.
+
+        Raises:
+            TrainingError: a sample can't be read.
+            ExperimentError: they can't be made a batch, or there is no validation set.
+        """
+        loader = self._setup.validation_loader if validation else self._setup.train_loader
+        if loader is None:
+            raise ExperimentError.of("data", "has no validation set")
+        return self._setup.placed(loader.read(list(samples)))
+
+    def step(self, batch: Any) -> StepOutput:
+        """Return loss, outputs and targets of the model on a batch, by the experiment's loss or task."""
+        with self._setup.autocast():
+            return self._setup.task(self.model, batch)
+
+
+@contextmanager
+def _explained(file: ExperimentFile) -> Iterator[None]:
+    """Give problems their lines in the file."""
+    try:
+        yield
+    except ExperimentError as error:
+        raise file.explain(error.problems) from None

@@ -1,0 +1,47 @@
+"""An experiment's parts from Python: what a project's own tests ask."""
+
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from pipeline import Experiment
+from pipeline.config import components
+from pipeline.errors import ExperimentError
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(components, "allowed_packages", lambda: toys.trial().allowed)
+
+
+def experiment(**sections: Any) -> Experiment:
+    return Experiment.load(toys.experiment(**sections).model_dump(mode="json", by_alias=True, exclude_unset=True))
+
+
+def test_they_are_what_a_worker_trains_with() -> None:
+    state = torch.get_rng_state()
+    parts = experiment(metrics={"mae": {"_target_": "torchmetrics.MeanAbsoluteError"}}).build()
+    inputs, targets = parts.batch(range(4))
+    step = parts.step((inputs, targets))
+    parts.metrics.update(step.outputs, step.targets)
+
+    assert (parts.train_samples, parts.validation_samples) == (toys.SAMPLES, 10)
+    assert (inputs.shape, inputs.dtype) == ((4, 3), torch.float64)  # train.precision
+    assert torch.equal(step.loss, torch.nn.functional.mse_loss(parts.model(inputs), targets))
+    assert float(parts.metrics.compute()["mae"]) == pytest.approx(float((step.outputs - targets).abs().mean().detach()))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_validation_set_has_batches_too() -> None:
+    parts = experiment().build()
+    assert parts.batch([9], validation=True)[0].shape == (1, 3)
+    assert not torch.equal(parts.batch([0], validation=True)[0], parts.batch([0])[0])
+    with pytest.raises(ExperimentError, match="no validation set"):
+        experiment(data={"_target_": "toys.regression", "validation": 0}).build().batch([0], validation=True)
+
+
+def test_what_cannot_be_built_is_told_with_its_key() -> None:
+    with pytest.raises(ExperimentError, match=r"model: toys\.not_a_model returned a dict"):
+        experiment(model={"_target_": "toys.not_a_model"}).build()
