@@ -38,7 +38,10 @@ class Here:
     ("change", "message"),
     [
         ({"model": {"_target_": "__main__.Net"}}, "model._target_: __main__.Net is defined in a notebook or a script"),
-        ({"model": {"_target_": Here}}, 'model._target_: is Here itself; write its dotted name, "test_api.Here"'),
+        (
+            {"model": {"_target_": Here}},
+            'model._target_: is Here itself; write its dotted name, "test_api_refused.Here"',
+        ),
         ({"seed": np.int64(3)}, "seed: is a int64; write texts, numbers, lists and dicts"),
         ({"train": {"epochs": 0, "global_batch_size": 16}}, "experiment: train.epochs: "),
         ({"modle": {}}, "did you mean model?"),

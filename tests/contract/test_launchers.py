@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline import blame, registry
-from pipeline.events import Failed, Finished, FirstStep, Metrics, ModelSaved, Started, TrialOpened
+from pipeline.events import Failed, Finished, FirstStep, Metrics, ModelSaved, Started, Trained, TrialOpened
 
 pytestmark = pytest.mark.parametrize("launcher", registry.names("launchers"))
 
@@ -30,7 +30,7 @@ def test_events_arrive_in_the_order_in_which_they_were_sent(launched: Session, l
     steps = [event.step for event in events if isinstance(event, Metrics)]
 
     assert kinds[:3] == [TrialOpened, Started, FirstStep]
-    assert kinds[-2:] == [ModelSaved, Finished]
+    assert kinds[-3:] == [ModelSaved, Trained, Finished]
     assert kinds.count(Finished) == 1
     assert steps == sorted(steps)
 

@@ -69,7 +69,8 @@ FILES = [
     Wrong("file store", 2, ("sqlite:///mlflow.db",), LAB, ("tracking.uri=./mlruns",)),
     Wrong("unknown store", 3, ("tracking.uri",), LAB, ("tracking.uri=redis://localhost",)),
     Wrong("store in no folder", 3, ("mkdir -p",), LAB, ("tracking.uri=sqlite:///no/such/folder/mlflow.db",)),
-    Wrong("store is a folder", 3, ("is a folder",), LAB, ("tracking.uri=sqlite:////",)),
+    Wrong("store names no file", 2, ("write sqlite:///mlflow.db",), LAB, ("tracking.uri=sqlite:////",)),
+    Wrong("store is a folder", 3, ("is a folder",), LAB, ("tracking.uri=sqlite:////tmp",)),
     Wrong("runs directory is a file", 3, ("tracking.directory: lab.py can't be written",),
           LAB, ("tracking.directory=lab.py",)),
 ]  # fmt: skip
