@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 LINT = ("ruff format --check .", "ruff check .", "mypy", "lint-imports")
 SPREAD = ["--numprocesses=logical", "--maxschedchunk=8"]
 """Over all cores, test by test."""
-GROUPED = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
+GROUPED = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
 """Two at a time, as processes wait much; tests that share something costly stay together."""
 OPTIONS = {
     "unit": ["tests/unit", *SPREAD],

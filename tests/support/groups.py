@@ -1,16 +1,34 @@
-"""What stays together where pytest-xdist spreads tests: a file, or all that look at one costly thing."""
+"""What stays together where pytest-xdist spreads files over processes: those that look at one costly thing.
+
+By file, since xdist 3.8 doesn't see its own `xdist_group` marks under pytest 9.2: it writes them into an attribute of a
+test that no longer gives the test's name, and ``--dist=loadgroup`` spreads each test by itself.
+"""
+
+from typing import Any
 
 import pytest
 
+TOGETHER = dict.fromkeys(("tests/contract/test_equality.py", "tests/contract/test_launchers.py"), "launched")
+"""Files whose tests share a fixture of the session, by name; the others go file by file."""
 COSTLY = ("whole_run", "launched", "undisturbed")
 """Fixtures of a session, the longest first; who looks at them begins."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        costly = _costly(item)
-        item.add_marker(pytest.mark.xdist_group(costly or item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: COSTLY.index(costly) if (costly := _costly(item)) else len(COSTLY))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """By file, and some files together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get(file, file)
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def _costly(item: pytest.Item) -> str:
