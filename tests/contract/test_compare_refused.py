@@ -17,8 +17,6 @@ pytestmark = [
         (["--workers", "1,0"], "--workers 1,0: '0' is not a number of workers; write numbers from 1 on, e.g. 1,2,4"),
         (["--workers", "two"], "--workers two: 'two' is not a number of workers"),
         (["--workers", ""], "--workers : '' is not a number of workers"),
-        (["train.global_batch_size=60"], "an epoch has 50 samples, fewer than the global batch of 60"),
-        (["train.epochs=1"], "50 samples make 4 steps of 16 in 1 epochs; a measurement needs 8"),
         (["--repeats", "0"], "should be greater than or equal to 1"),
     ],
 )

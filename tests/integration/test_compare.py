@@ -129,6 +129,20 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
     assert trace.path == "traces/ddp-2.json.gz"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train.global_batch_size=60"], "an epoch has 50 samples, fewer than the global batch of 60"),
+        (["train.epochs=1"], "50 samples make 4 steps of 16 in 1 epochs; a measurement needs 8"),
+    ],
+)
+def test_too_few_samples(command: Any, arguments: list[str], told: str) -> None:
+    ended = command("compare", "lab.yaml", *arguments)
+    assert ended.code == 2
+    assert told in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.output
+
+
 def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
     """A model that only breaks on the second worker."""
     ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "parallel.cpus_per_worker=1"]

@@ -12,7 +12,8 @@ import torch.multiprocessing
 
 from pipeline.contract import Rank
 
-multiprocessing.set_forkserver_preload(["pipeline.worker", "torch._dynamo"])  # takes seconds; once for all tests
+# What takes seconds to import, once for all ranks of all tests; toys have a metric.
+multiprocessing.set_forkserver_preload(["pipeline.worker", "torch._dynamo", "torchmetrics", "pytest", "hypothesis"])
 
 
 def on_ranks(

@@ -1,0 +1,68 @@
+"""What a user has set for the allocator stays."""
+
+import os
+import platform
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+
+STEPS = """
+import os, resource, sys
+import torch
+from pipeline import heap
+from contextlib import nullcontext
+
+def pages(count, size):  # as many as a step needs anew, of 4 KiB each
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        activations = [torch.zeros(size // 4) for _ in range(count)]
+        del activations
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+def measure(how):
+    kept = heap.kept() if how != "without" else nullcontext()
+    huge = heap.huge_pages() if how == "huge" else nullcontext()
+    with huge, kept:
+        torch.zeros(1)
+        first = resident()
+        found = [pages(150, 2**20), pages(2, 100 * 2**20), resident() - first]
+    print(*found, resident() - first, flush=True)
+
+for how in sys.argv[1:]:  # each in a process of its own: what is done can't be undone
+    if not os.fork():
+        measure(how)
+        os._exit(0)
+    os.wait()
+"""
+
+
+class Measured(NamedTuple):
+    small: int
+    """Pages of a step with small tensors."""
+    large: int
+    inside: int
+    """Bytes that stay while training lasts."""
+    afterwards: int
+
+
+def measure(*hows: str, **environment: str) -> dict[str, Measured]:
+    """What was found in each way, by its name."""
+    before = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, *hows], env=before | environment, capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    return {how: Measured(*map(int, line.split())) for how, line in zip(hows, lines, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
+def test_what_a_user_has_set_stays(name: str) -> None:
+    value = "glibc.malloc.trim_threshold=131072" if name == "GLIBC_TUNABLES" else "131072"
+    assert measure("kept", **{name: value})["kept"].small > 10_000
