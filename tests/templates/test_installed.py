@@ -155,14 +155,16 @@ def test_pipeline_new_from_a_wheel_whose_origin_pip_noted(wheel: Path, tmp_path:
     noted = metadata / "direct_url.json"
     notes = {
         '{"url": "https://me:secret@example.com/p.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}':
-            "git+https://example.com/p.git@abc",
-        '{"url": "file:///home/me/my%20pipeline", "dir_info": {}}': "/home/me/my pipeline",
+            ("pipeline.mk", "git+https://example.com/p.git@abc"),
+        '{"url": "file:///home/me/my%20pipeline", "dir_info": {}}': ("pipeline.local.mk", "/home/me/my pipeline"),
+        '{"url": "file:///home/me/p.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}':
+            ("pipeline.local.mk", "git+file:///home/me/p.git@abc"),
     }  # fmt: skip
-    for number, (note, source) in enumerate(notes.items()):
+    for number, (note, (file, source)) in enumerate(notes.items()):
         noted.write_text(note)
         try:
             succeed(tmp_path, "pipeline", "new", "dp-prototype", f"p{number}", "--no-input", PYTHONPATH=str(wheel))
         finally:
             noted.unlink()
 
-        assert f"PIPELINE_SOURCE := {source}\n" in (tmp_path / f"p{number}" / "pipeline.mk").read_text()
+        assert f"PIPELINE_SOURCE := {source}\n" in (tmp_path / f"p{number}" / file).read_text()
