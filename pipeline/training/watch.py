@@ -99,6 +99,8 @@ class Watch:
         _now.reset()  # a process may train more than once
         self._watched = threading.get_ident()
         self._process_started = psutil.Process().create_time()
+        if self._end is not None:  # the driver names no rank that it never heard
+            self._outbox.event(self._heartbeat())
         self._thread.start()
         return self
 

@@ -63,6 +63,12 @@ def test_a_rank_that_stands_still_says_where_and_ends() -> None:
     assert "reading data in step 3" in watch.stuck(last)
 
 
+def test_a_rank_is_heard_before_anything_can_stop_it() -> None:
+    outbox = toys.Kept()
+    with watching(outbox, end=threading.Event().set, timeout_s=600.0):
+        assert [heartbeat.pid for heartbeat in heartbeats(outbox)] == [os.getpid()]
+
+
 @pytest.mark.parametrize(
     ("steps", "phase"), [(0, Phase.BUILDING), (1, Phase.FORWARD), (5, Phase.SAVING), (5, Phase.WAITING)]
 )

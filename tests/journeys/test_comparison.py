@@ -29,6 +29,8 @@ def test_strategies_side_by_side(command: Callable[..., Ended], tmp_path: Path) 
     assert ddp["speedup"] == pytest.approx(ddp["samples_per_second"] / single["samples_per_second"])
     assert ddp["efficiency"] == pytest.approx(ddp["speedup"] / 2)
     assert ddp["largest_loss_difference"] < 1e-12
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert command("sync", str(folder)).code == 0  # should the machine be so busy that MLflow didn't have everything
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (experiment,) = client.search_experiments(filter_string="name = 'lab'")
     runs = client.search_runs([experiment.experiment_id])
