@@ -14,6 +14,7 @@ from pipeline.training.build import build
 from pipeline.training.clock import Clock, Lap
 from pipeline.training.meter import Meter
 from pipeline.training.order import Order
+from pipeline.training.step import StepResult
 
 CPU = torch.device("cpu")
 
@@ -107,7 +108,8 @@ def meter(outbox: toys.Kept, *, rank: int = 0, max_steps: int | None = None) -> 
 def add(to: Meter, *losses: float, norm: float | None = None) -> None:
     for loss in losses:
         known = None if norm is None else torch.tensor(norm)
-        to.add(torch.tensor(loss, dtype=torch.float64), norm=known, rate=loss / 10, samples=4)
+        own = torch.tensor(loss, dtype=torch.float64)
+        to.add(StepResult(own, None, known, loss / 10, is_skipped=False), samples=4)
 
 
 def test_each_step_is_reported_with_its_number(watch: Watch) -> None:
