@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # of the loader processes, too
 
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
-from pipeline.contract import Rank, StepParts, Trial
+from pipeline.protocol.trial import Rank, StepParts, Trial
 from pipeline.training.loop import train
 
 STEPS, BATCH, LOG_EVERY = 40, 4, 10

@@ -28,17 +28,17 @@ import rich.console
 from pydantic import BaseModel
 from simulated_ranks import POINTS_PER_EVENT
 
-from pipeline.channel.inbox import Inbox
 from pipeline.config.load import load
-from pipeline.contract import Trial
-from pipeline.events import Metrics
-from pipeline.launchers._vigil import Vigil
-from pipeline.plan import make_plan
+from pipeline.launchers._hang_detector import HangDetector
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import detect
+from pipeline.protocol.channel.inbox import Inbox
+from pipeline.protocol.events import Metrics
+from pipeline.protocol.trial import Trial
 from pipeline.recording import ending, journal
-from pipeline.recording import run as recording
 from pipeline.recording.recorder import Recorder
+from pipeline.recording.run import open_trial, recorded
 from pipeline.recording.terminal import Terminal
-from pipeline.resources import detect
 
 HERE = Path(__file__).parent
 _SENDERS = 4
@@ -130,9 +130,9 @@ def simulate(folder: Path, *, ranks: int, events: int, tracked: bool) -> Result:
     counter, samples, done = Counter(), list[Sample](), threading.Event()
     start = time.monotonic()
     watcher = threading.Thread(target=_sample, args=(samples, counter, start, done))
-    with recording.recorded(plan, terminal=terminal, tracked=tracked) as recorder:
+    with recorded(plan, terminal=terminal, tracked=tracked) as recorder:
         recorder.subscribe(counter)
-        recording.open_trial(plan.main, recorder)
+        open_trial(plan.main, recorder)
         watcher.start()
         _receive(plan.main, recorder, ranks=ranks, events=events)
         received = time.monotonic() - start
@@ -156,7 +156,7 @@ def simulate(folder: Path, *, ranks: int, events: int, tracked: bool) -> Result:
 
 def _receive(trial: Trial, recorder: Recorder, *, ranks: int, events: int) -> None:
     """As a launcher does: until all ranks have hung up."""
-    vigil = Vigil(trial, receive=recorder.receive)
+    vigil = HangDetector(trial, receive=recorder.receive)
     inbox = Inbox(host="127.0.0.1", receive=vigil.receive, folder=recorder.folder)
     address = recorder.folder / "channel.json"
     with vigil, inbox:

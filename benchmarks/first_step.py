@@ -24,10 +24,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pipeline.data import digits
-from pipeline.events import FirstStep, RunOpened, Started, TrialOpened
 from pipeline.models import MLP
+from pipeline.planning.resources import detect
+from pipeline.protocol.events import FirstStep, RunOpened, Started, TrialOpened
 from pipeline.recording import journal
-from pipeline.resources import detect
 
 HERE = Path(__file__).parent
 _STAMPS = "FIRST_STEP_STAMPS"

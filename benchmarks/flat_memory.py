@@ -24,7 +24,7 @@ import torch
 from pipeline.config.schema import Loader
 from pipeline.data import Splits, arrays, shards, tokens
 from pipeline.training.loader import BatchLoader
-from pipeline.training.order import Order
+from pipeline.training.order import SampleOrder
 
 LIMIT_MB, DATA_MB = 320, 3200
 KINDS = ("arrays", "tokens", "shards", "loaded")
@@ -81,10 +81,10 @@ def read_epoch(kind: str, folder: Path) -> dict[str, Any]:
         np.load(folder / "inputs.npy")
     dataset: Any = data(kind, folder).train
     loader = BatchLoader(dataset, options=Loader(), collate=None, seed=0, device=torch.device("cpu"))
-    order = Order(samples=len(dataset), global_batch_size=32, seed=0)
+    order = SampleOrder(samples=len(dataset), global_batch_size=32, seed=0)
     readings, samples = list[dict[str, float]](), 0
-    for step, (draw, _) in enumerate(loader.batches(order.draws(0, rank=0, world_size=1)), start=1):
-        samples += len(draw.indices)
+    for step, (micro_batch, _) in enumerate(loader.batches(order.micro_batches(0, rank=0, world_size=1)), start=1):
+        samples += len(micro_batch.indices)
         if step * _READINGS // order.steps_per_epoch >= len(readings):
             readings.append(memory() | {"read": round(samples * _ROW / _MB, 1)})
     return {"samples": samples, "readings": readings}

@@ -29,9 +29,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment, Train
-from pipeline.contract import Trial, TrialResult
 from pipeline.launchers.base import Session
 from pipeline.launchers.inprocess import Launcher
+from pipeline.protocol.trial import Trial, TrialResult
 from pipeline.recording.recorder import Recorder
 from pipeline.training.clock import synchronize
 from pipeline.training.order import mix

@@ -26,17 +26,17 @@ import psutil
 import published
 from pydantic import BaseModel
 
-from pipeline import resources
+from pipeline.commands.predict import workload_of
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
 from pipeline.config.schema import Comparison, Experiment
-from pipeline.contract import Link, Trial, TrialResult
 from pipeline.errors import PipelineError, TrainingError, UsageError
-from pipeline.events import Failed, Finished, event_from_json
-from pipeline.planner import Planner
-from pipeline.prediction import workload_of
-from pipeline.speedup.link import fit
-from pipeline.speedup.scaling import predict
+from pipeline.planning import resources
+from pipeline.planning.layout import Planner
+from pipeline.protocol.events import Failed, Finished, event_from_json
+from pipeline.protocol.trial import Link, Trial, TrialResult
+from pipeline.report.link import fit
+from pipeline.report.scaling import predict
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "prediction.json"
@@ -207,7 +207,7 @@ def _run(trial: Trial, *, network: namespaces.Network | None) -> TrialResult:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trial.json"
         path.write_text(trial.model_dump_json())
-        command = [sys.executable, "-m", "pipeline.worker", str(path)]
+        command = [sys.executable, "-m", "pipeline.worker.main", str(path)]
         ranks = [
             subprocess.Popen(
                 network.inside(rank, command) if network else command,

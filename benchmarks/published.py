@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from pipeline.contract import BatchCost, Costs, Gradient, Link
-from pipeline.speedup.scaling import predict
-from pipeline.speedup.simulation import Workload
+from pipeline.protocol.trial import BatchCost, Costs, Gradient, Link
+from pipeline.report.scaling import predict
+from pipeline.report.simulation import Workload
 
 LINK = Link(latency_us=10, bandwidth_gbit=25)
 BATCH, BUCKET_BYTES, LAYERS = 64, 64 * 2**20, 100

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.channel.outbox import ChannelOutbox
-from pipeline.channel.wire import Address
-from pipeline.contract import Rank
-from pipeline.events import Heartbeat, Metrics, Phase, Point
+from pipeline.protocol.channel.outbox import ChannelOutbox
+from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.events import Heartbeat, Metrics, Phase, Point
+from pipeline.protocol.trial import Rank
 
 POINTS_PER_EVENT = 25
 """About what rank 0 of a training reports after ten steps."""

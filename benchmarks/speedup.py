@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from pipeline.resources import detect
+from pipeline.planning.resources import detect
 
 HERE = Path(__file__).parent
 EXPERIMENT = HERE.parent / "experiments" / "resnet.yaml"

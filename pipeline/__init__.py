@@ -1,6 +1,6 @@
 """Declarative experiments for data-parallel PyTorch training, with measured speedups.
 
-`pipeline run experiments/resnet.yaml` is the whole story; start reading at `pipeline.runner`. From Python it is
+`pipeline run experiments/resnet.yaml` is the whole story; start reading at `pipeline.commands.run`. From Python it is
 ``from pipeline import run``, see `pipeline.api`, which is imported when it is asked for: workers don't need it.
 """
 

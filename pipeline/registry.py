@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from pipeline.imports import undisturbed
+from pipeline.system.imports import undisturbed
 
 Kind = Literal["strategies", "launchers"]
 

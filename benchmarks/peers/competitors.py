@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import yaml
 from workloads import LOG_EVERY, SEED, WORKLOADS, Workload
 
-from pipeline.events import Finished, FirstStep, Metrics
+from pipeline.protocol.events import Finished, FirstStep, Metrics
 from pipeline.recording import journal
 
 HERE = Path(__file__).parent

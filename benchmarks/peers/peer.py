@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from workloads import LOG_EVERY, SEED, WORKLOADS, build
 
-from pipeline.training.order import Order, mix
+from pipeline.training.order import SampleOrder, mix
 
 
 class Job:
@@ -55,7 +55,7 @@ class Job:
     def loader(self, *, ranks: range) -> Any:
         """Batches of these ranks in turn; of all, for a library that deals batches out itself."""
         data: TensorDataset = build(self.work.data)[0]
-        order = Order(samples=len(data), global_batch_size=self.work.batch, seed=SEED)
+        order = SampleOrder(samples=len(data), global_batch_size=self.work.batch, seed=SEED)
         batches: Any = Batches(order, ranks=ranks, world_size=self.workers)
         if self.kind == "none":
             return Direct(data.tensors, batches)
@@ -69,7 +69,7 @@ class Batches:
 
     drop_last = False
 
-    def __init__(self, order: Order, *, ranks: range, world_size: int) -> None:
+    def __init__(self, order: SampleOrder, *, ranks: range, world_size: int) -> None:
         self._order, self._ranks, self._world_size = order, ranks, world_size
         self._epoch = 0
         self.batch_size = order.global_batch_size // world_size
@@ -78,10 +78,10 @@ class Batches:
         return self._order.steps_per_epoch * len(self._ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
-        parts = [self._order.draws(self._epoch, rank=rank, world_size=self._world_size) for rank in self._ranks]
+        parts = [self._order.micro_batches(self._epoch, rank=rank, world_size=self._world_size) for rank in self._ranks]
         self._epoch += 1
         for step in zip(*parts, strict=True):
-            yield from (draw.indices for draw in step)
+            yield from (micro_batch.indices for micro_batch in step)
 
 
 class Rows(Dataset[Any]):

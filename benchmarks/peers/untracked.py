@@ -3,10 +3,11 @@
 from contextlib import nullcontext
 from functools import partial
 
-from pipeline import cli, runner
+from pipeline import cli
+from pipeline.commands import run
 from pipeline.recording import mlflow
 
 if __name__ == "__main__":
-    runner.recorded = partial(runner.recorded, tracked=False)
+    run.recorded = partial(run.recorded, tracked=False)
     mlflow.head_start = lambda _: nullcontext()
     cli.main()

@@ -11,19 +11,21 @@ from typing import Literal, NoReturn
 import numpy as np
 import torch
 
-from pipeline import comparison, registry, runner
+from pipeline import registry
 from pipeline.api.experiment import Experiment, Source
 from pipeline.api.result import ComparisonResult, RunResult
+from pipeline.commands import compare as comparison
+from pipeline.commands import run as runner
+from pipeline.commands.matrix import MatrixRequest
 from pipeline.config.load import ExperimentFile
 from pipeline.config.nearest import did_you_mean
 from pipeline.errors import Terminated, UsageError
-from pipeline.imports import importable
 from pipeline.launchers import _head_start
-from pipeline.launchers.base import outer_rank
-from pipeline.matrix import Wanted
 from pipeline.recording import mlflow
 from pipeline.recording.terminal import Terminal
-from pipeline.speedup.report import Report
+from pipeline.report.report import Report
+from pipeline.system.imports import importable
+from pipeline.system.process import outer_rank
 
 
 def run(
@@ -97,7 +99,7 @@ def compare(
     with _alone(), _begun(Experiment.load(experiment, *overrides).file, verbose=verbose) as file:
         comparison.compare(
             file,
-            wanted=Wanted(
+            wanted=MatrixRequest(
                 strategies=tuple(strategies),
                 workers=tuple(workers),
                 repeats=repeats,

@@ -10,9 +10,9 @@ from torch import nn
 
 from pipeline.config import components
 from pipeline.config.load import ExperimentFile
-from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError
-from pipeline.imports import importable
+from pipeline.protocol.trial import Rank, Trial
+from pipeline.system.imports import importable
 from pipeline.tasks import StepOutput
 from pipeline.training.build import build
 from pipeline.training.randomness import generators_kept

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pipeline.events import Metrics
+from pipeline.protocol.events import Metrics
 from pipeline.recording import journal
 from pipeline.recording.ending import places_of
 from pipeline.recording.outcome import TrackingOutcome
-from pipeline.speedup import Row
-from pipeline.speedup.page import fragment
-from pipeline.speedup.publish import CHART_NAME
-from pipeline.speedup.report import Report
+from pipeline.report import Row
+from pipeline.report.html import fragment
+from pipeline.report.publish import CHART_NAME
+from pipeline.report.report import Report
 
 if TYPE_CHECKING:
     import pandas as pd

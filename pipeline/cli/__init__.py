@@ -13,7 +13,7 @@ import typer
 from pipeline.cli import about, completion, diagnosis, experiments, jobs, projects, results, submission, sweeps
 from pipeline.cli.arguments import show
 from pipeline.errors import PipelineError, Terminated
-from pipeline.imports import importable
+from pipeline.system.imports import importable
 
 app = typer.Typer(
     help="Declarative experiments for data-parallel PyTorch training, with measured speedups.",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline import heap
 from pipeline.cli import completion
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
-from pipeline.imports import undisturbed
+from pipeline.system import allocator
+from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
     from pipeline.config.load import ExperimentFile
@@ -87,13 +87,13 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
     from pipeline.recording import mlflow
 
     with interruptible(), ExitStack() as begun:
-        begun.enter_context(heap.huge_pages())
+        begun.enter_context(allocator.huge_pages())
         begun.enter_context(_head_start.given(file.experiment, verbose=verbose))
         if tracked:
             begun.enter_context(mlflow.head_start(file.experiment.tracking.uri))
         try:
             with undisturbed():
-                importlib.import_module("pipeline.runner")  # and torch with it
+                importlib.import_module("pipeline.commands.run")  # and torch with it
             yield
         except PipelineError as error:
             show(error)

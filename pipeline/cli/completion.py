@@ -53,7 +53,7 @@ def strategies(incomplete: str) -> list[str]:
 
 def templates(incomplete: str) -> list[str]:
     """Templates of ``pipeline new``."""
-    from pipeline.scaffold import catalog
+    from pipeline.commands.new import catalog
 
     return _beginning(catalog.names(), incomplete)
 

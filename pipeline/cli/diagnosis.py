@@ -25,10 +25,10 @@ def doctor(
     """Say what this machine or a cluster has and lacks, and what mends it."""
     import rich.console
 
+    from pipeline.commands.doctor import page
+    from pipeline.commands.doctor.examination import examine
     from pipeline.config.load import load
     from pipeline.config.parallel import Parallel
-    from pipeline.doctor import page
-    from pipeline.doctor.examination import examine
 
     experiment = load(file).experiment if file is not None else None
     parallel = experiment.parallel if experiment else Parallel(launcher="ray")

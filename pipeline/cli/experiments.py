@@ -23,7 +23,7 @@ from pipeline.cli.arguments import (
     with_address,
 )
 from pipeline.errors import PipelineError
-from pipeline.imports import undisturbed
+from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
     from pipeline.config.load import ExperimentFile
@@ -48,21 +48,21 @@ def run(
     import rich.console
 
     from pipeline.config.load import load
-    from pipeline.recording.besides import progress_on
+    from pipeline.recording.progress_bars import progress_on
     from pipeline.recording.terminal import Terminal
 
     experiment = load(file, with_address(overrides, address))  # before torch is imported: a typo is answered at once
     if dry_run:
         with undisturbed():
-            from pipeline import runner
+            from pipeline.commands import run as runner
 
         with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
             plan = runner.dry_run(experiment, with_baseline=baseline, as_json=as_json)
         typer.echo(plan)
         return
     with head_start(experiment, verbose=verbose, tracked=True):
-        from pipeline import runner
-        from pipeline.speedup.report import run_json
+        from pipeline.commands import run as runner
+        from pipeline.report.report import run_json
 
         runner.run(
             experiment,
@@ -101,11 +101,11 @@ def compare(
     verbose: Verbose = False,
 ) -> None:
     """Measure strategies and numbers of workers side by side, in short trials taken in turn."""
+    from pipeline.commands.matrix import MatrixRequest
     from pipeline.config.load import load
-    from pipeline.matrix import Wanted
 
     experiment = load(file, with_address(overrides, address))
-    wanted = Wanted(
+    wanted = MatrixRequest(
         strategies=strategies_of(strategies) if strategies is not None else (),
         workers=counts_of("--workers", workers) if workers is not None else (),
         scaling=scaling.value,
@@ -113,9 +113,9 @@ def compare(
         profile=profile,
     )
     with head_start(experiment, verbose=verbose, tracked=True):
-        from pipeline.comparison import compare
+        from pipeline.commands.compare import compare
         from pipeline.recording.terminal import Terminal
-        from pipeline.speedup.report import comparison_json
+        from pipeline.report.report import comparison_json
 
         compare(
             experiment,
@@ -141,7 +141,7 @@ def tune_batch(
 
     experiment = load(file, with_address(overrides, address))
     with head_start(experiment, verbose=verbose, tracked=False):
-        from pipeline import tuning
+        from pipeline.commands import tune_batch as tuning
         from pipeline.recording.terminal import Terminal
 
         terminal = Terminal.of(as_json=as_json, quiet=quiet)
@@ -170,12 +170,12 @@ def predict(
     """Predict speedup and efficiency on more workers than there are, from a few seconds of measuring."""
     from pipeline.config.load import load
     from pipeline.recording.terminal import Terminal
-    from pipeline.speedup.link import parse
+    from pipeline.report.link import parse
 
     experiment = load(file, with_address(overrides, address))
     given = parse(link) if link is not None else None
     with head_start(experiment, verbose=verbose, tracked=False):
-        from pipeline import prediction
+        from pipeline.commands import predict as prediction
 
         prediction.predict(
             experiment,
@@ -204,10 +204,10 @@ def check(
     import rich.console
 
     from pipeline.config.load import load
-    from pipeline.recording.besides import progress_on
+    from pipeline.recording.progress_bars import progress_on
 
     with undisturbed():
-        from pipeline import preflight
+        from pipeline.driver import preflight
 
     errors: dict[str, PipelineError] = {}
     for file in files:
@@ -231,6 +231,6 @@ def _sweep_in(file: "ExperimentFile", allowed: tuple[str, ...]) -> str:
     """What the file's sweep would do, as far as it is known without asking a cluster."""
     if file.experiment.sweep is None:
         return ""
-    from pipeline.sweeping.planning import in_a_line
+    from pipeline.commands.sweep.planning import in_a_line
 
     return f"; {in_a_line(file, allowed=allowed)}"

@@ -11,7 +11,7 @@ from pipeline.cli.arguments import Json
 from pipeline.errors import Interrupted, Terminated
 
 if TYPE_CHECKING:
-    from pipeline.submission.jobs import Job, Jobs
+    from pipeline.commands.submit.jobs import Job, Jobs
 
 _STOPPED = 143
 
@@ -29,7 +29,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
 ) -> None:
     """Show what a job on a cluster has printed."""
-    from pipeline.submission.jobs import Jobs
+    from pipeline.commands.submit.jobs import Jobs
 
     jobs = Jobs(address)
     if follow:
@@ -39,7 +39,7 @@ def logs(
 
 def stop(job: JobArgument, *, address: Address = None) -> None:
     """End a job on a cluster, with a checkpoint."""
-    from pipeline.submission.jobs import Jobs, tell
+    from pipeline.commands.submit.jobs import Jobs, tell
 
     jobs = Jobs(address)
     if jobs.job(job).has_ended:
@@ -58,7 +58,7 @@ def status(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only.")] = False,
 ) -> None:
     """Show the jobs of a cluster, or one."""
-    from pipeline.submission.jobs import Jobs
+    from pipeline.commands.submit.jobs import Jobs
 
     jobs = Jobs(address)
     found = [jobs.job(job)] if job else jobs.all()
@@ -72,8 +72,8 @@ def status(
 
 def follow_to_the_end(jobs: "Jobs", job: str, *, first: str = "") -> None:
     """Show a line, if there is one, and a job's output, and end as it does."""
-    from pipeline.submission.following import follow
-    from pipeline.submission.jobs import failure, tell
+    from pipeline.commands.submit.following import follow
+    from pipeline.commands.submit.jobs import failure, tell
 
     with _leaving("stopped following", jobs, job):
         if first:
@@ -107,7 +107,7 @@ def _print_table(jobs: "list[Job]") -> None:
     import rich.console
     import rich.table
 
-    from pipeline.recording.tables import width_of
+    from pipeline.recording.text_tables import width_of
 
     table = rich.table.Table(box=None, pad_edge=False)
     for name in ("id", "experiment", "status", "exit code", "since"):

@@ -31,7 +31,7 @@ def new(
     ] = False,
 ) -> None:
     """Create a project from a template, or update one."""
-    from pipeline.scaffold import show
+    from pipeline.commands.new import show
 
     if update:
         if template is not None:

@@ -37,8 +37,8 @@ def list_(
 
     import rich.console
 
+    from pipeline.commands.history import run_table
     from pipeline.recording import runs
-    from pipeline.review import table
 
     found = list(runs.summaries(directory))
     if as_json:
@@ -46,7 +46,7 @@ def list_(
     elif quiet:
         typer.echo("".join(f"{run.run}\n" for run in found), nl=False)
     elif found:
-        table.show(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False))
+        run_table.show(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False))
     else:
         typer.echo(f"{directory} has no runs; start one with pipeline run FILE", err=True)
 
@@ -55,9 +55,9 @@ def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json
     """Show a run's report again."""
     import rich.console
 
+    from pipeline.commands.history.run_result import result_of
     from pipeline.recording.console import print_report
     from pipeline.recording.ending import places_of
-    from pipeline.review.result import result_of
 
     summary = _found(run, directory)
     result = result_of(summary)
@@ -82,8 +82,8 @@ def diff(
     """Show what two runs don't have in common: configuration, environment, results."""
     import rich.console
 
-    from pipeline.review import side_by_side
-    from pipeline.review.difference import difference
+    from pipeline.commands.history import side_by_side
+    from pipeline.commands.history.difference import difference
 
     found = difference(_found(first, directory), _found(second, directory))
     if as_json:
@@ -117,7 +117,7 @@ def sync(
     import rich.console
 
     from pipeline.recording import runs
-    from pipeline.recording.besides import progress_on
+    from pipeline.recording.progress_bars import progress_on
     from pipeline.recording.sync import sync_with_trials
 
     folder, store = runs.find(run, directory), _store(to) if to is not None else ""

@@ -8,10 +8,10 @@ import typer
 from pipeline.cli.arguments import FileArgument, Overrides, Resume
 from pipeline.cli.jobs import Address, follow_to_the_end, how_to_go_on
 from pipeline.errors import UsageError
-from pipeline.imports import undisturbed
+from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
-    from pipeline.submission.request import Request
+    from pipeline.commands.submit.request import Request
 
 
 def submit(
@@ -40,8 +40,8 @@ def submit(
     nodes: Annotated[int | None, typer.Option(min=1, help="Of the allocation; default: one for each worker.")] = None,
 ) -> None:
     """Run an experiment on a cluster; it goes on without this machine."""
+    from pipeline.commands.submit import request as requests
     from pipeline.config.load import load
-    from pipeline.submission import request as requests
 
     pods = {"image": image, "claim": claim, "memory": memory, "secret": secret_name}
     _check_options(kuberay=kuberay, slurm=slurm, pods=pods, nodes=nodes)
@@ -85,10 +85,10 @@ def _check_options(*, kuberay: bool, slurm: bool, pods: Mapping[str, str | None]
 
 
 def _print(request: "Request", *, pods: dict[str, str], nodes: int | None) -> None:
-    from pipeline.submission import kuberay, slurm
+    from pipeline.commands.submit import kuberay, slurm
 
     with undisturbed():
-        from pipeline import preflight
+        from pipeline.driver import preflight
 
     preflight.check(request.file)
     text = kuberay.manifest(request, kuberay.Pods(**pods)) if pods else slurm.script(request, nodes=nodes)
@@ -96,11 +96,11 @@ def _print(request: "Request", *, pods: dict[str, str], nodes: int | None) -> No
 
 
 def _send(request: "Request", *, address: str | None, follow: bool) -> None:
-    from pipeline.submission.code import packed
+    from pipeline.commands.submit.job_code import packed
 
     with undisturbed():
-        from pipeline import preflight
-        from pipeline.submission.jobs import Jobs, run_directory
+        from pipeline.commands.submit.jobs import Jobs, run_directory
+        from pipeline.driver import preflight
 
     preflight.check(request.file)
     package = packed(request.file.path)

@@ -15,7 +15,7 @@ from pipeline.cli.arguments import (
     interruptible,
     with_address,
 )
-from pipeline.imports import undisturbed
+from pipeline.system.imports import undisturbed
 
 ResumeSweep = Annotated[
     str | None,
@@ -46,15 +46,15 @@ def sweep(
     given = with_address(overrides, address)
     experiment = load(file, given)  # before torch is imported: a typo is answered at once
     with undisturbed():
-        from pipeline.sweeping import planning
+        from pipeline.commands.sweep import planning
 
     if dry_run:
         typer.echo(planning.describe(planning.make(experiment)))
         return
-    from pipeline.sweeping import story
+    from pipeline.commands.sweep.sweep import sweep as run_sweep
 
     with interruptible():
-        story.sweep(
+        run_sweep(
             experiment,
             overrides=given,
             resume=resume,

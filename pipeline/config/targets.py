@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from pipeline.config.nearest import did_you_mean, nearest
 from pipeline.config.project import BUILT_IN
 from pipeline.errors import ExperimentError
-from pipeline.imports import undisturbed
+from pipeline.system.imports import undisturbed
 
 _REFUSED = ("torchvision.datasets.utils", "timm.models._helpers", "timm.models._hub")  # read, write, unpickle files
 

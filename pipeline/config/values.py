@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from typing_extensions import override
 
 from pipeline import registry
-from pipeline.signals import postponed
+from pipeline.system.signals import postponed
 
 
 class Frozen(BaseModel):

@@ -9,8 +9,8 @@ from urllib.request import urlopen
 
 from filelock import FileLock
 
-from pipeline.advance import Advance
 from pipeline.errors import ExperimentError
+from pipeline.protocol.progress import ProgressReporter
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 FOLDER = "cifar-10-batches-bin"
@@ -56,11 +56,11 @@ def _fetch(archive: Path) -> None:
     with (
         urlopen(ADDRESS, timeout=_STALL_SECONDS) as response,
         archive.open("wb") as file,
-        Advance("downloading CIFAR-10", total=response.length, unit="B") as advance,
+        ProgressReporter("downloading CIFAR-10", total=response.length, unit="B") as progress,
     ):
         while chunk := response.read(_CHUNK_BYTES):
             file.write(chunk)
-            advance.by(len(chunk))
+            progress.by(len(chunk))
 
 
 def _check(archive: Path) -> None:

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, Self
 
-from pipeline.forkserver import Order, Said
+from pipeline.launchers._forkserver import ForkReply, ForkRequest
 
 _log = logging.getLogger(__name__)  # into the run's log
 _AFRESH = "each worker is started afresh, which takes longer"
-_MODULE = "pipeline.worker"
+_MODULE = "pipeline.worker.main"
 _MOST_BYTES = 2**16
 
 
@@ -31,8 +31,8 @@ class Process(Protocol):
 class Forks:
     """Starts workers. A context manager that ends those that are still there, and what it needs for them.
 
-    A server is started with it (`pipeline.forkserver`), and imports what workers need while this process does
-    something else. Only on Linux: elsewhere system libraries don't outlive a fork.
+    A server is started with it (`pipeline.launchers._forkserver`), and imports what workers need while this process
+    does something else. Only on Linux: elsewhere system libraries don't outlive a fork.
 
     Args:
         preload: packages that workers will import, too.
@@ -50,7 +50,7 @@ class Forks:
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._server = subprocess.Popen(  # noqa: S603 - our own interpreter
-                [sys.executable, "-m", "pipeline.forkserver", str(theirs.fileno()), *preload],
+                [sys.executable, "-m", "pipeline.launchers._forkserver", str(theirs.fileno()), *preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -73,7 +73,7 @@ class Forks:
             self._server.wait()
 
     def start(self, arguments: Sequence[str], *, environment: Mapping[str, str], logs: Sequence[Path]) -> Process:
-        """Start ``python -m pipeline.worker``.
+        """Start ``python -m pipeline.worker.main``.
 
         Args:
             arguments: its arguments.
@@ -83,7 +83,7 @@ class Forks:
         files = [log.open("wb") for log in logs]
         try:
             numbers = [file.fileno() for file in files] or [1, 2]
-            order = Order(arguments=tuple(arguments), environment=Order.encoded(environment))
+            order = ForkRequest(arguments=tuple(arguments), environment=ForkRequest.encoded(environment))
             if (forked := self._forked(order, numbers)) is not None:
                 return forked
             return subprocess.Popen(  # noqa: S603 - our own interpreter
@@ -98,7 +98,7 @@ class Forks:
             for file in files:
                 file.close()
 
-    def _forked(self, order: Order, files: list[int]) -> "_Forked | None":
+    def _forked(self, order: ForkRequest, files: list[int]) -> "_Forked | None":
         """A worker forked from the server; None if there is none, or it can't."""
         if self._channel is None:
             return None
@@ -137,7 +137,7 @@ class Forks:
                 return
             wait = False
             *lines, self._unread = (self._unread + said).split(b"\n")
-            for each in map(Said.model_validate_json, lines):
+            for each in map(ForkReply.model_validate_json, lines):
                 if each.can_fork is not None:
                     self._can_fork = each.can_fork
                     if not each.can_fork:

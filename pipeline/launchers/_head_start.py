@@ -10,7 +10,7 @@ from pipeline.config import components
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
 from pipeline.launchers._forks import Forks
-from pipeline.launchers.base import outer_rank
+from pipeline.system.process import outer_rank
 
 _LOADED = {"torch", "pipeline", "ray"}
 _begun: list[Forks] = []

@@ -1,21 +1,17 @@
 """What a launcher is: who starts a trial's workers and carries their events back."""
 
-import os
 import shutil
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import current_thread, main_thread
 from typing import ClassVar, Protocol, Self
 
-from pipeline.channel.inbox import Receive, inside, not_kept
 from pipeline.config.parallel import Parallel
-from pipeline.contract import Trial
-from pipeline.events import AnyEvent
-from pipeline.launchers._stopping import StopRequest
-from pipeline.resources import Resources
+from pipeline.launchers._shutdown import StopRequest
+from pipeline.planning.resources import Resources
+from pipeline.protocol.channel.inbox import Receive, inside, not_kept
+from pipeline.protocol.events import AnyEvent
+from pipeline.protocol.trial import Trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +110,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def room(self, trial: Trial) -> int:
+    def capacity(self, trial: Trial) -> int:
         """How many workers of a trial there is room for now, those that run counted; may be called from any thread."""
         ...
 
@@ -126,38 +122,3 @@ class Launcher(Protocol):
             ResourceError: the workers can't be placed.
         """
         ...
-
-
-@contextmanager
-def environment(**values: str | None) -> Iterator[None]:
-    """Environment variables for the processes started inside; None stays as it is. All are put back afterwards."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: value for name, value in values.items() if value is not None})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def own_signals() -> Iterator[None]:
-    """Put the signal handlers back that a launcher's library replaces; only the main thread can replace any."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = [(number, signal.getsignal(number)) for number in handled]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
-
-
-def outer_rank() -> int | None:
-    """The rank that ``torchrun`` gave this very process; None if it was started otherwise."""
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None

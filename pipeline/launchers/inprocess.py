@@ -4,11 +4,12 @@ import socket
 from contextlib import suppress
 from typing import Self
 
-from pipeline import resources, worker
 from pipeline.config.parallel import Parallel
-from pipeline.contract import Rank, Trial
 from pipeline.launchers.base import DirectOutbox, Session
-from pipeline.resources import Resources
+from pipeline.planning import resources
+from pipeline.planning.resources import Resources
+from pipeline.protocol.trial import Rank, Trial
+from pipeline.worker import main
 
 
 class Launcher:
@@ -30,11 +31,11 @@ class Launcher:
         """This machine."""
         return resources.detect()
 
-    def room(self, trial: Trial) -> int:
+    def capacity(self, trial: Trial) -> int:
         """This process."""
         return 1
 
     def launch(self, trial: Trial) -> None:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
-        with suppress(worker.WorkerFailed):  # it has been reported
-            worker.run(trial, rank=Rank(node=socket.gethostname()), outbox=DirectOutbox(self.session))
+        with suppress(main.WorkerFailed):  # it has been reported
+            main.run(trial, rank=Rank(node=socket.gethostname()), outbox=DirectOutbox(self.session))

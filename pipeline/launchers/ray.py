@@ -12,24 +12,28 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 
-from pipeline import resources
-from pipeline.channel.inbox import Inbox
-from pipeline.channel.wire import Address
+from pipeline.cluster import capacity as room
+from pipeline.cluster import join
+from pipeline.cluster import placement as places
+from pipeline.cluster.code import to_send
+from pipeline.cluster.connection import first_line
 from pipeline.config.parallel import Parallel
-from pipeline.contract import Trial
 from pipeline.errors import ResourceError
-from pipeline.events import Warned
-from pipeline.launchers._ray import cluster, local, places, room
-from pipeline.launchers._ray.code import to_send
-from pipeline.launchers._ray.connection import first_line
+from pipeline.launchers._hang_detector import HangDetector
+from pipeline.launchers._ray import local
 from pipeline.launchers._ray.ingest import Ingest
-from pipeline.launchers._ray.joined import Joined
 from pipeline.launchers._ray.network import Meeting
+from pipeline.launchers._ray.session import Joined
 from pipeline.launchers._ray.trainer import Trainer
 from pipeline.launchers._ray.work import work
-from pipeline.launchers._vigil import Vigil
-from pipeline.launchers.base import Session, WorkersLost, environment
-from pipeline.resources import Resources
+from pipeline.launchers.base import Session, WorkersLost
+from pipeline.planning import resources
+from pipeline.planning.resources import Resources
+from pipeline.protocol.channel.inbox import Inbox
+from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.events import Warned
+from pipeline.protocol.trial import Trial
+from pipeline.system.process import environment
 from pipeline.wording import counted
 
 _AFTER_OTHERS_S = 30.0
@@ -43,7 +47,7 @@ class Launcher:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._address = cluster.cluster_address(session.parallel)
+        self._address = join.cluster_address(session.parallel)
         self._running = 0  # workers
         self._ingests: dict[str, Ingest] = {}
 
@@ -59,11 +63,11 @@ class Launcher:
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
         """This machine, or all nodes of the cluster."""
-        address = cluster.cluster_address(parallel)
+        address = join.cluster_address(parallel)
         to_send(parallel, joined=address is not None)  # tells what is wrong with it before anything is started
-        return resources.detect() if address is None else cluster.cluster_resources(address, parallel)
+        return resources.detect() if address is None else join.cluster_resources(address, parallel)
 
-    def room(self, trial: Trial) -> int:
+    def capacity(self, trial: Trial) -> int:
         """What is free on each node that answers, and the workers that run."""
         try:
             return self._running + places.free(trial)
@@ -74,10 +78,10 @@ class Launcher:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
         room.await_verdict(timeout_s=trial.experiment.parallel.start_timeout_s)
         self._joined.look_at_nodes(trial)
-        places.await_room(trial)
+        places.await_capacity(trial)
         ingest = self._ingest(trial)
         host = local.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
-        vigil = Vigil(trial, receive=self.session.receive)
+        vigil = HangDetector(trial, receive=self.session.receive)
         inbox = Inbox(host=host, receive=vigil.receive, folder=self.session.folder)
         stop, resize = (ask.telling(inbox.ask_to_stop) for ask in (self.session.stop, self.session.resize))
         with vigil, inbox, stop, resize, environment(**_patience(trial)):

@@ -15,17 +15,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, Self
 
-from pipeline import meeting, resources, worker
-from pipeline.channel.inbox import Inbox
-from pipeline.channel.wire import Address
 from pipeline.config.parallel import Parallel
-from pipeline.contract import Rank, Trial
 from pipeline.errors import Terminated
 from pipeline.launchers import _head_start
 from pipeline.launchers._forks import Forks, Process
-from pipeline.launchers._vigil import Vigil
-from pipeline.launchers.base import DirectOutbox, Session, WorkersLost, outer_rank
-from pipeline.resources import Resources
+from pipeline.launchers._hang_detector import HangDetector
+from pipeline.launchers.base import DirectOutbox, Session, WorkersLost
+from pipeline.planning import resources
+from pipeline.planning.resources import Resources
+from pipeline.protocol.channel.inbox import Inbox
+from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.trial import Rank, Trial
+from pipeline.system.process import outer_rank
+from pipeline.worker import main as worker
+from pipeline.worker import rendezvous
 
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05
@@ -35,7 +38,7 @@ _END_S = 30.0
 
 
 class Launcher:
-    """Has `pipeline.worker` run once for each rank."""
+    """Has `pipeline.worker.main` run once for each rank."""
 
     many_processes = True
 
@@ -57,7 +60,7 @@ class Launcher:
         """This machine."""
         return resources.detect()
 
-    def room(self, trial: Trial) -> int:
+    def capacity(self, trial: Trial) -> int:
         """As many as this machine has cores and GPUs for, whoever uses them; those there are under ``torchrun``."""
         if outer_rank() is not None:
             return int(os.environ["WORLD_SIZE"])
@@ -76,7 +79,7 @@ class Launcher:
         folder.mkdir(exist_ok=True)
         assignment, channel = folder / f"{trial.name}.json", folder / f"{trial.name}.channel"
         assignment.write_text(trial.model_dump_json(indent=1))
-        vigil = Vigil(trial, receive=self.session.receive)
+        vigil = HangDetector(trial, receive=self.session.receive)
         inbox = Inbox(host=_LOOPBACK, receive=vigil.receive, folder=self.session.folder)
         try:
             with vigil, inbox, self.session.stop.telling(inbox.ask_to_stop):
@@ -92,7 +95,7 @@ class Launcher:
             WorkersLost: one has ended badly; the others are ended then.
         """
         timeout = timedelta(seconds=trial.experiment.parallel.start_timeout_s)
-        store = meeting.opened(_LOOPBACK, 0, timeout=timeout)
+        store = rendezvous.opened(_LOOPBACK, 0, timeout=timeout)
         ranks: list[Process] = []
         with _hanging_up_ends():
             try:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from threading import Event as Flag
 
-from pipeline.events import AnyEvent, Metrics, SystemMetrics
+from pipeline.protocol.events import AnyEvent, Metrics, SystemMetrics
 
 BATCH_POINTS = 1000
 """Metric points that go into one call."""

@@ -8,14 +8,14 @@ from typing import Protocol
 
 import rich.console
 
-from pipeline import events
-from pipeline.contract import Trial
-from pipeline.events import Advanced, AnyEvent, Finished, FirstStep, Metrics, Started, TrialOpened
+from pipeline.protocol import events
+from pipeline.protocol.events import Advanced, AnyEvent, Finished, FirstStep, Metrics, Started, TrialOpened
+from pipeline.protocol.trial import Trial
 from pipeline.recording.display import Display, Lines, LiveDisplay
+from pipeline.recording.format import figures
 from pipeline.recording.notebook import NotebookDisplay
-from pipeline.recording.phrases import figures
-from pipeline.recording.tables import PrintableTable, headed, laid_out
 from pipeline.recording.terminal import Terminal, write
+from pipeline.recording.text_tables import PrintableTable, headed, laid_out
 from pipeline.wording import counted
 
 
@@ -85,7 +85,7 @@ def _finished(event: Finished) -> str:
 
 
 class Printable(Protocol):
-    """What `print_report` shows of a `pipeline.speedup.report.Report`: this package doesn't import that one."""
+    """What `print_report` shows of a `pipeline.report.report.Report`: this package doesn't import that one."""
 
     @property
     def opening(self) -> tuple[str, ...]:

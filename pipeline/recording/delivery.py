@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.advance import Advance
 from pipeline.config.secrets import without_credentials
-from pipeline.events import AnyEvent
+from pipeline.protocol.events import AnyEvent
+from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.mlflow_run import MlflowRun
 from pipeline.recording.store import redacted
@@ -96,7 +96,7 @@ class Delivery:
 
     def upload(self) -> bool:
         """Upload the files that are due; False if there are some that must be tried again later."""
-        with Advance("sending files", total=len(self.run.uploads) or None, unit="files") as advance:
+        with ProgressReporter("sending files", total=len(self.run.uploads) or None, unit="files") as progress:
             while uploads := self.run.uploads:
                 try:
                     self.run.upload(uploads[0])
@@ -106,7 +106,7 @@ class Delivery:
                         return False
                     self._refuse(uploads[0], _reason(error))
                 uploads.popleft()
-                advance.by(1)
+                progress.by(1)
         self._files.end()
         return True
 

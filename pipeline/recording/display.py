@@ -7,9 +7,9 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from pipeline.events import Advanced, FirstStep, Metrics, Started
-from pipeline.recording.besides import LINE_EVERY_S, Bars, ThinnedLines, bars
-from pipeline.recording.phrases import VALIDATION, facts, figures, left, position
+from pipeline.protocol.events import Advanced, FirstStep, Metrics, Started
+from pipeline.recording.format import VALIDATION, facts, figures, left, position
+from pipeline.recording.progress_bars import LINE_EVERY_S, Bars, ThinnedLines, bars
 from pipeline.recording.terminal import write
 
 Shown = Started | FirstStep | Metrics | Advanced

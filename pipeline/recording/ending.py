@@ -7,7 +7,7 @@ from pathlib import Path
 
 import rich.console
 
-from pipeline.events import RunOpened
+from pipeline.protocol.events import RunOpened
 from pipeline.recording import journal
 from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.outcome import TrackingOutcome
@@ -20,7 +20,7 @@ _SILENT_SECONDS = 15.0  # of the drain; then a user is told what the run waits f
 _LOOK_SECONDS = 0.25
 
 
-def drain(
+def flush(
     tracker: MlflowSubscriber | None,
     recorder: Recorder,
     *,

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from pipeline.events import AnyEvent, RunClosed, event_from_json
+from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json
 
 _LOOK_S = 0.25
 _CHUNK = 2**20

@@ -14,10 +14,10 @@ from pipeline.config.schema import Experiment
 from pipeline.config.secrets import without_credentials
 from pipeline.config.summary import to_yaml
 from pipeline.config.values import Frozen
-from pipeline.contract import Status
 from pipeline.errors import ResourceError, UsageError
-from pipeline.events import RunOpened
-from pipeline.plan import Plan
+from pipeline.planning.plan import Plan
+from pipeline.protocol.events import RunOpened
+from pipeline.protocol.trial import Status
 from pipeline.recording import journal, provenance
 
 EXPERIMENT_NAME = "experiment.yaml"

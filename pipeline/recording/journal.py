@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.errors import UsageError
-from pipeline.events import AnyEvent, RunClosed, event_from_json, event_to_json
+from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json, event_to_json
 from pipeline.recording.appender import Appender
 
 FILE_NAME = "events.jsonl"

@@ -18,8 +18,8 @@ from threading import Event as Flag
 from threading import Thread
 from typing import IO, NamedTuple
 
-from pipeline.events import Advanced, AnyEvent, event_to_json
-from pipeline.recording.mlflow_process import CLOSE, Order, Said
+from pipeline.protocol.events import Advanced, AnyEvent, event_to_json
+from pipeline.recording.mlflow_process import CLOSE, WriterReply, WriterTask
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import is_server
 
@@ -83,11 +83,11 @@ class MlflowSubscriber:
         is_journaled: Callable[[], bool] = lambda: True,
     ) -> None:
         self._folder, self._log, self._warn, self._is_journaled = folder, log, warn, is_journaled
-        self._said = Said()
+        self._said = WriterReply()
         self._is_stopping = False
         self._done = Flag()
         self._orders: SimpleQueue[bytes] = SimpleQueue()
-        order = Order(folder=folder, log=log, uri=uri, known=known, environment=Order.encoded(os.environ))
+        order = WriterTask(folder=folder, log=log, uri=uri, known=known, environment=WriterTask.encoded(os.environ))
         self._orders.put(order.model_dump_json().encode() + b"\n")
         self._process, self._printed = _begun.pop() if _begun else _process()
         assert self._process.stdin is not None
@@ -152,7 +152,7 @@ class MlflowSubscriber:
     def _listen(self, stdout: IO[bytes]) -> None:
         with stdout:
             for line in stdout:
-                said = Said.model_validate_json(line)
+                said = WriterReply.model_validate_json(line)
                 if said.warning:
                     self._warn(said.warning)
                 else:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.config.reported import mlflow_name
-from pipeline.events import Event, Finished, Point, Started
+from pipeline.protocol.events import Event, Finished, Point, Started
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Metric, Param, RunTag

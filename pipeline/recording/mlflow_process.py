@@ -1,8 +1,8 @@
 """The process that writes a run to MLflow, beside the one that trains and at a lower priority.
 
 It reads the run's journal as that grows. What `pipeline.recording.mlflow` tells it comes line by line on standard
-input, once it has imported MLflow: an `Order`, then events that the journal has no room for, then `CLOSE`. It answers
-with lines of `Said`.
+input, once it has imported MLflow: a `WriterTask`, then events that the journal has no room for, then `CLOSE`. It
+answers with lines of `WriterReply`.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from time import monotonic
 from typing import BinaryIO
 
 from pipeline.config.values import Frozen, WithEnvironment
-from pipeline.events import AnyEvent, event_from_json
+from pipeline.protocol.events import AnyEvent, event_from_json
 from pipeline.recording.attempts import BATCH_POINTS, persist, size
 from pipeline.recording.delivery import Delivery, quiet
 from pipeline.recording.feed import Feed
@@ -34,7 +34,7 @@ _TELL_S = 0.25
 _NICE = 10
 
 
-class Order(WithEnvironment):
+class WriterTask(WithEnvironment):
     """What to write, and where to."""
 
     folder: Path
@@ -48,7 +48,7 @@ class Order(WithEnvironment):
     have change nothing."""
 
 
-class Said(Frozen):
+class WriterReply(Frozen):
     """What a run hears of its results."""
 
     warning: str = ""
@@ -69,7 +69,7 @@ class Writer:
         warn: told of trouble.
     """
 
-    def __init__(self, order: Order, *, warn: Callable[[str], None]) -> None:
+    def __init__(self, order: WriterTask, *, warn: Callable[[str], None]) -> None:
         self.feed = Feed(order.folder / FILE_NAME, known=order.known)
         self.closing = Flag()
         """Set with the feed's end; from then on nobody waits long for a store that is down."""
@@ -90,13 +90,13 @@ class Writer:
         finally:
             self.done.set()
 
-    def said(self) -> Said:
+    def said(self) -> WriterReply:
         """How far it is."""
         is_done = self.done.is_set()
         events, files = self._batch + len(self.feed), len(self._delivery.run.uploads)
         parts = [f"{events:,} events"] * bool(events) + [f"{files} files"] * bool(files)
         trouble = self._delivery.trouble or ("" if is_done else "the run didn't wait any longer")
-        return Said(
+        return WriterReply(
             waiting=" and ".join(parts) or "the last words",
             outcome=TrackingOutcome.of(self._delivery, folder=self._folder, trouble=trouble, waiting=events),
             is_done=is_done,
@@ -140,11 +140,11 @@ def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return  # there was nothing to write
-    order = Order.model_validate_json(line)
+    order = WriterTask.model_validate_json(line)
     order.enter()  # the user's own code may have changed it since this process was started
     answers = _private_stdout(order.log)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    writer = Writer(order, warn=lambda message: _tell(answers, Said(warning=message)))
+    writer = Writer(order, warn=lambda message: _tell(answers, WriterReply(warning=message)))
     Thread(target=_listen, args=(writer,), daemon=True).start()
     Thread(target=writer.work, daemon=True).start()
     known = ""
@@ -167,7 +167,7 @@ def _listen(writer: Writer) -> None:
     os._exit(1)
 
 
-def _tell(answers: BinaryIO, said: Said) -> None:
+def _tell(answers: BinaryIO, said: WriterReply) -> None:
     answers.write(said.model_dump_json().encode() + b"\n")
 
 

@@ -6,7 +6,7 @@ from functools import singledispatchmethod
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from pipeline.events import (
+from pipeline.protocol.events import (
     AnyEvent,
     ArtifactSaved,
     Event,

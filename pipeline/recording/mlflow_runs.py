@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pipeline.contract import Status
-from pipeline.events import Event, RunClosed
+from pipeline.protocol.events import Event, RunClosed
+from pipeline.protocol.trial import Status
 from pipeline.recording import mlflow_entities as entities
 
 if TYPE_CHECKING:

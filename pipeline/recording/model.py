@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from pipeline.config.schema import Experiment
-from pipeline.events import ModelSaved
+from pipeline.protocol.events import ModelSaved
 from pipeline.recording import model_page
 
 if TYPE_CHECKING:

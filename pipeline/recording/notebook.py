@@ -4,9 +4,9 @@ import time
 from html import escape
 from typing import TYPE_CHECKING
 
-from pipeline.events import Advanced, FirstStep, Metrics, Started
+from pipeline.protocol.events import Advanced, FirstStep, Metrics, Started
 from pipeline.recording.display import Shown
-from pipeline.recording.phrases import amounts, facts, figures, position
+from pipeline.recording.format import amounts, facts, figures, position
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle

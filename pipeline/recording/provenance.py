@@ -10,8 +10,8 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from pipeline.config.summary import config_hash
-from pipeline.contract import Trial
-from pipeline.plan import Plan
+from pipeline.planning.plan import Plan
+from pipeline.protocol.trial import Trial
 
 
 def run_tags(plan: Plan) -> dict[str, str]:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.contract import BatchSizes
-from pipeline.events import (
+from pipeline.protocol.events import (
     Advanced,
     AnyEvent,
     BatchSizesFound,
@@ -21,8 +20,9 @@ from pipeline.events import (
     TrialOpened,
     Warned,
 )
+from pipeline.protocol.trial import BatchSizes
+from pipeline.recording.deduplicate import Deduplicator
 from pipeline.recording.journal import FILE_NAME, Journal, read
-from pipeline.recording.progress import Progress
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Recorder:
         with self._lock:
             self._journal.close()
 
-    def _earlier(self) -> Progress:
+    def _earlier(self) -> Deduplicator:
         """Continue what the journal has."""
         ends: dict[tuple[str, int], Finished] = {}
 
@@ -127,7 +127,7 @@ class Recorder:
                 yield event
 
         try:
-            progress = Progress(noticed())
+            progress = Deduplicator(noticed())
         except BaseException:
             self._journal.close()
             raise

@@ -12,15 +12,15 @@ import rich.console
 
 from pipeline.config.secrets import without_credentials
 from pipeline.config.summary import flatten
-from pipeline.contract import Status, Trial
 from pipeline.errors import PipelineError, ResourceError
-from pipeline.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened
-from pipeline.plan import Plan
-from pipeline.recording import folder as folders
+from pipeline.planning.plan import Plan
+from pipeline.protocol.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened
+from pipeline.protocol.trial import Status, Trial
 from pipeline.recording import journal, provenance
 from pipeline.recording.appender import Log
 from pipeline.recording.console import Console
-from pipeline.recording.ending import drain
+from pipeline.recording.ending import flush
+from pipeline.recording.folder import create, describe, explained, id_of, shown, sweep_of
 from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import check_store, resolve_uri
@@ -72,14 +72,14 @@ def recorded(
     """
     uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None
-    folder = folder or (member.folder if member else folders.create(plan))
-    with folders.explained(folder), closing(Log(folder / LOG_NAME)) as log, _logging_to(log):
+    folder = folder or (member.folder if member else create(plan))
+    with explained(folder), closing(Log(folder / LOG_NAME)) as log, _logging_to(log):
         warn = _teller(terminal.warnings)
         if warning:
             warn(warning)
         consoles = [Console(each, trials=plan.trials) for each in (terminal, Terminal.on(_console(log)))]
         with closing(Recorder(folder, subscribers=consoles, warn=warn)) as recorder:
-            files = folders.describe(plan.experiment, folder)
+            files = describe(plan.experiment, folder)
             own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
             tracker = _tracker(recorder, uri=uri, warn=warn) if tracked else None
             for subscriber in (*own, *([tracker] if tracker else ())):
@@ -88,7 +88,7 @@ def recorded(
             message = ""
             try:
                 _open(plan, recorder, uri=uri, files=files, member=member, source=source)
-                with folders.explained(folder):
+                with explained(folder):
                     yield recorder
             except BaseException as error:
                 status, message = _status(error, interruption=member.interruption() if member else "")
@@ -99,7 +99,7 @@ def recorded(
                 _close(recorder, status=status, message=message)
                 for each in own:
                     each.close()
-                drain(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
+                flush(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
                 if status != "FINISHED" and (missing := _missing(recorder, log, tracker)):
                     warn(missing)
     if missing := _missing(recorder, log, tracker):
@@ -163,15 +163,15 @@ def _open(
     recorder.receive(
         RunOpened(
             time=time.time(),
-            run=folders.id_of(recorder.folder),
-            sweep=folders.sweep_of(recorder.folder),
+            run=id_of(recorder.folder),
+            sweep=sweep_of(recorder.folder),
             title=member.title if member else "",
             logs_model=member is None or member.logs_model,
             file=source,
             tracking_uri=without_credentials(uri),
             tracking_experiment=experiment.tracking.experiment or experiment.name,
             tags=provenance.run_tags(plan),
-            params=flatten(folders.shown(experiment)),
+            params=flatten(shown(experiment)),
             trials=tuple(dict.fromkeys(trial.name for trial in plan.trials)),
         )
     )

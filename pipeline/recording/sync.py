@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from threading import Event as Flag
 
-from pipeline.advance import Advance
 from pipeline.config.secrets import without_credentials
 from pipeline.errors import ResourceError, UsageError
-from pipeline.events import AnyEvent, ModelSaved, RunClosed, RunOpened, Tagged
+from pipeline.protocol.events import AnyEvent, ModelSaved, RunClosed, RunOpened, Tagged
+from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording import journal
 from pipeline.recording.attempts import batches, persist
 from pipeline.recording.delivery import Delivery, quiet
@@ -92,11 +92,11 @@ def _deliver(delivery: Delivery, events: Iterable[AnyEvent], *, count: int) -> N
     ending = Flag()
     ending.set()
     with quiet():
-        with Advance("sending results", total=count, unit="events") as advance:
+        with ProgressReporter("sending results", total=count, unit="events") as progress:
             for batch in batches(events):
                 if not persist(partial(delivery.attempt, batch), ending=ending):
                     return
-                advance.by(len(batch))
+                progress.by(len(batch))
         persist(delivery.upload, ending=ending)
 
 

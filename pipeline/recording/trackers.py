@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
-from pipeline.events import Advanced, AnyEvent
+from pipeline.protocol.events import Advanced, AnyEvent
 from pipeline.recording import journal
 from pipeline.recording.feed import Feed
 from pipeline.recording.recorder import Recorder
@@ -27,7 +27,7 @@ class Tracker(Protocol):
     """
 
     def receive(self, event: AnyEvent) -> None:
-        """Take note of an event that has just been journaled; see `pipeline.events`."""
+        """Take note of an event that has just been journaled; see `pipeline.protocol.events`."""
 
     def close(self) -> None:
         """The run has ended, well or badly, and there are no more events."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from pipeline.blocks import repeated
 from pipeline.errors import ExperimentError
+from pipeline.strategies._blocks import repeated
 
 _KEY = "parallel.options.groups"
 

@@ -34,19 +34,19 @@ class LocalSGD:
         """Whether ranks may have weights, or a state of the optimizer, of their own."""
         return self._steps > self._start_step
 
-    def go_on(self, *, steps: int) -> None:
+    def set_step(self, *, steps: int) -> None:
         """So many steps have been taken."""
         self._steps = steps
         self.hook_state.iter = steps  # torch counts backward passes, of which there are more
 
     def after_step(self, model: nn.Module) -> None:
         """Average the weights if it is time to. Collective."""
-        self.go_on(steps=self._steps + 1)
+        self.set_step(steps=self._steps + 1)
         if self.has_begun and (self._steps - self._start_step) % self._period == 0:
             average(model)
 
     @contextmanager
-    def consensus(self, model: nn.Module) -> Iterator[None]:
+    def averaged_weights(self, model: nn.Module) -> Iterator[None]:
         """The average of all ranks' weights, for a while. Buffers, too, are as before afterwards.
 
         Collective.

@@ -84,21 +84,21 @@ class Strategy(ABC):
         """Undoes the averaging over processes, if the strategy averages gradients; 1 if it doesn't."""
         return 1.0
 
-    def accumulate(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """A context in which backward keeps gradients to itself, for all micro-batches but the last."""
         return nullcontext()
 
-    def alone(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+    def no_communication(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """A context in which forward and backward send nothing to other ranks, for measuring what that costs.
 
         What they compute may be meaningless. A rank may fail in it, as far as memory goes, without the others waiting.
         """
-        return self.accumulate(wrapped)
+        return self.no_sync(wrapped)
 
     def after_step(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do then)
         """The optimizer has taken a step, or left one out. Collective."""
 
-    def go_on(self, *, steps: int) -> None:  # noqa: B027 (most don't count)
+    def set_step(self, *, steps: int) -> None:  # noqa: B027 (most don't count)
         """So many steps have been taken, in this process or before."""
 
     @property
@@ -111,22 +111,22 @@ class Strategy(ABC):
         """Whether each rank has weights, and a state of the optimizer, of its own at the moment."""
         return False
 
-    def consensus(self, model: nn.Module) -> AbstractContextManager[None]:
+    def averaged_weights(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which all ranks have the same weights, if they differ.
 
         Afterwards each has its own again. Collective.
         """
         return nullcontext()
 
-    def memory(self) -> Mapping[str, Any] | None:
+    def state_dict(self) -> Mapping[str, Any] | None:
         """What this rank's strategy itself carries from step to step: numbers, texts, tensors; None: nothing.
 
         On all ranks or on none, with tensors of the same names and shapes.
         """
         return None
 
-    def remember(self, memory: Mapping[str, Any]) -> None:
-        """Go on with what `memory` was, after a backward pass of the same model."""
+    def load_state_dict(self, memory: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` was, after a backward pass of the same model."""
         raise NotImplementedError(f"{type(self).__qualname__} has a memory; it needs remember(), too, to be resumed")
 
     def evaluation_module(self, wrapped: nn.Module, model: nn.Module) -> nn.Module:

@@ -102,7 +102,7 @@ class Strategy(base.Strategy):
     @property
     @override
     def needs_equal_passes(self) -> bool:
-        # The first step of a static graph exchanges twice, see `accumulate`: a rank with one micro-batch would not.
+        # The first step of a static graph exchanges twice, see `no_sync`: a rank with one micro-batch would not.
         return cast(Options, self.options).static_graph
 
     @property
@@ -111,7 +111,7 @@ class Strategy(base.Strategy):
         return float(self.world_size)
 
     @override
-    def accumulate(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         # torch learns a static graph from its first backward and fails if that one keeps its gradients to itself. To
         # exchange once more changes no result: averages that are averaged again stay what they are.
         if cast(Options, self.options).static_graph and not self._knows_graph:
@@ -129,9 +129,9 @@ class Strategy(base.Strategy):
             self._local.after_step(model)
 
     @override
-    def go_on(self, *, steps: int) -> None:
+    def set_step(self, *, steps: int) -> None:
         if self._local is not None:
-            self._local.go_on(steps=steps)
+            self._local.set_step(steps=steps)
 
     @property
     @override
@@ -144,11 +144,11 @@ class Strategy(base.Strategy):
         return self._local is not None and self._local.has_begun
 
     @override
-    def consensus(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._local.consensus(model) if self._local is not None and self.diverges else nullcontext()
+    def averaged_weights(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._local.averaged_weights(model) if self._local is not None and self.diverges else nullcontext()
 
     @override
-    def memory(self) -> Mapping[str, Any] | None:
+    def state_dict(self) -> Mapping[str, Any] | None:
         """By bucket what PowerSGD hasn't sent yet, which each rank has its own of, and its factors, which are equal."""
         if (state := self._powersgd) is None:
             return None
@@ -162,7 +162,7 @@ class Strategy(base.Strategy):
         }
 
     @override
-    def remember(self, memory: Mapping[str, Any]) -> None:
+    def load_state_dict(self, memory: Mapping[str, Any]) -> None:
         if (state := self._powersgd) is None:
             return
         state.iter = memory["steps"]

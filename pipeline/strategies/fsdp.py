@@ -117,14 +117,14 @@ class Strategy(base.Strategy):
         return self._description
 
     @override
-    def accumulate(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         if cast(Options, self.options).reduce_each_micro_batch:
             return nullcontext()
         return _without_reduction(cast(FSDPModule, wrapped))
 
     @contextmanager
     @override
-    def alone(self, wrapped: nn.Module) -> Iterator[None]:
+    def no_communication(self, wrapped: nn.Module) -> Iterator[None]:
         with self._exchange.off():
             try:
                 yield

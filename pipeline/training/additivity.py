@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.errors import ExperimentError
 from pipeline.tasks import is_known
+from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.learned import held_by
 from pipeline.training.order import StreamOrder
 from pipeline.training.randomness import generators_kept, seed_all
-from pipeline.training.setup import Setup
 from pipeline.training.weighting import Boundary
 
 SAMPLES = 5
@@ -40,7 +40,7 @@ class _Loss(NamedTuple):
         return self.value * self.weight if self.weight else 0.0
 
 
-def examine(setup: Setup) -> None:
+def examine(context: TrainContext) -> None:
     """Refuse a loss of one's own that the number of workers or micro-batches would change. Collective.
 
     One that draws random numbers, or fails on few samples, is let through: nothing can be told of it.
@@ -48,63 +48,64 @@ def examine(setup: Setup) -> None:
     Raises:
         ExperimentError: it is a sum, or there are several micro-batches in a step and it isn't put together from them.
     """
-    if is_known(setup.task) and setup.experiment.loader.collate is None:
+    if is_known(context.task) and context.experiment.loader.collate is None:
         return
-    count = min(SAMPLES, setup.order.samples)
+    count = min(SAMPLES, context.order.samples)
     if count < 2:
         return
     try:
-        whole, again, *parts = _tried(setup, count)
+        whole, again, *parts = _tried(context, count)
     except ExperimentError:
         raise
     except Exception:  # noqa: BLE001 - user code may raise anything; the first step tells if it does so there, too
         return
-    if setup.gives_weight and not is_known(setup.task):
-        setup.boundary = Boundary(setup.wrapped)
-    tolerance = _TOLERANCE_16_BITS if setup.strategy.casts and setup.strategy.compute_dtype else _TOLERANCE
+    if context.gives_weight and not is_known(context.task):
+        context.boundary = Boundary(context.wrapped)
+    tolerance = _TOLERANCE_16_BITS if context.strategy.casts and context.strategy.compute_dtype else _TOLERANCE
     if not isfinite(whole.sum) or not _close(whole.sum, again.sum, tolerance):
         return
     if not _is_mean(whole, parts, tolerance=tolerance):
-        _refuse(setup, whole, parts, tolerance=tolerance)
+        _refuse(context, whole, parts, tolerance=tolerance)
 
 
-def _tried(setup: Setup, count: int) -> list[_Loss]:
+def _tried(context: TrainContext, count: int) -> list[_Loss]:
     """The losses of a batch, of the same with other random numbers, and of its two parts."""
     cut = count // 2
     whole = range(count)
     chosen = [(whole, 0), (whole, 1), (range(cut), 0), (range(cut, count), 0)]
-    with _as_it_was(setup) as module:
-        batch = setup.train_loader.read(list(whole))
+    with _as_it_was(context) as module:
+        batch = context.train_loader.read(list(whole))
         return [
-            _loss(setup, module, _part(setup, batch, indices), seed=seed, indices=indices) for indices, seed in chosen
+            _loss(context, module, _part(context, batch, indices), seed=seed, indices=indices)
+            for indices, seed in chosen
         ]
 
 
-def _loss(setup: Setup, module: nn.Module, batch: Any, *, seed: int, indices: range) -> _Loss:
-    seed_all(seed, device=setup.device)
-    output = forward(setup, module, batch)
+def _loss(context: TrainContext, module: nn.Module, batch: Any, *, seed: int, indices: range) -> _Loss:
+    seed_all(seed, device=context.device)
+    output = forward(context, module, batch)
     return _Loss(float(output.loss), len(indices) if output.weight is None else float(output.weight))
 
 
-def _part(setup: Setup, batch: Any, indices: range) -> Any:
+def _part(context: TrainContext, batch: Any, indices: range) -> Any:
     """Some samples of the batch: cut from it, unless a collate of one's own makes of them what it likes."""
     leaves = tree_leaves(batch)
-    cuts = all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves) and setup.experiment.loader.collate is None
-    if cuts or isinstance(setup.order, StreamOrder):
+    cuts = all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves) and context.experiment.loader.collate is None
+    if cuts or isinstance(context.order, StreamOrder):
         return tree_map(lambda leaf: leaf[indices.start : indices.stop], batch)
-    return setup.train_loader.read(list(indices))
+    return context.train_loader.read(list(indices))
 
 
 @contextmanager
-def _as_it_was(setup: Setup) -> Iterator[nn.Module]:
+def _as_it_was(context: TrainContext) -> Iterator[nn.Module]:
     """The model without dropout and the like; afterwards modes, buffers and generators are as they were."""
-    module = setup.wrapped if setup.strategy.shards else setup.model
+    module = context.wrapped if context.strategy.shards else context.model
     modes = {one: one.training for one in module.modules()}
-    buffers = [(one, one.clone()) for part in (module, held_by(setup.task)) for one in part.buffers()]
+    buffers = [(one, one.clone()) for part in (module, held_by(context.task)) for one in part.buffers()]
     module.eval()
-    gpus = [setup.device] if setup.device.type == "cuda" else []
+    gpus = [context.device] if context.device.type == "cuda" else []
     try:
-        with generators_kept(), torch.random.fork_rng(gpus), torch.no_grad(), _eager(setup):
+        with generators_kept(), torch.random.fork_rng(gpus), torch.no_grad(), _eager(context):
             yield module
     finally:
         for one, training in modes.items():
@@ -113,9 +114,9 @@ def _as_it_was(setup: Setup) -> Iterator[nn.Module]:
             buffer.copy_(before)
 
 
-def _eager(setup: Setup) -> AbstractContextManager[object]:
+def _eager(context: TrainContext) -> AbstractContextManager[object]:
     """Nothing is compiled for batches of these sizes."""
-    return nullcontext() if setup.compiling is None else torch.compiler.set_stance("force_eager")
+    return nullcontext() if context.compiling is None else torch.compiler.set_stance("force_eager")
 
 
 def _is_mean(whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> bool:
@@ -124,15 +125,15 @@ def _is_mean(whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> bool:
     )
 
 
-def _refuse(setup: Setup, whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> None:
-    count = min(SAMPLES, setup.order.samples)
+def _refuse(context: TrainContext, whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> None:
+    count = min(SAMPLES, context.order.samples)
     seen = f"{whole.value:.4g} for {count} samples, {parts[0].value:.4g} and {parts[1].value:.4g} for its two parts"
-    how = "give what it is divided by as StepOutput.weight" if setup.experiment.task else _IN_A_TASK
-    if not setup.gives_weight and _close(whole.value, sum(part.value for part in parts), tolerance):
-        raise _error(setup, f"is a sum over the samples ({seen}); return their mean")
-    if (dealt := setup.rank.world_size * setup.micro_batches) > 1:
+    how = "give what it is divided by as StepOutput.weight" if context.experiment.task else _IN_A_TASK
+    if not context.gives_weight and _close(whole.value, sum(part.value for part in parts), tolerance):
+        raise _error(context, f"is a sum over the samples ({seen}); return their mean")
+    if (dealt := context.rank.world_size * context.accumulation) > 1:
         raise _error(
-            setup,
+            context,
             f"is no mean over the samples ({seen}), so that it would be another one in {dealt} micro-batches than in "
             f"one; {how}, or, if it compares samples with each other, train with one worker and one micro-batch",
         )
@@ -141,8 +142,8 @@ def _refuse(setup: Setup, whole: _Loss, parts: Sequence[_Loss], *, tolerance: fl
 _IN_A_TASK = "write a `task:` that gives what it is divided by as StepOutput.weight"
 
 
-def _error(setup: Setup, message: str) -> ExperimentError:
-    return ExperimentError.of("task" if setup.experiment.task else "loss", message)
+def _error(context: TrainContext, message: str) -> ExperimentError:
+    return ExperimentError.of("task" if context.experiment.task else "loss", message)
 
 
 def _close(one: float, other: float, tolerance: float, *, scale: float = 0.0) -> bool:

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from pipeline.contract import TrialResult
 from pipeline.errors import ExperimentError
-from pipeline.events import Outbox, Trained, Warned
-from pipeline.training.setup import Setup
+from pipeline.protocol.events import Outbox, Trained, Warned
+from pipeline.protocol.trial import TrialResult
+from pipeline.training.context import TrainContext
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -22,11 +22,11 @@ class Afterwards:
     result by then.
     """
 
-    def __init__(self, setup: Setup, result: TrialResult, *, outbox: Outbox) -> None:
-        self._setup, self._outbox = setup, outbox
+    def __init__(self, context: TrainContext, result: TrialResult, *, outbox: Outbox) -> None:
+        self._context, self._outbox = context, outbox
         self._failed = False
-        if setup.rank.is_first:
-            outbox.event(Trained(time=time.time(), trial=setup.trial.name, result=result))
+        if context.rank.is_first:
+            outbox.event(Trained(time=time.time(), trial=context.trial.name, result=result))
 
     def measure(self, what: str, measurement: Callable[[], T]) -> T | None:
         """What a collective measurement returns; None, and a warning that names it, if it fails.
@@ -43,11 +43,11 @@ class Afterwards:
         except Exception as error:  # noqa: BLE001 - whatever it is, the training is done
             _log.warning("%s could not be measured", what, exc_info=error)
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            rank = self._setup.rank
+            rank = self._context.rank
             where = f" on rank {rank.rank}" if rank.world_size > 1 else ""
             message = f"{what} could not be measured{where}, the training is not affected: {said}"
             self._outbox.event(
-                Warned(time=time.time(), trial=self._setup.trial.name, message=message, subject="measuring")
+                Warned(time=time.time(), trial=self._context.trial.name, message=message, subject="measuring")
             )
             self._failed = rank.world_size > 1
             return None

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipeline.advance import Advance
-from pipeline.contract import BatchCandidate, BatchSizes, Rank, Trial
 from pipeline.errors import ExperimentError
-from pipeline.estimates import spread
+from pipeline.protocol.estimates import spread
+from pipeline.protocol.progress import ProgressReporter
+from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Trial
 from pipeline.training.bench import TrialBench
 from pipeline.training.build import build
 from pipeline.training.stream import Streams
@@ -86,7 +86,7 @@ class Search:
 
     def run(self, *, also: int) -> list[BatchCandidate]:
         """All that were tried, ascending, and ``also`` that one if something larger fits."""
-        with Advance("trying batch sizes, up to", unit="samples") as self._advance:
+        with ProgressReporter("trying batch sizes, up to", unit="samples") as self._progress:
             self._try_out(also=also)
         refused = [BatchCandidate(batch_size=size, fits=False) for size in self._refused]
         return sorted([*self._measured(), *refused], key=lambda one: one.batch_size)
@@ -103,7 +103,7 @@ class Search:
     def _fits(self, size: int) -> bool:
         if size in self._rates:
             return True
-        self._advance.to(size)
+        self._progress.to(size)
         if not self._bench.fits(size):
             self._refused.append(size)
             return False
@@ -126,11 +126,11 @@ class Search:
     def _measured(self) -> list[BatchCandidate]:
         """All that fit, measured in turn so that drift of the machine hits all alike."""
         rates: dict[int, list[float]] = {size: [] for size in sorted(self._rates)}
-        with Advance("measuring what fits", total=_ROUNDS * len(rates), unit="windows") as advance:
+        with ProgressReporter("measuring what fits", total=_ROUNDS * len(rates), unit="windows") as progress:
             for _ in range(_ROUNDS):
                 for size, windows in rates.items():
                     windows.append(self._bench.rate(size))
-                    advance.by(1)
+                    progress.by(1)
         return [
             BatchCandidate(
                 batch_size=size, fits=True, samples_per_second=spread(windows), peak_memory_mb=self._peaks[size]

@@ -1,22 +1,22 @@
-"""How one rank's `Setup` comes out of its Trial."""
+"""How one rank's `TrainContext` comes out of its Trial."""
 
 from functools import partial
 
 import torch
 
 from pipeline.config import components
-from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training import compilation, optimizer_fit, parts, rank_equality, recomputation
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
+from pipeline.training.context import DTYPES, TrainContext
 from pipeline.training.learned import learned_by, take_from_first, trainable
-from pipeline.training.setup import DTYPES, Setup
 from pipeline.training.source import dealt, read, runtime
 from pipeline.training.stream import Streams
 
 
-def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
+def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainContext:
     """Build data, model, optimizer and all the rest of one rank; the same on every rank. Collective.
 
     ``streams`` come from the launcher instead of the data that the experiment names.
@@ -56,7 +56,7 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
         take_from_first(learned, rank=rank)
     optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=strategy.shards)
     optimizer_fit.check_averaging(optimizer, trial=trial)
-    setup = Setup(
+    context = TrainContext(
         trial=trial,
         rank=rank,
         device=device,
@@ -78,10 +78,10 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> Setup:
         averages=Averages(model, ema, learned=learned) if (ema := experiment.train.ema) is not None else None,
     )
     key = "loss" if experiment.task is None else "task"
-    for part in (setup.task, getattr(setup.task, "loss", None)):
+    for part in (context.task, getattr(context.task, "loss", None)):
         rank_equality.check_module(part, key=key, rank=rank)
-    examine(setup)
-    return setup
+    examine(context)
+    return context
 
 
 def device_of(trial: Trial, *, rank: Rank) -> torch.device:

@@ -1,6 +1,6 @@
 """When the ranks report: every so many steps, but not so often that reporting itself takes much of the time."""
 
-from pipeline.training.setup import Setup
+from pipeline.training.context import TrainContext
 
 SHORTEST_MS = 100.0
 """Between two reports, unless something else makes one due. The ranks exchange what they report: that takes as long as
@@ -10,9 +10,9 @@ a short step does, and nobody reads faster."""
 class Cadence:
     """Knows when the next report is due. All ranks agree: what it goes by is the same on all of them."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._log_every = setup.experiment.train.log_every_steps
+    def __init__(self, context: TrainContext) -> None:
+        self._context = context
+        self._log_every = context.experiment.train.log_every_steps
         self._last = 0
         self._intervals = 1
 
@@ -21,15 +21,15 @@ class Cadence:
 
         A measurement reports after its warm-up and after each of its windows.
         """
-        setup, measure = self._setup, self._setup.experiment.measure
-        in_epoch = steps % setup.order.steps_per_epoch
-        if not in_epoch or steps == setup.steps:
+        context, measure = self._context, self._context.experiment.measure
+        in_epoch = steps % context.order.steps_per_epoch
+        if not in_epoch or steps == context.steps:
             return True
-        if setup.trial.is_measurement:
+        if context.trial.is_measurement:
             return steps >= measure.warmup_steps and (steps - measure.warmup_steps) % measure.steps == 0
         if in_epoch % self._log_every == 0 and steps - self._last >= self._intervals * self._log_every:
             return True
-        return setup.is_checkpoint_step(steps)
+        return context.is_checkpoint_step(steps)
 
     def reported(self, steps: int, *, step_ms: float) -> None:
         """A report was made after that many steps, the last of which took ``step_ms`` in the mean over all ranks."""

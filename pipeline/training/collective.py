@@ -4,8 +4,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pipeline.contract import Rank
-from pipeline.events import Phase
+from pipeline.protocol.events import Phase
+from pipeline.protocol.trial import Rank
 from pipeline.training.watch import mark
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from torch import nn
 
 from pipeline.config.toolbox import Compile
 from pipeline.errors import ExperimentError
-from pipeline.events import Phase
+from pipeline.protocol.events import Phase
 from pipeline.training.watch import mark
 
 if TYPE_CHECKING:

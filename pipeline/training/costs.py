@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipeline.contract import BatchCost, Costs
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import BatchCost, Costs
 from pipeline.training.clock import synchronize
 from pipeline.training.collective import gather
+from pipeline.training.context import TrainContext
 from pipeline.training.exchange import all_reduces, in_turn
 from pipeline.training.forward import forward
-from pipeline.training.order import Draw, StreamOrder
+from pipeline.training.order import MicroBatch, StreamOrder
 from pipeline.training.readiness import gradients
-from pipeline.training.setup import Setup
-from pipeline.training.standstill import forget_local_steps, held_step, standstill
 from pipeline.training.step import optimizer_step
+from pipeline.training.without_updates import forget_local_steps, held_step, without_updates
 
 SIZES_ALONE, SIZES_TOGETHER = 6, 2
 
@@ -36,35 +36,35 @@ class _Pass(NamedTuple):
     backward: float
 
 
-def costs(setup: Setup) -> Costs:
+def costs(context: TrainContext) -> Costs:
     """Measure what the steps of a trial are made of. Collective; takes some seconds.
 
     Raises:
         ExperimentError: there are fewer samples than a batch has, or they come in a stream.
     """
-    if isinstance(setup.order, StreamOrder):
+    if isinstance(context.order, StreamOrder):
         raise ExperimentError.of(
             "data",
-            f"{setup.experiment.data.target} is a stream, of which no batches of other sizes can be timed; "
+            f"{context.experiment.data.target} is a stream, of which no batches of other sizes can be timed; "
             "measure with pipeline compare, or predict with data of a fixed size such as pipeline.data.arrays",
         )
-    if setup.order.samples < setup.order.global_batch_size:
+    if context.order.samples < context.order.global_batch_size:
         raise ExperimentError.of(
             "data",
-            f"an epoch has {setup.order.samples} samples, fewer than the global batch of "
-            f"{setup.order.global_batch_size}: a step can't be measured; lower train.global_batch_size",
+            f"an epoch has {context.order.samples} samples, fewer than the global batch of "
+            f"{context.order.global_batch_size}: a step can't be measured; lower train.global_batch_size",
         )
-    with standstill(setup):
-        batch = setup.train_loader.read(list(range(_micro_batch(setup))))
+    with without_updates(context):
+        batch = context.train_loader.read(list(range(_micro_batch(context))))
         measured = Costs(
-            curve=_curve(setup),
-            optimizer_ms=_optimizer(setup) if setup.rank.world_size == 1 else 0.0,
-            gradients=gradients(setup.model, partial(_backward, setup, batch), device=setup.device),
-            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in setup.model.buffers()),
-            all_reduces=all_reduces(setup) if setup.rank.world_size > 1 else (),
-            world_size=setup.rank.world_size,
+            curve=_curve(context),
+            optimizer_ms=_optimizer(context) if context.rank.world_size == 1 else 0.0,
+            gradients=gradients(context.model, partial(_backward, context, batch), device=context.device),
+            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in context.model.buffers()),
+            all_reduces=all_reduces(context) if context.rank.world_size > 1 else (),
+            world_size=context.rank.world_size,
         )
-        forget_local_steps(setup, held_step(setup))
+        forget_local_steps(context, held_step(context))
         return measured
 
 
@@ -81,74 +81,76 @@ def sizes(largest: int, *, smallest: int, count: int) -> list[int]:
     return sorted(halves)
 
 
-def _curve(setup: Setup) -> tuple[BatchCost, ...]:
+def _curve(context: TrainContext) -> tuple[BatchCost, ...]:
     """Loading and computing at several sizes of a rank's micro-batch."""
-    measured = sizes(_micro_batch(setup), smallest=_smallest(setup), count=SIZES_ALONE)
-    if setup.rank.world_size > 1:
+    measured = sizes(_micro_batch(context), smallest=_smallest(context), count=SIZES_ALONE)
+    if context.rank.world_size > 1:
         measured = measured[-SIZES_TOGETHER:]  # they only tell how much longer it takes beside others
-    times = in_turn({size: partial(_timed, setup, size=size) for size in measured}, setup=setup, what="batches")
+    times = in_turn({size: partial(_timed, context, size=size) for size in measured}, context=context, what="batches")
     own = [_Pass(*map(median, zip(*times[size], strict=True))) for size in measured]
-    slowest = [_Pass(*map(max, zip(*ranks, strict=True))) for ranks in zip(*gather(own, rank=setup.rank), strict=True)]
+    slowest = [
+        _Pass(*map(max, zip(*ranks, strict=True))) for ranks in zip(*gather(own, rank=context.rank), strict=True)
+    ]
     return tuple(
         BatchCost(samples=size, forward_ms=one.forward, backward_ms=one.backward, data_ms=one.data)
         for size, one in zip(measured, slowest, strict=True)
     )
 
 
-def _micro_batch(setup: Setup) -> int:
+def _micro_batch(context: TrainContext) -> int:
     """Samples in a rank's largest micro-batch."""
-    share = -(-setup.order.global_batch_size // setup.rank.world_size)
-    return -(-share // min(share, setup.micro_batches))
+    share = -(-context.order.global_batch_size // context.rank.world_size)
+    return -(-share // min(share, context.accumulation))
 
 
-def _smallest(setup: Setup) -> int:
+def _smallest(context: TrainContext) -> int:
     """Samples that a forward pass needs at least: batch statistics of a single one may not exist."""
-    return min(_micro_batch(setup), 2 if any(isinstance(m, _BatchNorm) for m in setup.model.modules()) else 1)
+    return min(_micro_batch(context), 2 if any(isinstance(m, _BatchNorm) for m in context.model.modules()) else 1)
 
 
-def _timed(setup: Setup, *, size: int) -> _Pass:
+def _timed(context: TrainContext, *, size: int) -> _Pass:
     """Load a batch, then forward and backward as in a step, without exchange."""
     instants = [time.perf_counter()]
 
     def lap() -> None:
-        synchronize(setup.device)
+        synchronize(context.device)
         instants.append(time.perf_counter())
 
-    batch = setup.train_loader.read(list(range(size)))
+    batch = context.train_loader.read(list(range(size)))
     lap()
-    _backward(setup, batch, lap)
+    _backward(context, batch, lap)
     lap()
-    setup.optimizer.zero_grad(set_to_none=True)
+    context.optimizer.zero_grad(set_to_none=True)
     data, ahead, back = (1e3 * (after - before) for before, after in pairwise(instants))
     return _Pass(data, ahead, back)
 
 
-def _backward(setup: Setup, batch: Any, between: Callable[[], object]) -> None:
+def _backward(context: TrainContext, batch: Any, between: Callable[[], object]) -> None:
     """Forward and backward of a batch; ``between`` is called between them."""
-    with setup.strategy.accumulate(setup.wrapped):
-        loss = forward(setup, setup.wrapped, batch).loss * setup.strategy.gradient_scale
+    with context.strategy.no_sync(context.wrapped):
+        loss = forward(context, context.wrapped, batch).loss * context.strategy.gradient_scale
         between()
-        setup.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
 
-def _optimizer(setup: Setup) -> float:
+def _optimizer(context: TrainContext) -> float:
     """Milliseconds that a step takes on top of loading and computing, measured where computing is shortest."""
-    size = _smallest(setup)
-    draw = Draw(0, list(range(size)), weight=1.0, is_last=True)
-    batch = setup.train_loader.read(draw.indices)
+    size = _smallest(context)
+    micro_batch = MicroBatch(0, list(range(size)), weight=1.0, is_last=True)
+    batch = context.train_loader.read(micro_batch.indices)
 
     def step() -> float:
         start = time.perf_counter()
-        optimizer_step(setup, iter([(draw, batch)]), step=0)
-        synchronize(setup.device)
+        optimizer_step(context, iter([(micro_batch, batch)]), step=0)
+        synchronize(context.device)
         return 1e3 * (time.perf_counter() - start)
 
     def compute() -> float:
         start = time.perf_counter()
-        _backward(setup, batch, lambda: None)
-        setup.optimizer.zero_grad(set_to_none=True)
-        synchronize(setup.device)
+        _backward(context, batch, lambda: None)
+        context.optimizer.zero_grad(set_to_none=True)
+        synchronize(context.device)
         return 1e3 * (time.perf_counter() - start)
 
-    times = in_turn({"step": step, "compute": compute}, setup=setup, what="the optimizer")
+    times = in_turn({"step": step, "compute": compute}, context=context, what="the optimizer")
     return max(0.0, median(whole - part for whole, part in zip(times["step"], times["compute"], strict=True)))

@@ -28,7 +28,7 @@ class Curve(NamedTuple):
             rows.writerow(("class", *self.columns))
             rows.writerows(self._rows())
 
-    def draw(self, path: Path, *, title: str) -> None:
+    def micro_batch(self, path: Path, *, title: str) -> None:
         """Draw the lines as a PNG."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second; only where there is a curve
         from matplotlib.figure import Figure

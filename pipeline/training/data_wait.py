@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from pipeline.training.step import Stream
+from pipeline.training.step import MicroBatches
 
 Instant = float | torch.cuda.Event
 
@@ -21,7 +21,7 @@ class DataWait:
         self._spans: list[tuple[Instant, Instant]] = []
         self._steps: list[list[tuple[Instant, Instant]]] = []
 
-    def timed(self, stream: Stream) -> Stream:
+    def timed(self, stream: MicroBatches) -> MicroBatches:
         """The same micro-batches."""
         while True:
             begin = self._now()

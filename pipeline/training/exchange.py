@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.advance import Advance
-from pipeline.contract import AllReduce
+from pipeline.protocol.progress import ProgressReporter
+from pipeline.protocol.trial import AllReduce
 from pipeline.training.clock import synchronize
 from pipeline.training.collective import barrier, gather
-from pipeline.training.setup import Setup
+from pipeline.training.context import TrainContext
 
 BUDGET_SECONDS = 2.5  # for each kind of measurement
 ROUNDS, FEWEST_ROUNDS = 15, 3
@@ -24,47 +24,53 @@ Key = TypeVar("Key")
 Measured = TypeVar("Measured")
 
 
-def in_turn(variants: Mapping[Key, Callable[[], Measured]], *, setup: Setup, what: str) -> dict[Key, list[Measured]]:
+def in_turn(
+    variants: Mapping[Key, Callable[[], Measured]], *, context: TrainContext, what: str
+) -> dict[Key, list[Measured]]:
     """What each variant returns in each of some rounds; ranks begin each one together. Collective.
 
     ``what`` is measured, in words for the terminal.
     """
     seconds = 0.0
     for _ in range(2):  # the first time pays for much that later ones don't
-        barrier(setup.rank)
+        barrier(context.rank)
         start = time.perf_counter()
         for measure in variants.values():
             measure()
-        seconds = max(gather(time.perf_counter() - start, rank=setup.rank))
+        seconds = max(gather(time.perf_counter() - start, rank=context.rank))
     results: dict[Key, list[Measured]] = {key: [] for key in variants}
     rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(BUDGET_SECONDS / seconds)))
-    with Advance(f"measuring {what}", total=rounds, unit="rounds", silent=not setup.rank.is_first) as advance:
+    with ProgressReporter(
+        f"measuring {what}", total=rounds, unit="rounds", silent=not context.rank.is_first
+    ) as progress:
         for done in range(rounds):
             for key, measure in variants.items():
-                barrier(setup.rank)
+                barrier(context.rank)
                 results[key].append(measure())
-            advance.to(done + 1)
+            progress.to(done + 1)
     return results
 
 
-def all_reduces(setup: Setup) -> tuple[AllReduce, ...]:
+def all_reduces(context: TrainContext) -> tuple[AllReduce, ...]:
     """All-reduces between all ranks, from small ones to that of all gradients."""
-    gradients = sum(p.numel() * p.element_size() for p in setup.model.parameters() if p.requires_grad)
+    gradients = sum(p.numel() * p.element_size() for p in context.model.parameters() if p.requires_grad)
     largest = min(LARGEST_BYTES, max(LARGEST_AT_LEAST, gradients))
     step = (largest / SMALLEST_BYTES) ** (1 / (SIZES - 1))
     tensors = [
-        torch.zeros(round(SMALLEST_BYTES * step**i) // 4, dtype=torch.float32, device=setup.device)
+        torch.zeros(round(SMALLEST_BYTES * step**i) // 4, dtype=torch.float32, device=context.device)
         for i in range(SIZES)
     ]
 
     def exchange(tensor: torch.Tensor) -> float:
         start = time.perf_counter()
         dist.all_reduce(tensor)
-        synchronize(setup.device)
+        synchronize(context.device)
         return 1e3 * (time.perf_counter() - start)
 
-    times = in_turn({4 * len(tensor): partial(exchange, tensor) for tensor in tensors}, setup=setup, what="the link")
-    ranks = gather(times, rank=setup.rank)
+    times = in_turn(
+        {4 * len(tensor): partial(exchange, tensor) for tensor in tensors}, context=context, what="the link"
+    )
+    ranks = gather(times, rank=context.rank)
     return tuple(
         AllReduce(bytes=size, ms=median(max(round_) for round_ in zip(*(rank[size] for rank in ranks), strict=True)))
         for size in times

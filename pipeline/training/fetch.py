@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from pipeline.data.table import Table
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.training.order import Draw, mix
+from pipeline.training.order import MicroBatch, mix
 from pipeline.training.randomness import generators_kept, seed_all
 
 Collate = Callable[[list[Any]], Any]
@@ -34,8 +34,8 @@ class Rows(Dataset[Any]):
     def __init__(self, read: Callable[[list[int]], tuple[torch.Tensor, ...]]) -> None:
         self._read = read
 
-    def __getitems__(self, draw: Draw) -> tuple[torch.Tensor, ...]:
-        return self._read(draw.indices)
+    def __getitems__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+        return self._read(micro_batch.indices)
 
 
 def _indexed(tensors: tuple[torch.Tensor, ...], indices: list[int]) -> tuple[torch.Tensor, ...]:
@@ -59,16 +59,16 @@ class Samples(Dataset[Any]):
         self._collate = collate
         self._seed = seed
 
-    def __getitems__(self, draw: Draw) -> Any:
+    def __getitems__(self, micro_batch: MicroBatch) -> Any:
         samples = []
         with generators_kept():
-            for index in draw.indices:
-                seed_all(mix(self._seed, "sample", draw.epoch, index), device=_CPU)
+            for index in micro_batch.indices:
+                seed_all(mix(self._seed, "sample", micro_batch.epoch, index), device=_CPU)
                 try:
                     samples.append(self._dataset[index])
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
                     return _Unusable(_failed(f"sample {index} of the data can't be read", error))
-            return self._batch(draw.indices, samples)  # random numbers of a collate follow the last sample's
+            return self._batch(micro_batch.indices, samples)  # random numbers of a collate follow the last sample's
 
     def _batch(self, indices: list[int], samples: list[Any]) -> Any:
         try:

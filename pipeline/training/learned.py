@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.tasks import Supervised
 
 if TYPE_CHECKING:
-    from pipeline.training.setup import Setup
+    from pipeline.training.context import TrainContext
 
 PREFIX = "task:"
 """Before the names of their parameters, which are in one list with the model's."""
@@ -68,15 +68,15 @@ def take_from_first(learned: nn.Module, *, rank: Rank, buffers_only: bool = Fals
 
 
 @torch.no_grad()
-def exchange_gradients(setup: "Setup") -> None:
+def exchange_gradients(context: "TrainContext") -> None:
     """Bring the gradients together as the strategy does the model's; those that no rank has stay away. Collective."""
-    parameters = trainable(setup.learned)
+    parameters = trainable(context.learned)
     for dtype in dict.fromkeys(one.dtype for one in parameters):
         chosen = [one for one in parameters if one.dtype == dtype]
         own = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in chosen]
-        has = torch.tensor([one.grad is not None for one in chosen], dtype=dtype, device=setup.device)
+        has = torch.tensor([one.grad is not None for one in chosen], dtype=dtype, device=context.device)
         flat = torch.cat([*(one.reshape(-1) for one in own), has])
-        flat /= setup.strategy.gradient_scale
+        flat /= context.strategy.gradient_scale
         dist.all_reduce(flat)
         *sums, seen = torch.split(flat, [*(one.numel() for one in chosen), len(chosen)])
         for index, (parameter, total) in enumerate(zip(chosen, sums, strict=True)):

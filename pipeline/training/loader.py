@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError
-from pipeline.sigterm import held_back, only_from_parent
+from pipeline.system.sigterm import held_back, only_from_parent
 from pipeline.training.fetch import Collate, fetcher, usable
-from pipeline.training.order import Draw
+from pipeline.training.order import MicroBatch
 
 
 class BatchLoader:
@@ -41,7 +41,7 @@ class BatchLoader:
             generator=torch.Generator(),  # each iteration draws a number, which the model's generator would lack
         )
 
-    def batches(self, draws: Iterable[Draw]) -> Iterator[tuple[Draw, Any]]:
+    def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Each draw with its batch, on the CPU.
 
         Raises:
@@ -49,10 +49,10 @@ class BatchLoader:
             TrainingError: the dataset raised; names the sample and holds the dataset's own traceback.
         """
         if self._loader is None:
-            for draw in draws:
-                yield draw, usable(self._fetcher.__getitems__(draw))
+            for micro_batch in micro_batches:
+                yield micro_batch, usable(self._fetcher.__getitems__(micro_batch))
             return
-        served = self._served.begin(draws)
+        served = self._served.begin(micro_batches)
         with held_back():
             batches = iter(self._loader)
         for batch in batches:
@@ -60,7 +60,7 @@ class BatchLoader:
 
     def read(self, indices: list[int]) -> Any:
         """A few samples as one batch, on the CPU, read in this process as in epoch 0; raises as `batches` does."""
-        return usable(self._fetcher.__getitems__(Draw(0, indices, weight=1.0, is_last=True)))
+        return usable(self._fetcher.__getitems__(MicroBatch(0, indices, weight=1.0, is_last=True)))
 
 
 class _Replay:
@@ -70,15 +70,15 @@ class _Replay:
     it, which may happen in a process that was forked since and whose files are others.
     """
 
-    def begin(self, draws: Iterable[Draw]) -> deque[Draw]:
+    def begin(self, micro_batches: Iterable[MicroBatch]) -> deque[MicroBatch]:
         """Hand out these from now on; returns the queue of those handed out."""
-        self._draws, self._served = draws, deque[Draw]()
+        self._draws, self._served = micro_batches, deque[MicroBatch]()
         return self._served
 
-    def __iter__(self) -> Iterator[Draw]:
-        for draw in self._draws:
-            self._served.append(draw)
-            yield draw
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for micro_batch in self._draws:
+            self._served.append(micro_batch)
+            yield micro_batch
 
 
 def _as_is(batch: Any) -> Any:

@@ -5,20 +5,20 @@ from traceback import walk_tb
 from torch.nn.functional import batch_norm
 
 from pipeline.errors import ExperimentError
-from pipeline.training.order import Draw, StreamOrder
-from pipeline.training.setup import Setup
+from pipeline.training.context import TrainContext
+from pipeline.training.order import MicroBatch, StreamOrder
 
 
-def is_too_small(error: ValueError, draw: Draw) -> bool:
+def is_too_small(error: ValueError, micro_batch: MicroBatch) -> bool:
     """Whether torch refused batch statistics of one sample."""
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-    return len(draw.indices) == 1 and batch_norm.__code__ in codes
+    return len(micro_batch.indices) == 1 and batch_norm.__code__ in codes
 
 
-def explained(setup: Setup, draw: Draw) -> ExperimentError:
+def explained(context: TrainContext, micro_batch: MicroBatch) -> ExperimentError:
     """Says which rank has one sample only, why, and which global batch size would do."""
-    order, rank, parts = setup.order, setup.rank, setup.micro_batches
-    batch = round(1 / draw.weight) if draw.weight else order.samples % order.global_batch_size
+    order, rank, parts = context.order, context.rank, context.accumulation
+    batch = round(1 / micro_batch.weight) if micro_batch.weight else order.samples % order.global_batch_size
     dealt = [f"{rank.world_size} workers"] * (rank.world_size > 1) + [f"{parts} micro-batches each"] * (parts > 1)
     shared = f" ({', '.join(dealt)})" if dealt else ""
     if isinstance(order, StreamOrder):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.events import Metrics, Outbox, Phase, Point
+from pipeline.protocol.events import Metrics, Outbox, Phase, Point
 from pipeline.training.cadence import Cadence
 from pipeline.training.clock import Clock, Lap
+from pipeline.training.context import TrainContext
 from pipeline.training.data_wait import DataWait
 from pipeline.training.gauge import GpuGauge
 from pipeline.training.nonfinite import Finiteness
-from pipeline.training.setup import Setup
 from pipeline.training.step import StepResult
 from pipeline.training.watch import mark
 
@@ -36,7 +36,7 @@ class Meter:
     device once in a flush instead of once in a step.
     """
 
-    setup: Setup
+    context: TrainContext
     clock: Clock
     outbox: Outbox
     latest: dict[str, float] = field(default_factory=dict)
@@ -54,10 +54,10 @@ class Meter:
     _sent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_SENT_AGAIN))
 
     def __post_init__(self) -> None:
-        setup = self.setup
-        self.trial, self.rank = setup.trial, setup.rank
-        self.cadence, self.gauge, self.waits = Cadence(setup), GpuGauge(setup.gpus), DataWait(setup.device)
-        self.finiteness = Finiteness(trial=setup.trial, rank=setup.rank, order=setup.order, outbox=self.outbox)
+        context = self.context
+        self.trial, self.rank = context.trial, context.rank
+        self.cadence, self.gauge, self.waits = Cadence(context), GpuGauge(context.gpus), DataWait(context.device)
+        self.finiteness = Finiteness(trial=context.trial, rank=context.rank, order=context.order, outbox=self.outbox)
 
     def add(self, result: StepResult, *, samples: int) -> None:
         """One step, and the size of its global batch."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.training.collective import gather
 
 if TYPE_CHECKING:

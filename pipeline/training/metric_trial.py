@@ -10,16 +10,16 @@ from pipeline.config.reported import PREFIX, mlflow_name, source_of
 from pipeline.errors import ExperimentError, Problem
 from pipeline.training import metrics
 from pipeline.training.collective import gather
+from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.metric_states import merge_lists
 from pipeline.training.nonfinite import Buffers
-from pipeline.training.setup import Setup
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 
-def try_metrics(setup: Setup) -> None:
+def try_metrics(context: TrainContext) -> None:
     """Evaluate a batch, the same on all ranks, to see which metrics take it and what they compute. Collective.
 
     What can't be computed of one batch is left for the evaluation to judge. Weights and buffers stay as they are.
@@ -28,27 +28,27 @@ def try_metrics(setup: Setup) -> None:
         ExperimentError: a metric refuses the batch, or computes neither numbers nor a curve, or reports a name that is
             taken; or ``checkpoint.best`` names none of the numbers.
     """
-    if setup.metrics is None:
+    if context.metrics is None:
         return
-    collection = setup.metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
+    collection = context.metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
     with warnings.catch_warnings(action="ignore"):  # about what a batch lacks, such as samples of each class
-        problems = list(_updated(setup, collection))
-        problems = list(dict.fromkeys(one for part in gather(problems, rank=setup.rank) for one in part))
+        problems = list(_updated(context, collection))
+        problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
         if not problems:
-            merge_lists(collection, rank=setup.rank)
-            problems = list(_judged(collection, best=setup.experiment.checkpoint.best))
+            merge_lists(collection, rank=context.rank)
+            problems = list(_judged(collection, best=context.experiment.checkpoint.best))
     if problems:
         raise ExperimentError(problems)
 
 
 @torch.no_grad()
-def _updated(setup: Setup, collection: "MetricCollection") -> Iterator[Problem]:
+def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[Problem]:
     """Update the metrics, one by one, with what the model makes of a batch."""
-    buffers = Buffers(setup)
-    module = setup.strategy.evaluation_module(setup.wrapped, setup.model)
+    buffers = Buffers(context)
+    module = context.strategy.evaluation_module(context.wrapped, context.model)
     module.eval()
-    output = forward(setup, module, setup.evaluation_sample())
-    setup.wrapped.train()
+    output = forward(context, module, context.evaluation_sample())
+    context.wrapped.train()
     buffers.restore()
     for name, metric in collection.items(copy_state=False):
         try:

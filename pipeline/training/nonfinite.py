@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeline.contract import Rank, Trial
 from pipeline.errors import NonFiniteError, TrainingError
-from pipeline.events import Outbox, Warned
+from pipeline.protocol.events import Outbox, Warned
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.collective import gather
+from pipeline.training.context import TrainContext
 from pipeline.training.norms import are_finite, total_norm
-from pipeline.training.order import Order
-from pipeline.training.setup import Setup
+from pipeline.training.order import SampleOrder
 
 MOST_IN_A_ROW = 10
 HALVINGS = 16
@@ -27,32 +27,32 @@ HALVINGS = 16
 REMEDY = "Try a lower learning rate, train.clip_grad_norm, or train.precision: fp32"
 
 
-def poisoned(weight: float | Tensor, loss: Tensor, *, setup: Setup) -> float | Tensor:
+def propagate_nonfinite(weight: float | Tensor, loss: Tensor, *, context: TrainContext) -> float | Tensor:
     """The weight of a loss; NaN if the loss is not finite and such steps are skipped.
 
     So a loss that is infinite with finite gradients reaches all ranks with the gradients, without another exchange.
     """
-    return weight + 0 * loss.detach() if skips(setup) else weight
+    return weight + 0 * loss.detach() if skips(context) else weight
 
 
-def skips(setup: Setup) -> bool:
+def skips(context: TrainContext) -> bool:
     """Whether a step whose loss or gradient is not finite is left out."""
-    return setup.experiment.train.on_nonfinite == "skip"
+    return context.experiment.train.on_nonfinite == "skip"
 
 
-def is_finite(setup: Setup, norm: Tensor | None) -> bool:
+def is_finite(context: TrainContext, norm: Tensor | None) -> bool:
     """Whether the norm of all gradients is finite; ``norm`` if it is known. The host waits for the device."""
     if norm is None:
-        gradients = [parameter.grad for parameter in setup.trained if parameter.grad is not None]
-        norm = total_norm(gradients, device=setup.device)
+        gradients = [parameter.grad for parameter in context.trained if parameter.grad is not None]
+        norm = total_norm(gradients, device=context.device)
     return bool(torch.isfinite(norm))
 
 
 class Buffers:
     """A model's buffers as they were, such as BatchNorm's statistics, which a forward pass changes."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._buffers = list(setup.whole.buffers())
+    def __init__(self, context: TrainContext) -> None:
+        self._buffers = list(context.whole.buffers())
         self._before = [buffer.clone() for buffer in self._buffers]
 
     def restore(self) -> None:
@@ -74,15 +74,15 @@ def advance_scheduler(scheduler: LRScheduler, *, is_skipped: bool) -> None:
         scheduler.step()
 
 
-def check_weights(setup: Setup, *, step: int) -> None:
+def check_weights(context: TrainContext, *, step: int) -> None:
     """Before a checkpoint after ``step`` steps. Collective.
 
     Raises:
         TrainingError: a weight is not finite, though the losses so far were.
     """
-    weights = [weight.detach() for weight in setup.whole.parameters()]
+    weights = [weight.detach() for weight in context.whole.parameters()]
     weights = [weight for weight in weights if weight.is_floating_point() or weight.is_complex()]
-    if not all(gather(are_finite(weights), rank=setup.rank)):
+    if not all(gather(are_finite(weights), rank=context.rank)):
         raise NonFiniteError(
             f"weights are not finite after step {step}, though its loss is: a gradient was not finite in that step or "
             "shortly before. train.on_nonfinite: skip leaves out such steps. " + REMEDY,
@@ -96,7 +96,7 @@ class Finiteness:
 
     trial: Trial
     rank: Rank
-    order: Order
+    order: SampleOrder
     outbox: Outbox
     skipped: list[int] = field(default_factory=list)
     """Steps that were left out since training started or was resumed, counted from 1."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from pipeline.contract import Trial
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Trial
 from pipeline.strategies.base import sparse_modules
 from pipeline.training import optimizer_modes
 

@@ -26,7 +26,7 @@ def mix(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-class Draw(NamedTuple):
+class MicroBatch(NamedTuple):
     """The samples of one micro-batch of one rank.
 
     ``weight`` is their part of the global batch, so that the weighted losses of all micro-batches of all ranks add up
@@ -42,7 +42,7 @@ class Draw(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class SampleOrder:
     """The order of ``samples`` training samples in global batches; the last batch of an epoch may be smaller."""
 
     samples: int
@@ -80,24 +80,24 @@ class Order:
         indices: list[int] = self.permutation(epoch)[start : start + self.global_batch_size].tolist()
         return indices
 
-    def draws(
-        self, epoch: int, *, rank: int, world_size: int, micro_batches: int = 1, first: int = 0
-    ) -> Iterator[Draw]:
+    def micro_batches(
+        self, epoch: int, *, rank: int, world_size: int, accumulation: int = 1, first: int = 0
+    ) -> Iterator[MicroBatch]:
         """The micro-batches of one rank over an epoch from step ``first`` on, at least one for each step."""
         order = self.permutation(epoch).numpy()  # slices take a tenth of the time that a tensor's do
         for start in range(first * self.global_batch_size, self.samples, self.global_batch_size):
             batch = order[start : start + self.global_batch_size]
             share = self.share(batch, rank=rank, world_size=world_size)
             if not len(share):
-                yield Draw(epoch, batch[:1].tolist(), weight=0.0, is_last=True)
+                yield MicroBatch(epoch, batch[:1].tolist(), weight=0.0, is_last=True)
                 continue
-            parts = np.array_split(share, min(micro_batches, len(share))) if micro_batches > 1 else [share]
+            parts = np.array_split(share, min(accumulation, len(share))) if accumulation > 1 else [share]
             for number, part in enumerate(parts, start=1):
-                yield Draw(epoch, part.tolist(), weight=len(part) / len(batch), is_last=number == len(parts))
+                yield MicroBatch(epoch, part.tolist(), weight=len(part) / len(batch), is_last=number == len(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamOrder(Order):
+class StreamOrder(SampleOrder):
     """The order of a stream: a global batch is consecutive rows, each rank's share a block of them.
 
     Blocks are all alike, so that the rows before them needn't be known; of an uneven last batch the first ranks get
@@ -127,15 +127,15 @@ class StreamOrder(Order):
     def _block(self, batch_size: int, world_size: int) -> int:
         return batch_size // world_size if self.deals_evenly else self.share_size
 
-    def evaluation_draws(self, *, rank: int, world_size: int, micro_batches: int = 1) -> Iterator[Draw]:
+    def evaluation_micro_batches(self, *, rank: int, world_size: int, accumulation: int = 1) -> Iterator[MicroBatch]:
         """One rank's part of the rows, weighted by all of them: over all ranks each occurs exactly once."""
-        for draw in self.draws(0, rank=rank, world_size=world_size, micro_batches=micro_batches):
-            if draw.weight:
-                yield draw._replace(weight=len(draw.indices) / self.samples)
+        for micro_batch in self.micro_batches(0, rank=rank, world_size=world_size, accumulation=accumulation):
+            if micro_batch.weight:
+                yield micro_batch._replace(weight=len(micro_batch.indices) / self.samples)
 
 
-def evaluation_draws(samples: int, *, rank: int, world_size: int, batch_size: int) -> Iterator[Draw]:
+def evaluation_micro_batches(samples: int, *, rank: int, world_size: int, batch_size: int) -> Iterator[MicroBatch]:
     """One rank's part of the validation set: over all ranks each sample occurs exactly once, without padding."""
     for share in torch.split(torch.arange(samples)[rank::world_size], batch_size):
         if len(share):  # a rank may have none
-            yield Draw(0, share.tolist(), weight=len(share) / samples, is_last=True)
+            yield MicroBatch(0, share.tolist(), weight=len(share) / samples, is_last=True)

@@ -18,10 +18,10 @@ from pipeline import registry
 from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
-from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError
-from pipeline.imports import undisturbed
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Strategy
+from pipeline.system.imports import undisturbed
 from pipeline.tasks import Supervised, Task
 from pipeline.training import fused, optimizer_fit, optimizer_modes
 from pipeline.training.learned import held_by, trainable

@@ -10,9 +10,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from pipeline.training.order import Draw
+from pipeline.training.order import MicroBatch
 
-Pair = tuple[Draw, Any]
+Pair = tuple[MicroBatch, Any]
 Copy = Callable[[Any], Callable[[], Any]]
 """Begins to copy a batch; what it returns waits for the copy and gives it."""
 
@@ -47,11 +47,11 @@ def _or_error(batches: Iterator[Pair]) -> Iterator[Pair | Exception]:
         yield error
 
 
-def _arrived(begun: tuple[Draw, Callable[[], Any]] | Exception) -> Pair:
+def _arrived(begun: tuple[MicroBatch, Callable[[], Any]] | Exception) -> Pair:
     if isinstance(begun, Exception):
         raise begun
-    draw, arrived = begun
-    return draw, arrived()
+    micro_batch, arrived = begun
+    return micro_batch, arrived()
 
 
 class _SideStream:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from pipeline import estimates
-from pipeline.advance import Advance
-from pipeline.contract import Spread, StepParts
+from pipeline.protocol import estimates
+from pipeline.protocol.progress import ProgressReporter
+from pipeline.protocol.trial import Spread, StepParts
 from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collective import barrier, gather
-from pipeline.training.setup import Setup
-from pipeline.training.standstill import forget_local_steps, held_step, standstill
-from pipeline.training.step import Stream, gradients, optimizer_step
+from pipeline.training.context import TrainContext
+from pipeline.training.step import MicroBatches, gradients, optimizer_step
+from pipeline.training.without_updates import forget_local_steps, held_step, without_updates
 
 ROUNDS = 7
 SLOT_SECONDS = 0.2  # long enough for the clock
@@ -29,43 +29,45 @@ Times = dict[str, list[float]]
 """Milliseconds of a step, by variant, one for each round."""
 
 
-def waits(setup: Setup, *, laps: Sequence[Lap]) -> StepParts:
+def waits(context: TrainContext, *, laps: Sequence[Lap]) -> StepParts:
     """The part of a step that the training itself has timed, in the steady ones of its laps. Collective."""
     return StepParts(
         data_wait_ms=median(lap.data_wait_ms for lap in laps),
-        nodes=tuple(gather(setup.rank.node, rank=setup.rank)),
+        nodes=tuple(gather(context.rank.node, rank=context.rank)),
     )
 
 
-def probe(setup: Setup, *, laps: Sequence[Lap], known: StepParts) -> StepParts:
+def probe(context: TrainContext, *, laps: Sequence[Lap], known: StepParts) -> StepParts:
     """The parts that are ``known`` and all others, after a training that had these steady laps. Collective."""
-    step_ms = max(gather(laps[0].step_ms, rank=setup.rank))  # a rank with more steps would wait for ever
-    with standstill(setup):
-        times = _measure(setup, step_ms=step_ms)
+    step_ms = max(gather(laps[0].step_ms, rank=context.rank))  # a rank with more steps would wait for ever
+    with without_updates(context):
+        times = _measure(context, step_ms=step_ms)
     wait_ms = median(lap.own_wait_ms for lap in laps)
-    ranks = gather((times, wait_ms), rank=setup.rank)
+    ranks = gather((times, wait_ms), rank=context.rank)
     paces = tuple(_later(estimates.spread(times["computed"]), by=wait) for times, wait in ranks)
     return _parts([times for times, _ in ranks], paces=paces, known=known)
 
 
-def _measure(setup: Setup, *, step_ms: float) -> Times:
-    held = held_step(setup)
+def _measure(context: TrainContext, *, step_ms: float) -> Times:
+    held = held_step(context)
     variants: dict[str, Callable[[], object]] = {
-        "computed": lambda: _without_optimizer(setup, iter(held), exchange=False),
-        "whole": lambda: optimizer_step(setup, iter(held), step=0),
+        "computed": lambda: _without_optimizer(context, iter(held), exchange=False),
+        "whole": lambda: optimizer_step(context, iter(held), step=0),
     }
-    if setup.rank.world_size > 1:
-        variants["exchanged"] = lambda: _without_optimizer(setup, iter(held), exchange=True)
+    if context.rank.world_size > 1:
+        variants["exchanged"] = lambda: _without_optimizer(context, iter(held), exchange=True)
     steps = max(1, min(10, int(SLOT_SECONDS * 1000 / step_ms)))
     round_ms = len(variants) * (steps + 1) * step_ms
     times: Times = {name: [] for name in variants}
     rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(BUDGET_SECONDS * 1000 / round_ms)))
-    with Advance("measuring the parts of a step", total=rounds, unit="rounds", silent=not setup.rank.is_first) as told:
+    with ProgressReporter(
+        "measuring the parts of a step", total=rounds, unit="rounds", silent=not context.rank.is_first
+    ) as told:
         for done in range(rounds):
             for name, step in variants.items():
-                times[name].append(_slot(setup, step, steps=steps))
+                times[name].append(_slot(context, step, steps=steps))
                 if name == "computed":
-                    forget_local_steps(setup, held)
+                    forget_local_steps(context, held)
             told.to(done + 1)
     return times
 
@@ -94,28 +96,28 @@ def _excess(longer: list[float], shorter: list[float]) -> float:
     return max(0.0, median(a - b for a, b in zip(longer, shorter, strict=True)))
 
 
-def _slot(setup: Setup, step: Callable[[], object], *, steps: int) -> float:
+def _slot(context: TrainContext, step: Callable[[], object], *, steps: int) -> float:
     """Milliseconds of one step, over some."""
     step()  # the first after a change of variant pays for what the one before left running
-    barrier(setup.rank)
-    synchronize(setup.device)
+    barrier(context.rank)
+    synchronize(context.device)
     start = time.perf_counter()
     for _ in range(steps):
         step()
-    synchronize(setup.device)
+    synchronize(context.device)
     return 1000 * (time.perf_counter() - start) / steps
 
 
-def _without_optimizer(setup: Setup, stream: Stream, *, exchange: bool) -> None:
-    gradients(setup, stream, exchange=exchange)
-    setup.optimizer.zero_grad(set_to_none=True)
+def _without_optimizer(context: TrainContext, stream: MicroBatches, *, exchange: bool) -> None:
+    gradients(context, stream, exchange=exchange)
+    context.optimizer.zero_grad(set_to_none=True)
     if exchange:  # where weights are exchanged instead of gradients
-        setup.strategy.after_step(setup.whole)
+        context.strategy.after_step(context.whole)
 
 
-def unused_parameters(setup: Setup) -> int:
+def unused_parameters(context: TrainContext) -> int:
     """Trainable parameters that a step leaves without gradient. Collective."""
-    gradients(setup, iter(held_step(setup)))
-    unused = sum(parameter.requires_grad and parameter.grad is None for parameter in setup.whole.parameters())
-    setup.optimizer.zero_grad(set_to_none=True)
+    gradients(context, iter(held_step(context)))
+    unused = sum(parameter.requires_grad and parameter.grad is None for parameter in context.whole.parameters())
+    context.optimizer.zero_grad(set_to_none=True)
     return unused

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract import Gradient
+from pipeline.protocol.trial import Gradient
 from pipeline.training.clock import synchronize
 
 PASSES = 5

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeline.config import components
-from pipeline.contract import Rank, Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training import parts, rank_equality
 from pipeline.training.loader import BatchLoader, length
-from pipeline.training.order import Order, StreamOrder
-from pipeline.training.stream import Stream, StreamLoader, Streams
+from pipeline.training.order import SampleOrder, StreamOrder
+from pipeline.training.stream import RowStream, StreamLoader, Streams
 
 
 class Source(NamedTuple):
@@ -18,7 +18,7 @@ class Source(NamedTuple):
 
     train: BatchLoader | StreamLoader
     validation: BatchLoader | StreamLoader | None
-    order: Order
+    order: SampleOrder
     validation_samples: int
     first: Any
     """What tells it from other data of that size."""
@@ -34,7 +34,7 @@ def read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
     train, validation = parts.data(experiment, allowed=trial.allowed)
     samples = length(train, what="training")
     validation_samples = length(validation, what="validation") if validation is not None else 0
-    order = Order(samples=samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed)
+    order = SampleOrder(samples=samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed)
     known, own = runtime(trial, order=order, rank=rank), experiment.loader.collate
     collate = components.build(own, key="loader.collate", allowed=trial.allowed, runtime=known) if own else None
 
@@ -59,7 +59,7 @@ def dealt(trial: Trial, streams: Streams, *, rank: Rank, device: torch.device) -
         deals_evenly=not streams.train.keeps_order,
     )
 
-    def loader(stream: Stream) -> StreamLoader:
+    def loader(stream: RowStream) -> StreamLoader:
         return StreamLoader(stream, order=order, pin_memory=device.type == "cuda" if pin == "auto" else pin)
 
     held_out = streams.validation
@@ -67,7 +67,7 @@ def dealt(trial: Trial, streams: Streams, *, rank: Rank, device: torch.device) -
     return Source(loader(streams.train), validation, order, rows, streams.train.schema)
 
 
-def runtime(trial: Trial, *, order: Order, rank: Rank) -> Mapping[str, int]:
+def runtime(trial: Trial, *, order: SampleOrder, rank: Rank) -> Mapping[str, int]:
     """The numbers for ${total_steps} and its like."""
     return {
         "total_steps": order.steps_per_epoch * trial.experiment.train.epochs,

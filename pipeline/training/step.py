@@ -9,19 +9,19 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from pipeline.events import Phase
+from pipeline.protocol.events import Phase
 from pipeline.training import lone_sample, nonfinite
+from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.learned import exchange_gradients
 from pipeline.training.learning_rate import warmup_factor
 from pipeline.training.norms import total_norm
-from pipeline.training.order import Draw, mix
+from pipeline.training.order import MicroBatch, mix
 from pipeline.training.randomness import seed_all
-from pipeline.training.setup import Setup
 from pipeline.training.watch import mark
 from pipeline.training.weighting import Denominator
 
-Stream = Iterator[tuple[Draw, Any]]
+MicroBatches = Iterator[tuple[MicroBatch, Any]]
 """A rank's micro-batches, in order."""
 
 
@@ -40,33 +40,33 @@ class StepResult(NamedTuple):
     """Whether the weights were left as they are because something was not finite; the same on all ranks."""
 
 
-def optimizer_step(setup: Setup, stream: Stream, *, step: int, exchange: bool = True) -> StepResult:
+def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, exchange: bool = True) -> StepResult:
     """One optimizer step, counted from 0, on this rank's next micro-batches; without ``exchange`` on its own only."""
     # Dropout and the like draw from here: the same in a resumed step, different on each rank.
-    seed_all(mix(setup.experiment.seed, "step", step, setup.rank.rank), device=setup.device)
-    left_out = step + 1 in setup.trial.left_out  # computed all the same: ranks and loaders keep in step
-    buffers = nonfinite.Buffers(setup) if left_out or nonfinite.skips(setup) else None
-    loss, weight = gradients(setup, stream, exchange=exchange)
+    seed_all(mix(context.experiment.seed, "step", step, context.rank.rank), device=context.device)
+    left_out = step + 1 in context.trial.left_out  # computed all the same: ranks and loaders keep in step
+    buffers = nonfinite.Buffers(context) if left_out or nonfinite.skips(context) else None
+    loss, weight = gradients(context, stream, exchange=exchange)
     mark(Phase.UPDATING)
-    norm = _clip(setup, left_out=left_out)
-    scale = setup.scaler.get_scale()
-    checked = nonfinite.skips(setup) and not setup.scaler.is_enabled()
-    applies = not left_out and not (checked and not nonfinite.is_finite(setup, norm))
-    rate = _step_optimizer(setup, step=step, applies=applies)
+    norm = _clip(context, left_out=left_out)
+    scale = context.scaler.get_scale()
+    checked = nonfinite.skips(context) and not context.scaler.is_enabled()
+    applies = not left_out and not (checked and not nonfinite.is_finite(context, norm))
+    rate = _step_optimizer(context, step=step, applies=applies)
     if exchange:
-        setup.strategy.after_step(setup.whole)
-    if setup.averages is not None:
-        setup.averages.update(step=step)
-    overflowed = setup.scaler.get_scale() < scale  # fp16: the optimizer did nothing
+        context.strategy.after_step(context.whole)
+    if context.averages is not None:
+        context.averages.update(step=step)
+    overflowed = context.scaler.get_scale() < scale  # fp16: the optimizer did nothing
     is_skipped = buffers is not None and (overflowed or not applies)
     if buffers is not None and is_skipped:
         buffers.restore()
-    if setup.scheduler is not None and setup.experiment.train.scheduler_interval == "step":
-        nonfinite.advance_scheduler(setup.scheduler, is_skipped=overflowed or not applies)
+    if context.scheduler is not None and context.experiment.train.scheduler_interval == "step":
+        nonfinite.advance_scheduler(context.scheduler, is_skipped=overflowed or not applies)
     return StepResult(loss, weight, norm, rate, is_skipped)
 
 
-def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
+def gradients(context: TrainContext, stream: MicroBatches, *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
     """Forward and backward of one step's micro-batches; the gradients are left in the model.
 
     Without ``exchange`` ranks send each other nothing. Returns `StepResult`'s loss and weight.
@@ -74,36 +74,36 @@ def gradients(setup: Setup, stream: Stream, *, exchange: bool = True) -> tuple[T
     total: Tensor | None = None
     denominator: Denominator | None = None
     mark(Phase.READING)
-    for draw, batch in stream:
+    for micro_batch, batch in stream:
         mark(Phase.FORWARD)
-        if setup.boundary is not None:
-            setup.boundary.clear()
-        with _exchanging(setup, draw) if exchange else setup.strategy.alone(setup.wrapped):
+        if context.boundary is not None:
+            context.boundary.clear()
+        with _exchanging(context, micro_batch) if exchange else context.strategy.no_communication(context.wrapped):
             try:
-                output = forward(setup, setup.wrapped, batch)
+                output = forward(context, context.wrapped, batch)
             except ValueError as error:
-                if lone_sample.is_too_small(error, draw):
-                    raise lone_sample.explained(setup, draw) from error
+                if lone_sample.is_too_small(error, micro_batch):
+                    raise lone_sample.explained(context, micro_batch) from error
                 raise
             # Weighted by its share of the global batch, the sum over micro-batches and ranks is the global mean.
             loss: Tensor = output.loss
-            share: float | Tensor = draw.weight
+            share: float | Tensor = micro_batch.weight
             if output.weight is not None:
-                denominator = denominator or Denominator(setup, exchange=exchange)
-                loss, share = denominator.counted(output, draw)
-            weight = nonfinite.poisoned(share * setup.strategy.gradient_scale, loss, setup=setup)
+                denominator = denominator or Denominator(context, exchange=exchange)
+                loss, share = denominator.counted(output, micro_batch)
+            weight = nonfinite.propagate_nonfinite(share * context.strategy.gradient_scale, loss, context=context)
             mark(Phase.BACKWARD)
-            setup.scaler.scale(_times(loss, weight)).backward()  # type: ignore[no-untyped-call]
-        part = _times(loss.detach().to(setup.input_dtype or torch.float32), share)
-        if setup.compiling is not None:  # a CUDA graph that is replayed writes over what it returned
+            context.scaler.scale(_times(loss, weight)).backward()  # type: ignore[no-untyped-call]
+        part = _times(loss.detach().to(context.input_dtype or torch.float32), share)
+        if context.compiling is not None:  # a CUDA graph that is replayed writes over what it returned
             part = part.clone()
         total = part if total is None else total + part
-        if draw.is_last:
+        if micro_batch.is_last:
             break
         mark(Phase.READING)
     assert total is not None  # each step has a micro-batch
-    if setup.learned is not None and exchange and setup.rank.world_size > 1 and not setup.strategy.steps_alone:
-        exchange_gradients(setup)
+    if context.learned is not None and exchange and context.rank.world_size > 1 and not context.strategy.steps_alone:
+        exchange_gradients(context)
     return (total, None) if denominator is None else denominator.settle(total)
 
 
@@ -112,44 +112,44 @@ def _times(loss: Tensor, weight: float | Tensor) -> Tensor:
     return loss if isinstance(weight, float) and weight == 1 else loss * weight
 
 
-def _exchanging(setup: Setup, draw: Draw) -> AbstractContextManager[None]:
+def _exchanging(context: TrainContext, micro_batch: MicroBatch) -> AbstractContextManager[None]:
     """All micro-batches but the last keep their gradients to themselves: one exchange a step, not one each."""
-    return nullcontext() if draw.is_last else setup.strategy.accumulate(setup.wrapped)
+    return nullcontext() if micro_batch.is_last else context.strategy.no_sync(context.wrapped)
 
 
-def _clip(setup: Setup, *, left_out: bool) -> Tensor | None:
+def _clip(context: TrainContext, *, left_out: bool) -> Tensor | None:
     """Clip the gradients; returns their norm before, or None if they are not to be clipped.
 
     In a step that is ``left_out`` no step of the optimizer follows, without which the scaler unscales only once.
     """
-    if (limit := setup.experiment.train.clip_grad_norm) is None:
+    if (limit := context.experiment.train.clip_grad_norm) is None:
         return None
     if not left_out:
-        setup.scaler.unscale_(setup.optimizer)
-    norm = total_norm([one.grad for one in setup.trained if one.grad is not None], device=setup.device)
+        context.scaler.unscale_(context.optimizer)
+    norm = total_norm([one.grad for one in context.trained if one.grad is not None], device=context.device)
     if left_out:
-        return norm / setup.scaler.get_scale()
-    for parameters in setup.trained_by_kind:
+        return norm / context.scaler.get_scale()
+    for parameters in context.trained_by_kind:
         clip_grads_with_norm_(parameters, limit, norm)
     return norm
 
 
-def _step_optimizer(setup: Setup, *, step: int, applies: bool) -> float:
+def _step_optimizer(context: TrainContext, *, step: int, applies: bool) -> float:
     """Step with the warm-up's learning rate, which works with any scheduler since it leaves no trace in it.
 
     Unless the step ``applies``, weights and the optimizer's state stay as they are.
     """
-    train = setup.experiment.train
+    train = context.experiment.train
     factor = warmup_factor(train.lr_scaling, step=step, global_batch_size=train.global_batch_size)
-    scheduled = [group["lr"] for group in setup.optimizer.param_groups]
+    scheduled = [group["lr"] for group in context.optimizer.param_groups]
     if factor != 1:
-        _set_rates(setup.optimizer, [rate * factor for rate in scheduled])
+        _set_rates(context.optimizer, [rate * factor for rate in scheduled])
     if applies:
-        setup.scaler.step(setup.optimizer)
-        setup.scaler.update()
-    _forget_gradients(setup.optimizer)
+        context.scaler.step(context.optimizer)
+        context.scaler.update()
+    _forget_gradients(context.optimizer)
     if factor != 1:
-        _set_rates(setup.optimizer, scheduled)
+        _set_rates(context.optimizer, scheduled)
     return float(scheduled[0] * factor)
 
 

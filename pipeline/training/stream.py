@@ -10,14 +10,14 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.errors import TrainingError
-from pipeline.training.order import Draw, StreamOrder
+from pipeline.training.order import MicroBatch, StreamOrder
 
 Pass = Generator[Any, None, None]
 """One rank's blocks of an epoch: batches of its share of each global batch, on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class RowStream:
     """What a launcher hands a rank instead of a dataset."""
 
     rows: int
@@ -33,8 +33,8 @@ class Stream:
 class Streams(NamedTuple):
     """The data of a training."""
 
-    train: Stream
-    validation: Stream | None
+    train: RowStream
+    validation: RowStream | None
 
 
 class StreamLoader:
@@ -43,7 +43,7 @@ class StreamLoader:
     All ranks ask for the same epochs and steps, and so begin their passes together.
     """
 
-    def __init__(self, stream: Stream, *, order: StreamOrder, pin_memory: bool) -> None:
+    def __init__(self, stream: RowStream, *, order: StreamOrder, pin_memory: bool) -> None:
         self._stream = stream
         self._order = order
         self._pin = pin_memory
@@ -53,14 +53,14 @@ class StreamLoader:
         self._block: Any = None
         self._is_unserved = False  # the block was only looked at
 
-    def batches(self, draws: Iterable[Draw]) -> Iterator[tuple[Draw, Any]]:
+    def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Each draw with its rows, on the CPU.
 
         Raises:
             TrainingError: a row can't be read, or there are fewer than were counted.
         """
-        draws = iter(draws)
-        if (first := next(draws, None)) is None:  # the other ranks wait for this one to begin the pass
+        micro_batches = iter(micro_batches)
+        if (first := next(micro_batches, None)) is None:  # the other ranks wait for this one to begin the pass
             self._begin(0)
             next(self._pass, None)
             return
@@ -69,11 +69,11 @@ class StreamLoader:
             self._begin(epoch)
         self._is_unserved = False
         taken = 0
-        for draw in chain([first], draws):
-            block = self._reached(draw)
-            rows = slice(taken, taken + len(draw.indices)) if draw.weight else slice(0, 1)
-            yield draw, self._cut(block, rows)
-            taken = 0 if draw.is_last else rows.stop if draw.weight else taken
+        for micro_batch in chain([first], micro_batches):
+            block = self._reached(micro_batch)
+            rows = slice(taken, taken + len(micro_batch.indices)) if micro_batch.weight else slice(0, 1)
+            yield micro_batch, self._cut(block, rows)
+            taken = 0 if micro_batch.is_last else rows.stop if micro_batch.weight else taken
 
     def read(self, indices: list[int]) -> Any:
         """As many rows as there are indices, whichever are at hand, again and again. Collective if none are."""
@@ -84,8 +84,8 @@ class StreamLoader:
         index = torch.arange(len(indices)) % _rows(self._block)
         return tree_map(lambda leaf: leaf[index], self._block)
 
-    def _step(self, draw: Draw) -> int:
-        return draw.indices[0] // self._order.global_batch_size
+    def _step(self, micro_batch: MicroBatch) -> int:
+        return micro_batch.indices[0] // self._order.global_batch_size
 
     def _begin(self, epoch: int) -> None:
         """Begin the pass of an epoch. A pipeline that shuffles anew in each pass counts those that were begun."""
@@ -111,9 +111,9 @@ class StreamLoader:
             f"{self._stream.rows} rows were counted, {where}; does the pipeline yield the same each time?"
         )
 
-    def _reached(self, draw: Draw) -> Any:
-        while self._at[1] < self._step(draw):
-            if not self._advance(draw.epoch) and draw.weight:
+    def _reached(self, micro_batch: MicroBatch) -> Any:
+        while self._at[1] < self._step(micro_batch):
+            if not self._advance(micro_batch.epoch) and micro_batch.weight:
                 raise self._miscounted("there is none left")
         return self._block
 

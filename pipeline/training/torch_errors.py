@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import pipeline
-from pipeline.events import Origin
+from pipeline.protocol.events import Origin
 
 # All texts that decide anything. gloo's errors begin with their place in gloo's sources, which is as good as a frame;
 # an enforced condition, such as equal sizes on both sides, has another form, and is no lost peer.

@@ -2,7 +2,7 @@
 
 A rank that hangs can't say so itself, so a thread beside training does: it sends heartbeats with the training thread's
 stack, and ends the process when training has stood still for ``parallel.timeout_s``. A stopped process sends nothing,
-which the launcher notices, see `pipeline.launchers._vigil`.
+which the launcher notices, see `pipeline.launchers._hang_detector`.
 
 Progress is what training marks: each micro-batch read, each pass, each evaluated batch. So a step or an evaluation may
 take as long as it likes, as long as no single batch takes ``parallel.timeout_s``. Building, the first step (where
@@ -23,9 +23,9 @@ import psutil
 import torch
 
 import pipeline
-from pipeline.contract import Rank, Trial
 from pipeline.errors import Stopped
-from pipeline.events import Heartbeat, Outbox, Phase, Warned
+from pipeline.protocol.events import Heartbeat, Outbox, Phase, Warned
+from pipeline.protocol.trial import Rank, Trial
 
 INTERVAL_S = 1.0
 GRACE_S = 2.0
@@ -75,7 +75,7 @@ def mark_step(step: int) -> None:
     _now.steps += 1
 
 
-class Watch:
+class Watchdog:
     """Watches the thread that enters it, until it leaves.
 
     Args:

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.tasks import StepOutput
 from pipeline.training.norms import local
-from pipeline.training.order import Draw
+from pipeline.training.order import MicroBatch
 
 if TYPE_CHECKING:
-    from pipeline.training.setup import Setup
+    from pipeline.training.context import TrainContext
 
 
 class Denominator:
@@ -28,21 +28,21 @@ class Denominator:
     of a sum), and they are corrected once at the end. Where a rank steps by itself, the sum is its own.
     """
 
-    def __init__(self, setup: "Setup", *, exchange: bool) -> None:
-        self._setup = setup
-        self._is_shared = exchange and setup.rank.world_size > 1 and not setup.strategy.steps_alone
+    def __init__(self, context: "TrainContext", *, exchange: bool) -> None:
+        self._context = context
+        self._is_shared = exchange and context.rank.world_size > 1 and not context.strategy.steps_alone
         self._weights: list[Tensor] = []
         self._samples = 0.0
         self._likely = torch.ones(())
 
-    def counted(self, output: StepOutput, draw: Draw) -> tuple[Tensor, Tensor]:
+    def counted(self, output: StepOutput, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """A micro-batch's loss, which is 0 if it has no weight, and what to multiply it by. All ranks call it alike."""
         assert output.weight is not None
-        weight = output.weight * bool(draw.weight)  # the sample of a rank that has none left counts nothing
+        weight = output.weight * bool(micro_batch.weight)  # the sample of a rank that has none left counts nothing
         if not self._weights:
-            self._likely = _not_zero(self._first(weight, draw))
+            self._likely = _not_zero(self._first(weight, micro_batch))
         self._weights.append(weight)
-        self._samples += draw.weight
+        self._samples += micro_batch.weight
         return self._loss(output.loss, weight), weight / self._likely
 
     def settle(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -50,23 +50,23 @@ class Denominator:
 
         Weights only where ranks step by themselves: elsewhere the sum of losses is already divided by those of all.
         """
-        steps_alone = self._setup.strategy.steps_alone
-        if self._setup.micro_batches == 1 and not steps_alone:
+        steps_alone = self._context.strategy.steps_alone
+        if self._context.accumulation == 1 and not steps_alone:
             return loss, None
         own = torch.stack(self._weights).sum()
         sums = (loss * self._likely, own) if steps_alone else None
-        if sums is not None and self._setup.micro_batches == 1:
+        if sums is not None and self._context.accumulation == 1:
             return sums
         known = self._summed(own) if self._is_shared else own / (self._samples or 1)
         factor = self._likely / _not_zero(known)
-        multiply([one.grad for one in self._setup.trained if one.grad is not None], factor)
+        multiply([one.grad for one in self._context.trained if one.grad is not None], factor)
         return sums or (loss * factor, None)
 
-    def _first(self, weight: Tensor, draw: Draw) -> Tensor:
+    def _first(self, weight: Tensor, micro_batch: MicroBatch) -> Tensor:
         """What the first micro-batches say of the sum."""
         if self._is_shared:
-            return self._summed(weight) * self._setup.micro_batches
-        return weight / (draw.weight or 1)
+            return self._summed(weight) * self._context.accumulation
+        return weight / (micro_batch.weight or 1)
 
     def _summed(self, weight: Tensor) -> Tensor:
         total = weight.clone()
@@ -74,7 +74,7 @@ class Denominator:
         return total
 
     def _loss(self, loss: Tensor, weight: Tensor) -> Tensor:
-        boundary = self._setup.boundary
+        boundary = self._context.boundary
         if boundary is not None and boundary.is_known and not weight:  # the host waits for the device
             return boundary.nothing()
         return _or_nothing(loss, weight)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cluster.checks import refuse_others
+from pipeline.cluster.code import Code
+from pipeline.cluster.node_check import Answer, Question, check_node
+from pipeline.cluster.node_facts import NodeFacts, Torch, facts_here
 from pipeline.errors import ResourceError
-from pipeline.launchers._ray.checks import refuse_others
-from pipeline.launchers._ray.code import Code
-from pipeline.launchers._ray.look import Answer, Question, look
-from pipeline.node_facts import NodeFacts, Torch, facts_here
 
 HERE = facts_here()
 TORCH = Torch(version="2.13.0+cpu", cuda=None, nccl=None, cuda_available=None, cuda_error=None)
@@ -55,7 +55,7 @@ def test_a_node_looks_where_its_worker_will(tmp_path: Path, monkeypatch: pytest.
     code = Code(folder="experiments", paths=("src",), packages=("sent_along", "left_behind"))
     question = Question(code=code, data=("points.csv", "/no/such/data"), token=tmp_path / "token")
 
-    answer = Answer.model_validate_json(look(question.model_dump_json()))
+    answer = Answer.model_validate_json(check_node(question.model_dump_json()))
 
     assert answer.missing_packages == ("left_behind",)
     assert answer.missing_data == ("/no/such/data",)
@@ -67,4 +67,4 @@ def test_storage_that_the_driver_shares_is_fine(tmp_path: Path) -> None:
     (tmp_path / "token").touch()
     question = Question(code=Code(), token=tmp_path / "token")
 
-    assert Answer.model_validate_json(look(question.model_dump_json())).storage is None
+    assert Answer.model_validate_json(check_node(question.model_dump_json())).storage is None

@@ -10,7 +10,7 @@ import pytest
 from nodes import Nodes
 from projects import PATIENCE_S, Ran, line, project
 
-from pipeline.events import CheckpointSaved, Resumed, Started, Warned
+from pipeline.protocol.events import CheckpointSaved, Resumed, Started, Warned
 from pipeline.recording import journal
 
 pytestmark = pytest.mark.timeout(900)

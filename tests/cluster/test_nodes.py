@@ -13,7 +13,7 @@ import pytest
 from nodes import Nodes
 from projects import PATIENCE_S, Ran, project, run
 
-from pipeline.events import Finished, Started
+from pipeline.protocol.events import Finished, Started
 
 pytestmark = pytest.mark.timeout(600)
 

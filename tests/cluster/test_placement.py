@@ -7,8 +7,8 @@ import pytest
 from pipeline.cli.arguments import with_address
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.plan import Plan, make_plan
-from pipeline.resources import Resources
+from pipeline.planning.plan import Plan, make_plan
+from pipeline.planning.resources import Resources
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 TWO_NODES = Resources(cpus=8, memory_mb=4096, gpus=("GPU",) * 8, node="Ray cluster at head:6379", nodes=2)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import toys
 from ranks import on_ranks
 
-from pipeline.contract import Rank
 from pipeline.errors import PipelineError, TrainingError
+from pipeline.protocol.trial import Rank
 from pipeline.training.loop import train
 
 WORLD = 3

@@ -9,7 +9,7 @@ import torch
 import toys
 from ranks import on_ranks
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
 from pipeline.training.clock import Clock
 from pipeline.training.meter import Meter
@@ -29,9 +29,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 def _report(rank: Rank, folder: Path) -> None:
     trial = toys.trial(**LONG, train={"global_batch_size": 4, "log_every_steps": 1})
-    setup = build(trial.model_copy(update={"workers": 2}), rank=rank)
-    clock = Clock(device=setup.device, warmup_steps=0)
-    meter = Meter(setup=setup, clock=clock, outbox=toys.Kept())
+    context = build(trial.model_copy(update={"workers": 2}), rank=rank)
+    clock = Clock(device=context.device, warmup_steps=0)
+    meter = Meter(context=context, clock=clock, outbox=toys.Kept())
     reports = []
     clock.resume()
     for step in range(1, 100):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.channel.inbox import Inbox
-from pipeline.events import AnyEvent, Warned
+from pipeline.protocol.channel.inbox import Inbox
+from pipeline.protocol.events import AnyEvent, Warned
 
 DRIVER = """
 import sys
 from pathlib import Path
-from pipeline.channel.inbox import Inbox
+from pipeline.protocol.channel.inbox import Inbox
 
 with Inbox(host="127.0.0.1", receive=lambda event: print(event.message, flush=True), folder=Path(sys.argv[1])) as inbox:
     print(inbox.address.model_dump_json(), flush=True)
@@ -24,9 +24,9 @@ with Inbox(host="127.0.0.1", receive=lambda event: print(event.message, flush=Tr
 
 WORKER = """
 import sys, threading
-from pipeline.channel.outbox import ChannelOutbox
-from pipeline.channel.wire import Address
-from pipeline.events import Warned
+from pipeline.protocol.channel.outbox import ChannelOutbox
+from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.events import Warned
 
 with ChannelOutbox(Address.model_validate_json(sys.argv[1])) as outbox:
     outbox.event(Warned(time=0, message="training"))

@@ -9,8 +9,8 @@ import pytest
 import toys
 from census import injected
 
-from pipeline.contract import Rank, Trial
-from pipeline.events import AnyEvent, Metrics, Warned
+from pipeline.protocol.events import AnyEvent, Metrics, Warned
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.checkpoints.manifest import step_of
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.loop import train

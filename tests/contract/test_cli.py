@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.contract import Experiment
+from pipeline.protocol.trial import Experiment
 
 pytestmark = pytest.mark.filterwarnings(
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.

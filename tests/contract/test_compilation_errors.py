@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline import worker
-from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
-from pipeline.events import Failed
+from pipeline.protocol.events import Failed
+from pipeline.protocol.trial import Rank
 from pipeline.training import compilation
 from pipeline.training.compilation import explained
+from pipeline.worker import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
@@ -45,8 +45,8 @@ class TestErrors:
         """With fullgraph, which was asked for; without, torch leaves that part as it is."""
         outbox = toys.Kept()
         trial = toys.trial(**STATIC, model={"_target_": "toys.Breaking"}, train={"compile": {"fullgraph": True}})
-        with caplog.at_level(logging.CRITICAL), pytest.raises(worker.WorkerFailed):
-            worker.run(trial, rank=Rank(), outbox=outbox)
+        with caplog.at_level(logging.CRITICAL), pytest.raises(main.WorkerFailed):
+            main.run(trial, rank=Rank(), outbox=outbox)
 
         (failed,) = (event for event in outbox.events if isinstance(event, Failed))
         assert failed.traceback == "", failed.error

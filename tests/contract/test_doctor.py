@@ -12,11 +12,11 @@ import mlflow
 import pytest
 import torch
 
-from pipeline.doctor import link, tracking
-from pipeline.doctor.examination import Examination
-from pipeline.doctor.finding import Finding
+from pipeline.cluster.node_facts import NodeFacts
+from pipeline.commands.doctor import link_speed, tracking
+from pipeline.commands.doctor.check_result import CheckResult
+from pipeline.commands.doctor.examination import Examination
 from pipeline.errors import ResourceError
-from pipeline.node_facts import NodeFacts
 
 Command = Callable[..., Any]
 REFUSED = "Invalid Host header - possible DNS rebinding attack detected"
@@ -45,7 +45,7 @@ def server(*, status: int = 200, text: str = "", version: str = "") -> Iterator[
             listening.shutdown()
 
 
-def looked_at(uri: str) -> Finding:
+def looked_at(uri: str) -> CheckResult:
     return tracking.judged(uri, client=mlflow.__version__)
 
 
@@ -73,7 +73,7 @@ def test_this_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_store_that_cannot_be_written_ends_in_3(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////nowhere/mlflow.db")
-    monkeypatch.setattr(link, "measure_here", _not_now)
+    monkeypatch.setattr(link_speed, "measure_here", _not_now)
 
     ended = command("doctor")
 

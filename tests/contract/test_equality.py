@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline import registry
-from pipeline.events import AnyEvent, Metrics
+from pipeline.protocol.events import AnyEvent, Metrics
 
 LAUNCHERS = registry.names("launchers")
 MANY = [name for name in LAUNCHERS if registry.load("launchers", name).Launcher.many_processes]

@@ -16,8 +16,8 @@ from pipeline.config.load import load
 from pipeline.config.project import BUILT_IN
 from pipeline.launchers import _head_start
 from pipeline.launchers._forks import Forks, Process
-from pipeline.plan import make_plan
-from pipeline.resources import Resources
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 
@@ -143,7 +143,7 @@ def test_a_gpu_in_use_cannot_be_forked(tmp_path: Path) -> None:
     device = tmp_path / "nvidia0"
     device.touch()
     code = f"""
-        from pipeline import forkserver
+        from pipeline.launchers import _forkserver as forkserver
         before = forkserver.can_fork()
         forkserver._GPUS = ({str(tmp_path)!r},)
         with open({str(device)!r}):

@@ -12,7 +12,7 @@ from typing import IO, cast
 import pytest
 import rich.console
 
-from pipeline.events import AnyEvent, Metrics, Point, RunClosed, Warned
+from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, Warned
 from pipeline.recording.appender import Log
 from pipeline.recording.journal import FILE_NAME, Journal, is_open, read
 
@@ -25,7 +25,7 @@ EVENTS: list[AnyEvent] = [
 WRITER = """
 import sys
 from pathlib import Path
-from pipeline.events import Warned
+from pipeline.protocol.events import Warned
 from pipeline.recording.journal import Journal
 
 journal = Journal(Path(sys.argv[1]))

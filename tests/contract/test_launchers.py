@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import blame, registry
-from pipeline.events import Failed, Finished, FirstStep, Metrics, ModelSaved, Started, Trained, TrialOpened
+from pipeline import registry
+from pipeline.protocol.events import Failed, Finished, FirstStep, Metrics, ModelSaved, Started, Trained, TrialOpened
+from pipeline.protocol.failures import cause, only_lost_workers
 
 pytestmark = pytest.mark.parametrize("launcher", registry.names("launchers"))
 
@@ -68,8 +69,8 @@ def test_the_rank_that_failed_is_to_blame(launched: Session, launcher: str) -> N
 
     losses = session.losses.get("raises", {})
 
-    assert str(blame.cause(failures, losses)).endswith("ZeroDivisionError: the model's own mistake")
-    assert not blame.only_lost_workers(failures, losses)
+    assert str(cause(failures, losses)).endswith("ZeroDivisionError: the model's own mistake")
+    assert not only_lost_workers(failures, losses)
 
 
 def test_a_killed_worker_is_named(launched: Session, launcher: str) -> None:
@@ -78,9 +79,9 @@ def test_a_killed_worker_is_named(launched: Session, launcher: str) -> None:
         pytest.skip(f"{launcher} runs in the driver's process, which can't survive it")
     failures = [event for event in session.events["killed"] if isinstance(event, Failed)]
 
-    error = blame.cause(failures, session.losses["killed"])
+    error = cause(failures, session.losses["killed"])
 
-    assert blame.only_lost_workers(failures, session.losses["killed"])
+    assert only_lost_workers(failures, session.losses["killed"])
     assert 1 not in {failure.rank.rank for failure in failures}
     assert "rank 1 ended without a word" in str(error)
     assert "killed" in str(error)

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset, TensorDataset
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.loader import BatchLoader
-from pipeline.training.order import Draw, Order
+from pipeline.training.order import MicroBatch, SampleOrder
 
-ORDER = Order(samples=11, global_batch_size=4, seed=5)
+ORDER = SampleOrder(samples=11, global_batch_size=4, seed=5)
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))
 
 
@@ -27,27 +27,27 @@ def loader(dataset: Dataset[Any], *, workers: int = 0, collate: Callable[..., An
     return BatchLoader(dataset, options=options, collate=collate, seed=5, device=torch.device("cpu"))
 
 
-def draw(*indices: int, epoch: int = 0) -> Draw:
-    return Draw(epoch, list(indices), weight=1.0, is_last=True)
+def micro_batch(*indices: int, epoch: int = 0) -> MicroBatch:
+    return MicroBatch(epoch, list(indices), weight=1.0, is_last=True)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_table_of_tensors_is_read_as_its_samples_are(workers: int) -> None:
-    draws = list(ORDER.draws(1, rank=0, world_size=1))
+    micro_batches = list(ORDER.micro_batches(1, rank=0, world_size=1))
     samples = [TABLE[index] for index in range(len(TABLE))]
-    fast = list(loader(TABLE, workers=workers).batches(draws))
-    slow = list(loader(toys.Plain(samples), workers=workers).batches(draws))
+    fast = list(loader(TABLE, workers=workers).batches(micro_batches))
+    slow = list(loader(toys.Plain(samples), workers=workers).batches(micro_batches))
 
-    assert [taken for taken, _ in fast] == [taken for taken, _ in slow] == draws
+    assert [taken for taken, _ in fast] == [taken for taken, _ in slow] == micro_batches
     for (taken, (inputs, targets)), (_, (same_inputs, same_targets)) in zip(fast, slow, strict=True):
         assert targets.tolist() == taken.indices
         assert torch.equal(inputs, same_inputs)
         assert torch.equal(targets, same_targets)
 
 
-def noise(dataset: Dataset[Any], draws: list[Draw], *, workers: int = 0) -> dict[int, list[float]]:
+def noise(dataset: Dataset[Any], micro_batches: list[MicroBatch], *, workers: int = 0) -> dict[int, list[float]]:
     """Each sample's noise, by sample."""
-    batches = [batch for _, batch in loader(dataset, workers=workers).batches(draws)]
+    batches = [batch for _, batch in loader(dataset, workers=workers).batches(micro_batches)]
     return {int(row[0]): row[1:] for batch in batches for row in batch.tolist()}
 
 
@@ -55,11 +55,11 @@ def noise(dataset: Dataset[Any], draws: list[Draw], *, workers: int = 0) -> dict
 def test_a_samples_noise_is_its_own(workers: int) -> None:
     """Whichever rank, batch, micro-batch or loader process it is drawn in."""
     dataset = toys.Noisy(range(11))
-    whole = noise(dataset, list(ORDER.draws(2, rank=0, world_size=1)))
+    whole = noise(dataset, list(ORDER.micro_batches(2, rank=0, world_size=1)))
     shared: dict[int, list[float]] = {}
     for rank in range(3):
-        draws = list(ORDER.draws(2, rank=rank, world_size=3, micro_batches=2))
-        shared |= noise(dataset, draws, workers=workers)
+        micro_batches = list(ORDER.micro_batches(2, rank=rank, world_size=3, accumulation=2))
+        shared |= noise(dataset, micro_batches, workers=workers)
 
     assert shared == whole
     columns = list(zip(*whole.values(), strict=True))
@@ -68,15 +68,15 @@ def test_a_samples_noise_is_its_own(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collates_noise_belongs_to_its_batch(workers: int) -> None:
-    draws = [draw(1, 2), draw(3, 4)]
+    micro_batches = [micro_batch(1, 2), micro_batch(3, 4)]
     collate = toys.noisy_collate()
     dataset = toys.Plain(torch.arange(5.0))
     torch.manual_seed(1)
     random.seed(1)
-    once = [batch[1:] for _, batch in loader(dataset, collate=collate).batches(draws)]
+    once = [batch[1:] for _, batch in loader(dataset, collate=collate).batches(micro_batches)]
     torch.manual_seed(2)
     random.seed(2)
-    again = [batch[1:] for _, batch in loader(dataset, collate=collate, workers=workers).batches(draws[::-1])]
+    again = [batch[1:] for _, batch in loader(dataset, collate=collate, workers=workers).batches(micro_batches[::-1])]
 
     assert once == again[::-1]
     assert once[0] != once[1]
@@ -85,10 +85,10 @@ def test_a_collates_noise_belongs_to_its_batch(workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_iteration_may_be_left_early(workers: int) -> None:
     reader = loader(toys.Plain(torch.arange(40)), workers=workers)
-    for _, batch in reader.batches([draw(i) for i in range(40)]):
+    for _, batch in reader.batches([micro_batch(i) for i in range(40)]):
         if batch.tolist() == [3]:
             break
-    again = [batch.tolist() for _, batch in reader.batches([draw(7, 5), draw(6)])]
+    again = [batch.tolist() for _, batch in reader.batches([micro_batch(7, 5), micro_batch(6)])]
 
     assert again == [[7, 5], [6]]
 
@@ -101,7 +101,7 @@ def test_loader_processes_end_with_the_loader(dataset: Dataset[Any]) -> None:
         before = set(active_children())
         reader = loader(dataset, workers=1)
         with suppress(TrainingError):
-            list(reader.batches([draw(0), draw(1)]))
+            list(reader.batches([micro_batch(0), micro_batch(1)]))
         assert set(active_children()) - before
         del reader
         assert not set(active_children()) - before
@@ -111,7 +111,7 @@ def test_loader_processes_end_with_the_loader(dataset: Dataset[Any]) -> None:
 
 def failure(dataset: Dataset[Any], *indices: int, workers: int = 0, **more: Any) -> Exception:
     try:
-        list(loader(dataset, workers=workers, **more).batches([draw(*indices)]))
+        list(loader(dataset, workers=workers, **more).batches([micro_batch(*indices)]))
     except (ExperimentError, TrainingError) as error:
         return error.with_traceback(None)  # whose frames would keep the loader processes
     pytest.fail("all could be read")

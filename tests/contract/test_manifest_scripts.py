@@ -14,10 +14,10 @@ import pytest
 import yaml
 from waiting import eventually
 
+from pipeline.commands.submit import kuberay, slurm
+from pipeline.commands.submit.request import Request
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
-from pipeline.submission import kuberay, slurm
-from pipeline.submission.request import Request
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 PATH = {"PATH": os.environ["PATH"]}

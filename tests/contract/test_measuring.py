@@ -10,8 +10,8 @@ import toys
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from pipeline.contract import Rank, Trial, TrialResult
-from pipeline.events import Warned
+from pipeline.protocol.events import Warned
+from pipeline.protocol.trial import Rank, Trial, TrialResult
 from pipeline.training.loop import train
 
 CASES = ("branch", "one rank fails", "waits")

@@ -9,8 +9,8 @@ import pytest
 import toys
 from ranks import on_ranks
 
-from pipeline.contract import Rank
 from pipeline.errors import PipelineError
+from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
 from pipeline.training.evaluation import evaluate, prepare
 
@@ -45,9 +45,9 @@ def _evaluate(rank: Rank, folder: Path) -> None:
             **CLASSES, data={"_target_": "toys.classification", "validation": samples}, metrics=METRICS,
             train={"global_batch_size": 3 if rank.world_size == 1 else 6},
         ).model_copy(update={"workers": rank.world_size})  # fmt: skip
-        setup = build(trial, rank=rank)
-        prepare(setup)
-        found[str(samples)] = [evaluate(setup) for _ in range(2)]
+        context = build(trial, rank=rank)
+        prepare(context)
+        found[str(samples)] = [evaluate(context) for _ in range(2)]
     (folder / f"{rank.world_size}-{rank.rank}.json").write_text(json.dumps(found))
 
 

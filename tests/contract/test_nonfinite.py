@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from pipeline import worker
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.contract import Rank, Trial
-from pipeline.events import AnyEvent, Failed, Metrics, Warned, event_from_json, event_to_json
 from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.protocol.events import AnyEvent, Failed, Metrics, Warned, event_from_json, event_to_json
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
-from pipeline.training.order import Order
+from pipeline.training.order import SampleOrder
+from pipeline.worker import main
 
 BATCH, EPOCHS, SAMPLES = 16, 2, 50
-ORDER = Order(samples=SAMPLES, global_batch_size=BATCH, seed=3)
+ORDER = SampleOrder(samples=SAMPLES, global_batch_size=BATCH, seed=3)
 BAD_STEP = 2  # of each epoch, counted from 1
 BAD = ORDER.global_batch(0, BAD_STEP - 1)[5]
 """Dealt to rank 1 of 2."""
@@ -85,9 +85,9 @@ def _train(rank: int, world_size: int, trials: list[Trial], folder: Path) -> Non
         )
         session.folder.mkdir(parents=True)
         where = Rank(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
-        with suppress(worker.WorkerFailed):
+        with suppress(main.WorkerFailed):
             trial = trial.model_copy(update={"checkpoints": str(folder / trial.name / "checkpoints")})
-            worker.run(trial, rank=where, outbox=DirectOutbox(session))
+            main.run(trial, rank=where, outbox=DirectOutbox(session))
         (session.folder / "events.jsonl").write_bytes(b"\n".join(map(event_to_json, events)))
     if world_size > 1:
         dist.destroy_process_group()
@@ -113,19 +113,19 @@ def in_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_the_bad_batch(case: str) -> dict[str, torch.Tensor]:
     """The weights that a training without our loop reaches that never sees that global batch."""
-    setup = build(_trial(case, 1).model_copy(update={"strategy": "single"}), rank=Rank())
+    context = build(_trial(case, 1).model_copy(update={"strategy": "single"}), rank=Rank())
     lab = importlib.import_module("lab")
     inputs, targets = lab.holed(BAD, 0.0)[0].tensors
     criterion = lab.Spiky()
-    optimizer = torch.optim.SGD(setup.model.parameters(), lr=0.1, momentum=0.9, fused=True)  # as ours, to the bit
+    optimizer = torch.optim.SGD(context.model.parameters(), lr=0.1, momentum=0.9, fused=True)  # as ours, to the bit
     for epoch in range(EPOCHS):
         for step in range(ORDER.steps_per_epoch):
             batch = ORDER.global_batch(epoch, step)
             if BAD not in batch:
                 optimizer.zero_grad()
-                criterion(setup.model(inputs[batch].double()), targets[batch]).backward()
+                criterion(context.model(inputs[batch].double()), targets[batch]).backward()
                 optimizer.step()
-    return setup.model.state_dict()
+    return context.model.state_dict()
 
 
 @worlds

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
-from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
-from pipeline.training.setup import Setup
+from pipeline.training.context import TrainContext
 
 SAMPLES = 40
 HERE = "test_rank_equality"
@@ -180,16 +180,16 @@ def _build_all(rank: Rank, folder: Path) -> None:
         torch.save(_drawn(build(_trial(**given), rank=rank)), folder / f"{name} {rank.rank}")
 
 
-def _drawn(setup: Setup) -> dict[str, Any]:
+def _drawn(context: TrainContext) -> dict[str, Any]:
     """What was drawn on this rank: the samples, and what the model keeps."""
-    model: Any = setup.model
+    model: Any = context.model
     kept = getattr(model.inner, "kept", [])
-    labels = [setup.train_loader.read([index]) for index in range(4)]
+    labels = [context.train_loader.read([index]) for index in range(4)]
     return {
         "labels": [batch[1].tolist() for batch in labels],
         "kept": [getattr(one, "tolist", lambda one=one: one)() for one in kept[:3]],
         "weight": model.layer.weight.item(),
-        "margin": cast(Any, setup.task).loss.margin.item(),
+        "margin": cast(Any, context.task).loss.margin.item(),
     }
 
 

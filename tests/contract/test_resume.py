@@ -12,11 +12,9 @@ from ranks import on_ranks
 from safetensors import safe_open
 from torch import Tensor
 
-from pipeline import worker
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.contract import Rank, Trial
-from pipeline.events import (
+from pipeline.protocol.events import (
     AnyEvent,
     CheckpointSaved,
     Failed,
@@ -26,17 +24,19 @@ from pipeline.events import (
     event_from_json,
     event_to_json,
 )
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
-from pipeline.training.checkpoints import catalog, files
-from pipeline.training.checkpoints.agreement import from_first
-from pipeline.training.checkpoints.keeper import Keeper
+from pipeline.training.checkpoints import files, inventory
+from pipeline.training.checkpoints.collectives import from_first
+from pipeline.training.checkpoints.manager import CheckpointManager
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.checkpoints.state import restore
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.clock import Clock
+from pipeline.training.context import TrainContext
 from pipeline.training.meter import Meter
-from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
+from pipeline.worker import main
 
 STOPPED = 3
 """Of eight steps, four in an epoch."""
@@ -116,7 +116,7 @@ class _Written:
 
 
 def _train(trial: Trial, rank: Rank) -> None:
-    worker.run(trial, rank=rank, outbox=_Written(Path(f"{trial.checkpoints}.{rank.rank}.jsonl")))
+    main.run(trial, rank=rank, outbox=_Written(Path(f"{trial.checkpoints}.{rank.rank}.jsonl")))
 
 
 def _events(root: Path, name: str) -> list[AnyEvent]:
@@ -173,35 +173,35 @@ def test_only_the_first_rank_speaks_of_checkpoints(root: Path) -> None:
     assert [event.step for event in _events(root, "two") if isinstance(event, CheckpointSaved)] == list(range(1, 9))
 
 
-def _sharded(trial: Trial, rank: Rank) -> Setup:
+def _sharded(trial: Trial, rank: Rank) -> TrainContext:
     from torch.distributed.fsdp import fully_shard
 
-    setup = build(trial.model_copy(update={"strategy": "single"}), rank=rank)
-    fully_shard(setup.model)
-    setup.optimizer = torch.optim.AdamW(setup.model.parameters(), lr=0.1)
-    return setup
+    context = build(trial.model_copy(update={"strategy": "single"}), rank=rank)
+    fully_shard(context.model)
+    context.optimizer = torch.optim.AdamW(context.model.parameters(), lr=0.1)
+    return context
 
 
-def _keeper(setup: Setup, outbox: _Written) -> Keeper:
-    clock = Clock(device=setup.device, warmup_steps=0)
-    meter = Meter(setup=setup, clock=clock, outbox=outbox)
+def _keeper(context: TrainContext, outbox: _Written) -> CheckpointManager:
+    clock = Clock(device=context.device, warmup_steps=0)
+    meter = Meter(context=context, clock=clock, outbox=outbox)
     clock.resume()
     clock.count(clock.lap(steps=1, samples=1))
-    return Keeper(setup, meter=meter, outbox=outbox)
+    return CheckpointManager(context, meter=meter, outbox=outbox)
 
 
 def _shard(folder: Path, rank: Rank) -> None:
     """Save in two processes with sharded parameters, and go on from that in two others."""
     trial = _trial(folder.parent, folder.name, precision="fp64")
     outbox = _Written(Path(f"{folder}.{rank.rank}.jsonl"))
-    setup = _sharded(trial, rank)
-    with _keeper(setup, outbox) as keeper:
-        optimizer_step(setup, setup.train_loader.batches(setup.draws(0)), step=0)
+    context = _sharded(trial, rank)
+    with _keeper(context, outbox) as keeper:
+        optimizer_step(context, context.train_loader.batches(context.micro_batches(0)), step=0)
         keeper.save(step=1)
         again = _sharded(trial.model_copy(update={"resume": True}), rank)
     with _keeper(again, outbox) as keeper:
         assert keeper.resume() == 1
-    whole = _full(setup)
+    whole = _full(context)
     for one, other in zip(whole, _full(again), strict=True):
         assert torch.equal(one, other)
     if rank.is_first:
@@ -209,27 +209,27 @@ def _shard(folder: Path, rank: Rank) -> None:
     dist.barrier()
 
 
-def _full(setup: Setup) -> list[Tensor]:
-    tensors = [*setup.model.state_dict().values()]
-    tensors += [value for state in setup.optimizer.state_dict()["state"].values() for value in state.values()]
+def _full(context: TrainContext) -> list[Tensor]:
+    tensors = [*context.model.state_dict().values()]
+    tensors += [value for state in context.optimizer.state_dict()["state"].values() for value in state.values()]
     return [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
 
 
 def test_sharded_parameters_are_saved_in_parts(root: Path) -> None:
-    (entry,) = catalog.entries(Storage(str(root / "sharded")))
+    (entry,) = inventory.entries(Storage(str(root / "sharded")))
 
     assert entry.manifest is not None
-    assert catalog.verify(Storage(str(root / "sharded")), entry) is None
+    assert inventory.verify(Storage(str(root / "sharded")), entry) is None
     assert sum(file.name.startswith("shard-") for file in entry.manifest.files) == 2
 
 
 def test_sharded_parameters_go_on_in_one_process(root: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     trial = _trial(root, "sharded", precision="fp64").model_copy(update={"strategy": "single"})
-    setup = build(trial, rank=Rank())
-    restore(setup, files.read(setup, root / "sharded" / folder_name(1)))
+    context = build(trial, rank=Rank())
+    restore(context, files.read(context, root / "sharded" / folder_name(1)))
 
-    for one, other in zip(_full(setup), torch.load(f"{root}/sharded.pt"), strict=True):
+    for one, other in zip(_full(context), torch.load(f"{root}/sharded.pt"), strict=True):
         assert torch.equal(one, other)
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from pipeline.config.schema import Loader
 from pipeline.data import shards
 from pipeline.training.loader import BatchLoader
-from pipeline.training.order import Draw
+from pipeline.training.order import MicroBatch
 
 
 def image(brightness: int) -> np.ndarray:
@@ -45,9 +45,12 @@ def tar(name: str, **files: bytes) -> None:
 
 def test_batches_come_from_loader_processes_too(written):
     train, _ = shards(train=["train-000000.tar", "train-000002.tar"], fields=["png", "cls"], transform=torch.flatten)
-    draws = [Draw(0, [6, 1], weight=1.0, is_last=True), Draw(0, [2, 3, 5], weight=1.0, is_last=True)]
+    micro_batches = [
+        MicroBatch(0, [6, 1], weight=1.0, is_last=True),
+        MicroBatch(0, [2, 3, 5], weight=1.0, is_last=True),
+    ]
     loader = BatchLoader(train, options=Loader(num_workers=2), collate=None, seed=0, device=torch.device("cpu"))
-    batches = [batch for _, batch in loader.batches(draws)]
+    batches = [batch for _, batch in loader.batches(micro_batches)]
 
     assert [labels.tolist() for _, labels in batches] == [[10, 1], [2, 3, 9]]
     assert [tuple(pictures.shape) for pictures, _ in batches] == [(2, 60), (3, 60)]

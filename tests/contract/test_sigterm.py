@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from pipeline.config.schema import Loader
 from pipeline.training.loader import BatchLoader
-from pipeline.training.order import Order
+from pipeline.training.order import SampleOrder
 
 
 @pytest.fixture
@@ -24,7 +24,9 @@ def reading() -> Iterator[Iterator[object]]:
     options = Loader(num_workers=1, prefetch_factor=1, persistent_workers=False)
     dataset = TensorDataset(torch.arange(40.0))
     loader = BatchLoader(dataset, options=options, collate=None, seed=1, device=torch.device("cpu"))
-    batches = loader.batches(Order(samples=40, global_batch_size=2, seed=1).draws(0, rank=0, world_size=1))
+    batches = loader.batches(
+        SampleOrder(samples=40, global_batch_size=2, seed=1).micro_batches(0, rank=0, world_size=1)
+    )
     yield batches
     batches.close()  # type: ignore[attr-defined]
 
@@ -58,14 +60,14 @@ import multiprocessing, torch
 from pathlib import Path
 from pipeline.config.schema import Loader
 from pipeline.training.loader import BatchLoader
-from pipeline.training.order import Order
+from pipeline.training.order import SampleOrder
 
 torch.set_num_threads(2)
 loader = BatchLoader(
     torch.utils.data.TensorDataset(torch.arange(40.0)), options=Loader(num_workers=1), collate=None, seed=1,
     device=torch.device("cpu"),
 )
-next(loader.batches(Order(samples=40, global_batch_size=2, seed=1).draws(0, rank=0, world_size=1)))
+next(loader.batches(SampleOrder(samples=40, global_batch_size=2, seed=1).micro_batches(0, rank=0, world_size=1)))
 (process,) = multiprocessing.active_children()
 for thread in Path(f"/proc/{process.pid}/task").iterdir():
     print((thread / "status").read_text())

@@ -9,8 +9,8 @@ import toys
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.loop import train

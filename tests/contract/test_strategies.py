@@ -14,16 +14,17 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from pipeline import registry, worker
+from pipeline import registry
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.contract import Rank, Trial
-from pipeline.events import AnyEvent, Failed
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.models import MLP
+from pipeline.protocol.events import AnyEvent, Failed
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies import base
 from pipeline.training.build import build
 from pipeline.training.step import optimizer_step
+from pipeline.worker import main
 
 NAMES = registry.names("strategies")
 MANY = [name for name in NAMES if registry.load("strategies", name).Strategy.processes == "many"]
@@ -100,7 +101,7 @@ def _train(rank: Rank, trials: list[Trial], folder: Path) -> None:
     """Train all trials on one rank; processes are started and meet once for all of them."""
     for trial in trials:
         session = Session(folder=folder / trial.name, receive=_complain, parallel=trial.experiment.parallel)
-        worker.run(trial, rank=rank, outbox=DirectOutbox(session))
+        main.run(trial, rank=rank, outbox=DirectOutbox(session))
 
 
 def _complain(event: AnyEvent) -> None:
@@ -139,7 +140,7 @@ def test_the_cases_train_something_and_differ(trained: Trained) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_strategy_that_has_a_memory_takes_it_back(name: str) -> None:
     strategy, default = registry.load("strategies", name).Strategy, base.Strategy
-    assert (strategy.memory is default.memory) == (strategy.remember is default.remember)
+    assert (strategy.state_dict is default.state_dict) == (strategy.load_state_dict is default.load_state_dict)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -223,14 +224,14 @@ def _large(case: str, *overrides: str) -> Trial:
 def _take_steps(rank: Rank, trials: dict[str, Trial], folder: Path) -> None:
     """The steps of each trial, without all that is measured and reported besides."""
     for name, trial in trials.items():
-        setup = build(trial, rank=rank)
-        for epoch in range(setup.epochs):
-            stream = setup.train_loader.batches(setup.draws(epoch))
-            for step in range(setup.order.steps_per_epoch):
-                optimizer_step(setup, stream, step=epoch * setup.order.steps_per_epoch + step)
+        context = build(trial, rank=rank)
+        for epoch in range(context.epochs):
+            stream = context.train_loader.batches(context.micro_batches(epoch))
+            for step in range(context.order.steps_per_epoch):
+                optimizer_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
         (folder / name).mkdir(parents=True, exist_ok=True)
-        torch.save(setup.model.state_dict(), folder / name / f"{rank.rank}.pt")
-        del setup, stream
+        torch.save(context.model.state_dict(), folder / name / f"{rank.rank}.pt")
+        del context, stream
         gc.collect()
 
 

@@ -11,9 +11,9 @@ import pytest
 import toys
 from ranks import on_ranks
 
-from pipeline.contract import Rank, Trial
-from pipeline.events import AnyEvent
 from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.protocol.events import AnyEvent
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.loop import train
 from pipeline.training.trace import STEPS
 

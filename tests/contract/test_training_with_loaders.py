@@ -12,7 +12,7 @@ import toys
 from pipeline.config.schema import Loader
 from pipeline.data import arrays
 from pipeline.training.loader import BatchLoader
-from pipeline.training.order import Order
+from pipeline.training.order import SampleOrder
 
 
 def losses(**sections: Any) -> list[float]:
@@ -33,7 +33,9 @@ def test_loader_processes_read_the_same_arrays(tmp_path: Path, method: str, work
     train, _ = arrays(inputs=f"{tmp_path}/x.npy", targets=f"{tmp_path}/y.npy")
     loader = BatchLoader(train, options=Loader(num_workers=workers), collate=None, seed=0, device=torch.device("cpu"))
     loader._loader.multiprocessing_context = multiprocessing.get_context(method)
-    draws = list(Order(samples=10, global_batch_size=4, seed=3).draws(0, rank=0, world_size=1))
-    read = [(draw.indices, targets.tolist()) for draw, (_, targets) in loader.batches(iter(draws))]
+    micro_batches = list(SampleOrder(samples=10, global_batch_size=4, seed=3).micro_batches(0, rank=0, world_size=1))
+    read = [
+        (micro_batch.indices, targets.tolist()) for micro_batch, (_, targets) in loader.batches(iter(micro_batches))
+    ]
 
-    assert read == [(draw.indices, draw.indices) for draw in draws]
+    assert read == [(micro_batch.indices, micro_batch.indices) for micro_batch in micro_batches]

@@ -8,9 +8,9 @@ import torch
 import toys
 from ranks import on_ranks
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
-from pipeline.training.setup import Setup
+from pipeline.training.context import TrainContext
 from pipeline.training.step import optimizer_step
 
 CASES: dict[str, tuple[int, int]] = {
@@ -22,7 +22,7 @@ CASES: dict[str, tuple[int, int]] = {
 STEPS = 2
 
 
-def _setup(batch: int, *, strategy: str, options: dict[str, Any], rank: Rank) -> Setup:
+def _context(batch: int, *, strategy: str, options: dict[str, Any], rank: Rank) -> TrainContext:
     trial = toys.trial(
         train={"global_batch_size": batch, "gradient_accumulation": 2, "epochs": 2},
         model={"_target_": "pipeline.models.MLP", "in_features": 3, "hidden": [4], "num_classes": 1},
@@ -30,17 +30,17 @@ def _setup(batch: int, *, strategy: str, options: dict[str, Any], rank: Rank) ->
     return build(trial.model_copy(update={"strategy": strategy, "options": options}), rank=rank)
 
 
-def _batches(setup: Setup, first: int) -> Iterator[Any]:
-    yield from setup.train_loader.batches(setup.draws(0, first=first))
-    yield from setup.train_loader.batches(setup.draws(1))
+def _batches(context: TrainContext, first: int) -> Iterator[Any]:
+    yield from context.train_loader.batches(context.micro_batches(0, first=first))
+    yield from context.train_loader.batches(context.micro_batches(1))
 
 
 def _weights(batch: int, first: int, **how: Any) -> dict[str, torch.Tensor]:
-    setup = _setup(batch, **how)
-    stream = _batches(setup, first)
+    context = _context(batch, **how)
+    stream = _batches(context, first)
     for step in range(first, first + STEPS):
-        optimizer_step(setup, stream, step=step)
-    return {name: own.clone() for name, own in setup.model.state_dict().items()}
+        optimizer_step(context, stream, step=step)
+    return {name: own.clone() for name, own in context.model.state_dict().items()}
 
 
 def _train(rank: Rank, folder: Path) -> None:

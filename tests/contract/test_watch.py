@@ -12,11 +12,11 @@ import psutil
 import pytest
 import toys
 
-from pipeline.contract import Rank
-from pipeline.events import AnyEvent, Failed, Heartbeat, Origin, Phase, Warned, event_from_json, event_to_json
-from pipeline.launchers._vigil import Vigil
+from pipeline.launchers._hang_detector import HangDetector
+from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase, Warned, event_from_json, event_to_json
+from pipeline.protocol.trial import Rank
 from pipeline.training import watch
-from pipeline.training.watch import Watch, mark, mark_step
+from pipeline.training.watch import Watchdog, mark, mark_step
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 0.4
@@ -27,8 +27,8 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "GRACE_S", 0.0)
 
 
-def watching(outbox: toys.Kept, *, end: Callable[[], None] | None, timeout_s: float = TIMEOUT_S) -> Watch:
-    return Watch(toys.trial(parallel={"timeout_s": timeout_s}), rank=Rank(rank=1), outbox=outbox, end=end)
+def watching(outbox: toys.Kept, *, end: Callable[[], None] | None, timeout_s: float = TIMEOUT_S) -> Watchdog:
+    return Watchdog(toys.trial(parallel={"timeout_s": timeout_s}), rank=Rank(rank=1), outbox=outbox, end=end)
 
 
 def heartbeats(outbox: toys.Kept) -> list[Heartbeat]:
@@ -142,7 +142,7 @@ def failed(rank: int, origin: Origin = "peer_timeout") -> Failed:
 def verdicts(*events: AnyEvent, timeout_s: float = 300.0, wait_s: float = 0.0) -> list[Failed]:
     """What is reported besides the ranks' own failures."""
     received: list[AnyEvent] = []
-    vigil = Vigil(toys.trial(parallel={"timeout_s": timeout_s}), receive=received.append)
+    vigil = HangDetector(toys.trial(parallel={"timeout_s": timeout_s}), receive=received.append)
     with vigil:
         for event in events:
             vigil.receive(event)
@@ -179,7 +179,7 @@ def test_no_rank_is_blamed_where_one_failed_by_itself() -> None:
 
 
 def test_a_rank_of_another_node_that_is_not_heard_any_more_is_lost_with_its_node() -> None:
-    vigil = Vigil(toys.trial(parallel={"timeout_s": 0.5}), receive=pytest.fail)
+    vigil = HangDetector(toys.trial(parallel={"timeout_s": 0.5}), receive=pytest.fail)
     with vigil:
         for heartbeat in (beat(0, phase=Phase.ENDED), beat(1), beat(2, phase=Phase.WAITING)):
             vigil.receive(heartbeat)
@@ -192,7 +192,7 @@ def test_a_rank_of_another_node_that_is_not_heard_any_more_is_lost_with_its_node
 
 def test_ranks_that_waited_in_vain_for_a_silent_one_of_another_node_have_lost_it() -> None:
     received: list[AnyEvent] = []
-    vigil = Vigil(toys.trial(parallel={"timeout_s": 1.0}), receive=received.append)
+    vigil = HangDetector(toys.trial(parallel={"timeout_s": 1.0}), receive=received.append)
     with vigil:
         vigil.receive(beat(1))
         time.sleep(0.8)  # some heartbeats of a tenth of a second each

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from pipeline.config import components
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
-from pipeline.contract import Rank, Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.tasks import LanguageModel
 from pipeline.training.build import build
+from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate
 from pipeline.training.learned import held_by
 from pipeline.training.order import mix
-from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
 
 TOLERANCE = 1e-12
@@ -136,12 +136,12 @@ def _train(rank: Rank, strategies: list[str], folder: Path) -> None:
 
 
 def _trained(trial: Trial, rank: Rank) -> Reached:
-    setup = build(trial, rank=rank)
+    context = build(trial, rank=rank)
     losses = []
-    for epoch in range(setup.epochs):
-        stream = setup.train_loader.batches(setup.draws(epoch))
-        for step in range(setup.order.steps_per_epoch):
-            result = optimizer_step(setup, stream, step=epoch * setup.order.steps_per_epoch + step)
+    for epoch in range(context.epochs):
+        stream = context.train_loader.batches(context.micro_batches(epoch))
+        for step in range(context.order.steps_per_epoch):
+            result = optimizer_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
             assert not result.is_skipped
             weight = torch.tensor(float(rank.is_first)) if result.weight is None else result.weight
             losses.append(torch.stack([result.loss, weight.double()]))
@@ -149,13 +149,13 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
     if rank.world_size > 1:
         dist.all_reduce(sums)
     total = sums[:, 0] / torch.where(sums[:, 1] != 0, sums[:, 1], 1.0)
-    validation = evaluate(setup)["validation/loss"]
-    weights = {name: value.clone() for name, value in setup.strategy.weights(setup.wrapped, setup.model).items()}
-    return Reached(total.tolist(), validation, weights, _learned(setup))
+    validation = evaluate(context)["validation/loss"]
+    weights = {name: value.clone() for name, value in context.strategy.weights(context.wrapped, context.model).items()}
+    return Reached(total.tolist(), validation, weights, _learned(context))
 
 
-def _learned(setup: Setup) -> dict[str, Tensor]:
-    return {name: one.detach().clone() for name, one in held_by(setup.task).named_parameters()}
+def _learned(context: TrainContext) -> dict[str, Tensor]:
+    return {name: one.detach().clone() for name, one in held_by(context.task).named_parameters()}
 
 
 @cache
@@ -163,24 +163,24 @@ def by_hand(case: str) -> Reached:
     """Plain torch: the whole global batch at once."""
     trial = _trial(case, "single", 1, 1)
     torch.manual_seed(mix(trial.experiment.seed, "model"))
-    setup = build(trial, rank=Rank())  # for its order and its parts alone
-    model, loss = setup.model, getattr(setup.task, "loss", None)
-    parameters = [*model.parameters(), *(one for one in held_by(setup.task).parameters() if one.requires_grad)]
+    context = build(trial, rank=Rank())  # for its order and its parts alone
+    model, loss = context.model, getattr(context.task, "loss", None)
+    parameters = [*model.parameters(), *(one for one in held_by(context.task).parameters() if one.requires_grad)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
     def of(batch: Any) -> Tensor:
         inputs, targets = (one.double() if one.is_floating_point() else one for one in batch)
         if loss is not None:
             return loss(model(inputs), targets)
-        if trial.experiment.task is not None and not isinstance(setup.task, LanguageModel):
-            return setup.task(model, (inputs, targets)).loss
+        if trial.experiment.task is not None and not isinstance(context.task, LanguageModel):
+            return context.task(model, (inputs, targets)).loss
         return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     train, validation = components.build(trial.experiment.data, key="data", allowed=trial.allowed)
     losses = []
     for epoch in range(EPOCHS):
-        for step in range(setup.order.steps_per_epoch):
-            value = of(train[setup.order.global_batch(epoch, step)])
+        for step in range(context.order.steps_per_epoch):
+            value = of(train[context.order.global_batch(epoch, step)])
             optimizer.zero_grad()
             if value.isfinite():  # else there is nothing in the batch
                 value.backward()
@@ -196,7 +196,7 @@ def by_hand(case: str) -> Reached:
         losses,
         whole,
         {name: value.clone() for name, value in model.state_dict().items()},
-        _learned(setup),
+        _learned(context),
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 from attempts import DDP, PATIENCE_S, STEPS, Attempt, Undisturbed, check, kill, workers_of
 from census import compared, injected
 
-from pipeline.events import CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
+from pipeline.protocol.events import CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
 
 pytestmark = [
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.

@@ -8,12 +8,12 @@ import pytest
 from attempts import DDP, PATIENCE_S, Attempt, kill
 from census import compared, injected
 
-from pipeline.events import Resumed, TrialOpened, Warned
-from pipeline.training.order import Order
+from pipeline.protocol.events import Resumed, TrialOpened, Warned
+from pipeline.training.order import SampleOrder
 
 EPOCHS = 3
 """Each has one bad batch, and three rollbacks are the most."""
-ORDER = Order(samples=50, global_batch_size=16, seed=3)
+ORDER = SampleOrder(samples=50, global_batch_size=16, seed=3)
 BAD = ORDER.global_batch(0, 3)[0]
 ROLLBACK = [
     f"data={{_target_: lab.holed, index: {BAD}}}", f"train.epochs={EPOCHS}", "train.evaluate_every_epochs=1",

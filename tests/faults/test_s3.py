@@ -7,7 +7,7 @@ import pytest
 from attempts import DDP, STEPS, Attempt, Undisturbed, check, kill
 from s3 import BUCKET, S3, SECRET, steps
 
-from pipeline.events import Resumed
+from pipeline.protocol.events import Resumed
 from pipeline.training.checkpoints.manifest import FILE_NAME, folder_name
 from pipeline.training.checkpoints.storage import Storage
 

@@ -13,13 +13,13 @@ from census import compared, injected
 from pipeline import registry
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.events import AnyEvent, Metrics, Resumed
-from pipeline.execution import execute
+from pipeline.driver.execute import execute
 from pipeline.launchers.base import Session
-from pipeline.plan import make_plan
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import AnyEvent, Metrics, Resumed
 from pipeline.recording import journal
 from pipeline.recording.recorder import Recorder
-from pipeline.resources import Resources
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -11,7 +11,7 @@ import pytest
 from attempts import DDP, STEPS, Attempt, Undisturbed, check
 from census import injected
 
-from pipeline.events import CheckpointSaved, Resumed, RunClosed
+from pipeline.protocol.events import CheckpointSaved, Resumed, RunClosed
 
 pytestmark = [
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.

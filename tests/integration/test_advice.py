@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import registry, resources
+from pipeline import registry
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.contract import Trial
-from pipeline.events import AnyEvent, Failed, Finished, event_from_json
 from pipeline.launchers.base import Session
-from pipeline.plan import make_plan
-from pipeline.speedup import Advice
-from pipeline.speedup.advise import advise
-from pipeline.speedup.report import Report
+from pipeline.planning import resources
+from pipeline.planning.plan import make_plan
+from pipeline.protocol.events import AnyEvent, Failed, Finished, event_from_json
+from pipeline.protocol.trial import Trial
+from pipeline.report import Advice
+from pipeline.report.advise import advise
+from pipeline.report.report import Report
 
 DDP = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
 PORT = 29400
@@ -135,7 +136,7 @@ def _worker(node: str, assignment: Path, *, rank: int) -> subprocess.Popen[str]:
     """A rank in a namespace, whose own host name tells it from the other's node."""
     variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": PORT}
     variables |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1}
-    named = f"hostname node-{rank + 1} && exec {sys.executable} -m pipeline.worker {assignment}"
+    named = f"hostname node-{rank + 1} && exec {sys.executable} -m pipeline.worker.main {assignment}"
     return subprocess.Popen(
         ["ip", "netns", "exec", node, "unshare", "--uts", "sh", "-c", named],
         env=os.environ | {name: str(value) for name, value in variables.items()},

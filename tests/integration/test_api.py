@@ -11,7 +11,7 @@ import torch
 
 from pipeline import ComparisonResult, Experiment, RunResult, compare, run
 from pipeline.errors import Terminated, TrainingError
-from pipeline.events import RunClosed
+from pipeline.protocol.events import RunClosed
 from pipeline.recording import journal
 
 KEPT_HERE = ("tracking.uri=sqlite:///mlflow.db", "train.epochs=1")
@@ -103,4 +103,4 @@ def test_a_failure_is_shown_without_our_traceback(here: Path) -> None:
     shown = raised.value._render_traceback_()
     assert "ZeroDivisionError: the model's own mistake" in shown
     assert shown[-1].startswith("error: ")
-    assert not any("pipeline/runner.py" in line for line in shown)
+    assert not any("pipeline/commands/run.py" in line for line in shown)

@@ -7,8 +7,8 @@ import toys
 from census import injected
 from s3 import BUCKET, S3, steps
 
-from pipeline.contract import Rank
-from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Warned
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Warned
+from pipeline.protocol.trial import Rank
 from pipeline.training.loop import train
 
 

@@ -10,7 +10,7 @@ import pytest
 from command import REPOSITORY, Ended, started
 from mlflow import MlflowClient
 
-from pipeline.events import Finished, RunClosed, TrialOpened
+from pipeline.protocol.events import Finished, RunClosed, TrialOpened
 from pipeline.recording import journal
 
 pytestmark = [

@@ -7,7 +7,7 @@ import pytest
 import samples
 import toys
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.loop import train
 

@@ -12,7 +12,7 @@ import pytest
 import webdataset
 import yaml
 
-from pipeline.events import Finished, Started
+from pipeline.protocol.events import Finished, Started
 from pipeline.recording import journal
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()

@@ -4,10 +4,10 @@ import psutil
 import pytest
 import ray
 
-from pipeline.doctor import link
-from pipeline.launchers._ray.local import Wanted, started
-from pipeline.launchers._ray.nodes import NodesSilent, facts_of_nodes
-from pipeline.node_facts import facts_here
+from pipeline.cluster.node_facts import facts_here
+from pipeline.cluster.nodes import NodesSilent, facts_of_nodes
+from pipeline.commands.doctor import link_speed
+from pipeline.launchers._ray.local import LocalRayRequest, started
 
 
 def _own_processes() -> list[psutil.Process]:
@@ -15,9 +15,9 @@ def _own_processes() -> list[psutil.Process]:
 
 
 def test_a_real_ray_s_node_says_what_it_has_and_how_fast_it_is() -> None:
-    with started(Wanted(), verbose=False):
+    with started(LocalRayRequest(), verbose=False):
         (node,) = facts_of_nodes(timeout_s=60)
-        measured = link.measure_across([node])
+        measured = link_speed.measure_across([node])
         listening = {end.laddr.ip for process in _own_processes() for end in process.net_connections("inet")}
         with pytest.raises(NodesSilent, match=rf"{node.node} \({node.address}\): it didn't answer within 0.0001 s"):
             facts_of_nodes(timeout_s=0.0001)

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
 from pipeline.recording import journal
-from pipeline.speedup.report import Report
+from pipeline.report.report import Report
 
 pytestmark = pytest.mark.timeout(1200)
 

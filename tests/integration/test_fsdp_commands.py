@@ -13,17 +13,17 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from pipeline import worker
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.contract import Rank, Trial
-from pipeline.events import AnyEvent, Failed, event_to_json
+from pipeline.protocol.events import AnyEvent, Failed, event_to_json
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
-from pipeline.training.checkpoints.agreement import from_first
+from pipeline.training.checkpoints.collectives import from_first
 from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.context import TrainContext
 from pipeline.training.norms import local
-from pipeline.training.setup import Setup
 from pipeline.training.step import gradients, optimizer_step
+from pipeline.worker import main
 
 ROUNDED = 1e-12
 LARGE = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [40, 40], num_classes: 3}"
@@ -98,16 +98,16 @@ def _as_trial(overrides: list[str], strategy: str) -> Trial:
     )  # fmt: skip
 
 
-def _take_steps(trial: Trial, rank: Rank) -> Setup:
-    setup = build(trial, rank=rank)
-    stream = setup.train_loader.batches(setup.draws(0))
-    for step in range(setup.order.steps_per_epoch):
-        optimizer_step(setup, stream, step=step)
-    return setup
+def _take_steps(trial: Trial, rank: Rank) -> TrainContext:
+    context = build(trial, rank=rank)
+    stream = context.train_loader.batches(context.micro_batches(0))
+    for step in range(context.order.steps_per_epoch):
+        optimizer_step(context, stream, step=step)
+    return context
 
 
-def _keep(setup: Setup, path: Path, rank: Rank) -> None:
-    weights = setup.strategy.weights(setup.wrapped, setup.model)
+def _keep(context: TrainContext, path: Path, rank: Rank) -> None:
+    weights = context.strategy.weights(context.wrapped, context.model)
     if rank.is_first:
         torch.save(dict(weights), f"{path}.pt")
 
@@ -123,22 +123,22 @@ def expected(root: Path) -> dict[str, Weights]:
     return {work: _take_steps(_plain(work, {}, strategy="single"), Rank()).model.state_dict() for work in WORK}
 
 
-def _measure_in_between(rank: Rank) -> Setup:
+def _measure_in_between(rank: Rank) -> TrainContext:
     """A step; then what one rank does without the other, which must not wait or leave a trace; then the other steps."""
-    setup = build(_plain("one sample left", {}), rank=rank)
-    stream = setup.train_loader.batches(setup.draws(0))
-    optimizer_step(setup, stream, step=0)
+    context = build(_plain("one sample left", {}), rank=rank)
+    stream = context.train_loader.batches(context.micro_batches(0))
+    optimizer_step(context, stream, step=0)
     if rank.is_first:
         for _ in range(2):
-            gradients(setup, setup.train_loader.batches(setup.draws(0)), exchange=False)
-        with suppress(MemoryError), setup.strategy.alone(setup.wrapped):
-            setup.wrapped(torch.zeros(2, 4, dtype=torch.float64))
+            gradients(context, context.train_loader.batches(context.micro_batches(0)), exchange=False)
+        with suppress(MemoryError), context.strategy.no_communication(context.wrapped):
+            context.wrapped(torch.zeros(2, 4, dtype=torch.float64))
             raise MemoryError
-    setup.optimizer.zero_grad(set_to_none=True)
+    context.optimizer.zero_grad(set_to_none=True)
     dist.barrier()
-    for step in range(1, setup.order.steps_per_epoch):
-        optimizer_step(setup, stream, step=step)
-    return setup
+    for step in range(1, context.order.steps_per_epoch):
+        optimizer_step(context, stream, step=step)
+    return context
 
 
 NORMED = "model={_target_: lab.Normed}"
@@ -149,32 +149,32 @@ def _precisions(folder: Path, rank: Rank) -> None:
     for precision in ("bf16", "fp16", "fp32"):
         for strategy in ("fsdp", "ddp"):
             for model in (LARGE, NORMED):
-                setup = _take_steps(
+                context = _take_steps(
                     _as_trial(
                         [f"train.precision={precision}", model, FIFTEEN, "train.epochs=1", "optimizer.lr=0.01"],
                         strategy,
                     ),
                     rank,
                 )
-                assert {parameter.dtype for parameter in setup.model.parameters()} == {torch.float32}
-                output = setup.wrapped(torch.zeros(2, 4))
+                assert {parameter.dtype for parameter in context.model.parameters()} == {torch.float32}
+                output = context.wrapped(torch.zeros(2, 4))
                 assert output.dtype == (torch.float32 if strategy == "fsdp" else output.dtype)
                 output.sum().backward()
-                _keep(setup, folder / f"{precision}, {strategy}, {model == NORMED}", rank)
+                _keep(context, folder / f"{precision}, {strategy}, {model == NORMED}", rank)
 
 
 def _holds(folder: Path, rank: Rank) -> None:
-    setup = _take_steps(_plain("one sample left", {}), rank)
+    context = _take_steps(_plain("one sample left", {}), rank)
     with torch.no_grad():
-        setup.strategy.evaluation_module(setup.wrapped, setup.model)(torch.zeros(1, 4, dtype=torch.float64))
-    torch.save([tuple(local(one).shape) for one in setup.model.parameters()], folder / f"shapes {rank.rank}.pt")
+        context.strategy.evaluation_module(context.wrapped, context.model)(torch.zeros(1, 4, dtype=torch.float64))
+    torch.save([tuple(local(one).shape) for one in context.model.parameters()], folder / f"shapes {rank.rank}.pt")
 
 
 def _buffers(folder: Path, rank: Rank) -> None:
-    setup = _take_steps(_as_trial([NORMED, FIFTEEN, "train.precision=fp64"], "fsdp"), rank)
-    own = next(module.running_mean.clone() for module in setup.model.modules() if isinstance(module, nn.BatchNorm1d))
+    context = _take_steps(_as_trial([NORMED, FIFTEEN, "train.precision=fp64"], "fsdp"), rank)
+    own = next(module.running_mean.clone() for module in context.model.modules() if isinstance(module, nn.BatchNorm1d))
     torch.save(own, folder / f"mean {rank.rank}.pt")
-    _keep(setup, folder / "normed", rank)
+    _keep(context, folder / "normed", rank)
 
 
 def _trial(folder: Path, name: str, *, strategy: str = "fsdp", precision: str = "fp64", stopped: str = "") -> Trial:
@@ -210,7 +210,7 @@ class _Written:
 
 
 def _train(trial: Trial, rank: Rank) -> None:
-    worker.run(trial, rank=rank, outbox=_Written(f"{trial.checkpoints}.{rank.rank}"))
+    main.run(trial, rank=rank, outbox=_Written(f"{trial.checkpoints}.{rank.rank}"))
 
 
 def test_a_batch_that_does_not_fit_on_one_rank_is_found(command: Callable[..., Any]) -> None:

@@ -23,9 +23,11 @@ from mlflow.entities import Run
 from stores import Server
 
 from pipeline.config.load import load
-from pipeline.contract import Spread, StepParts, TrialResult
 from pipeline.errors import ResourceError, UsageError
-from pipeline.events import (
+from pipeline.models.mlp import MLP
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import (
     AnyEvent,
     ArtifactSaved,
     Finished,
@@ -37,8 +39,7 @@ from pipeline.events import (
     Started,
     TrialOpened,
 )
-from pipeline.models.mlp import MLP
-from pipeline.plan import make_plan
+from pipeline.protocol.trial import Spread, StepParts, TrialResult
 from pipeline.recording.delivery import quiet
 from pipeline.recording.ending import places_of
 from pipeline.recording.journal import FILE_NAME, Journal
@@ -51,7 +52,6 @@ from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
 from pipeline.recording.ui import serve
 from pipeline.recording.ui_pages import pages
-from pipeline.resources import Resources
 
 pytestmark = pytest.mark.filterwarnings(
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too, but the tests' own client may be the first to import.

@@ -20,10 +20,11 @@ from mlflow.entities import Run, ViewType
 from stores import Proxy, Server
 
 from pipeline.config.load import load
-from pipeline.contract import Status
 from pipeline.errors import ResourceError, UsageError
-from pipeline.events import ArtifactSaved, Finished, Metrics, Point, RunClosed, SystemMetrics
-from pipeline.plan import Plan, make_plan
+from pipeline.planning.plan import Plan, make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import ArtifactSaved, Finished, Metrics, Point, RunClosed, SystemMetrics
+from pipeline.protocol.trial import Status
 from pipeline.recording import journal
 from pipeline.recording import mlflow_entities as entities
 from pipeline.recording.folder import read_state, runs_named
@@ -31,7 +32,6 @@ from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import artifact, open_trial, recorded
 from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
-from pipeline.resources import Resources
 
 pytestmark = [
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
@@ -97,7 +97,7 @@ class Training:
         self.longest_s = max(self.longest_s, time.monotonic() - begin)
         time.sleep(0.003)
 
-    def go_on(self, *, steps: int = 100) -> None:
+    def set_step(self, *, steps: int = 100) -> None:
         for _ in range(steps):
             self.step()
 
@@ -106,8 +106,8 @@ class Training:
         deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, self._shown.getvalue()
-            self.go_on(steps=20)
-        self.go_on(steps=50)
+            self.set_step(steps=20)
+        self.set_step(steps=50)
 
 
 class Recording:
@@ -275,7 +275,7 @@ def test_a_database_that_another_process_has_locked(tmp_path: Path) -> None:
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
             before = training.steps
-            training.go_on(steps=500)
+            training.set_step(steps=500)
             other.execute("ROLLBACK")
 
     assert training.steps == before + 500
@@ -312,13 +312,13 @@ def test_a_disk_without_room_for_artifacts(small_disk: Path, tmp_path: Path) -> 
 def test_a_full_disk_is_written_to_again_when_it_has_room(proxy: Proxy, small_disk: Path) -> None:
     run = Recording(proxy.uri, small_disk / "runs")
     with run.training() as training:
-        training.go_on()
+        training.set_step()
         fill(small_disk)
         training.until(run.says(FULL))
         arrived = training.steps
         training.until(lambda: metrics_of(proxy, run.folder).get("train/loss", 1) < 1 / arrived)  # MLflow goes on
         (small_disk / "ballast").unlink()
-        training.go_on()
+        training.set_step()
 
     run.assert_told_once(FULL, ROOM)
     assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
@@ -331,7 +331,7 @@ def test_a_disk_that_stays_full_is_an_error_at_the_end_and_mlflow_has_everything
 
     def train() -> None:
         with run.training() as training:
-            training.go_on()
+            training.set_step()
             fill(small_disk)
             training.until(run.says(FULL))
 
@@ -402,7 +402,7 @@ def test_a_password_is_in_no_file_and_sync_takes_it_from_the_environment(
         training.until(lambda: "train/loss" in metrics_of(proxy, run.folder))
         proxy.fault = "fails"
         training.until(run.says(DOWN))
-        training.go_on()
+        training.set_step()
     proxy.fault = ""
 
     assert "send them with: pipeline sync" in run.shown
@@ -453,7 +453,7 @@ def test_a_killed_driver_is_continued_without_gaps_and_double_points(proxy: Prox
         assert read_state(run.folder).status == "RUNNING"
         with pytest.raises(UsageError, match="still going on"), run.training(run.folder):
             pass
-        training.go_on(steps=len(before) + 100)
+        training.set_step(steps=len(before) + 100)
 
     assert read_state(run.folder).status == "FINISHED"
     assert_all_is_there(proxy.uri, run.folder, steps=training.steps)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.events import AnyEvent, Metrics
+from pipeline.protocol.events import AnyEvent, Metrics
 from pipeline.recording import journal
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"

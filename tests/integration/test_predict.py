@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from pipeline.speedup.forecast import Forecast
+from pipeline.report.forecast import Forecast
 
 LAB = "lab.yaml"
 LINK = ["--link", "10Gbit,50us"]

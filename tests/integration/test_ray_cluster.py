@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.events import Finished, RunClosed, Started
+from pipeline.protocol.events import Finished, RunClosed, Started
 from pipeline.recording import journal
 
 RAY = Path(sys.executable).with_name("ray")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.events import (
+from pipeline.protocol.events import (
     CheckpointSaved,
     Event,
 )

@@ -18,16 +18,16 @@ from pipeline import registry
 from pipeline.config.components import allowed_packages
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError
-from pipeline.events import Metrics, Resumed, Warned
 from pipeline.launchers._ray.ingest import Facts, Ingest
-from pipeline.launchers._ray.local import Wanted, started
+from pipeline.launchers._ray.local import LocalRayRequest, started
 from pipeline.launchers._ray.rows import stream_of
 from pipeline.launchers.base import Session
-from pipeline.plan import make_plan
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import Metrics, Resumed, Warned
 from pipeline.recording import journal
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import open_trial
-from pipeline.resources import Resources
 from pipeline.training.order import StreamOrder
 from pipeline.training.stream import StreamLoader
 
@@ -173,7 +173,7 @@ def test_rays_blocks_are_the_rows_in_their_order(experiment: Path, monkeypatch: 
         allowed=allowed_packages(),
         with_baseline=False,
     ).main
-    with started(Wanted(streams=True), verbose=False):
+    with started(LocalRayRequest(streams=True), verbose=False):
         ingest = Ingest(trial)
         facts = ingest.facts(trial)
         shards = ingest.dealing().configure(ingest.datasets(trial), size, None, None)
@@ -195,8 +195,8 @@ def _epochs(shards: list[dict[str, Any]], facts: Facts, rank: int) -> list[list[
     reader = StreamLoader(stream_of(shards[rank]["train"], "train", facts), order=plan, pin_memory=False)
     return [
         [
-            batch if draw.weight else tuple(column[:0] for column in batch)
-            for draw, batch in reader.batches(plan.draws(epoch, rank=rank, world_size=2))
+            batch if micro_batch.weight else tuple(column[:0] for column in batch)
+            for micro_batch, batch in reader.batches(plan.micro_batches(epoch, rank=rank, world_size=2))
         ]
         for epoch in range(EPOCHS)
     ]

@@ -20,11 +20,11 @@ import pytest
 import requests
 from mlflow import MlflowClient
 
+from pipeline.commands.submit import following
+from pipeline.commands.submit.jobs import Job, Jobs
 from pipeline.errors import ResourceError
-from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed
 from pipeline.recording import journal
-from pipeline.submission import following
-from pipeline.submission.jobs import Job, Jobs
 
 pytestmark = pytest.mark.timeout(900)
 

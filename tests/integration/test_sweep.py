@@ -10,7 +10,7 @@ from command import REPOSITORY, Ended, started
 from mlflow import MlflowClient
 from swept import INPROCESS, Folder, section
 
-from pipeline.events import CheckpointSaved, RunClosed
+from pipeline.protocol.events import CheckpointSaved, RunClosed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),

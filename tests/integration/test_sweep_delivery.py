@@ -9,14 +9,15 @@ import torch
 import yaml
 from mlflow import MlflowClient
 
-from pipeline.events import AnyEvent, ArtifactSaved, Metrics, ModelSaved, Point, RunClosed, RunOpened, Tagged
+from pipeline.commands.sweep import delivery
+from pipeline.commands.sweep import sweep_report as outcome
+from pipeline.commands.sweep.assignment import Record, Suggestion
+from pipeline.commands.sweep.journals import state_of
 from pipeline.models import MLP
+from pipeline.protocol.events import AnyEvent, ArtifactSaved, Metrics, ModelSaved, Point, RunClosed, RunOpened, Tagged
 from pipeline.recording.folder import trials_of
 from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.sync import sync, sync_with_trials
-from pipeline.sweeping import delivery, outcome
-from pipeline.sweeping.assignment import Record, Suggestion
-from pipeline.sweeping.journals import state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
 

@@ -14,7 +14,7 @@ from command import REPOSITORY
 from leaks import MARK
 from swept import INPROCESS, Folder, section
 
-from pipeline.events import Failed, Resumed, RunClosed, RunOpened, Started
+from pipeline.protocol.events import Failed, Resumed, RunClosed, RunOpened, Started
 
 pytestmark = [
     pytest.mark.timeout(900),

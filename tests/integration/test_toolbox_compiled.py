@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from ranks import on_ranks
 
-from pipeline import worker
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.contract import Rank, Trial
-from pipeline.events import AnyEvent, Event, Failed, Finished, Metrics, event_from_json, event_to_json
+from pipeline.protocol.events import AnyEvent, Event, Failed, Finished, Metrics, event_from_json, event_to_json
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training import probe
+from pipeline.worker import main
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -53,7 +53,7 @@ def _in_two_processes(where: Rank, folder: Path) -> None:
             name=name, role="main", experiment=experiment, strategy=strategy, options=options, launcher="inprocess",
             workers=2, devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=allowed_packages(),
         )  # fmt: skip
-        worker.run(trial, rank=where, outbox=_Written(folder / f"{name}.{where.rank}.jsonl"))
+        main.run(trial, rank=where, outbox=_Written(folder / f"{name}.{where.rank}.jsonl"))
 
 
 class _Written:

@@ -12,18 +12,28 @@ import torch
 from ranks import on_ranks
 from safetensors.torch import load_file
 
-from pipeline import worker
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.contract import Rank, Trial
 from pipeline.errors import ExperimentError
-from pipeline.events import AnyEvent, Event, Failed, Finished, Metrics, Resumed, Warned, event_from_json, event_to_json
-from pipeline.plan import make_plan
-from pipeline.resources import Resources
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import (
+    AnyEvent,
+    Event,
+    Failed,
+    Finished,
+    Metrics,
+    Resumed,
+    Warned,
+    event_from_json,
+    event_to_json,
+)
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training import probe
-from pipeline.training.checkpoints.agreement import from_first
+from pipeline.training.checkpoints.collectives import from_first
 from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.order import Order
+from pipeline.training.order import SampleOrder
+from pipeline.worker import main
 
 START, PERIOD, STOPPED, STEPS = 2, 4, 5, 8
 """Workers are averaged after step 6 alone: they differ after the first epoch, when they stop, and in the end."""
@@ -119,7 +129,7 @@ class _Written:
 
 
 def _train(trial: Trial, rank: Rank) -> None:
-    worker.run(trial, rank=rank, outbox=_Written(Path(f"{trial.checkpoints}.{rank.rank}")))
+    main.run(trial, rank=rank, outbox=_Written(Path(f"{trial.checkpoints}.{rank.rank}")))
 
 
 def events(root: Path, name: str, kind: type[Event]) -> list[Any]:
@@ -170,7 +180,7 @@ class _Worker:
 def _averaged(workers: list[_Worker], of: str) -> None:
     """Put the mean of parameters, or of their gradients, in their places."""
     with torch.no_grad():
-        for group in zip(*(worker.model.parameters() for worker in workers), strict=True):
+        for group in zip(*(main.model.parameters() for main in workers), strict=True):
             tensors = [one.grad if of == "gradients" else one for one in group]
             mean = (tensors[0] + tensors[1]) / 2
             for tensor in tensors:
@@ -186,13 +196,13 @@ def reference(root: Path) -> tuple[dict[int, float], list[Weights]]:
     model = lab.Normed().double()
     model.load_state_dict({name: one for name, one in _first_weights(root).items() if name in model.state_dict()})
     workers = [_Worker(model), _Worker(model)]
-    order, losses = Order(samples=50, global_batch_size=15, seed=3), dict[int, float]()
+    order, losses = SampleOrder(samples=50, global_batch_size=15, seed=3), dict[int, float]()
     for step in range(STEPS):
         batch = order.global_batch(*divmod(step, order.steps_per_epoch))
         shares = [batch[rank::2] for rank in range(2)]
         losses[step + 1] = sum(
-            worker.gradients(inputs[share].double(), targets[share], share=len(share) / len(batch))
-            for worker, share in zip(workers, shares, strict=True)
+            main.gradients(inputs[share].double(), targets[share], share=len(share) / len(batch))
+            for main, share in zip(workers, shares, strict=True)
         )
         if step < START:
             _averaged(workers, "gradients")

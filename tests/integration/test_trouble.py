@@ -13,7 +13,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from pipeline.events import AnyEvent, Metrics, RunClosed
+from pipeline.protocol.events import AnyEvent, Metrics, RunClosed
 from pipeline.recording import journal
 
 pytestmark = pytest.mark.filterwarnings(

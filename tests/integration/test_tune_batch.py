@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from command import Ended
 
-from pipeline.events import AnyEvent, BatchSizesFound, RunClosed
+from pipeline.protocol.events import AnyEvent, BatchSizesFound, RunClosed
 from pipeline.recording import journal
 from pipeline.training import bench
 

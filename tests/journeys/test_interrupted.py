@@ -8,7 +8,7 @@ from subprocess import Popen
 
 import psutil
 
-from pipeline.events import RunClosed
+from pipeline.protocol.events import RunClosed
 from pipeline.recording import journal
 
 TIMEOUT_S = 5.0

@@ -7,7 +7,7 @@ import psutil
 from attempts import DDP, PATIENCE_S, STEPS, Attempt, Undisturbed, check, kill, workers_of
 from census import injected
 
-from pipeline.events import Resumed, Warned
+from pipeline.protocol.events import Resumed, Warned
 
 
 def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(

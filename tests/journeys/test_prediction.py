@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pipeline.speedup.forecast import Forecast
+from pipeline.report.forecast import Forecast
 
 LAB = "lab.yaml"
 

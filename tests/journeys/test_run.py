@@ -18,9 +18,9 @@ from mlflow.entities import Run
 
 from pipeline.config.load import load
 from pipeline.config.summary import config_hash, flatten
-from pipeline.events import Finished, RunClosed, RunOpened, TrialOpened
+from pipeline.protocol.events import Finished, RunClosed, RunOpened, TrialOpened
 from pipeline.recording import journal
-from pipeline.speedup.report import Report
+from pipeline.report.report import Report
 
 pytestmark = [
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.

@@ -9,12 +9,12 @@ import pytest
 import rich.console
 from recordings import JOURNALS, Recording, written_here
 
-from pipeline.contract import Trial
-from pipeline.elastic import course, remark
-from pipeline.events import Metrics, Resumed, RunClosed, Started, event_from_json, event_to_json
-from pipeline.recording import journal as journals
+from pipeline.driver.elastic import course, remark
+from pipeline.protocol.events import Metrics, Resumed, RunClosed, Started, event_from_json, event_to_json
+from pipeline.protocol.trial import Trial
 from pipeline.recording.console import Console
 from pipeline.recording.folder import read_state
+from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
 
@@ -26,8 +26,8 @@ NAMES = sorted(path.name for path in JOURNALS.iterdir() if (path / "events.jsonl
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_event_of_every_journal_is_understood(name: str) -> None:
-    events = list(journals.read(JOURNALS / name / journals.FILE_NAME))
-    lines = (JOURNALS / name / journals.FILE_NAME).read_bytes().splitlines()
+    events = list(read(JOURNALS / name / FILE_NAME))
+    lines = (JOURNALS / name / FILE_NAME).read_bytes().splitlines()
     assert len(events) == len(lines)
     for event in events:  # as text, since NaN is unlike itself
         assert str(event_from_json(event_to_json(event))) == str(event)
@@ -52,7 +52,7 @@ def test_a_recorder_takes_each_event_and_goes_on_with_the_journal(tmp_path: Path
     for event in events:
         recorder.receive(event)
     recorder.close()
-    again = list(journals.read(tmp_path / "again" / journals.FILE_NAME))
+    again = list(read(tmp_path / "again" / FILE_NAME))
     assert [event.kind for event in again] == [event.kind for event in events]
     assert _points(again) == _points(events)
     continued = Recorder(tmp_path / "again", subscribers=[])
@@ -61,7 +61,7 @@ def test_a_recorder_takes_each_event_and_goes_on_with_the_journal(tmp_path: Path
             continued.receive(event)
     continued.close()
     assert continued.known == len(events)
-    assert _points(list(journals.read(tmp_path / "again" / journals.FILE_NAME))) == _points(events)  # each once
+    assert _points(list(read(tmp_path / "again" / FILE_NAME))) == _points(events)  # each once
 
 
 def _points(events: list[Any]) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from recordings import JOURNALS, Store
 
-from pipeline.events import Finished, RunClosed, TrialOpened
-from pipeline.recording import journal as journals
-from pipeline.speedup.report import Report
+from pipeline.protocol.events import Finished, RunClosed, TrialOpened
+from pipeline.recording.journal import FILE_NAME, is_open, read
+from pipeline.report.report import Report
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
 
@@ -25,7 +25,7 @@ def run_in(lab: Path) -> Path:
 
 
 def kinds(folder: Path, kind: type[Any]) -> list[Any]:
-    return [event for event in journals.read(folder / journals.FILE_NAME) if isinstance(event, kind)]
+    return [event for event in read(folder / FILE_NAME) if isinstance(event, kind)]
 
 
 def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, store: Store) -> None:
@@ -49,12 +49,12 @@ def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, stor
     log = (folder / "log.txt").read_text()
     assert set(told) <= set(log.splitlines())
 
-    events = list(journals.read(folder / journals.FILE_NAME))
+    events = list(read(folder / FILE_NAME))
     assert [event.trial for event in kinds(folder, TrialOpened)] == ["baseline", "main", "reference"]
     assert [event.trial for event in kinds(folder, Finished)] == ["baseline", "main", "reference"]
     assert isinstance(events[-1], RunClosed)
     assert (events[-1].status, "ddp x 2 does" in events[-1].summary) == ("FINISHED", True)
-    assert not journals.is_open(folder / journals.FILE_NAME)
+    assert not is_open(folder / FILE_NAME)
     (main,) = (run for run in store.runs("tiny") if run.data.tags["role"] == "main")
     assert (main.info.status, main.info.run_name) == ("FINISHED", folder.name)
     assert [step for step, _ in store.series(main, "train/loss")] == list(range(1, 47))

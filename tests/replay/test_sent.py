@@ -13,10 +13,10 @@ from recordings import JOURNALS, LAB, Recording, Store, copied, recording
 
 from pipeline.config.load import load
 from pipeline.config.summary import config_hash, flatten
-from pipeline.events import Failed, Finished
+from pipeline.protocol.events import Failed, Finished
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.sync import sync
-from pipeline.speedup.report import Report
+from pipeline.report.report import Report
 
 pytestmark = [
     # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it, too, but the tests' own client may be the first to import.

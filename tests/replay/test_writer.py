@@ -13,7 +13,7 @@ import pytest
 from recordings import JOURNALS, Recording, Store
 
 from pipeline.errors import UsageError
-from pipeline.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
+from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
 from pipeline.recording import journal as journals
 from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.sync import sync

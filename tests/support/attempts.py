@@ -14,7 +14,7 @@ from command import Ended, started
 from mlflow import MlflowClient
 
 from pipeline.errors import UsageError
-from pipeline.events import AnyEvent, Metrics
+from pipeline.protocol.events import AnyEvent, Metrics
 from pipeline.recording import journal
 
 STEPS = 240
@@ -166,5 +166,5 @@ def workers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 def ranks_of(driver: psutil.Process) -> list[psutil.Process]:
     """What torchrun's launcher has started, without loader processes."""
-    servers = [child for child in driver.children() if "pipeline.forkserver" in child.cmdline()]
+    servers = [child for child in driver.children() if "pipeline.launchers._forkserver" in child.cmdline()]
     return [rank for server in servers for rank in server.children()]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 from pairwise import Answers, pairwise
 
-from pipeline.scaffold import catalog
-from pipeline.scaffold.create import create
+from pipeline.commands.new import catalog
+from pipeline.commands.new.create import create
 
 REPOSITORY = Path(__file__).parents[2]
 STORES = ("sqlite:///mlflow.db", "http://mlflow.example.com:5000")

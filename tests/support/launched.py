@@ -13,15 +13,15 @@ from leaks import State
 from pipeline import registry
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
-from pipeline.contract import Trial
-from pipeline.events import AnyEvent
 from pipeline.launchers import _head_start
 from pipeline.launchers.base import Session, WorkersLost
-from pipeline.plan import make_plan
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import AnyEvent
+from pipeline.protocol.trial import Trial
 from pipeline.recording import journal
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run import open_trial
-from pipeline.resources import Resources
 
 
 class Launched(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from nodes import Nodes
 
-from pipeline.events import AnyEvent, Metrics
+from pipeline.protocol.events import AnyEvent, Metrics
 from pipeline.recording import journal
 
 LAB = Path(__file__).parents[1] / "project"

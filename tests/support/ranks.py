@@ -10,10 +10,12 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 
 # What takes seconds to import, once for all ranks of all tests; toys have a metric.
-multiprocessing.set_forkserver_preload(["pipeline.worker", "torch._dynamo", "torchmetrics", "pytest", "hypothesis"])
+multiprocessing.set_forkserver_preload(
+    ["pipeline.worker.main", "torch._dynamo", "torchmetrics", "pytest", "hypothesis"]
+)
 
 
 def on_ranks(

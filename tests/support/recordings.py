@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 from filelock import FileLock
 
-from pipeline.events import AnyEvent
-from pipeline.recording import journal as journals
-from pipeline.recording.mlflow_process import Order, Writer
+from pipeline.protocol.events import AnyEvent
+from pipeline.recording.journal import FILE_NAME, read
+from pipeline.recording.mlflow_process import Writer, WriterTask
 from pipeline.recording.outcome import TrackingOutcome
 
 if TYPE_CHECKING:  # importing MLflow takes seconds, which tests without a store needn't spend
@@ -35,7 +35,7 @@ class Recording(NamedTuple):
 
     @property
     def events(self) -> list[AnyEvent]:
-        return list(journals.read(self.folder / journals.FILE_NAME))
+        return list(read(self.folder / FILE_NAME))
 
     def all_of(self, kind: Any) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -86,7 +86,7 @@ class Store(NamedTuple):
 def recording(name: str, *, lab: Path) -> Recording:
     """A copy of a recorded run as if it had been made in the folder ``lab``."""
     source = JOURNALS / name
-    opened: Any = next(journals.read(source / journals.FILE_NAME))
+    opened: Any = next(read(source / FILE_NAME))
     folder = lab / "runs" / str(opened.run)
     if not folder.exists():
         shutil.copytree(source, folder)
@@ -170,7 +170,7 @@ class _WriterHere:
     """What the process of `pipeline.recording.mlflow_process` does, at once and in this one."""
 
     def __init__(self, *, folder: Path, log: Path, warn: Callable[[str], None], uri: str, known: int, **_: Any) -> None:
-        order = Order(folder=folder, log=log, uri=uri, known=known, environment=Order.encoded(os.environ))
+        order = WriterTask(folder=folder, log=log, uri=uri, known=known, environment=WriterTask.encoded(os.environ))
         self._writer = Writer(order, warn=warn)
 
     @property

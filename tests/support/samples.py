@@ -2,10 +2,10 @@
 
 from pipeline.config.schema import Experiment, Train
 from pipeline.config.values import Component
-from pipeline.contract import Role, Scaling, Spread, StepParts, Trial, TrialResult
-from pipeline.events import Finished
-from pipeline.speedup import Unmeasured
-from pipeline.speedup.report import Report
+from pipeline.protocol.events import Finished
+from pipeline.protocol.trial import Role, Scaling, Spread, StepParts, Trial, TrialResult
+from pipeline.report import Unmeasured
+from pipeline.report.report import Report
 
 HARDWARE = "2 cores, 24 GiB, no GPU, Intel(R) Xeon(R) Processor @ 2.60GHz"
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from mlflow import MlflowClient
 
-from pipeline.events import AnyEvent, Metrics
+from pipeline.protocol.events import AnyEvent, Metrics
 from pipeline.recording import journal
 
 INPROCESS = ("parallel.strategy=single", "parallel.launcher=inprocess", "parallel.workers=1")

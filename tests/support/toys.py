@@ -16,8 +16,8 @@ from torchmetrics import Metric
 
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
-from pipeline.contract import Rank, Trial, TrialResult
-from pipeline.events import AnyEvent, Metrics
+from pipeline.protocol.events import AnyEvent, Metrics
+from pipeline.protocol.trial import Rank, Trial, TrialResult
 from pipeline.tasks import StepOutput
 from pipeline.training.loop import train
 

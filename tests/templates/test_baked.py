@@ -14,7 +14,7 @@ from pairwise import pairs
 from typer.testing import CliRunner
 
 from pipeline import cli
-from pipeline.scaffold import catalog
+from pipeline.commands.new import catalog
 
 COMMON = {".cruft.json", ".gitignore", "Makefile", "README.md", "pipeline.local.mk", "pipeline.mk", "pyproject.toml"}
 DDP = COMMON | {

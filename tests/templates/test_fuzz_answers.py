@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import UsageError
-from pipeline.scaffold.update import update
+from pipeline.commands.new.update import update
 
 METADATA = ".cruft.json"
 odd = st.none() | st.booleans() | st.integers() | st.just([]) | st.just({}) | st.text(max_size=5)

@@ -12,8 +12,8 @@ import pytest
 from baking import REPOSITORY, bake, command, git, succeed
 
 from pipeline.errors import UsageError
-from pipeline.scaffold import catalog
-from pipeline.scaffold.create import create
+from pipeline.commands.new import catalog
+from pipeline.commands.new.create import create
 
 
 @pytest.fixture

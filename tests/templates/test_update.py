@@ -10,8 +10,8 @@ import pytest
 from baking import REPOSITORY, bake, git, succeed
 
 from pipeline.errors import UsageError
-from pipeline.scaffold import catalog
-from pipeline.scaffold.update import Updated, update
+from pipeline.commands.new import catalog
+from pipeline.commands.new.update import Updated, update
 
 MAKEFILE = "ddp-project/{{cookiecutter.__project_slug}}/Makefile"
 README = "ddp-project/{{cookiecutter.__project_slug}}/README.md"

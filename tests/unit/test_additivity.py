@@ -7,11 +7,11 @@ import torch
 import toys
 
 from pipeline.config.project import BUILT_IN
-from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
 from pipeline.tasks import Supervised
 from pipeline.training.build import build
-from pipeline.training.setup import Setup
+from pipeline.training.context import TrainContext
 
 BOXES = {
     "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2},
@@ -20,7 +20,7 @@ BOXES = {
 }
 
 
-def built(*, accumulation: int = 1, **sections: Any) -> Setup:
+def built(*, accumulation: int = 1, **sections: Any) -> TrainContext:
     trial = toys.trial(train={"gradient_accumulation": accumulation}, **sections)
     return build(trial.model_copy(update={"allowed": (*BUILT_IN, "toys", "weighed")}), rank=Rank())
 
@@ -66,11 +66,11 @@ def test_nothing_is_left_of_the_trial() -> None:
     expected = torch.rand(1)
     before = build(toys.trial(model={"_target_": "toys.rich_net"}), rank=Rank())
     torch.manual_seed(7)
-    setup = built(model={"_target_": "toys.rich_net"}, loss={"_target_": "weighed.per_sample"})
-    state = setup.model.state_dict()
+    context = built(model={"_target_": "toys.rich_net"}, loss={"_target_": "weighed.per_sample"})
+    state = context.model.state_dict()
 
     assert all(torch.equal(value, state[name]) for name, value in before.model.state_dict().items())
-    assert setup.model.training
+    assert context.model.training
     torch.manual_seed(7)
     assert torch.rand(1) == expected
 
@@ -122,5 +122,5 @@ def test_ignored_labels_must_be_declared() -> None:
     assert next(_first(built(**sections, loss={**plain, "ignore_index": -100})))
 
 
-def _first(setup: Setup) -> Any:
-    return setup.prefetched(setup.train_loader.batches(setup.draws(0)))
+def _first(context: TrainContext) -> Any:
+    return context.prefetched(context.train_loader.batches(context.micro_batches(0)))

@@ -10,13 +10,13 @@ from samples import ALL_CORES, BASELINE, DDP_2, HARDWARE, MAIN, WEAK, spread
 
 from pipeline.config.overrides import apply_overrides
 from pipeline.config.schema import Experiment
-from pipeline.contract import Spread, Trial
-from pipeline.events import Finished
-from pipeline.speedup import Advice
-from pipeline.speedup.advise import MOST, advise
-from pipeline.speedup.exchange_advice import exchange_gbit
-from pipeline.speedup.finding import Case, Finding, written
-from pipeline.speedup.report import Report
+from pipeline.protocol.events import Finished
+from pipeline.protocol.trial import Spread, Trial
+from pipeline.report import Advice
+from pipeline.report.advise import MOST, advise
+from pipeline.report.exchange_advice import exchange_gbit
+from pipeline.report.report import Report
+from pipeline.report.rule import Case, Finding, written
 
 CUDA_2 = samples.trial("main", "main", strategy="ddp", workers=2, gpus=1)
 SPREAD_OUT = ("node-1", "node-2")

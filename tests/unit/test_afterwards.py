@@ -5,7 +5,7 @@ from typing import ClassVar
 import toys
 from torch import Tensor, nn
 
-from pipeline.contract import Rank, Spread
+from pipeline.protocol.trial import Rank, Spread
 from pipeline.training.loop import train
 
 

@@ -10,14 +10,14 @@ import toys
 from torch import Tensor, nn
 
 from pipeline.config.toolbox import Ema
-from pipeline.contract import Rank
-from pipeline.events import Warned
-from pipeline.training import announce, loop
+from pipeline.protocol.events import Warned
+from pipeline.protocol.trial import Rank
+from pipeline.training import loop, reporting
 from pipeline.training.averages import Averages
 from pipeline.training.build import build
+from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate
 from pipeline.training.loop import train
-from pipeline.training.setup import Setup
 from pipeline.training.step import optimizer_step
 
 DECAY = 0.8
@@ -29,22 +29,22 @@ MODEL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
+    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
 
 
 def settings(**more: Any) -> dict[str, Any]:
     return {"ema": {"decay": DECAY, **more}}
 
 
-def by_hand(setup: Setup, *, steps: int, start_step: int) -> dict[str, Tensor]:
+def by_hand(context: TrainContext, *, steps: int, start_step: int) -> dict[str, Tensor]:
     """Train, and average each state as the definition says."""
     averages: dict[str, Tensor] = {}
-    stream = setup.train_loader.batches(setup.draws(0))
+    stream = context.train_loader.batches(context.micro_batches(0))
     for step in range(steps):
-        optimizer_step(setup, stream, step=step)
-        state = {name: own.clone() for name, own in setup.model.state_dict().items()}
+        optimizer_step(context, stream, step=step)
+        state = {name: own.clone() for name, own in context.model.state_dict().items()}
         for name, own in state.items():
-            is_averaged = name in dict(setup.model.named_parameters()) or "running" in name
+            is_averaged = name in dict(context.model.named_parameters()) or "running" in name
             mixes = is_averaged and step >= max(1, start_step)
             averages[name] = DECAY * averages[name] + (1 - DECAY) * own if mixes else own
     return averages
@@ -52,12 +52,12 @@ def by_hand(setup: Setup, *, steps: int, start_step: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("start_step", [0, 2])
 def test_averages_are_those_of_the_definition(start_step: int) -> None:
-    setup = build(toys.trial(**MODEL, train=settings(start_step=start_step)), rank=Rank())
-    expected = by_hand(setup, steps=3, start_step=start_step)
-    trained = {name: own.clone() for name, own in setup.model.state_dict().items()}
-    assert setup.averages is not None
-    setup.averages.exchange()
-    averages = setup.model.state_dict()
+    context = build(toys.trial(**MODEL, train=settings(start_step=start_step)), rank=Rank())
+    expected = by_hand(context, steps=3, start_step=start_step)
+    trained = {name: own.clone() for name, own in context.model.state_dict().items()}
+    assert context.averages is not None
+    context.averages.exchange()
+    averages = context.model.state_dict()
 
     for name, own in expected.items():
         torch.testing.assert_close(averages[name], own, rtol=1e-14, atol=1e-14, equal_nan=True)
@@ -66,9 +66,9 @@ def test_averages_are_those_of_the_definition(start_step: int) -> None:
     assert averages["blocks.0.mask"].tolist() == [0.0, float("-inf")]  # a mean of infinities would be NaN
     assert averages["blocks.0.norm.num_batches_tracked"] == 3
 
-    setup.averages.exchange()
+    context.averages.exchange()
     for name, own in trained.items():
-        assert torch.equal(setup.model.state_dict()[name], own)
+        assert torch.equal(context.model.state_dict()[name], own)
 
 
 def test_they_are_evaluated_and_logged_and_training_goes_on_without_them() -> None:
@@ -77,9 +77,9 @@ def test_they_are_evaluated_and_logged_and_training_goes_on_without_them() -> No
 
     assert outbox.series("train/loss") == plain.series("train/loss")
     assert outbox.series("validation/loss") != plain.series("validation/loss")
-    setup = build(toys.trial(**MODEL), rank=Rank())
-    setup.model.load_state_dict(outbox.files["model/weights.pt"])
-    assert evaluate(setup) == {"validation/loss": result.metrics["validation/loss"]}
+    context = build(toys.trial(**MODEL), rank=Rank())
+    context.model.load_state_dict(outbox.files["model/weights.pt"])
+    assert evaluate(context) == {"validation/loss": result.metrics["validation/loss"]}
 
 
 def test_resuming_goes_on_with_them_to_the_bit(tmp_path: Path) -> None:
@@ -119,9 +119,9 @@ def test_a_checkpoint_without_them_begins_with_its_weights(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("decay", "warned"), [(0.999, ["99%"]), (0.5, [])])
 def test_a_decay_that_is_too_slow_for_the_training_is_warned_of(decay: float, warned: list[str]) -> None:
-    setup = build(toys.trial(train={"ema": {"decay": decay}}), rank=Rank())  # six steps
+    context = build(toys.trial(train={"ema": {"decay": decay}}), rank=Rank())  # six steps
     outbox = toys.Kept()
-    announce.averaging(setup, outbox)
+    reporting.averaging(context, outbox)
 
     messages = [event.message for event in outbox.events if isinstance(event, Warned)]
     assert [message.split()[4] for message in messages] == warned
@@ -130,7 +130,7 @@ def test_a_decay_that_is_too_slow_for_the_training_is_warned_of(decay: float, wa
 def test_they_are_counted_among_what_is_held() -> None:
     """Weights and gradients of SGD without momentum; the averages are half as much again."""
     plain, averaged = (build(toys.trial(train=one), rank=Rank()) for one in ({}, settings()))
-    assert announce.held(averaged).mb[0] == pytest.approx(1.5 * announce.held(plain).mb[0])
+    assert reporting.held(averaged).mb[0] == pytest.approx(1.5 * reporting.held(plain).mb[0])
 
 
 def test_a_model_of_several_types_is_averaged() -> None:

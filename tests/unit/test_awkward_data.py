@@ -6,7 +6,7 @@ import pytest
 import toys
 
 from pipeline.errors import ExperimentError
-from pipeline.training.order import Order, evaluation_draws
+from pipeline.training.order import SampleOrder, evaluation_micro_batches
 
 WORLD = 3
 BATCH_NORM = {"_target_": "toys.batch_norm_net"}
@@ -18,22 +18,30 @@ def data(samples: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("samples", "batch"), [(50, 7), (50, 16), (2, 3), (1, 3)])
 def test_each_sample_is_dealt_once_with_its_weight(samples: int, batch: int) -> None:
-    order = Order(samples=samples, global_batch_size=batch, seed=1)
-    ranks = [list(order.draws(0, rank=rank, world_size=WORLD)) for rank in range(WORLD)]
-    seen = [index for draws in ranks for draw in draws if draw.weight for index in draw.indices]
+    order = SampleOrder(samples=samples, global_batch_size=batch, seed=1)
+    ranks = [list(order.micro_batches(0, rank=rank, world_size=WORLD)) for rank in range(WORLD)]
+    seen = [
+        index
+        for micro_batches in ranks
+        for micro_batch in micro_batches
+        if micro_batch.weight
+        for index in micro_batch.indices
+    ]
     evaluated = [
         index
         for rank in range(WORLD)
-        for draw in evaluation_draws(samples, rank=rank, world_size=WORLD, batch_size=2)
-        for index in draw.indices
+        for micro_batch in evaluation_micro_batches(samples, rank=rank, world_size=WORLD, batch_size=2)
+        for index in micro_batch.indices
     ]
 
     assert sorted(seen) == sorted(evaluated) == list(range(samples))
-    assert {len(draws) for draws in ranks} == {order.steps_per_epoch}  # all take part in each exchange
+    assert {len(micro_batches) for micro_batches in ranks} == {order.steps_per_epoch}  # all take part in each exchange
     for step in zip(*ranks, strict=True):
-        assert sum(draw.weight for draw in step) == pytest.approx(1.0, rel=1e-15)
-        assert [draw.weight / len(draw.indices) for draw in step if draw.weight] == pytest.approx(
-            [1 / order.batch_size(ranks[0].index(step[0]))] * sum(bool(draw.weight) for draw in step)
+        assert sum(micro_batch.weight for micro_batch in step) == pytest.approx(1.0, rel=1e-15)
+        assert [
+            micro_batch.weight / len(micro_batch.indices) for micro_batch in step if micro_batch.weight
+        ] == pytest.approx(
+            [1 / order.batch_size(ranks[0].index(step[0]))] * sum(bool(micro_batch.weight) for micro_batch in step)
         )
 
 

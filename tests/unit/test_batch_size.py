@@ -8,16 +8,16 @@ import torch
 import toys
 from torch import Tensor, nn
 
-from pipeline import worker
-from pipeline.contract import BatchCandidate, BatchSizes, Rank, Spread, Trial
 from pipeline.errors import ExperimentError
-from pipeline.events import BatchSizesFound, Failed
-from pipeline.speedup.batch_advice import BatchAdvice, advise
+from pipeline.protocol.events import BatchSizesFound, Failed
+from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Spread, Trial
+from pipeline.report.batch_advice import BatchAdvice, advise
 from pipeline.training import bench
 from pipeline.training.batch_size import CLOSE, Search, find, outcome
 from pipeline.training.bench import TrialBench
 from pipeline.training.build import build
 from pipeline.training.torch_errors import is_out_of_memory
+from pipeline.worker import main
 
 REFUSED_BYTES = 2**60
 
@@ -194,14 +194,14 @@ ADAM = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.1}
 
 
 def test_a_size_that_was_refused_leaves_no_trace() -> None:
-    setup = build(trial(model=model("Greedy", limit=4), optimizer=ADAM), rank=Rank())
-    before = [parameter.clone() for parameter in setup.model.parameters()]
-    on_bench = TrialBench(setup)
+    context = build(trial(model=model("Greedy", limit=4), optimizer=ADAM), rank=Rank())
+    before = [parameter.clone() for parameter in context.model.parameters()]
+    on_bench = TrialBench(context)
 
     assert [on_bench.fits(size) for size in (2, 8, 3, 5, 4)] == [True, False, True, False, True]
     assert on_bench.rate(4) > 0
-    assert all(parameter.grad is None for parameter in setup.model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(before, setup.model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in context.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, context.model.parameters(), strict=True))
 
 
 class Halfway(torch.optim.SGD):
@@ -222,37 +222,37 @@ class Halfway(torch.optim.SGD):
 
 
 def test_an_optimizer_that_was_stopped_halfway_starts_afresh() -> None:
-    setup = build(trial(optimizer=model("Halfway", lr=0.1)), rank=Rank())
-    on_bench = TrialBench(setup)
+    context = build(trial(optimizer=model("Halfway", lr=0.1)), rank=Rank())
+    on_bench = TrialBench(context)
     assert [on_bench.fits(2), on_bench.fits(1)] == [False, True]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16", "fp16"])
 def test_the_optimizers_memory_is_part_of_it(precision: str) -> None:
-    setup = build(trial(model=model("Greedy"), optimizer=ADAM, train={"precision": precision}), rank=Rank())
-    assert TrialBench(setup).fits(4)
-    assert len(setup.optimizer.state) == 2  # weight and bias
+    context = build(trial(model=model("Greedy"), optimizer=ADAM, train={"precision": precision}), rank=Rank())
+    assert TrialBench(context).fits(4)
+    assert len(context.optimizer.state) == 2  # weight and bias
 
 
 @pytest.mark.parametrize("size", [1, 30, 300])
 def test_batches_are_real_samples_repeated_where_there_are_too_few(size: int) -> None:
-    setup = build(trial(model=model("Greedy")), rank=Rank())
-    assert TrialBench(setup).fits(size)
+    context = build(trial(model=model("Greedy")), rank=Rank())
+    assert TrialBench(context).fits(size)
 
-    inputs = setup.model.seen[-1]
+    inputs = context.model.seen[-1]
     assert inputs.shape == (size, 3)
-    assert torch.equal(inputs[: toys.SAMPLES], setup.train_loader.read(list(range(min(size, toys.SAMPLES))))[0])
+    assert torch.equal(inputs[: toys.SAMPLES], context.train_loader.read(list(range(min(size, toys.SAMPLES))))[0])
     assert len(inputs.unique(dim=0)) == min(size, toys.SAMPLES)
 
 
 def test_batches_of_a_form_of_their_own_are_read_whole() -> None:
     """Such as sequences that a collate function has stacked along the second dimension."""
     sections = {"loader": {"collate": model("transposing")}, "task": model("TransposedTask"), "loss": None}
-    setup = build(trial(model=model("Greedy"), **sections), rank=Rank())
-    on_bench = TrialBench(setup)
+    context = build(trial(model=model("Greedy"), **sections), rank=Rank())
+    on_bench = TrialBench(context)
     for size in (5, 3):
         assert on_bench.fits(size)
-        assert setup.model.seen[-1].shape == (size, 3)
+        assert context.model.seen[-1].shape == (size, 3)
 
 
 def transposing() -> Any:
@@ -273,16 +273,16 @@ def test_other_errors_are_the_users() -> None:
 def test_a_rank_that_tries_talks_to_nobody() -> None:
     """SyncBatchNorm talks to the others in the middle of a forward pass: one without memory would keep them waiting."""
     ddp = trial(model=model("Normed", num_features=3), data={"_target_": "test_batch_size.triples"})
-    with worker._process_group(ddp.model_copy(update={"strategy": "ddp"}), rank=Rank()):
-        setup = build(ddp, rank=Rank())
-        on_bench = TrialBench(setup)
+    with main._process_group(ddp.model_copy(update={"strategy": "ddp"}), rank=Rank()):
+        context = build(ddp, rank=Rank())
+        on_bench = TrialBench(context)
         assert on_bench.fits(4)
         on_bench.rate(4)
 
-        alone, *_ = setup.model.groups
+        alone, *_ = context.model.groups
         assert alone is not None
         assert torch.distributed.get_world_size(alone) == 1
-        assert setup.model.groups[-1] is setup.model.process_group is None
+        assert context.model.groups[-1] is context.model.process_group is None
 
 
 def triples() -> Any:
@@ -337,7 +337,7 @@ def test_fewer_samples_than_devices_are_refused() -> None:
 
 def test_a_rank_reports_what_it_found() -> None:
     outbox = toys.Kept()
-    worker.run(trial(most=2), rank=Rank(), outbox=outbox)
+    main.run(trial(most=2), rank=Rank(), outbox=outbox)
     (event,) = outbox.events
     assert isinstance(event, BatchSizesFound)
     assert tried(event.sizes) == [1, 2]
@@ -345,8 +345,8 @@ def test_a_rank_reports_what_it_found() -> None:
 
 def test_a_failure_shows_the_users_code_first() -> None:
     outbox = toys.Kept()
-    with pytest.raises(worker.WorkerFailed):
-        worker.run(trial(model={"_target_": "toys.BrokenModel"}), rank=Rank(), outbox=outbox)
+    with pytest.raises(main.WorkerFailed):
+        main.run(trial(model={"_target_": "toys.BrokenModel"}), rank=Rank(), outbox=outbox)
     (event,) = outbox.events
     assert isinstance(event, Failed)
     assert "toys.py" in event.traceback.splitlines()[1]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.contract import Rank
-from pipeline.events import Metrics
+from pipeline.protocol.events import Metrics
+from pipeline.protocol.trial import Rank
 from pipeline.training import cadence
 from pipeline.training.build import build
 from pipeline.training.cadence import Cadence

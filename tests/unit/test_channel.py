@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.channel.inbox import Inbox, inside
-from pipeline.channel.outbox import ChannelOutbox
-from pipeline.channel.wire import Address
-from pipeline.events import AnyEvent, Metrics, Point, Warned
+from pipeline.protocol.channel.inbox import Inbox, inside
+from pipeline.protocol.channel.outbox import ChannelOutbox
+from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.events import AnyEvent, Metrics, Point, Warned
 
 
 class Driver:

@@ -6,14 +6,14 @@ import pytest
 import torch
 import toys
 
-from pipeline.contract import Rank, Spread
 from pipeline.errors import TrainingError
-from pipeline.estimates import spread
-from pipeline.events import AnyEvent, Metrics, Point
+from pipeline.protocol.estimates import spread
+from pipeline.protocol.events import AnyEvent, Metrics, Point
+from pipeline.protocol.trial import Rank, Spread
 from pipeline.training.build import build
 from pipeline.training.clock import Clock, Lap
 from pipeline.training.meter import Meter
-from pipeline.training.order import Order
+from pipeline.training.order import SampleOrder
 from pipeline.training.step import StepResult
 
 CPU = torch.device("cpu")
@@ -93,16 +93,16 @@ def test_the_spread_of_several_windows() -> None:
 
 # The meter
 
-ORDER = Order(samples=10, global_batch_size=4, seed=3)
+ORDER = SampleOrder(samples=10, global_batch_size=4, seed=3)
 
 
 def meter(outbox: toys.Kept, *, rank: int = 0, max_steps: int | None = None) -> Meter:
     data = {"_target_": "toys.regression", "samples": ORDER.samples}
     trial = toys.trial(data=data, train={"global_batch_size": 4}, max_steps=max_steps)
-    setup = build(trial, rank=Rank(rank=rank))
+    context = build(trial, rank=Rank(rank=rank))
     clock = Clock(device=CPU, warmup_steps=0)
     clock.resume()
-    return Meter(setup=setup, clock=clock, outbox=outbox)
+    return Meter(context=context, clock=clock, outbox=outbox)
 
 
 def add(to: Meter, *losses: float, norm: float | None = None) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from samples import BASELINE, DDP_2, DDP_4, HARDWARE, LOSSES, WEAK, comparison, finished, spread
 
-from pipeline.contract import Spread
-from pipeline.speedup.report import Report, comparison_json
+from pipeline.protocol.trial import Spread
+from pipeline.report.report import Report, comparison_json
 
 
 def test_a_comparison_pairs_its_repeats() -> None:

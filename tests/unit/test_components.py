@@ -129,7 +129,7 @@ class TestResolve:
             "torch.nn.Linear.forward",
             "torch.nn.functional.conv2d",
             "pipeline.cli.main",
-            "pipeline.runner.run",
+            "pipeline.commands.run.run",
             "pipeline.registry.load",
             "pipeline.data.Path.unlink",
             "_io.open",

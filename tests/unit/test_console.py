@@ -8,8 +8,7 @@ import pytest
 import rich.console
 from samples import BASELINE, DDP_2, HARDWARE, MAIN, comparison, finished, report, spread
 
-from pipeline.contract import Rank
-from pipeline.events import (
+from pipeline.protocol.events import (
     Advanced,
     AnyEvent,
     Failed,
@@ -21,10 +20,11 @@ from pipeline.events import (
     TrialOpened,
     Warned,
 )
+from pipeline.protocol.trial import Rank
 from pipeline.recording.console import Console, print_report
 from pipeline.recording.terminal import Terminal
-from pipeline.speedup import Advice
-from pipeline.speedup.report import Report
+from pipeline.report import Advice
+from pipeline.report.report import Report
 
 RAY = MAIN.model_copy(update={"launcher": "ray"})
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import toys
 from torch import nn
 
-from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
 from pipeline.training.costs import costs, sizes
 from pipeline.training.exchange import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces
@@ -107,17 +107,17 @@ def test_loading_is_measured_for_each_size():
 
 
 def test_the_model_stays_as_it_is():
-    setup = setup_of(
+    context = setup_of(
         model={"_target_": "toys.batch_norm_net"},
         scheduler={"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5},
     )
-    before = {name: value.clone() for name, value in setup.model.state_dict().items()}
-    scheduler = setup.scheduler
-    found = costs(setup)
-    assert all(torch.equal(before[name], value) for name, value in setup.model.state_dict().items())
-    assert all(parameter.grad is None for parameter in setup.model.parameters())
-    assert [group["lr"] for group in setup.optimizer.param_groups] == [0.05]
-    assert setup.scheduler is scheduler
+    before = {name: value.clone() for name, value in context.model.state_dict().items()}
+    scheduler = context.scheduler
+    found = costs(context)
+    assert all(torch.equal(before[name], value) for name, value in context.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in context.model.parameters())
+    assert [group["lr"] for group in context.optimizer.param_groups] == [0.05]
+    assert context.scheduler is scheduler
     assert found.buffer_bytes == 2 * 4 * 8 + 8  # mean and variance in fp64, and a counter
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipeline.training.data_wait import DataWait
-from pipeline.training.order import Draw
-from pipeline.training.step import Stream
+from pipeline.training.order import MicroBatch
+from pipeline.training.step import MicroBatches
 
 
 class Watch:
@@ -18,10 +18,10 @@ class Watch:
     def __call__(self) -> float:
         return self.now
 
-    def stream(self, *waits_ms: float) -> Stream:
+    def stream(self, *waits_ms: float) -> MicroBatches:
         for ms in waits_ms:
             self.now += ms / 1000
-            yield Draw(0, [0], weight=1.0, is_last=True), ms
+            yield MicroBatch(0, [0], weight=1.0, is_last=True), ms
 
 
 @pytest.fixture

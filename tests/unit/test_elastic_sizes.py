@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 import toys
 
-from pipeline import elastic
 from pipeline.config.load import load
 from pipeline.config.parallel import Parallel
 from pipeline.config.summary import flatten, to_yaml
-from pipeline.contract import Trial
+from pipeline.driver import elastic
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Started, TrialOpened
 from pipeline.launchers import inprocess, torchrun
 from pipeline.launchers.base import Session
-from pipeline.outline import describe
-from pipeline.plan import make_plan
-from pipeline.resources import Resources
+from pipeline.planning.describe import describe
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Started, TrialOpened
+from pipeline.protocol.trial import Trial
 
 FILE = """\
 name: lab
@@ -113,7 +113,7 @@ class Roomy(inprocess.Launcher):
         self.rooms = list(room)
         self.looks = threading.Semaphore(0)
 
-    def room(self, trial: Trial) -> int:
+    def capacity(self, trial: Trial) -> int:
         self.looks.release()
         return self.rooms.pop(0) if len(self.rooms) > 1 else self.rooms[0]
 
@@ -124,17 +124,17 @@ def trial(least: int, most: int, **parallel: object) -> Trial:
 
 def test_room_on_this_machine(monkeypatch) -> None:
     there = Resources(cpus=8, memory_mb=4096, gpus=("H200", "H200"))
-    monkeypatch.setattr("pipeline.resources.detect", lambda: there)
+    monkeypatch.setattr("pipeline.planning.resources.detect", lambda: there)
     session = Session(folder=None, receive=lambda _: None, parallel=Parallel())
     wanted = trial(1, 4).model_copy(update={"cpus_per_worker": 3})
-    assert torchrun.Launcher(session).room(wanted) == 2
+    assert torchrun.Launcher(session).capacity(wanted) == 2
     on_gpus = {"device": "cuda", "devices_per_worker": 1, "cpus_per_worker": 1}
-    assert torchrun.Launcher(session).room(wanted.model_copy(update=on_gpus)) == 2
-    assert inprocess.Launcher(session).room(wanted) == 1
+    assert torchrun.Launcher(session).capacity(wanted.model_copy(update=on_gpus)) == 2
+    assert inprocess.Launcher(session).capacity(wanted) == 1
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert torchrun.Launcher(session).room(wanted) == 3
+    assert torchrun.Launcher(session).capacity(wanted) == 3
 
 
 @pytest.fixture

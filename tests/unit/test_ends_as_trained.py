@@ -9,11 +9,11 @@ import toys
 from samples import finished, spread
 
 from pipeline.config.load import ExperimentFile
-from pipeline.contract import Rank, Trial
+from pipeline.driver.execute import execute
 from pipeline.errors import PipelineError, Problem, TrainingError
-from pipeline.events import AnyEvent, Failed, Trained, Warned
-from pipeline.execution import execute
 from pipeline.launchers.base import Session, WorkersLost
+from pipeline.protocol.events import AnyEvent, Failed, Trained, Warned
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.recording.recorder import Recorder
 
 RESULT = finished("main", spread(190.0)).result

@@ -8,14 +8,14 @@ import pytest
 from matplotlib.figure import Figure
 from samples import BASELINE, DDP_2, HARDWARE, MAIN, finished, spread, trial
 
-from pipeline import estimates
-from pipeline.contract import Spread
-from pipeline.events import Finished
+from pipeline.protocol import estimates
+from pipeline.protocol.events import Finished
+from pipeline.protocol.trial import Spread
 from pipeline.recording.mlflow_entities import figures
-from pipeline.speedup import Row, publish
-from pipeline.speedup.chart import save_chart
-from pipeline.speedup.report import Report, comparison_json
-from pipeline.speedup.tables import efficiency, rate, speedup, with_spread
+from pipeline.report import Row, publish
+from pipeline.report.chart import save_chart
+from pipeline.report.report import Report, comparison_json
+from pipeline.report.tables import efficiency, rate, speedup, with_spread
 
 OTHER = trial("ddp-3", "cell", strategy="ddp", workers=3)
 REPEATS = {"baseline": (100, 300, 110), "ddp-2": (40, 36, 90), "ddp-3": (30, 33, 80)}
@@ -163,7 +163,7 @@ def test_a_chart_that_can_t_be_drawn_costs_itself_and_a_line(tmp_path: Path, mon
     def fails(*_: object) -> None:
         raise ValueError("no such font")
 
-    monkeypatch.setattr("pipeline.speedup.chart.save_chart", fails)
+    monkeypatch.setattr("pipeline.report.chart.save_chart", fails)
     told: list[str] = []
     ends: list[Finished] = [finished("main", spread(190))]
     written = publish.save(Report.of([MAIN], ends, hardware=HARDWARE), tmp_path, warn=told.append)

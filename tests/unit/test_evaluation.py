@@ -8,7 +8,7 @@ import torch
 import toys
 from torchmetrics.classification import MulticlassF1Score
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
 from pipeline.training.clock import Lap
 from pipeline.training.evaluation import evaluate
@@ -17,18 +17,18 @@ from pipeline.training.probe import probe
 
 def test_the_validation_loss_is_the_mean_over_all_samples() -> None:
     """10 samples in batches of 8 and 2, which a mean of means would get wrong."""
-    setup = build(toys.trial(), rank=Rank())
-    data = setup.experiment.data
+    context = build(toys.trial(), rank=Rank())
+    data = context.experiment.data
     assert data.target == "toys.regression"
     inputs, targets = (tensor.double() for tensor in toys.regression()[1].tensors)  # type: ignore[union-attr]
     with torch.no_grad():
-        by_hand = [float((setup.model(x) - y) ** 2) for x, y in zip(inputs, targets, strict=True)]
+        by_hand = [float((context.model(x) - y) ** 2) for x, y in zip(inputs, targets, strict=True)]
 
-    assert evaluate(setup)["validation/loss"] == pytest.approx(math.fsum(by_hand) / 10, rel=1e-12)
+    assert evaluate(context)["validation/loss"] == pytest.approx(math.fsum(by_hand) / 10, rel=1e-12)
 
 
 def test_metrics_are_those_of_the_whole_set() -> None:
-    setup = build(
+    context = build(
         toys.trial(
             model={"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
             data={"_target_": "toys.classification"},
@@ -42,35 +42,35 @@ def test_metrics_are_those_of_the_whole_set() -> None:
         ), rank=Rank(),
     )  # fmt: skip
     inputs, targets = toys.classification()[1].tensors  # type: ignore[attr-defined]
-    outputs = setup.model(inputs.double())
+    outputs = context.model(inputs.double())
     whole = MulticlassF1Score(num_classes=3)(outputs, targets).item()
     each = MulticlassF1Score(num_classes=3, average="none")(outputs, targets).tolist()
 
-    values = evaluate(setup)
+    values = evaluate(context)
     assert values["validation/f1"] == pytest.approx(whole, rel=1e-6)
     assert [values[f"validation/each_{i}"] for i in range(3)] == pytest.approx(each, rel=1e-6)
 
 
 def test_metrics_see_each_sample_once_each_time() -> None:
-    setup = build(toys.trial(metrics={"count": {"_target_": "toys.Count"}}), rank=Rank())
-    assert [evaluate(setup)["validation/count"] for _ in range(2)] == [10.0, 10.0]
+    context = build(toys.trial(metrics={"count": {"_target_": "toys.Count"}}), rank=Rank())
+    assert [evaluate(context)["validation/count"] for _ in range(2)] == [10.0, 10.0]
 
 
 def test_evaluation_neither_trains_nor_drops_out() -> None:
-    setup = build(toys.trial(model={"_target_": "toys.dropout_net"}), rank=Rank())
-    before = {name: value.clone() for name, value in setup.model.state_dict().items()}
+    context = build(toys.trial(model={"_target_": "toys.dropout_net"}), rank=Rank())
+    before = {name: value.clone() for name, value in context.model.state_dict().items()}
 
-    assert evaluate(setup) == evaluate(setup)
-    assert all(torch.equal(value, before[name]) for name, value in setup.model.state_dict().items())
-    assert all(parameter.grad is None for parameter in setup.model.parameters())
-    assert setup.wrapped.training
+    assert evaluate(context) == evaluate(context)
+    assert all(torch.equal(value, before[name]) for name, value in context.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in context.model.parameters())
+    assert context.wrapped.training
 
 
 def test_evaluation_does_not_move_batch_statistics() -> None:
-    setup = build(toys.trial(model={"_target_": "toys.batch_norm_net"}), rank=Rank())
-    before = [buffer.clone() for buffer in setup.model.buffers()]
-    evaluate(setup)
-    assert all(torch.equal(a, b) for a, b in zip(before, setup.model.buffers(), strict=True))
+    context = build(toys.trial(model={"_target_": "toys.batch_norm_net"}), rank=Rank())
+    before = [buffer.clone() for buffer in context.model.buffers()]
+    evaluate(context)
+    assert all(torch.equal(a, b) for a, b in zip(before, context.model.buffers(), strict=True))
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [3, 6, 9, 12, 15]), (2, [6, 12, 15]), (9, [15])])
@@ -91,14 +91,14 @@ def test_training_without_a_validation_set() -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_probing_leaves_weights_and_buffers_alone(parts: int) -> None:
     trial = toys.trial(model={"_target_": "toys.batch_norm_net"}, train={"gradient_accumulation": parts})
-    setup = build(trial, rank=Rank())
-    before = {name: value.clone() for name, value in setup.model.state_dict().items()}
+    context = build(trial, rank=Rank())
+    before = {name: value.clone() for name, value in context.model.state_dict().items()}
     laps = [Lap(1, 8, 1000.0, data_wait_ms=3.0, own_wait_ms=2.0)]
-    measured = probe(setup, laps=laps, known=samples.parts(step_ms=1e6, data_wait=3.0))
+    measured = probe(context, laps=laps, known=samples.parts(step_ms=1e6, data_wait=3.0))
 
-    assert all(torch.equal(value, before[name]) for name, value in setup.model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in context.model.state_dict().items())
     assert "1.num_batches_tracked" in before
-    assert all(parameter.grad is None for parameter in setup.model.parameters())
+    assert all(parameter.grad is None for parameter in context.model.parameters())
     assert measured.exposed_communication_ms is None
     assert measured.data_wait_ms == 3
     assert len(measured.ranks) == 1
@@ -109,9 +109,9 @@ def test_evaluation_takes_batches_of_the_size_that_training_has(
     world_size: int, accumulation: int, largest: int
 ) -> None:
     """A whole share at once may not fit, which would show after a whole epoch."""
-    setup = build(toys.trial(train={"gradient_accumulation": accumulation}), rank=Rank())
-    setup.rank = Rank(world_size=world_size)
-    draws = list(setup.evaluation_draws())
+    context = build(toys.trial(train={"gradient_accumulation": accumulation}), rank=Rank())
+    context.rank = Rank(world_size=world_size)
+    draws = list(context.evaluation_micro_batches())
 
     assert max(len(draw.indices) for draw in draws) == largest
     assert sum(len(draw.indices) for draw in draws) == 10 // world_size

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from pipeline.events import AnyEvent, Metrics, Point, RunClosed, Warned, event_to_json
+from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, Warned, event_to_json
 from pipeline.recording.feed import Feed
 from pipeline.recording.journal import FILE_NAME, Journal
 

@@ -5,14 +5,16 @@ import io
 import pytest
 import rich.console
 
-from pipeline.contract import AllReduce, Link
-from pipeline.doctor import gpus, link, machine, nodes, page, versions
-from pipeline.doctor.examination import Examination
-from pipeline.doctor.finding import Finding
-from pipeline.doctor.link import MeasuredLink
+from pipeline.cluster.node_facts import Disk, Gpu, NodeFacts, Torch, facts_here
+from pipeline.commands.doctor import gpus, machine, page, versions
+from pipeline.commands.doctor import link_speed as link
+from pipeline.commands.doctor import node_network as nodes
+from pipeline.commands.doctor.check_result import CheckResult
+from pipeline.commands.doctor.examination import Examination
+from pipeline.commands.doctor.link_speed import MeasuredLink
 from pipeline.errors import ResourceError
-from pipeline.node_facts import Disk, Gpu, NodeFacts, Torch, facts_here
-from pipeline.speedup.link import transfer_ms
+from pipeline.protocol.trial import AllReduce, Link
+from pipeline.report.link import transfer_ms
 
 HERE = facts_here().model_copy(
     update={
@@ -36,12 +38,12 @@ def node(**facts: object) -> NodeFacts:
     return NodeFacts.model_validate(HERE.model_dump() | facts)
 
 
-def judged(*nodes_: NodeFacts) -> list[Finding]:
+def judged(*nodes_: NodeFacts) -> list[CheckResult]:
     judges = (lambda all_: versions.judged(all_, here=HERE), gpus.judged, machine.judged, nodes.judged)
     return [finding for judge in judges for finding in judge(nodes_)]
 
 
-def bad(*nodes_: NodeFacts) -> Finding:
+def bad(*nodes_: NodeFacts) -> CheckResult:
     (finding,) = [finding for finding in judged(*nodes_) if finding.status != "ok"]
     assert finding.fix
     return finding

@@ -12,8 +12,8 @@ from pipeline.errors import ExperimentError
 from pipeline.models import GPT, MLP
 from pipeline.strategies import fsdp
 from pipeline.strategies._fsdp_groups import choose, describe
-from pipeline.training.order import Order, evaluation_draws
-from pipeline.training.together import padded, padded_evaluation
+from pipeline.training.order import SampleOrder, evaluation_micro_batches
+from pipeline.training.pad_micro_batches import padded, padded_evaluation
 
 
 class Tied(nn.Module):
@@ -104,17 +104,19 @@ def test_offload_is_refused_on_cpu() -> None:
 class TestPadding:
     @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.integers(1, 4), st.data())
     def test_ranks_make_as_many_passes_in_each_step(
-        self, samples: int, batch: int, world_size: int, micro_batches: int, data: st.DataObject
+        self, samples: int, batch: int, world_size: int, accumulation: int, data: st.DataObject
     ) -> None:
-        order = Order(samples=samples, global_batch_size=batch, seed=1)
+        order = SampleOrder(samples=samples, global_batch_size=batch, seed=1)
         first = data.draw(st.integers(0, order.steps_per_epoch - 1))
-        split: dict[str, int] = {"world_size": world_size, "micro_batches": micro_batches, "first": first}
+        split: dict[str, int] = {"world_size": world_size, "accumulation": accumulation, "first": first}
         passes = []
         for rank in range(world_size):
-            own = list(order.draws(0, rank=rank, **split))
+            own = list(order.micro_batches(0, rank=rank, **split))
             together = list(padded(own, order=order, **split))
-            passes.append([draw.is_last for draw in together])
-            assert [draw for draw in together if draw.weight] == [draw for draw in own if draw.weight]
+            passes.append([micro_batch.is_last for micro_batch in together])
+            assert [micro_batch for micro_batch in together if micro_batch.weight] == [
+                micro_batch for micro_batch in own if micro_batch.weight
+            ]
             assert rank or together == own  # rank 0 has the most, and its buffers are everyone's
 
         assert all(one == passes[0] for one in passes)
@@ -122,8 +124,10 @@ class TestPadding:
     @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 8))
     def test_ranks_make_as_many_passes_in_evaluation(self, samples: int, world_size: int, batch_size: int) -> None:
         split: dict[str, int] = {"world_size": world_size, "batch_size": batch_size}
-        own = [list(evaluation_draws(samples, rank=rank, **split)) for rank in range(world_size)]
-        together = [list(padded_evaluation(draws, own[0])) for draws in own]
+        own = [list(evaluation_micro_batches(samples, rank=rank, **split)) for rank in range(world_size)]
+        together = [list(padded_evaluation(micro_batches, own[0])) for micro_batches in own]
 
-        assert {len(draws) for draws in together} == {len(own[0])}
-        assert [[draw for draw in draws if draw.weight] for draws in together] == own
+        assert {len(micro_batches) for micro_batches in together} == {len(own[0])}
+        assert [
+            [micro_batch for micro_batch in micro_batches if micro_batch.weight] for micro_batches in together
+        ] == own

@@ -7,11 +7,11 @@ import toys
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.training import fused
 from pipeline.training.build import build
 from pipeline.training.checkpoints.state import restore, snapshot
-from pipeline.training.setup import Setup
+from pipeline.training.context import TrainContext
 from pipeline.training.step import optimizer_step
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.05}
@@ -23,15 +23,15 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def built(**sections: Any) -> Setup:
+def built(**sections: Any) -> TrainContext:
     return build(toys.trial(**sections), rank=Rank())
 
 
-def kernels(setup: Setup) -> set[str]:
+def kernels(context: TrainContext) -> set[str]:
     """Names of what a training step computes."""
-    stream = setup.train_loader.batches(setup.draws(0))
+    stream = context.train_loader.batches(context.micro_batches(0))
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        optimizer_step(setup, stream, step=0)
+        optimizer_step(context, stream, step=0)
     return {event.name for event in seen.events() or ()}
 
 
@@ -103,9 +103,9 @@ def test_what_cannot_be_fused_trains_all_the_same(model: str) -> None:
 def test_a_training_goes_on_with_the_implementation_of_its_own() -> None:
     """As when a checkpoint of ddp goes on in fsdp, which can't fuse what ddp can."""
     saved, resumed = built(optimizer=OPTIMIZERS["Adam"]), built(optimizer={**OPTIMIZERS["Adam"], "foreach": True})
-    optimizer_step(saved, saved.train_loader.batches(saved.draws(0)), step=0)
+    optimizer_step(saved, saved.train_loader.batches(saved.micro_batches(0)), step=0)
     restore(resumed, snapshot(saved))
 
     group = resumed.optimizer.param_groups[0]
     assert (group["fused"], group["foreach"]) == (None, True)
-    optimizer_step(resumed, resumed.train_loader.batches(resumed.draws(0)), step=1)
+    optimizer_step(resumed, resumed.train_loader.batches(resumed.micro_batches(0)), step=1)

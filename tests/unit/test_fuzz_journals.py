@@ -17,18 +17,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import finished, report, spread
 
-from pipeline import recovery
 from pipeline.cli import results
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
 from pipeline.config.summary import to_yaml
+from pipeline.driver.resume import LATEST, changes, earlier, left_out
 from pipeline.errors import PipelineError
-from pipeline.events import Metrics, Point, RunClosed, RunOpened, TrialOpened, event_to_json
+from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened, TrialOpened, event_to_json
 from pipeline.recording import journal
 from pipeline.recording.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.store import check_store, resolve_uri
-from pipeline.speedup.publish import REPORT_NAME
+from pipeline.report.publish import REPORT_NAME
 from pipeline.training.checkpoints.manifest import Manifest, StoredFile, parse
 
 BEGAN = 1_772_366_400.0
@@ -209,9 +209,9 @@ def test_what_resume_asks_first(lines: bytes, experiment: bytes, newest: bool) -
     before = everything()
 
     def resume() -> None:
-        state = recovery.earlier(file, recovery.LATEST if newest else "20260102")
-        recovery.changes(file, state, allowed=True)
-        recovery.left_out(file, state)
+        state = earlier(file, LATEST if newest else "20260102")
+        changes(file, state, allowed=True)
+        left_out(file, state)
 
     could = said(resume)
     assert could or (lines, experiment) != (UNFINISHED, WRITTEN)

@@ -7,9 +7,9 @@ import pytest
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobType
 
+from pipeline.commands.submit import cluster
+from pipeline.commands.submit.jobs import Job, Jobs, failure
 from pipeline.errors import ResourceError, UsageError
-from pipeline.submission import cluster
-from pipeline.submission.jobs import Job, Jobs, failure
 
 URL = "http://head:8265"
 

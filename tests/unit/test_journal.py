@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import UsageError
-from pipeline.events import AnyEvent, Metrics, Point, RunClosed, Warned, event_from_json, event_to_json
+from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, Warned, event_from_json, event_to_json
 from pipeline.recording.journal import FILE_NAME, Journal, ending, read
 
 EVENTS: list[AnyEvent] = [

@@ -13,16 +13,16 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from pipeline import registry
-from pipeline.contract import Rank
 from pipeline.errors import ExperimentError, NonFiniteError
-from pipeline.events import Warned
+from pipeline.protocol.events import Warned
+from pipeline.protocol.trial import Rank
 from pipeline.training import learned, loop
 from pipeline.training.build import build
 from pipeline.training.checkpoints.state import State, restore, view
+from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate
 from pipeline.training.loop import train
 from pipeline.training.nonfinite import check_weights
-from pipeline.training.setup import Setup
 
 LOSS = {"_target_": "toys.Uncertain"}
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.05}
@@ -38,7 +38,7 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
+    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
 
 
 def run(folder: Path | None = None, *, resume: bool = False, strategy: str = "single", **sections: Any) -> toys.Kept:
@@ -49,7 +49,7 @@ def run(folder: Path | None = None, *, resume: bool = False, strategy: str = "si
     return outbox
 
 
-def built(**sections: Any) -> Setup:
+def built(**sections: Any) -> TrainContext:
     return build(toys.trial(**{"loss": LOSS, "optimizer": ADAM, **sections}), rank=Rank())
 
 
@@ -79,41 +79,41 @@ def test_it_is_sent_beside_the_model() -> None:
 
 
 def test_a_loss_without_parameters_changes_nothing() -> None:
-    setup = built(loss={"_target_": "torch.nn.CrossEntropyLoss"})
+    context = built(loss={"_target_": "torch.nn.CrossEntropyLoss"})
 
-    assert setup.learned is None
-    assert setup.whole is setup.model
-    assert len(setup.optimizer.param_groups) == 1
-    assert view(setup).values["task"] is None
+    assert context.learned is None
+    assert context.whole is context.model
+    assert len(context.optimizer.param_groups) == 1
+    assert view(context).values["task"] is None
 
 
 def test_trying_and_evaluating_leave_a_loss_as_it_is() -> None:
-    setup = built()
-    assert isinstance(setup.learned, toys.Uncertain)
-    assert setup.learned.calls == 0
-    evaluate(setup)
+    context = built()
+    assert isinstance(context.learned, toys.Uncertain)
+    assert context.learned.calls == 0
+    evaluate(context)
 
-    assert setup.learned.calls == 0
-    assert setup.learned.training
+    assert context.learned.calls == 0
+    assert context.learned.training
 
 
 def test_averages_are_of_all_that_is_trained() -> None:
-    setup = built(train={"ema": {"decay": 0.5}})
-    assert setup.averages is not None
-    assert list(setup.averages.tensors) == ["weight", "bias", "task:scale"]
+    context = built(train={"ema": {"decay": 0.5}})
+    assert context.averages is not None
+    assert list(context.averages.tensors) == ["weight", "bias", "task:scale"]
 
 
 def test_a_checkpoint_of_before_has_nothing_of_it_and_can_be_resumed() -> None:
-    setup = built()
-    state = view(setup)
+    context = built()
+    state = view(context)
     values = {**state.values, "optimizer": {**state.values["optimizer"]}}
     del values["task"]
     values["optimizer"]["param_groups"] = values["optimizer"]["param_groups"][:1]
-    restore(setup, State({name: one.clone() for name, one in state.tensors.items()}, values))
+    restore(context, State({name: one.clone() for name, one in state.tensors.items()}, values))
 
-    assert [len(group["params"]) for group in setup.optimizer.param_groups] == [2, 1]
+    assert [len(group["params"]) for group in context.optimizer.param_groups] == [2, 1]
     with pytest.raises(ExperimentError, match="loss: has other parameters or buffers than in the checkpoint"):
-        restore(setup, State(state.tensors, {**state.values, "task": {}}))
+        restore(context, State(state.tensors, {**state.values, "task": {}}))
 
 
 def test_what_is_written_counts_if_the_loss_was_changed(tmp_path: Path) -> None:
@@ -125,12 +125,12 @@ def test_what_is_written_counts_if_the_loss_was_changed(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_not_finite_is_found() -> None:
-    setup = built()
+    context = built()
     with torch.no_grad():
-        setup.trained[-1].fill_(float("nan"))
+        context.trained[-1].fill_(float("nan"))
 
     with pytest.raises(NonFiniteError):
-        check_weights(setup, step=1)
+        check_weights(context, step=1)
 
 
 def test_attributes_of_a_plain_task_are_found() -> None:

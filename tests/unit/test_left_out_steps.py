@@ -7,10 +7,10 @@ import pytest
 import samples
 import toys
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.loop import train
-from pipeline.training.order import Order
+from pipeline.training.order import SampleOrder
 
 NO_LIMIT = 1e9
 """Of the gradient norm: clipping that changes nothing."""
@@ -19,7 +19,7 @@ LEFT_OUT = tuple(
     epoch * 3 + step + 1
     for epoch in range(EPOCHS)
     for step in range(3)
-    if HOLE in Order(samples=toys.SAMPLES, global_batch_size=BATCH, seed=3).global_batch(epoch, step)
+    if HOLE in SampleOrder(samples=toys.SAMPLES, global_batch_size=BATCH, seed=3).global_batch(epoch, step)
 )
 """One step of each epoch, counted from 1."""
 HOLES = {"_target_": "toys.holes", "index": HOLE}

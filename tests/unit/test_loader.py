@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.loader import BatchLoader, length, to_device
-from pipeline.training.order import Draw
+from pipeline.training.order import MicroBatch
 
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))
 
@@ -23,8 +23,8 @@ def loader(dataset: Dataset[Any], *, workers: int = 0, collate: Callable[..., An
     return BatchLoader(dataset, options=options, collate=collate, seed=5, device=torch.device("cpu"))
 
 
-def draw(*indices: int, epoch: int = 0) -> Draw:
-    return Draw(epoch, list(indices), weight=1.0, is_last=True)
+def micro_batch(*indices: int, epoch: int = 0) -> MicroBatch:
+    return MicroBatch(epoch, list(indices), weight=1.0, is_last=True)
 
 
 def states() -> tuple[Any, ...]:
@@ -34,7 +34,7 @@ def states() -> tuple[Any, ...]:
 def test_images_keep_their_layout() -> None:
     images = torch.rand(5, 3, 4, 4)
     table = TensorDataset(images, images.to(memory_format=torch.channels_last))
-    ((_, (plain, last)),) = loader(table).batches([draw(3, 1)])
+    ((_, (plain, last)),) = loader(table).batches([micro_batch(3, 1)])
 
     assert torch.equal(plain, images[[3, 1]])
     assert torch.equal(last, plain)
@@ -49,23 +49,23 @@ def test_only_a_plain_table_takes_the_short_way(collate: Callable[..., Any] | No
             return tuple(2 * tensor for tensor in super().__getitem__(index))
 
     dataset: Dataset[Any] = TABLE if collate else Doubled(*TABLE.tensors)
-    ((_, batch),) = loader(dataset, collate=collate).batches([draw(3)])
+    ((_, batch),) = loader(dataset, collate=collate).batches([micro_batch(3)])
 
     assert batch == 1 if collate else batch[1].tolist() == [6]
 
 
-def noise(dataset: Dataset[Any], draws: list[Draw], *, workers: int = 0) -> dict[int, list[float]]:
+def noise(dataset: Dataset[Any], micro_batches: list[MicroBatch], *, workers: int = 0) -> dict[int, list[float]]:
     """Each sample's noise, by sample."""
-    batches = [batch for _, batch in loader(dataset, workers=workers).batches(draws)]
+    batches = [batch for _, batch in loader(dataset, workers=workers).batches(micro_batches)]
     return {int(row[0]): row[1:] for batch in batches for row in batch.tolist()}
 
 
 def test_noise_differs_between_epochs_and_seeds() -> None:
     dataset = toys.Noisy(range(11))
     other = BatchLoader(dataset, options=Loader(), collate=None, seed=6, device=torch.device("cpu"))
-    ((_, elsewhere),) = other.batches([draw(4)])
+    ((_, elsewhere),) = other.batches([micro_batch(4)])
 
-    seen = [noise(dataset, [draw(4, epoch=epoch)])[4] for epoch in (0, 1)] + [elsewhere.tolist()[0][1:]]
+    seen = [noise(dataset, [micro_batch(4, epoch=epoch)])[4] for epoch in (0, 1)] + [elsewhere.tolist()[0][1:]]
     assert len({tuple(values) for values in seen}) == 3
     assert all(len(set(column)) == 3 for column in zip(*seen, strict=True))
 
@@ -75,14 +75,14 @@ def test_reading_leaves_the_generators_alone(dataset: Dataset[Any]) -> None:
     """The model draws its dropout from the same ones."""
     reader = loader(dataset, collate=toys.noisy_collate() if dataset is not TABLE else None)
     before = states()
-    for _ in reader.batches([draw(1), draw(2)]):
+    for _ in reader.batches([micro_batch(1), micro_batch(2)]):
         assert states() == before
     assert states() == before
 
 
 def failure(dataset: Dataset[Any], *indices: int, workers: int = 0, **more: Any) -> Exception:
     try:
-        list(loader(dataset, workers=workers, **more).batches([draw(*indices)]))
+        list(loader(dataset, workers=workers, **more).batches([micro_batch(*indices)]))
     except (ExperimentError, TrainingError) as error:
         return error.with_traceback(None)  # whose frames would keep the loader processes
     pytest.fail("all could be read")
@@ -113,7 +113,7 @@ def test_samples_that_no_batch_can_be_made_of(samples: list[Any], reason: str) -
 
 def test_collate_makes_a_batch_of_ragged_samples() -> None:
     ragged = toys.Plain([torch.ones(2), torch.ones(3)])
-    ((_, batch),) = loader(ragged, collate=toys.collate_by_padding()).batches([draw(0, 1)])
+    ((_, batch),) = loader(ragged, collate=toys.collate_by_padding()).batches([micro_batch(0, 1)])
 
     assert batch.shape == (3, 2)
 
@@ -137,7 +137,7 @@ def test_anything_with_items_and_a_length_is_data() -> None:
 
 
 def test_memory_is_pinned_for_gpus_only() -> None:
-    ((_, (inputs, _)),) = loader(TABLE).batches([draw(0)])
+    ((_, (inputs, _)),) = loader(TABLE).batches([micro_batch(0)])
     assert not inputs.is_pinned()
 
 

@@ -10,10 +10,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from pipeline.commands.submit import kuberay, slurm
+from pipeline.commands.submit.request import Request
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError, UsageError
-from pipeline.submission import kuberay, slurm
-from pipeline.submission.request import Request
 
 RAYJOB = json.loads(Path(__file__).with_name("rayjob.schema.json").read_text())
 KUBERNETES = "1.34"

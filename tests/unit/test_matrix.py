@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.comparison import too_small
+from pipeline.commands.compare import too_small
+from pipeline.commands.matrix import Matrix, MatrixRequest, make_matrix
 from pipeline.errors import ResourceError
-from pipeline.matrix import Matrix, Wanted, make_matrix
-from pipeline.resources import Resources
+from pipeline.planning.resources import Resources
 
 LAPTOP = Resources(cpus=2, memory_mb=16384, node="laptop")
 SERVER = Resources(cpus=32, memory_mb=262144, gpus=("H200",) * 4, node="server")
@@ -17,7 +17,7 @@ DDP = {"strategy": "ddp", "launcher": "torchrun", "workers": 2}
 
 def matrix(resources: Resources = LAPTOP, *, sections: dict[str, Any] | None = None, **wanted: Any) -> Matrix:
     experiment = toys.experiment(**{"parallel": DDP, **(sections or {})})
-    return make_matrix(experiment, resources, allowed=("toys",), wanted=Wanted(**wanted))
+    return make_matrix(experiment, resources, allowed=("toys",), wanted=MatrixRequest(**wanted))
 
 
 def titles(made: Matrix) -> list[str]:

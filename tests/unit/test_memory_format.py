@@ -9,8 +9,8 @@ import torch
 import toys
 
 from pipeline.config.load import load
-from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.loader import to_device
@@ -30,7 +30,7 @@ def sections(layout: str, *, precision: str = "fp64") -> dict[str, Any]:
 
 def test_both_layouts_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64, where nothing but the order of sums differs; evaluation included."""
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
+    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
     results = [toys.trained(**sections(layout)) for layout in ("contiguous", "channels_last")]
     (one, plain), (other, turned) = results
 
@@ -41,16 +41,16 @@ def test_both_layouts_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_and_batches_lie_as_asked() -> None:
-    setup = build(toys.trial(**sections("channels_last", precision="fp32")), rank=Rank())
+    context = build(toys.trial(**sections("channels_last", precision="fp32")), rank=Rank())
     seen = []
-    setup.model.conv1.register_forward_hook(lambda module, given, out: seen.append((given[0], out)))  # type: ignore[union-attr, operator]
-    batch = setup.placed([torch.zeros(2, 3, 5, 5)[:, :1].expand(2, 1, 5, 5).contiguous(), torch.zeros(2)])
-    setup.model(batch[0])
+    context.model.conv1.register_forward_hook(lambda module, given, out: seen.append((given[0], out)))  # type: ignore[union-attr, operator]
+    batch = context.placed([torch.zeros(2, 3, 5, 5)[:, :1].expand(2, 1, 5, 5).contiguous(), torch.zeros(2)])
+    context.model(batch[0])
 
     ((_, out),) = seen
     assert out.is_contiguous(memory_format=torch.channels_last)
     assert not out.is_contiguous()
-    weight = setup.model.layer1[0].conv1.weight  # type: ignore[index, union-attr]
+    weight = context.model.layer1[0].conv1.weight  # type: ignore[index, union-attr]
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert not weight.is_contiguous()
 

@@ -13,14 +13,16 @@ import torch
 import toys
 from typer.testing import CliRunner
 
-from pipeline import cli, preflight, runner
+from pipeline import cli
+from pipeline.commands import run as runner
+from pipeline.commands.sweep import planning
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.project import BUILT_IN
+from pipeline.driver import preflight
 from pipeline.errors import ExperimentError, NonFiniteError, TrainingError
-from pipeline.events import ArtifactSaved, Warned
+from pipeline.protocol.events import ArtifactSaved, Warned
 from pipeline.recording.terminal import Terminal
-from pipeline.sweeping import planning
-from pipeline.training.checkpoints import catalog
+from pipeline.training.checkpoints import inventory
 from pipeline.training.checkpoints.manifest import step_of
 from pipeline.training.checkpoints.storage import Storage
 
@@ -161,8 +163,8 @@ class TestAValidationLossThatIsNotFinite:
             toys.train(trial, rank=toys.Rank(), outbox=outbox)
         assert not isinstance(caught.value, NonFiniteError), "there is no batch that a rollback could leave out"
         assert math.isnan(outbox.series("validation/loss")[-1])
-        (entry,) = catalog.entries(Storage(str(tmp_path)))
-        assert (entry.name, catalog.verify(Storage(str(tmp_path)), entry)) == ("step-00000002", None)
+        (entry,) = inventory.entries(Storage(str(tmp_path)))
+        assert (entry.name, inventory.verify(Storage(str(tmp_path)), entry)) == ("step-00000002", None)
 
     def test_is_told_where_steps_may_be_skipped(self) -> None:
         result, outbox = toys.trained(**{**self.SECTIONS, "train": {"epochs": 3, "on_nonfinite": "skip"}})

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline import resources
-from pipeline.node_facts import collect, facts_here
+from pipeline.cluster.node_facts import collect, facts_here
+from pipeline.planning import resources
 
 
 def test_cores_and_memory_are_those_that_the_plan_counts_on() -> None:

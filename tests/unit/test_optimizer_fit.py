@@ -12,13 +12,13 @@ import toys
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
 from pipeline.training import loop, optimizer_fit
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.context import TrainContext
 from pipeline.training.loop import train
-from pipeline.training.setup import Setup
 
 HERE = "test_optimizer_fit"
 STEPS = 6
@@ -118,7 +118,7 @@ def _trial(*, folder: Path | str = "", resume: bool = False, model: str = "", **
     return trial.model_copy(update=update)
 
 
-def _build(**sections: Any) -> Setup:
+def _build(**sections: Any) -> TrainContext:
     return build(_trial(**sections), rank=Rank())
 
 
@@ -212,13 +212,13 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
 
 class TestComplexParameters:
     def test_stay_complex_in_fp64(self) -> None:
-        setup = _build(model="Rotating")
+        context = _build(model="Rotating")
         torch.manual_seed(0)
 
-        state = setup.model.state_dict()
+        state = context.model.state_dict()
         assert {name: own.dtype for name, own in state.items()} == dict.fromkeys(state, torch.complex128)
         assert all(own.imag.abs().max() > 0 for own in state.values())
-        assert setup.placed(torch.ones(1, dtype=torch.complex64)).dtype == torch.complex128
+        assert context.placed(torch.ones(1, dtype=torch.complex64)).dtype == torch.complex128
 
     def test_train_in_fp64_what_they_do_in_fp32(self) -> None:
         exact, usual = (_train(model="Rotating", train={"precision": name}) for name in ("fp64", "fp32"))
@@ -232,11 +232,11 @@ class TestComplexParameters:
         assert not torch.equal(averaged, _train(model="Rotating").files["model/weights.pt"]["weight"])
 
     def test_that_become_nan_are_told(self) -> None:
-        setup = _build(model="Rotating")
+        context = _build(model="Rotating")
         with torch.no_grad():
-            setup.model.weight[0] = complex("nan")  # type: ignore[index,operator]
+            context.model.weight[0] = complex("nan")  # type: ignore[index,operator]
         with pytest.raises(Exception, match="weights are not finite"):
-            loop.check_weights(setup, step=1)
+            loop.check_weights(context, step=1)
 
 
 class TestOptimizersWithModes:
@@ -246,23 +246,23 @@ class TestOptimizersWithModes:
         """Beside a loop by hand, as the package's authors write it."""
         outbox = _train(optimizer=self.FREE)
 
-        setup = _build(optimizer=self.FREE)
-        optimizer: Any = setup.optimizer
+        context = _build(optimizer=self.FREE)
+        optimizer: Any = context.optimizer
         validation: list[float] = []
         for epoch in range(2):
             optimizer.train()
-            for draw, batch in setup.train_loader.batches(setup.draws(epoch)):
-                inputs, targets = setup.placed(batch)
-                nn.functional.mse_loss(setup.model(inputs), targets).backward()
+            for draw, batch in context.train_loader.batches(context.micro_batches(epoch)):
+                inputs, targets = context.placed(batch)
+                nn.functional.mse_loss(context.model(inputs), targets).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 assert draw.is_last
             optimizer.eval()
-            inputs, targets = setup.placed(toys.regression()[1][:])  # type: ignore[index]
-            validation.append(nn.functional.mse_loss(setup.model(inputs), targets).item())
+            inputs, targets = context.placed(toys.regression()[1][:])  # type: ignore[index]
+            validation.append(nn.functional.mse_loss(context.model(inputs), targets).item())
         assert outbox.series("validation/loss") == pytest.approx(validation, rel=1e-12)
         exported = outbox.files["model/weights.pt"]
-        assert all(torch.allclose(own, exported[name], rtol=1e-12) for name, own in setup.model.state_dict().items())
+        assert all(torch.allclose(own, exported[name], rtol=1e-12) for name, own in context.model.state_dict().items())
 
     def test_are_resumed_exactly(self, tmp_path: Path) -> None:
         for after in (2, 3):

@@ -15,8 +15,8 @@ import yaml
 from blocks import Block, blocks, inline_commands
 from typed import mentioned, parts, understand
 
-from pipeline import preflight
 from pipeline.config.load import load
+from pipeline.driver import preflight
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *sorted(ROOT.glob("docs/**/*.md"))]

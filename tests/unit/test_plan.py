@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.contract import Trial
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.outline import describe
-from pipeline.plan import Plan, make_plan
-from pipeline.resources import Resources
+from pipeline.planning.describe import describe
+from pipeline.planning.plan import Plan, make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.trial import Trial
 
 LAPTOP = Resources(cpus=8, memory_mb=16384, node="laptop")
 SERVER = Resources(cpus=32, memory_mb=262144, gpus=("H200",) * 4, node="server")

@@ -7,9 +7,9 @@ import pytest
 import torch
 import toys
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
-from pipeline.training.order import Draw
+from pipeline.training.order import MicroBatch
 from pipeline.training.prefetch import Pair, one_ahead, prefetched
 
 
@@ -19,7 +19,7 @@ def pairs(count: int, *, seen: list[str], broken: int | None = None) -> Iterator
         if number == broken:
             raise LookupError(f"batch {number}")
         seen.append(f"read {number}")
-        yield Draw(0, [number], weight=1.0, is_last=True), number
+        yield MicroBatch(0, [number], weight=1.0, is_last=True), number
 
 
 def copying(seen: list[str]) -> Callable[[Any], Callable[[], Any]]:
@@ -39,8 +39,8 @@ def test_the_next_batch_is_on_its_way_while_one_is_computed() -> None:
     seen: list[str] = []
     ahead = one_ahead(pairs(4, seen=seen), copy=copying(seen))
     begun = []
-    for draw, batch in ahead:
-        assert draw.indices == [batch]
+    for micro_batch, batch in ahead:
+        assert micro_batch.indices == [batch]
         begun.append([line for line in seen if line.startswith("copy")][-1])
 
     # The first step of a training doesn't wait for a second batch.
@@ -83,10 +83,10 @@ def test_a_gpu_gets_the_same_batches() -> None:
     """Many and large enough that a copy which is used too early, or overwritten too early, shows."""
     device = torch.device("cuda")
     held = [torch.full((1 << 20,), float(number)).pin_memory() for number in range(50)]
-    draws = ((Draw(0, [number], weight=1.0, is_last=True), held[number]) for number in range(50))
+    micro_batches = ((MicroBatch(0, [number], weight=1.0, is_last=True), held[number]) for number in range(50))
     busy = torch.ones(2048, 2048, device=device)
     sums = []
-    for _, batch in prefetched(draws, place=lambda batch: batch.to(device, non_blocking=True), device=device):
+    for _, batch in prefetched(micro_batches, place=lambda batch: batch.to(device, non_blocking=True), device=device):
         busy = busy @ busy / 2048
         sums.append(batch.double().mean())
     assert torch.stack(sums).tolist() == list(range(50))
@@ -97,6 +97,8 @@ def test_training_is_the_same_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None
         return toys.trained(train={"gradient_accumulation": 3})[1].series("train/loss")
 
     expected = losses()
-    setup = type(build(toys.trial(), rank=Rank()))
-    monkeypatch.setattr(setup, "prefetched", lambda self, batches: one_ahead(batches, copy=lambda batch: lambda: batch))
+    context = type(build(toys.trial(), rank=Rank()))
+    monkeypatch.setattr(
+        context, "prefetched", lambda self, batches: one_ahead(batches, copy=lambda batch: lambda: batch)
+    )
     assert losses() == expected

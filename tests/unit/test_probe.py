@@ -8,11 +8,11 @@ import torch
 import toys
 from torch import Tensor, nn
 
-from pipeline.contract import Rank, StepParts
+from pipeline.protocol.trial import Rank, StepParts
 from pipeline.training.build import build
 from pipeline.training.clock import Lap
+from pipeline.training.context import TrainContext
 from pipeline.training.probe import probe, unused_parameters, waits
-from pipeline.training.setup import Setup
 
 FORWARD_MS, OPTIMIZER_MS = 20.0, 12.0
 BATCH = 8
@@ -55,7 +55,7 @@ class SlowSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def setup(*, parts: int = 1, **sections: Any) -> Setup:
+def context(*, parts: int = 1, **sections: Any) -> TrainContext:
     trial = toys.trial(**sections, train={"gradient_accumulation": parts, "precision": "fp32"})
     return build(trial.model_copy(update={"allowed": (*trial.allowed, "test_probe")}), rank=Rank())
 
@@ -65,13 +65,13 @@ def laps(*, step_ms: float = 200.0, waits_ms: Sequence[float] = (0.0,)) -> list[
     return [Lap(1, BATCH, step_ms / 1000, data_wait_ms=ms, own_wait_ms=ms / 2) for ms in waits_ms]
 
 
-def measured(ready: Setup, timed: Sequence[Lap]) -> StepParts:
+def measured(ready: TrainContext, timed: Sequence[Lap]) -> StepParts:
     return probe(ready, laps=timed, known=waits(ready, laps=timed))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_each_part_is_found_and_they_add_up(parts: int) -> None:
-    ready = setup(
+    ready = context(
         parts=parts,
         model={"_target_": "test_probe.SlowModel"},
         optimizer={"_target_": "test_probe.SlowSGD", "lr": 0.1},
@@ -87,13 +87,13 @@ def test_each_part_is_found_and_they_add_up(parts: int) -> None:
 
 
 def test_what_is_quick_is_no_part() -> None:
-    step = measured(setup(model={"_target_": "test_probe.SlowModel"}), laps())
+    step = measured(context(model={"_target_": "test_probe.SlowModel"}), laps())
     assert (step.data_wait_ms, step.rest_ms) == (0.0, pytest.approx(0.0, abs=1e-6))
 
 
 def test_long_steps_are_measured_in_fewer_rounds() -> None:
     def rounds(step_ms: float) -> int:
-        held = measured(setup(), laps(step_ms=step_ms)).held_ms
+        held = measured(context(), laps(step_ms=step_ms)).held_ms
         return held.windows if held is not None else 0
 
     assert rounds(1.0) == 7
@@ -101,7 +101,7 @@ def test_long_steps_are_measured_in_fewer_rounds() -> None:
 
 
 def test_it_leaves_scheduler_and_learning_rate_alone() -> None:
-    ready = setup(scheduler={"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 6})
+    ready = context(scheduler={"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 6})
     before = ready.optimizer.param_groups[0]["lr"]
     assert ready.scheduler is not None
     measured(ready, laps(step_ms=1.0))  # many more than 6 steps
@@ -110,7 +110,7 @@ def test_it_leaves_scheduler_and_learning_rate_alone() -> None:
 
 
 def test_parameters_without_a_gradient_are_counted() -> None:
-    ready = setup(model={"_target_": "test_probe.Spare"})
+    ready = context(model={"_target_": "test_probe.Spare"})
     assert unused_parameters(ready) == 2
     assert all(parameter.grad is None for parameter in ready.model.parameters())
 
@@ -143,7 +143,7 @@ def reads() -> tuple[Reads, None]:
 
 def test_no_more_is_read_than_one_step() -> None:
     """Loader processes that fetch ahead would take cores from what is measured."""
-    ready = setup(data={"_target_": "test_probe.reads"})
+    ready = context(data={"_target_": "test_probe.reads"})
     Reads.read.clear()
     measured(ready, laps())
     assert len(Reads.read) == BATCH

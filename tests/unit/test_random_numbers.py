@@ -14,7 +14,7 @@ import toys
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.tasks import StepOutput
 from pipeline.training import loop
 from pipeline.training.build import build
@@ -105,10 +105,10 @@ def test_a_checkpoint_holds_buffers_that_a_state_dict_leaves_out(tmp_path: Path)
 
 def test_a_checkpoint_of_before_has_none_and_is_read() -> None:
     trial = toys.trial(model={"_target_": f"{HERE}.Drifting"})
-    setup = build(trial.model_copy(update={"allowed": (*trial.allowed, HERE)}), rank=Rank())
-    state = view(setup)
+    context = build(trial.model_copy(update={"allowed": (*trial.allowed, HERE)}), rank=Rank())
+    state = view(context)
     values = {name: part for name, part in json.loads(json.dumps(state.values)).items() if name != "buffers"}
 
-    restore(setup, State({name: own.clone() for name, own in state.tensors.items()}, values))
+    restore(context, State({name: own.clone() for name, own in state.tensors.items()}, values))
 
-    assert float(setup.model.average) == 0.0  # type: ignore[arg-type]
+    assert float(context.model.average) == 0.0  # type: ignore[arg-type]

@@ -10,11 +10,11 @@ import torch
 import toys
 from torch import nn
 
-from pipeline.blocks import repeated
-from pipeline.contract import Rank
 from pipeline.errors import ExperimentError
-from pipeline.events import Resumed
 from pipeline.models import GPT, resnet18
+from pipeline.protocol.events import Resumed
+from pipeline.protocol.trial import Rank
+from pipeline.strategies._blocks import repeated
 from pipeline.training import loop
 from pipeline.training.loop import train
 from pipeline.training.recomputation import apply, choose

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from samples import finished, spread
 
-from pipeline.contract import Rank
 from pipeline.errors import UsageError
-from pipeline.events import (
+from pipeline.protocol.events import (
     AnyEvent,
     Failed,
     Finished,
@@ -21,6 +20,7 @@ from pipeline.events import (
     TrialOpened,
     Warned,
 )
+from pipeline.protocol.trial import Rank
 from pipeline.recording.journal import FILE_NAME, is_open, read
 from pipeline.recording.recorder import Recorder
 

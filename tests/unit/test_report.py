@@ -16,10 +16,10 @@ from samples import (
     trial,
 )
 
-from pipeline.contract import Spread, Trial
-from pipeline.speedup import Advice
-from pipeline.speedup.report import Report, run_json
-from pipeline.speedup.tables import Straggler, low_to_high, with_spread
+from pipeline.protocol.trial import Spread, Trial
+from pipeline.report import Advice
+from pipeline.report.report import Report, run_json
+from pipeline.report.tables import Straggler, low_to_high, with_spread
 
 
 def compare(main: Trial, *, main_at: Spread, baseline_at: Spread) -> Report:

@@ -5,7 +5,7 @@ import os
 import psutil
 import pytest
 
-from pipeline.resources import Resources, detect
+from pipeline.planning.resources import Resources, detect
 
 
 def test_this_machine() -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import recovery
 from pipeline.config.load import ExperimentFile, load
+from pipeline.driver import resume
 from pipeline.errors import UsageError
-from pipeline.events import RunOpened
+from pipeline.protocol.events import RunOpened
 from pipeline.recording.folder import RunState
 from pipeline.recording.recorder import Recorder
 
@@ -49,13 +49,13 @@ def opened(file: str, *, role: str = "main") -> RunOpened:
 
 def test_each_file_goes_on_with_its_own_run() -> None:
     a, b = experiment("a.yaml"), experiment("b.yaml")
-    assert recovery.newest(a) is None
+    assert resume.newest(a) is None
     first = run(10, "a.yaml")
     second = run(11, "b.yaml")
     run(12, "b.yaml", role="sweep")
-    assert recovery.newest(a) == first
-    assert recovery.newest(load(Path("a.yaml").resolve())) == first
-    assert recovery.newest(b) == second
+    assert resume.newest(a) == first
+    assert resume.newest(load(Path("a.yaml").resolve())) == first
+    assert resume.newest(b) == second
 
 
 def test_a_run_of_another_file_is_refused_by_name() -> None:
@@ -63,7 +63,7 @@ def test_a_run_of_another_file_is_refused_by_name() -> None:
     experiment("b.yaml")
     other = run(10, "b.yaml")
     with pytest.raises(UsageError) as caught:
-        recovery.newest(a)
+        resume.newest(a)
     assert f"{other} is a run of b.yaml, which has the same name: same, as a.yaml" in str(caught.value)
     assert str(caught.value).endswith(f"--resume {other.name}")
 
@@ -72,12 +72,12 @@ def test_a_run_of_another_file_is_refused_by_name() -> None:
 def test_a_renamed_file_and_a_run_of_an_earlier_version_go_on(source: str) -> None:
     a = experiment("a.yaml")
     folder = run(10, source)
-    assert recovery.newest(a) == folder
+    assert resume.newest(a) == folder
 
 
 @pytest.mark.parametrize(("source", "notes"), [("a.yaml", 0), ("", 0), ("b.yaml", 1)])
 def test_another_file_is_told(source: str, notes: int) -> None:
     a = experiment("a.yaml")
     state = RunState(folder=Path("runs/r"), experiment=a.experiment, opened=opened(source), status="KILLED")
-    told = recovery.changes(a, state, allowed=False)
+    told = resume.changes(a, state, allowed=False)
     assert told == ["r was started with b.yaml, not with a.yaml"] * notes

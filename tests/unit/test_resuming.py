@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from pipeline import registry
-from pipeline.contract import Rank, TrialResult
 from pipeline.errors import ExperimentError
-from pipeline.events import Resumed, Warned
+from pipeline.protocol.events import Resumed, Warned
+from pipeline.protocol.trial import Rank, TrialResult
 from pipeline.training import loop
+from pipeline.training.checkpoints.encoding import join, split
 from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.checkpoints.values import join, split
 from pipeline.training.loop import train
-from pipeline.training.order import Order
+from pipeline.training.order import SampleOrder
 
 EVERY: dict[str, Any] = {"every_steps": 1, "keep": 100}
 STEPS = 6
@@ -145,24 +145,24 @@ def test_only_the_samples_that_are_left_are_read(tmp_path: Path) -> None:
     run(folder, resume=True, **sections)
 
     left = [toys.SAMPLES - 2 * 8, toys.SAMPLES]  # of each epoch
-    order = Order(samples=toys.SAMPLES, global_batch_size=8, seed=3)
+    order = SampleOrder(samples=toys.SAMPLES, global_batch_size=8, seed=3)
     assert read[1 : 1 + left[0]] == order.global_batch(0, 2)  # the first one read is for the data's digest
     assert Counter(read[1 + left[0] : 1 + sum(left)]) == Counter(range(toys.SAMPLES))
 
 
 @given(
-    st.builds(Order, samples=st.integers(1, 70), global_batch_size=st.integers(1, 20), seed=st.integers(0, 99)),
+    st.builds(SampleOrder, samples=st.integers(1, 70), global_batch_size=st.integers(1, 20), seed=st.integers(0, 99)),
     st.data(),
 )
-def test_draws_from_a_step_on_are_the_last_of_all(order: Order, data: st.DataObject) -> None:
+def test_draws_from_a_step_on_are_the_last_of_all(order: SampleOrder, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, order.steps_per_epoch - 1))
     world_size = data.draw(st.integers(1, 5))
     rank = data.draw(st.integers(0, world_size - 1))
-    everything = list(order.draws(1, rank=rank, world_size=world_size, micro_batches=2))
-    left = list(order.draws(1, rank=rank, world_size=world_size, micro_batches=2, first=first))
+    everything = list(order.micro_batches(1, rank=rank, world_size=world_size, accumulation=2))
+    left = list(order.micro_batches(1, rank=rank, world_size=world_size, accumulation=2, first=first))
 
     assert left == everything[len(everything) - len(left) :]
-    assert sum(draw.is_last for draw in left) == order.steps_per_epoch - first
+    assert sum(micro_batch.is_last for micro_batch in left) == order.steps_per_epoch - first
 
 
 class TestAnotherExperiment:

@@ -10,15 +10,16 @@ import pytest
 import rich.console
 from samples import finished, report, spread
 
-from pipeline.contract import Status
+from pipeline.commands.history import run_table as table
+from pipeline.commands.history import side_by_side
+from pipeline.commands.history.difference import difference
 from pipeline.errors import UsageError
-from pipeline.events import Metrics, Point, RunClosed, RunOpened
+from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened
+from pipeline.protocol.trial import Status
 from pipeline.recording import runs
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.recorder import Recorder
-from pipeline.review import side_by_side, table
-from pipeline.review.difference import difference
-from pipeline.speedup.publish import REPORT_NAME
+from pipeline.report.publish import REPORT_NAME
 
 BEGAN = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
 

@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.contract import AllReduce, BatchCost, Costs, Gradient, Link
 from pipeline.errors import UsageError
-from pipeline.speedup.forecast import Check, Forecast
-from pipeline.speedup.link import broadcast_ms, fit, latency_ms, parse, transfer_ms
-from pipeline.speedup.scaling import at_pace, counts_up_to, most, predict, worthwhile
-from pipeline.speedup.simulation import Workload, buckets
+from pipeline.protocol.trial import AllReduce, BatchCost, Costs, Gradient, Link
+from pipeline.report.forecast import Check, Forecast
+from pipeline.report.link import broadcast_ms, fit, latency_ms, parse, transfer_ms
+from pipeline.report.scaling import at_pace, counts_up_to, most, predict, worthwhile
+from pipeline.report.simulation import Workload, buckets
 
 MB = 1_000_000
 PERFECT = Link(latency_us=0, bandwidth_gbit=1e12)

@@ -7,10 +7,10 @@ import samples
 import torch
 import toys
 
-from pipeline.contract import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.loop import train
-from pipeline.training.order import Order
+from pipeline.training.order import SampleOrder
 
 BATCH, HOLE = 8, 5
 
@@ -20,7 +20,7 @@ def weights(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...] = (), 
     monkeypatch.setattr(loop, "probe", lambda *_, **__: samples.parts(step_ms=5.0))
     kept: list[dict[str, torch.Tensor]] = []
     monkeypatch.setattr(
-        loop.announce,
+        loop.reporting,
         "model",
         lambda setup, _: kept.append({k: v.clone() for k, v in setup.model.state_dict().items()}),
     )
@@ -34,7 +34,7 @@ def weights(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...] = (), 
 
 
 def test_batch_statistics_are_those_of_the_steps_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = Order(samples=toys.SAMPLES, global_batch_size=BATCH, seed=3)
+    order = SampleOrder(samples=toys.SAMPLES, global_batch_size=BATCH, seed=3)
     (bad,) = (step + 1 for step in range(order.steps_per_epoch) if HOLE in order.global_batch(0, step))
     skipped = weights(monkeypatch, on_nonfinite="skip")
     assert all(torch.isfinite(value).all() for value in skipped.values())

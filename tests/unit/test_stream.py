@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.training import together
-from pipeline.training.order import Draw, StreamOrder
-from pipeline.training.stream import Pass, Stream, StreamLoader
+from pipeline.training import pad_micro_batches
+from pipeline.training.order import MicroBatch, StreamOrder
+from pipeline.training.stream import Pass, RowStream, StreamLoader
 
 
 def order(rows: int, *, share: int, workers: int, evenly: bool = False) -> StreamOrder:
@@ -24,7 +24,7 @@ class Dealt:
 
     def __init__(self, rows: int, *, rank: int, workers: int, there: int | None = None) -> None:
         self.passes = 0
-        self.stream = Stream(rows=rows, keeps_order=True, schema="", open=self._open)
+        self.stream = RowStream(rows=rows, keeps_order=True, schema="", open=self._open)
         self._blocks = (rank, workers, rows if there is None else there)
 
     def _open(self, size: int) -> Pass:
@@ -39,7 +39,7 @@ def loader(dealt: Dealt, plan: StreamOrder) -> StreamLoader:
     return StreamLoader(dealt.stream, order=plan, pin_memory=False)
 
 
-def rows_of(batches: Iterator[tuple[Draw, Any]]) -> list[list[int]]:
+def rows_of(batches: Iterator[tuple[MicroBatch, Any]]) -> list[list[int]]:
     return [rows.tolist() for _, (rows, _) in batches]
 
 
@@ -59,11 +59,11 @@ def test_a_global_batch_is_consecutive_rows_of_all_ranks(rows: int, share: int, 
     weights: dict[int, float] = {}
     for rank in range(workers):
         step = 0
-        for draw in plan.draws(0, rank=rank, world_size=workers, micro_batches=parts):
-            weights[step] = weights.get(step, 0) + draw.weight
-            if draw.weight:
-                seen.setdefault(step, []).extend(draw.indices)
-            step += draw.is_last
+        for micro_batch in plan.micro_batches(0, rank=rank, world_size=workers, accumulation=parts):
+            weights[step] = weights.get(step, 0) + micro_batch.weight
+            if micro_batch.weight:
+                seen.setdefault(step, []).extend(micro_batch.indices)
+            step += micro_batch.is_last
         assert step == plan.steps_per_epoch
 
     assert [row for step in sorted(seen) for row in seen[step]] == list(range(rows))
@@ -76,7 +76,8 @@ def test_a_global_batch_is_consecutive_rows_of_all_ranks(rows: int, share: int, 
 def test_even_dealing_gives_all_ranks_as_many(rows: int, share: int, workers: int) -> None:
     plan = order(rows * workers, share=share, workers=workers, evenly=True)
     counts = {
-        tuple(len(draw.indices) for draw in plan.draws(0, rank=rank, world_size=workers)) for rank in range(workers)
+        tuple(len(micro_batch.indices) for micro_batch in plan.micro_batches(0, rank=rank, world_size=workers))
+        for rank in range(workers)
     }
 
     assert len(counts) == 1
@@ -88,19 +89,21 @@ def test_even_dealing_gives_all_ranks_as_many(rows: int, share: int, workers: in
 def test_the_loader_serves_the_rows_that_are_drawn(rows: int, share: int, workers: int, parts: int) -> None:
     plan = order(rows, share=share, workers=workers)
     for rank in range(workers):
-        draws = list(plan.draws(0, rank=rank, world_size=workers, micro_batches=parts))
-        if not any(draw.weight for draw in draws):
+        micro_batches = list(plan.micro_batches(0, rank=rank, world_size=workers, accumulation=parts))
+        if not any(micro_batch.weight for micro_batch in micro_batches):
             continue  # refused by the launcher: fewer rows than a global batch
-        for draw, (found, more) in loader(Dealt(rows, rank=rank, workers=workers), plan).batches(iter(draws)):
+        for micro_batch, (found, more) in loader(Dealt(rows, rank=rank, workers=workers), plan).batches(
+            iter(micro_batches)
+        ):
             assert torch.equal(found, -more["y"])
-            assert found.tolist() == draw.indices if draw.weight else len(found) == 1
+            assert found.tolist() == micro_batch.indices if micro_batch.weight else len(found) == 1
 
 
 @pytest.mark.parametrize("first", [1, 3, 4])
 def test_an_epoch_goes_on_from_any_step(first: int) -> None:
     plan = order(19, share=2, workers=2)
-    whole = rows_of(loader(Dealt(19, rank=1, workers=2), plan).batches(plan.draws(0, rank=1, world_size=2)))
-    rest = loader(Dealt(19, rank=1, workers=2), plan).batches(plan.draws(0, rank=1, world_size=2, first=first))
+    whole = rows_of(loader(Dealt(19, rank=1, workers=2), plan).batches(plan.micro_batches(0, rank=1, world_size=2)))
+    rest = loader(Dealt(19, rank=1, workers=2), plan).batches(plan.micro_batches(0, rank=1, world_size=2, first=first))
 
     assert rows_of(rest) == whole[first:]
     assert len(whole) == plan.steps_per_epoch == 5
@@ -110,16 +113,16 @@ def test_each_epoch_is_a_pass_of_its_own_also_after_a_resume() -> None:
     plan = order(6, share=3, workers=1)
 
     def epoch(number: int, reader: StreamLoader) -> list[list[int]]:
-        return rows_of(reader.batches(plan.draws(number, rank=0, world_size=1)))
+        return rows_of(reader.batches(plan.micro_batches(number, rank=0, world_size=1)))
 
     undisturbed = loader(Dealt(6, rank=0, workers=1), plan)
     assert [epoch(number, undisturbed)[0][0] for number in range(3)] == [0, 100, 200]
     resumed = loader(Dealt(6, rank=0, workers=1), plan)
-    next(resumed.batches(plan.draws(0, rank=0, world_size=1)))  # a step before the state is restored
+    next(resumed.batches(plan.micro_batches(0, rank=0, world_size=1)))  # a step before the state is restored
     assert epoch(2, resumed)[0][0] == 200
     again = loader(dealt := Dealt(6, rank=0, workers=1), plan)
-    next(again.batches(plan.draws(0, rank=0, world_size=1)))
-    assert rows_of(again.batches(plan.draws(0, rank=0, world_size=1, first=1))) == [[3, 4, 5]]
+    next(again.batches(plan.micro_batches(0, rank=0, world_size=1)))
+    assert rows_of(again.batches(plan.micro_batches(0, rank=0, world_size=1, first=1))) == [[3, 4, 5]]
     assert dealt.passes == 1
 
 
@@ -128,7 +131,7 @@ def test_rows_that_were_looked_at_come_all_the_same() -> None:
     plan = order(6, share=3, workers=1)
     reader = loader(dealt := Dealt(6, rank=0, workers=1), plan)
     assert len(reader.read([0, 1])[0]) == 2
-    assert rows_of(reader.batches(plan.draws(0, rank=0, world_size=1))) == [[0, 1, 2], [3, 4, 5]]
+    assert rows_of(reader.batches(plan.micro_batches(0, rank=0, world_size=1))) == [[0, 1, 2], [3, 4, 5]]
     assert dealt.passes == 1
 
 
@@ -138,21 +141,21 @@ def test_validation_begins_anew_each_time_on_all_ranks() -> None:
     for rank, expected in enumerate([[[0, 1, 2]], [[3, 4]], []]):
         reader = loader(dealt := Dealt(5, rank=rank, workers=3), plan)
         for number in (1, 2):
-            served = list(reader.batches(plan.evaluation_draws(rank=rank, world_size=3)))
+            served = list(reader.batches(plan.evaluation_micro_batches(rank=rank, world_size=3)))
             assert [[row % 100 for row in rows.tolist()] for _, (rows, _) in served] == expected
-            assert [draw.weight for draw, _ in served] == [len(rows) / 5 for rows in expected]
+            assert [micro_batch.weight for micro_batch, _ in served] == [len(rows) / 5 for rows in expected]
             assert dealt.passes == number
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sharded_models_get_as_many_micro_batches_on_all_ranks(rank: int) -> None:
     plan = order(15, share=4, workers=2)
-    draws = plan.draws(0, rank=rank, world_size=2, micro_batches=3)
-    padded = together.padded(draws, order=plan, world_size=2, micro_batches=3, first=0)
+    micro_batches = plan.micro_batches(0, rank=rank, world_size=2, accumulation=3)
+    padded = pad_micro_batches.padded(micro_batches, order=plan, world_size=2, accumulation=3, first=0)
     served = list(loader(Dealt(15, rank=rank, workers=2), plan).batches(padded))
 
-    assert [draw.is_last for draw, _ in served] == [False, False, True] * 2
-    assert [rows.tolist() for draw, (rows, _) in served if draw.weight] == (
+    assert [micro_batch.is_last for micro_batch, _ in served] == [False, False, True] * 2
+    assert [rows.tolist() for micro_batch, (rows, _) in served if micro_batch.weight] == (
         [[0, 1], [2], [3], [8, 9], [10], [11]] if rank == 0 else [[4, 5], [6], [7], [12], [13], [14]]
     )
 
@@ -171,11 +174,11 @@ def failing(_: int) -> Pass:
 
 
 def test_what_the_pipeline_raises_is_said() -> None:
-    stream = Stream(rows=4, keeps_order=True, schema="", open=failing)
+    stream = RowStream(rows=4, keeps_order=True, schema="", open=failing)
     plan = order(4, share=2, workers=1)
 
     with pytest.raises(TrainingError, match=r"^the stream of rows can't be read: file: x\.parquet$") as caught:
-        list(StreamLoader(stream, order=plan, pin_memory=False).batches(plan.draws(0, rank=0, world_size=1)))
+        list(StreamLoader(stream, order=plan, pin_memory=False).batches(plan.micro_batches(0, rank=0, world_size=1)))
     assert "OSError" in caught.value.details
 
 
@@ -186,7 +189,7 @@ def test_other_rows_than_were_counted_are_told(there: int, how: str) -> None:
     plan = order(9, share=3, workers=1)
     reader = loader(Dealt(9, rank=0, workers=1, there=there), plan)
 
-    draws = [plan.draws(epoch, rank=0, world_size=1) for epoch in range(2)]
+    micro_batches = [plan.micro_batches(epoch, rank=0, world_size=1) for epoch in range(2)]
 
     with pytest.raises(TrainingError, match=f"9 rows were counted, but there {how}"):
-        list(chain.from_iterable(map(reader.batches, draws)))
+        list(chain.from_iterable(map(reader.batches, micro_batches)))

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from pipeline import preflight
+from pipeline.commands.sweep.sampling import draws
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.summary import config_hash, flatten, to_yaml
 from pipeline.config.sweep import Parameter, Sweep
 from pipeline.config.variation import override
+from pipeline.driver import preflight
 from pipeline.errors import ExperimentError
-from pipeline.sweeping.drawing import draws
 
 FILE = """\
 name: swept

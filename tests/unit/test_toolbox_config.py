@@ -10,18 +10,18 @@ import pytest
 import samples
 import toys
 
-from pipeline import resources
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
 from pipeline.config.toolbox import Compile, Ema
-from pipeline.contract import Trial
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.outline import describe
-from pipeline.plan import Plan, make_plan
+from pipeline.planning import resources
+from pipeline.planning.describe import describe
+from pipeline.planning.plan import Plan, make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.trial import Trial
 from pipeline.recording.console import _finished
 from pipeline.recording.mlflow_entities import figures
-from pipeline.resources import Resources
-from pipeline.speedup.report import Report
+from pipeline.report.report import Report
 from pipeline.training.checkpoints.manifest import trained
 
 LAPTOP = Resources(cpus=4, memory_mb=16384)

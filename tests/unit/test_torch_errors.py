@@ -11,10 +11,10 @@ import torch.distributed as dist
 import toys
 from torch import Tensor, nn
 
-from pipeline import worker
-from pipeline.contract import Rank
-from pipeline.events import Failed
+from pipeline.protocol.events import Failed
+from pipeline.protocol.trial import Rank
 from pipeline.training.torch_errors import is_out_of_memory, origin
+from pipeline.worker import main
 
 CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51423"
 LATE = "[/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
@@ -123,8 +123,8 @@ def test_what_is_raised_from_a_lost_peer_is_one() -> None:
 def test_a_connection_that_a_dataset_loses_is_the_runs_own_error() -> None:
     outbox = toys.Kept()
     trial = toys.trial(data={"_target_": "toys.far_away"})
-    with pytest.raises(worker.WorkerFailed):
-        worker.run(trial, rank=Rank(), outbox=outbox)
+    with pytest.raises(main.WorkerFailed):
+        main.run(trial, rank=Rank(), outbox=outbox)
     failed = outbox.events[-1]
     assert isinstance(failed, Failed)
     assert failed.origin == "rank"

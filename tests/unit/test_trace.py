@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import toys
 
-from pipeline.contract import Rank, Trial
-from pipeline.events import AnyEvent, ArtifactSaved
 from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.protocol.events import AnyEvent, ArtifactSaved
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
 from pipeline.training.loop import train
 from pipeline.training.trace import STEPS, record

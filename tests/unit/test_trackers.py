@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import preflight
 from pipeline.config.load import load
+from pipeline.driver import preflight
 from pipeline.errors import ExperimentError
-from pipeline.events import Advanced, AnyEvent, Warned
+from pipeline.protocol.events import Advanced, AnyEvent, Warned
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.trackers import Attached
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from pipeline.config.schema import LearningRateScaling
-from pipeline.contract import Rank
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.events import Metrics, ModelSaved, Started
+from pipeline.protocol.events import Metrics, ModelSaved, Started
+from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.learning_rate import scaling_factor, warmup_factor
 from pipeline.training.loop import train
-from pipeline.training.order import Order, mix
+from pipeline.training.order import SampleOrder, mix
 
 STEPS = 3
 """Steps in an epoch of toys.regression, with the usual batch of 8."""
@@ -59,7 +59,7 @@ def plain_loop(
     model = nn.Linear(3, 1).double()
     data, _ = toys.regression()
     inputs, targets = (tensor.double() for tensor in data.tensors)  # type: ignore[attr-defined]
-    order = Order(samples=toys.SAMPLES, global_batch_size=8, seed=3)
+    order = SampleOrder(samples=toys.SAMPLES, global_batch_size=8, seed=3)
     stepper = optimizer(model.parameters())
     schedule = scheduler(stepper) if scheduler else None
     series, rates = [], []
@@ -191,8 +191,8 @@ def test_fp16_clips_the_unscaled_gradient() -> None:
 
 
 def test_an_optimizer_forgets_gradients_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))  # takes steps, too
-    monkeypatch.setattr(loop, "unused_parameters", lambda setup: 0)
+    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))  # takes steps, too
+    monkeypatch.setattr(loop, "unused_parameters", lambda context: 0)
     toys.Forgetful.forgotten = 0
 
     assert losses(optimizer={"_target_": "toys.Forgetful", "lr": 0.05}) == losses(
@@ -206,9 +206,9 @@ def test_clipping_counts_what_the_optimizer_holds() -> None:
     still = {"_target_": "toys.Partial", "lr": 0.0}
     sections: dict[str, Any] = {"train": {"global_batch_size": toys.SAMPLES, "epochs": 3, "clip_grad_norm": 1.0}}
     norms = toys.trained(optimizer=still, **sections)[1].series("train/gradient_norm")
-    setup = build(toys.trial(optimizer=still, **sections), rank=Rank())
-    loss = nn.functional.mse_loss(setup.model(INPUTS.double()), TARGETS.double())
-    weight, _ = torch.autograd.grad(loss, list(setup.model.parameters()))
+    context = build(toys.trial(optimizer=still, **sections), rank=Rank())
+    loss = nn.functional.mse_loss(context.model(INPUTS.double()), TARGETS.double())
+    weight, _ = torch.autograd.grad(loss, list(context.model.parameters()))
 
     assert norms == pytest.approx([float(weight.norm())] * 3, rel=1e-12)
 
@@ -336,7 +336,7 @@ def test_a_measurement_reports_after_warmup_and_each_window() -> None:
 
 
 def test_a_nan_stops_training_and_names_step_and_samples() -> None:
-    order = Order(samples=toys.SAMPLES, global_batch_size=8, seed=3)
+    order = SampleOrder(samples=toys.SAMPLES, global_batch_size=8, seed=3)
     hole = order.global_batch(0, 1)[0]
     outbox = toys.Kept()
     with pytest.raises(TrainingError) as caught:

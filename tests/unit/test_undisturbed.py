@@ -10,7 +10,7 @@ import pytest
 from pydantic import field_serializer
 
 from pipeline.config.values import Frozen
-from pipeline.imports import undisturbed
+from pipeline.system.imports import undisturbed
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_ctrl_c_comes_even_if_the_import_fails() -> None:
 
 
 def test_ctrl_c_again_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.signals.SAME_S", 0.0)
+    monkeypatch.setattr("pipeline.system.signals.SAME_S", 0.0)
 
     def import_it() -> None:
         with undisturbed():

@@ -9,10 +9,12 @@ import pytest
 import torch
 import toys
 
-from pipeline import system_metrics, worker
-from pipeline.contract import Rank, Trial
-from pipeline.events import AnyEvent, Failed, Finished, SystemMetrics
-from pipeline.system_metrics import SystemSampler
+import pipeline
+from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics
+from pipeline.protocol.trial import Rank, Trial
+from pipeline.worker import main as worker
+from pipeline.worker import system_metrics
+from pipeline.worker.system_metrics import SystemSampler
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +59,7 @@ def test_the_traceback_starts_where_the_users_code_does() -> None:
 
 def test_a_package_whose_name_begins_like_ours_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as torchvision beside torch, or a project beside this package."""
-    beside = Path(worker.__file__).parent
+    beside = Path(pipeline.__file__).parent
     code = compile("def forward(self, inputs): raise LookupError('theirs')", f"{beside}_of_mine/model.py", "exec")
     namespace: dict[str, Any] = {}
     exec(code, namespace)

@@ -6,11 +6,11 @@ Linux ends Ray's processes together with the thread that has started them. So on
 from threading import Event, Thread
 from typing import Self
 
-from pipeline import resources
+from pipeline.cluster.join import cluster_address
 from pipeline.config.parallel import Parallel
 from pipeline.config.schema import Experiment
-from pipeline.launchers._ray.cluster import cluster_address
-from pipeline.launchers._ray.local import Wanted, started
+from pipeline.launchers._ray.local import LocalRayRequest, started
+from pipeline.planning import resources
 
 _begun: list["LocalRay"] = []
 
@@ -22,7 +22,7 @@ class LocalRay:
         ResourceError: from ``with``: it could not be started.
     """
 
-    def __init__(self, wanted: Wanted, *, verbose: bool) -> None:
+    def __init__(self, wanted: LocalRayRequest, *, verbose: bool) -> None:
         self._wanted = wanted
         self._verbose = verbose
         self._is_ready, self._is_over = Event(), Event()
@@ -83,5 +83,5 @@ def end_begun() -> None:
         _begun.pop().end()
 
 
-def _wanted(parallel: Parallel, *, streams: bool) -> Wanted:
-    return Wanted(workers=min(parallel.workers, resources.detect().cpus), streams=streams)
+def _wanted(parallel: Parallel, *, streams: bool) -> LocalRayRequest:
+    return LocalRayRequest(workers=min(parallel.workers, resources.detect().cpus), streams=streams)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, cast
 
 from pipeline.config import components
 from pipeline.config.values import Frozen
-from pipeline.contract import Trial
 from pipeline.data.streamed import Streamed
 from pipeline.errors import ExperimentError
 from pipeline.launchers._ray.dealing import Dealing
+from pipeline.protocol.trial import Trial
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -15,10 +15,10 @@ import ray._private.node
 import ray._private.utils
 from ray._private import ray_constants, services
 
-from pipeline import resources
-from pipeline.launchers._ray import room
-from pipeline.launchers._ray.connection import connection, first_line
+from pipeline.cluster import capacity
+from pipeline.cluster.connection import connection, first_line
 from pipeline.launchers._ray.private import replaced
+from pipeline.planning import resources
 
 LOOPBACK = "127.0.0.1"
 _PRESTARTED = "--num_prestart_python_workers="
@@ -32,7 +32,7 @@ _POLL_S = 0.02
 _START_S = 30.0
 
 
-class Wanted(NamedTuple):
+class LocalRayRequest(NamedTuple):
     """What a local Ray is for."""
 
     workers: int = 0
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
 
 
 @contextmanager
-def started(wanted: Wanted, *, verbose: bool) -> Iterator[None]:
+def started(wanted: LocalRayRequest, *, verbose: bool) -> Iterator[None]:
     """A Ray that listens on loopback only, for as long as the thread lives that has started it.
 
     Args:
@@ -58,7 +58,7 @@ def started(wanted: Wanted, *, verbose: bool) -> Iterator[None]:
             ray.init(
                 address="local",
                 include_dashboard=False,
-                num_cpus=resources.detect().cpus + room.READERS * wanted.streams,
+                num_cpus=resources.detect().cpus + capacity.READERS * wanted.streams,
                 object_store_memory=_STREAMED_BYTES if wanted.streams else _OBJECT_STORE_BYTES,
                 _node_ip_address=LOOPBACK,
                 **logs,
@@ -68,7 +68,7 @@ def started(wanted: Wanted, *, verbose: bool) -> Iterator[None]:
         yield
 
 
-def _settings(wanted: Wanted) -> dict[str, str]:
+def _settings(wanted: LocalRayRequest) -> dict[str, str]:
     settings = dict(_SETTINGS)
     if wanted.workers:
         # Ray would end them as idle as soon as a placement group has reserved the cores for them.
@@ -83,7 +83,7 @@ def _refusal(error: Exception) -> str:
 
 
 @contextmanager
-def _lean(wanted: Wanted, *, verbose: bool) -> Iterator[None]:
+def _lean(wanted: LocalRayRequest, *, verbose: bool) -> Iterator[None]:
     """Have ray.init start what is needed."""
     start = services.start_ray_process
 

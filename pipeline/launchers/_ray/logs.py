@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.contract import Rank
-from pipeline.events import Outbox
+from pipeline.protocol.events import Outbox
+from pipeline.protocol.trial import Rank
 
 _SEND_EVERY_S = 5.0
 _MOST_BYTES = 2**20

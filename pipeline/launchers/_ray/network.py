@@ -2,7 +2,7 @@
 
 Ray's `TorchConfig` would make the process group itself. It imports torch in Ray's controller, which starts before the
 workers do: about two seconds of each trial's start. Here a worker is told what torchrun tells its own, and makes the
-group as it does there, see `pipeline.worker`.
+group as it does there, see `pipeline.worker.main`.
 
 Left alone, gloo takes the address that a node's own name resolves to. On Debian and in containers that is often one of
 loopback, and ranks on several nodes never meet. So each rank is told the interface that owns the address under which
@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-from pipeline.launchers._ray.look import interfaces
+from pipeline.cluster.node_check import interfaces
 
 
 def use_interface(name: str | None) -> None:

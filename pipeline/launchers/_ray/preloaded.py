@@ -2,9 +2,9 @@
 
 import importlib
 
-from pipeline.imports import undisturbed
+from pipeline.system.imports import undisturbed
 
 with undisturbed():
     # Each optimizer of torch imports the last one.
-    for _name in ("pipeline.launchers._ray.work", "pipeline.worker", "torch._dynamo"):
+    for _name in ("pipeline.launchers._ray.work", "pipeline.worker.main", "torch._dynamo"):
         importlib.import_module(_name)

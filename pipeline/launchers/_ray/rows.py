@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import ray.train
 
 from pipeline.launchers._ray.ingest import Facts
-from pipeline.training.stream import Pass, Stream, Streams
+from pipeline.training.stream import Pass, RowStream, Streams
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -17,13 +17,13 @@ def received(facts: Facts) -> Streams:
     return Streams(parts["train"], parts.get("validation"))
 
 
-def stream_of(shard: "DataIterator", name: str, facts: Facts) -> Stream:
+def stream_of(shard: "DataIterator", name: str, facts: Facts) -> RowStream:
     """The stream that Ray's part of a dataset is."""
 
     def opened(rows: int) -> Pass:
         return _passed(shard, rows=rows, columns=facts.columns)
 
-    return Stream(rows=facts.rows[name], keeps_order=facts.keeps_order, schema=facts.schemas[name], open=opened)
+    return RowStream(rows=facts.rows[name], keeps_order=facts.keeps_order, schema=facts.schemas[name], open=opened)
 
 
 def _passed(shard: "DataIterator", *, rows: int, columns: tuple[str, ...]) -> Pass:

@@ -10,17 +10,17 @@ from typing import Any
 
 import ray.train
 
-from pipeline.channel.outbox import ChannelOutbox
-from pipeline.channel.wire import Address
-from pipeline.contract import Rank, Trial
+from pipeline.protocol.channel.outbox import ChannelOutbox
+from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.trial import Rank, Trial
 
 
 def work(config: dict[str, Any]) -> None:
     """Be one rank of a trial, in the process that Ray Train gave it."""
-    from pipeline import worker
-    from pipeline.launchers._ray.code import Code
+    from pipeline.cluster.code import Code
     from pipeline.launchers._ray.logs import kept_output
     from pipeline.training.watch import end_process
+    from pipeline.worker import main
 
     if config["stream"] is not None:
         from pipeline.launchers._ray.ingest import Facts
@@ -40,4 +40,4 @@ def work(config: dict[str, Any]) -> None:
         kept_output(config["logs"], rank=rank, outbox=outbox),
     ):
         streams = received(Facts.model_validate_json(config["stream"])) if config["stream"] is not None else None
-        worker.run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close), streams=streams)
+        main.run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close), streams=streams)

@@ -4,28 +4,28 @@ import time
 from importlib.metadata import version
 
 from pipeline.training.checkpoints.manifest import Manifest, trained
-from pipeline.training.setup import Setup
+from pipeline.training.context import TrainContext
 
 
-def describe(setup: Setup, *, step: int, metric: float | None) -> Manifest:
+def describe(context: TrainContext, *, step: int, metric: float | None) -> Manifest:
     """The manifest, without files, of a checkpoint after ``step`` steps.
 
     Args:
-        setup: what trains.
+        context: what trains.
         step: optimizer steps done.
         metric: the value of ``checkpoint.best``, if it was measured at this step.
     """
-    order = setup.order
+    order = context.order
     return Manifest(
         step=step,
         epoch=step // order.steps_per_epoch,
         steps_per_epoch=order.steps_per_epoch,
         global_batch_size=order.global_batch_size,
-        world_size=setup.rank.world_size,
+        world_size=context.rank.world_size,
         time=time.time(),
         versions={name: version(name) for name in ("torch", "ddp-pipeline")},
-        experiment=trained(setup.experiment),
-        data_digest=setup.data_digest,
+        experiment=trained(context.experiment),
+        data_digest=context.data_digest,
         metric=metric,
         files=(),
     )

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from pipeline.training.checkpoints.manifest import VALUES, StoredFile, sha256
 from pipeline.training.checkpoints.state import State, empty_like, is_sharded
-from pipeline.training.setup import Setup
+from pipeline.training.context import TrainContext
 
 _TENSORS = "state.safetensors"
 
@@ -61,16 +61,16 @@ def _write_values(state: State, folder: Path) -> None:
     _sync(folder / VALUES)
 
 
-def read(setup: Setup, folder: Path) -> State:
+def read(context: TrainContext, folder: Path) -> State:
     """The state in a folder; of a sharded model this rank's part of it. Collective for a sharded model."""
     values = json.loads((folder / VALUES).read_text(encoding="utf-8"))
-    if (folder / _TENSORS).exists() and not is_sharded(setup):
+    if (folder / _TENSORS).exists() and not is_sharded(context):
         with safe_open(folder / _TENSORS, framework="pt") as file:
             return State({name: file.get_tensor(name) for name in file.keys()}, values)  # noqa: SIM118 (no mapping)
-    return _read_shards(setup, folder, values)
+    return _read_shards(context, folder, values)
 
 
-def _read_shards(setup: Setup, folder: Path, values: object) -> State:
+def _read_shards(context: TrainContext, folder: Path, values: object) -> State:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -81,10 +81,10 @@ def _read_shards(setup: Setup, folder: Path, values: object) -> State:
         for name, meta in described.items()
         if isinstance(meta, TensorStorageMetadata)
     }
-    tensors = empty_like(setup, shapes)
+    tensors = empty_like(context, shapes)
     with warnings.catch_warnings():  # that one process loads is meant
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not is_sharded(setup))
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not is_sharded(context))
     return State(tensors, values)
 
 

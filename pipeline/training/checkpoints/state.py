@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
-from pipeline.training.checkpoints.values import Json, join, split
+from pipeline.training.checkpoints.encoding import Json, join, split
+from pipeline.training.context import TrainContext
 from pipeline.training.learned import kept, trainable
-from pipeline.training.setup import Setup
 
 _IMPLEMENTATION = ("fused", "foreach")
 """Of an optimizer's settings those that say how it computes, which another strategy may do in another way."""
@@ -27,79 +27,79 @@ class State(NamedTuple):
     values: Json
 
 
-def snapshot(setup: Setup) -> State:
+def snapshot(context: TrainContext) -> State:
     """The state of one rank, copied to the CPU, where training can't change it. The device is waited for.
 
     Raises:
         ExperimentError: a part has state that can't be saved.
     """
-    state = view(setup)
+    state = view(context)
     tensors = state.tensors
-    if is_sharded(setup) and not setup.rank.is_first:  # what is whole, such as buffers, is rank 0's
+    if is_sharded(context) and not context.rank.is_first:  # what is whole, such as buffers, is rank 0's
         tensors = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")}
     copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return State(copies, state.values)
 
 
-def check(setup: Setup) -> None:
+def check(context: TrainContext) -> None:
     """Find out early what can't be saved.
 
     Raises:
         ExperimentError: a part has state that can't be saved.
     """
-    view(setup)
+    view(context)
 
 
-def view(setup: Setup) -> State:
+def view(context: TrainContext) -> State:
     """The state of one rank, with the tensors that training goes on to change.
 
     Raises:
         ExperimentError: a part has state that can't be saved.
     """
-    model = setup.model.state_dict()
+    model = context.model.state_dict()
     parts = {
         "model": model,
-        "buffers": {name: own for name, own in _buffers(setup.model).items() if name not in model},
-        "optimizer": _named(setup),
-        "scheduler": setup.scheduler.state_dict() if setup.scheduler is not None else None,
-        "scaler": setup.scaler.state_dict(),
-        "task": kept(setup.learned) if setup.learned is not None else None,
-        "averages": dict(setup.averages.tensors) if setup.averages is not None else None,
+        "buffers": {name: own for name, own in _buffers(context.model).items() if name not in model},
+        "optimizer": _named(context),
+        "scheduler": context.scheduler.state_dict() if context.scheduler is not None else None,
+        "scaler": context.scaler.state_dict(),
+        "task": kept(context.learned) if context.learned is not None else None,
+        "averages": dict(context.averages.tensors) if context.averages is not None else None,
     }
     tensors: dict[str, Tensor] = {}
     values = {name: split(part, name=name, tensors=tensors) for name, part in parts.items()}
     return State(tensors, values)
 
 
-def restore(setup: Setup, state: State) -> None:
+def restore(context: TrainContext, state: State) -> None:
     """Put a state back.
 
     Raises:
         ExperimentError: model, optimizer or scheduler are others than those of the checkpoint.
     """
     parts = join(state.values, state.tensors)
-    _load("model", setup.model, parts["model"])
-    _load_buffers(setup.model, parts.get("buffers") or {})  # of before they were saved
-    _load_learned(setup, parts.get("task"))
-    _load("optimizer", setup.optimizer, _numbered(setup, parts["optimizer"]))
-    if (setup.scheduler is None) != (parts["scheduler"] is None):
+    _load("model", context.model, parts["model"])
+    _load_buffers(context.model, parts.get("buffers") or {})  # of before they were saved
+    _load_learned(context, parts.get("task"))
+    _load("optimizer", context.optimizer, _numbered(context, parts["optimizer"]))
+    if (context.scheduler is None) != (parts["scheduler"] is None):
         raise ExperimentError.of("scheduler", "is in only one of experiment and checkpoint; make them the same")
-    if setup.scheduler is not None:
-        _load("scheduler", setup.scheduler, parts["scheduler"])
-    if setup.scaler.is_enabled() and parts["scaler"]:
-        _load("scaler", setup.scaler, parts["scaler"])
-    if setup.averages is not None:
-        setup.averages.load(parts.get("averages") or setup.model.state_dict())  # of before it was allowed to change
+    if context.scheduler is not None:
+        _load("scheduler", context.scheduler, parts["scheduler"])
+    if context.scaler.is_enabled() and parts["scaler"]:
+        _load("scaler", context.scaler, parts["scaler"])
+    if context.averages is not None:
+        context.averages.load(parts.get("averages") or context.model.state_dict())  # of before it was allowed to change
 
 
 @torch.no_grad()
-def _load_learned(setup: Setup, saved: Mapping[str, Tensor] | None) -> None:
+def _load_learned(context: TrainContext, saved: Mapping[str, Tensor] | None) -> None:
     """Put back what the task has learned; a checkpoint of before has nothing of it."""
-    own = kept(setup.learned) if setup.learned is not None else {}
+    own = kept(context.learned) if context.learned is not None else {}
     if saved is None:
         return
     if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
-        key = "loss" if setup.experiment.task is None else "task"
+        key = "loss" if context.experiment.task is None else "task"
         raise ExperimentError.of(key, "has other parameters or buffers than in the checkpoint; bring back what it was")
     for name, tensor in own.items():
         tensor.copy_(saved[name])
@@ -124,9 +124,9 @@ def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
             modules[place].register_buffer(own, tensor.to(device, copy=True), persistent=False)
 
 
-def is_sharded(setup: Setup) -> bool:
+def is_sharded(context: TrainContext) -> bool:
     """Whether each rank holds a part of the parameters (FSDP's DTensors), instead of all of them."""
-    return any(hasattr(parameter, "device_mesh") for parameter in setup.model.parameters())
+    return any(hasattr(parameter, "device_mesh") for parameter in context.model.parameters())
 
 
 def _load(key: str, part: Any, state: Any) -> None:
@@ -137,10 +137,10 @@ def _load(key: str, part: Any, state: Any) -> None:
         raise ExperimentError.of(place, f"is another one than in the checkpoint: {error}") from error
 
 
-def _named(setup: Setup) -> dict[str, Any]:
+def _named(context: TrainContext) -> dict[str, Any]:
     """The optimizer's state with names for its numbers; its numbers count the parameters of all groups."""
-    state = setup.optimizer.state_dict()
-    names = _names(setup)
+    state = context.optimizer.state_dict()
+    names = _names(context)
     return {
         **state,
         "state": {names[number]: own for number, own in state["state"].items()},
@@ -150,9 +150,9 @@ def _named(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _numbered(setup: Setup, state: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {name: number for number, name in enumerate(_names(setup))}
-    state = {**state, "param_groups": [*state["param_groups"], *_groups_since(setup, state)]}
+def _numbered(context: TrainContext, state: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {name: number for number, name in enumerate(_names(context))}
+    state = {**state, "param_groups": [*state["param_groups"], *_groups_since(context, state)]}
     saved = {name for group in state["param_groups"] for name in group["params"]}
     if missing := sorted(saved ^ numbers.keys()):
         raise ExperimentError.of(
@@ -160,7 +160,7 @@ def _numbered(setup: Setup, state: Mapping[str, Any]) -> dict[str, Any]:
         )
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
     # If there aren't as many, it is for torch to say.
-    for group, own in zip(groups, setup.optimizer.param_groups, strict=False):
+    for group, own in zip(groups, context.optimizer.param_groups, strict=False):
         group.update({key: own[key] for key in _IMPLEMENTATION if key in own})
     return {
         **state,
@@ -169,22 +169,22 @@ def _numbered(setup: Setup, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _groups_since(setup: Setup, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _groups_since(context: TrainContext, state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The group of what the task learns, for a checkpoint of before there was one."""
-    groups = _named(setup)["param_groups"]
-    is_new = trainable(setup.learned) and len(state["param_groups"]) == len(groups) - 1
+    groups = _named(context)["param_groups"]
+    is_new = trainable(context.learned) and len(state["param_groups"]) == len(groups) - 1
     return groups[-1:] if is_new else []
 
 
-def _names(setup: Setup) -> list[str]:
+def _names(context: TrainContext) -> list[str]:
     """Of the optimizer's parameters, in its order."""
-    names = {id(parameter): name for name, parameter in setup.named_parameters().items()}
-    return [names[id(parameter)] for group in setup.optimizer.param_groups for parameter in group["params"]]
+    names = {id(parameter): name for name, parameter in context.named_parameters().items()}
+    return [names[id(parameter)] for group in context.optimizer.param_groups for parameter in group["params"]]
 
 
-def empty_like(setup: Setup, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+def empty_like(context: TrainContext, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
     """Tensors to load into, by name: sharded as the parameter that they belong to, if they have its shape."""
-    parameters = dict(setup.model.named_parameters())
+    parameters = dict(context.model.named_parameters())
     direct = ("model/", "buffers/", "task/", "averages/")
 
     def place(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:

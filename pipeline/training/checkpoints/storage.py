@@ -12,9 +12,9 @@ import fsspec
 from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.advance import Advance
 from pipeline.config.secrets import without_credentials
 from pipeline.errors import ExperimentError
+from pipeline.protocol.progress import ProgressReporter
 
 _KEY = "checkpoint.directory"
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
@@ -114,9 +114,9 @@ class Storage:
             yield Path(temporary)
             files = sorted(Path(temporary).iterdir())
             sizes = [file.stat().st_size for file in files]
-            with Advance(f"uploading {folder}", total=sum(sizes), unit="B") as advance:
+            with ProgressReporter(f"uploading {folder}", total=sum(sizes), unit="B") as progress:
                 for file, size in zip(files, sizes, strict=True):
-                    with _File(advance, size) as told:
+                    with _File(progress, size) as told:
                         self._fs.put_file(str(file), self._path(f"{folder}/{file.name}"), callback=told)
 
     @contextmanager
@@ -127,9 +127,9 @@ class Storage:
             return
         with TemporaryDirectory(prefix="checkpoint-") as temporary:
             sizes = {path: entry["size"] for path, entry in self._fs.find(self._path(folder), detail=True).items()}
-            with Advance(f"downloading {folder}", total=sum(sizes.values()), unit="B") as advance:
+            with ProgressReporter(f"downloading {folder}", total=sum(sizes.values()), unit="B") as progress:
                 for path, size in sizes.items():
-                    with _File(advance, size) as told:
+                    with _File(progress, size) as told:
                         self._fs.get_file(path, str(Path(temporary) / path.rsplit("/", 1)[-1]), callback=told)
             yield Path(temporary)
 
@@ -140,15 +140,15 @@ class Storage:
 class _File(Callback):  # type: ignore[misc] # fsspec has no types
     """One file of several on its way: file systems tell how far it is, or nothing."""
 
-    def __init__(self, advance: Advance, size: int) -> None:
+    def __init__(self, progress: ProgressReporter, size: int) -> None:
         super().__init__()
-        self._advance, self._before, self._end = advance, advance.done, advance.done + size
+        self._progress, self._before, self._end = progress, progress.done, progress.done + size
 
     def call(self, *_: object, **__: object) -> None:
-        self._advance.to(self._before + self.value)
+        self._progress.to(self._before + self.value)
 
     def close(self) -> None:
-        self._advance.to(self._end)
+        self._progress.to(self._end)
 
 
 def _install(address: str, error: ImportError) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Self
 
 from pipeline.config.parallel import Parallel
-from pipeline.contract import Trial
-from pipeline.events import (
+from pipeline.launchers.base import Session
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import (
     AnyEvent,
     ArtifactSaved,
     CheckpointSaved,
@@ -29,9 +30,8 @@ from pipeline.events import (
     TrialOpened,
     Warned,
 )
-from pipeline.launchers.base import Session
+from pipeline.protocol.trial import Trial
 from pipeline.recording import journal
-from pipeline.resources import Resources
 
 _WORKERS = (
     Started, FirstStep, Metrics, SystemMetrics, Warned, Failed, Finished, ModelSaved, CheckpointSaved, Resumed
@@ -60,7 +60,7 @@ class Launcher:
         """Of the machine that the recordings are from."""
         return Resources(cpus=2, memory_mb=4096)
 
-    def room(self, trial: Trial) -> int:
+    def capacity(self, trial: Trial) -> int:
         """As many as were recorded."""
         return trial.workers
 

@@ -1,0 +1,161 @@
+"""Whether the nodes of a joined cluster can do the work: asked on all of them before anything is trained.
+
+All that is wrong comes in one error: a cluster's nodes often lack several things, and each attempt takes a while.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pipeline.cluster.code import Code
+from pipeline.cluster.node_check import Answer, Question, check_node
+from pipeline.cluster.node_facts import NodeFacts
+from pipeline.config.schema import Experiment
+from pipeline.errors import ResourceError
+from pipeline.training.checkpoints.storage import Storage
+
+
+def refuse_others(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> None:
+    """Refuse nodes whose Python, torch, Ray or pipeline is another one than the driver's.
+
+    Raises:
+        ResourceError: names all such nodes, with both versions.
+    """
+    problems = [f"{node.label}: {problem}" for node in nodes for problem in _differences(node, here)]
+    if problems:
+        raise ResourceError("\n".join(["the cluster's nodes don't fit this machine:", *problems]))
+
+
+def _differences(node: NodeFacts, here: NodeFacts) -> Iterator[str]:
+    wanted, there = _minor(here.python), _minor(node.python)
+    if wanted != there:
+        yield f"it has Python {there}, this machine {wanted}; use the same on all, e.g. one container image"
+    for package, version, own in (
+        ("torch", _torch(node), _torch(here)),
+        ("ray", node.ray, here.ray),
+        ("ddp-pipeline", node.pipeline, here.pipeline),
+    ):
+        if own is not None and version != own:
+            has = f"it has {package} {version}" if version else f"it has no {package}"
+            yield f"{has}, this machine {own}; on that node: pip install {package}=={own}"
+
+
+def _torch(node: NodeFacts) -> str | None:
+    """Its version without the build, such as +cpu: nodes with and without GPUs have different ones."""
+    return node.torch.version.partition("+")[0] if node.torch else None
+
+
+def _minor(python: str) -> str:
+    return ".".join(python.split(".")[:2])
+
+
+def look_around(experiment: Experiment, *, nodes: Mapping[str, str], code: Code, checkpoints: str | None) -> list[str]:
+    """Have each node look for what the workers will need there. Returns what a user should know.
+
+    Args:
+        experiment: what will run.
+        nodes: names of the nodes that may get workers, by Ray's id.
+        code: where the code should be.
+        checkpoints: where they will lie; None: there will be none.
+
+    Raises:
+        ResourceError: all that is missing, with its node.
+    """
+    data = tuple(_existing(experiment.data.arguments))
+    with _token(checkpoints) as token:
+        question = Question(code=code, data=data, token=token)
+        answers = _ask(question, nodes, timeout_s=experiment.parallel.start_timeout_s)
+    problems = [
+        f"{node}: {problem}"
+        for node, answer in answers
+        for problem in _problems(answer, experiment=experiment, checkpoints=checkpoints)
+    ]
+    if problems:
+        raise ResourceError("\n".join(["the cluster's nodes lack something:", *problems]))
+    return [
+        f"data: {path} is on this machine, but not on {node}; put it on shared storage unless it is downloaded there"
+        for node, answer in answers
+        for path in answer.missing_data
+    ]
+
+
+def _problems(answer: Answer, *, experiment: Experiment, checkpoints: str | None) -> Iterator[str]:
+    for package in answer.missing_packages:
+        remedy = "install it there" if experiment.parallel.ship_code else "install it there, or write ship_code: true"
+        yield f"it can't import {package}, a package of this project; {remedy}"
+    wanted = experiment.parallel.interface
+    if wanted is not None and wanted not in answer.interfaces:
+        yield f"parallel.interface: it has no {wanted}; it has {', '.join(answer.interfaces)}"
+    if answer.storage is not None:
+        yield (
+            f"checkpoints go to {checkpoints}, and {answer.storage}; write checkpoint.directory: a folder that all "
+            "nodes share, or an address such as s3://bucket/folder, or checkpoint.keep: 0 to have none"
+        )
+
+
+def _ask(question: Question, nodes: Mapping[str, str], *, timeout_s: float) -> list[tuple[str, Answer]]:
+    """Each node's name and answer.
+
+    Raises:
+        ResourceError: nodes that don't answer.
+    """
+    asked = {
+        node: ray.remote(check_node)
+        .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote(question.model_dump_json())
+        for node in nodes
+    }
+    answers, silent = [], []
+    deadline = time.monotonic() + timeout_s
+    for node, answer in asked.items():
+        name = nodes[node]
+        try:
+            remaining = max(0.0, deadline - time.monotonic())
+            answers.append((name, Answer.model_validate_json(ray.get(answer, timeout=remaining))))
+        except GetTimeoutError:
+            silent.append(f"{name}: it didn't answer within parallel.start_timeout_s, {timeout_s:g} s")
+        except RayError as error:
+            silent.append(f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[-1].strip()}")
+    if silent:
+        raise ResourceError("\n".join(["the cluster's nodes can't be used:", *silent]))
+    return answers
+
+
+@contextmanager
+def _token(checkpoints: str | None) -> Iterator[Path | None]:
+    """A file that those nodes can see whose storage for checkpoints is this machine's.
+
+    Raises:
+        ResourceError: this machine can't write there.
+    """
+    if checkpoints is None or not (storage := Storage(checkpoints)).is_local:
+        yield None
+        return
+    token = Path(storage.place(f".{uuid.uuid4().hex}"))
+    try:
+        token.parent.mkdir(parents=True, exist_ok=True)
+        token.touch()
+    except OSError as error:
+        where = f"checkpoints go to {checkpoints}, where this machine can't write"
+        raise ResourceError(f"{where}: {error.strerror or error}; write another checkpoint.directory") from error
+    try:
+        yield token
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _existing(value: Any) -> Iterator[str]:
+    """Values that are paths of what is there."""
+    if isinstance(value, str) and os.path.exists(value):  # noqa: PTH110 - Path's fails on texts that are too long
+        yield value
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for each in inner:
+        yield from _existing(each)

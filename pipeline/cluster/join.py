@@ -1,0 +1,119 @@
+"""A Ray cluster that is joined."""
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import psutil
+import ray
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+
+from pipeline.cluster.checks import refuse_others
+from pipeline.cluster.connection import connection, first_line
+from pipeline.cluster.node_facts import facts_here
+from pipeline.cluster.nodes import facts_of_nodes
+from pipeline.cluster.placement import able_nodes
+from pipeline.config.parallel import Parallel
+from pipeline.errors import ResourceError, UsageError
+from pipeline.planning.resources import Resources
+
+_REACH_S = 10.0
+_ALIVE = 0  # of Ray's GcsNodeInfo
+
+
+def cluster_address(parallel: Parallel) -> str | None:
+    """Where the cluster is to be found; None starts a local Ray."""
+    return parallel.address or os.environ.get("RAY_ADDRESS") or None
+
+
+def cluster_resources(address: str, parallel: Parallel) -> Resources:
+    """The sum of all nodes of a cluster that can have workers.
+
+    Raises:
+        ResourceError: there is no cluster at that address, or its nodes can't be used.
+    """
+    with connected(address, verbose=False):
+        able = able_nodes(parallel)
+        facts = [node for node in facts_of_nodes(timeout_s=parallel.start_timeout_s) if node.ray_node in able]
+        refuse_others(facts, here=facts_here())
+    nodes = [node["Resources"] for node in able.values()]
+    gpu = next((gpu.name for node in facts for gpu in node.gpus), "GPU")
+    return Resources(
+        cpus=int(sum(node.get("CPU", 0) for node in nodes)),
+        memory_mb=int(sum(node.get("memory", 0) for node in nodes)) // 2**20,
+        gpus=(gpu,) * int(sum(node.get("GPU", 0) for node in nodes)),
+        node=f"Ray cluster at {address}",
+        nodes=len(nodes),
+    )
+
+
+@contextmanager
+def connected(address: str, *, verbose: bool, runtime_env: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """A stay in a cluster that was there before.
+
+    Args:
+        address: the cluster's.
+        verbose: whether to let Ray's output through.
+        runtime_env: Ray's description of what workers need.
+
+    Raises:
+        UsageError: it is the address of something else.
+        ResourceError: there is no cluster at that address.
+    """
+
+    def init(**logs: Any) -> None:
+        _check_is_node(address)
+        ray.init(address=address, **({"runtime_env": dict(runtime_env)} if runtime_env else {}), **logs)
+
+    _check_reachable(address)
+    with connection(init, refusal=partial(_refusal, address), verbose=verbose):
+        yield
+
+
+def _refusal(address: str, error: Exception) -> str:
+    """Why the cluster can't be used, in one line."""
+    if "Version mismatch" in str(error):  # Ray's text has a line for each version
+        return f"{address}: {' '.join(str(error).split())}; use the same Python and Ray on all machines"
+    return f"no Ray cluster answers at {address}: {first_line(error)}"
+
+
+def _check_reachable(address: str) -> None:
+    """Try the address ourselves: Ray would go on trying for minutes.
+
+    Raises:
+        UsageError: it is the address of something else.
+        ResourceError: nobody listens there.
+    """
+    if address.startswith(("http://", "https://")):
+        raise UsageError(
+            f"{address} is a dashboard, where pipeline submit sends runs; to join a cluster, write HOST:6379"
+        )
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):  # such as "auto"
+        return
+    try:
+        socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise ResourceError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
+
+
+def _check_is_node(address: str) -> None:
+    """Ask whether Ray runs on this machine, too: without it, Ray's driver would abort this process.
+
+    Raises:
+        ResourceError: it doesn't.
+    """
+    if not address.rpartition(":")[2].isdecimal():  # such as "auto"
+        return
+    ensure_token_if_auth_enabled(create_token_if_missing=False)  # as ray.init does before it asks
+    nodes = ray._raylet.GcsClient(address=address).get_all_node_info().values()
+    there = sorted({node.node_manager_address for node in nodes if node.state == _ALIVE})
+    here = {each.address for those in psutil.net_if_addrs().values() for each in those}
+    if here.isdisjoint(there):
+        raise ResourceError(
+            f"this machine is no node of the Ray cluster at {address}, whose nodes are {', '.join(there)}; make it one "
+            f"with ray start --address={address} --num-cpus=0, or send the run there with pipeline submit"
+        )

@@ -1,0 +1,146 @@
+"""How fast workers exchange gradients: measured for some seconds, between two processes here or between all nodes."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pipeline.cluster.node_facts import NodeFacts
+from pipeline.commands.doctor import ranks
+from pipeline.commands.doctor.check_result import CheckResult
+from pipeline.config.values import Frozen
+from pipeline.errors import ResourceError
+from pipeline.protocol.trial import AllReduce, Link
+from pipeline.report.link import Backend, fit, latency_ms, transfer_ms
+from pipeline.report.tables import amount
+
+_LOOPBACK = "127.0.0.1"
+_MEETING_S = 60.0  # both import torch first, which takes long on a busy machine
+_PATIENCE_S = 120.0
+_NO_ANSWER = f"no answer within {_PATIENCE_S:g} s"
+_GRADIENTS_MB = 100
+_SLOW_GBIT = 1.0
+
+
+class MeasuredLink(Frozen):
+    """All-reduces between workers, and the link that would take as long."""
+
+    workers: int
+    nodes: int
+    backend: Backend
+    all_reduces: tuple[AllReduce, ...]
+    link: Link
+
+    @classmethod
+    def of(cls, answer: str, *, workers: int, nodes: int, backend: Backend) -> "MeasuredLink":
+        """From what a rank says."""
+        measured = tuple(AllReduce(bytes=size, ms=ms) for size, ms in json.loads(answer))
+        link = fit(measured, workers=workers, backend=backend)
+        return cls(workers=workers, nodes=nodes, backend=backend, all_reduces=measured, link=link)
+
+    @property
+    def gradients_ms(self) -> float:
+        """An all-reduce of 100 MB of gradients."""
+        fixed = latency_ms(self.link, workers=self.workers, backend=self.backend)
+        return fixed + transfer_ms(self.link, _GRADIENTS_MB * 1e6, workers=self.workers)
+
+
+def measure_here(facts: NodeFacts) -> MeasuredLink:
+    """Between two processes of this machine, on two GPUs if it has them.
+
+    Raises:
+        ResourceError: they can't exchange anything.
+    """
+    usable = facts.torch is not None and facts.torch.cuda_available and len(facts.gpus) > 1
+    backend: Backend = "nccl" if usable else "gloo"
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        asked = {"world_size": 2, "address": _LOOPBACK, "backend": backend, "timeout_s": _MEETING_S}
+        asked["meeting"] = (Path(folder) / "meeting").as_uri()
+        processes = [stack.enter_context(_rank(rank, json.dumps(asked))) for rank in range(2)]
+        for process in processes:
+            stack.callback(process.kill)
+        try:
+            said = [process.communicate(timeout=_PATIENCE_S) for process in processes]
+        except subprocess.TimeoutExpired:
+            raise ResourceError(_NO_ANSWER) from None
+    for process, (_, errors) in zip(processes, said, strict=True):
+        if process.returncode:
+            raise ResourceError((errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+    return MeasuredLink.of(said[0][0], workers=2, nodes=1, backend=backend)
+
+
+def _rank(rank: int, asked: str) -> subprocess.Popen[str]:
+    line = [sys.executable, ranks.__file__, str(rank), asked]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603 - our own
+
+
+def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
+    """Between one worker on each node of the connected Ray cluster; two, if there is only one node.
+
+    Raises:
+        ResourceError: they can't exchange anything.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+
+    from pipeline.cluster.nodes import by_value, pinned
+
+    places = tuple(nodes) if len(nodes) > 1 else tuple(nodes) * 2
+    backend: Backend = "nccl" if all(n.torch and n.torch.cuda_available for n in nodes) and len(nodes) > 1 else "gloo"
+    asked: dict[str, Any] = {"world_size": len(places), "backend": backend, "timeout_s": _MEETING_S}
+    tasks: list[Any] = []
+    try:
+        with by_value(ranks):
+            port = ray.get(pinned(ranks.free_port, node=_id(places[0])).remote(), timeout=_PATIENCE_S)
+            asked["meeting"] = f"tcp://{places[0].address}:{port}"
+            for rank, node in enumerate(places):
+                task = pinned(ranks.measure, node=_id(node), gpus=int(backend == "nccl"))
+                tasks.append(task.remote(rank, address=node.address, **asked))
+        answers = ray.get(tasks, timeout=_PATIENCE_S)
+    except (RayError, GetTimeoutError) as error:
+        for task in tasks:
+            ray.cancel(task, force=True)
+        raise ResourceError(_reason(error)) from None
+    return MeasuredLink.of(answers[0], workers=len(places), nodes=len(nodes), backend=backend)
+
+
+def _id(node: NodeFacts) -> str:
+    assert node.ray_node
+    return node.ray_node
+
+
+def _reason(error: BaseException) -> str:
+    from ray.exceptions import GetTimeoutError
+
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines and not isinstance(error, GetTimeoutError) else _NO_ANSWER
+
+
+def judged(measured: MeasuredLink) -> CheckResult:
+    """Whether the link is fit for training."""
+    between = "nodes" if measured.nodes > 1 else "processes of one node"
+    link = measured.link
+    what = (
+        f"all-reduce between {measured.workers} {between} ({measured.backend}): {amount(link.bandwidth_gbit)} Gbit/s, "
+        f"{amount(link.latency_us)} us; {_GRADIENTS_MB} MB of gradients take {amount(measured.gradients_ms)} ms"
+    )
+    if measured.nodes > 1 and link.bandwidth_gbit < _SLOW_GBIT:
+        given = f"{link.bandwidth_gbit * 1e3:.0f}Mbit,{link.latency_us:.0f}us"
+        return CheckResult(subject="link", status="warning", what=what, fix=f"pipeline predict FILE --link {given}")
+    return CheckResult(subject="link", status="ok", what=what)
+
+
+def failed(error: ResourceError, nodes: Sequence[NodeFacts]) -> CheckResult:
+    """What it means that nothing could be measured."""
+    between = f"{len(nodes)} nodes" if len(nodes) > 1 else "two processes"
+    fix = "open all TCP ports between the nodes; name their network: pipeline run FILE parallel.interface=eth0"
+    return CheckResult(
+        subject="link",
+        status="problem",
+        what=f"{between} can't exchange gradients: {error}",
+        fix=fix if len(nodes) > 1 else "pipeline run FILE --verbose shows what torch says",
+    )

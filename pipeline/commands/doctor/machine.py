@@ -1,0 +1,102 @@
+"""Memory, limits of the system, disk, programs."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from pipeline.cluster.node_facts import NodeFacts
+from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, low_to_high
+
+_SHM = "/dev/shm"  # noqa: S108 - only looked at
+_MEMORY = Limit(warning=2048, problem=256)  # MiB
+_SHARED = Limit(warning=1024, problem=0)
+_SHARED_FREE = Limit(warning=256, problem=16)
+_DISK = Limit(warning=5 * 1024, problem=256)
+_OPEN_FILES = Limit(warning=1024, problem=128)
+_PROCESSES = Limit(warning=1024, problem=64)
+
+
+def judged(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
+    """What is scarce on any node."""
+    yield from by_node(nodes, _memory, fine=lambda: _ok("memory", _memories(nodes)))
+    yield from by_node(nodes, _shared_memory, fine=lambda: _ok("shared memory", _shared_memories(nodes)))
+    yield from by_node(nodes, _disk, fine=lambda: _ok("disk", _disks(nodes)))
+    yield from by_node(nodes, _limits, fine=lambda: _ok("limits", _all_limits(nodes)))
+    yield from by_node(nodes, _compiler, fine=lambda: _ok("compiler", f"{nodes[0].compiler}, for torch.compile"))
+    yield from by_node(nodes[:1], _git, fine=lambda: _ok("git", str(nodes[0].git)))
+
+
+def _memory(node: NodeFacts) -> CheckResult | None:
+    what = f"{amount(node.memory_free_mb)} of {amount(node.memory_mb)} are free"
+    return _scarce("memory", _MEMORY, node.memory_free_mb, what, fix="ps -eo pid,rss,args --sort -rss | head")
+
+
+def _shared_memory(node: NodeFacts) -> CheckResult | None:
+    subject, size, free = "shared memory", node.shared_memory_mb, node.shared_memory_free_mb
+    if size is None or free is None:
+        return None
+    loaders = "loader workers (loader.num_workers) and Ray put batches there, and die when it is full"
+    fix = "docker run --shm-size=2g, shm_size: 2gb in compose.yaml, or mount -o remount,size=2G /dev/shm"
+    what = f"{_SHM} is {amount(size)}; {loaders}"
+    left = f"{amount(free)} of {amount(size)} are free in {_SHM}"
+    return _scarce(subject, _SHARED, size, what, fix=fix) or _scarce(
+        subject, _SHARED_FREE, free, left, fix=f"ls -lS {_SHM}"
+    )
+
+
+def _disk(node: NodeFacts) -> CheckResult | None:
+    scarcest = min(node.disks, key=lambda disk: disk.free_mb)
+    what = f"{amount(scarcest.free_mb)} are free in {scarcest.folder}"
+    fix = "df -h; write runs elsewhere: tracking.directory=FOLDER, temporary files: export TMPDIR=FOLDER"
+    return _scarce("disk", _DISK, scarcest.free_mb, what, fix=fix)
+
+
+def _limits(node: NodeFacts) -> CheckResult | None:
+    files = f"a process may open {node.open_files} files; Ray and loader workers want more"
+    processes = f"the user may run {node.processes} processes and threads; Ray and torch want more"
+    return _scarce("limits", _OPEN_FILES, node.open_files, files, fix="ulimit -n 65536") or _scarce(
+        "limits", _PROCESSES, node.processes, processes, fix="ulimit -u 65536; docker run --pids-limit=-1"
+    )
+
+
+def _compiler(node: NodeFacts) -> CheckResult | None:
+    what = "no C++ compiler; torch.compile needs one, all else doesn't"
+    fix = "apt-get install g++, or export CXX=COMPILER"
+    return None if node.compiler else CheckResult(subject="compiler", status="warning", what=what, fix=fix)
+
+
+def _git(node: NodeFacts) -> CheckResult | None:
+    what = "no git; runs can't say which code they ran"
+    return None if node.git else CheckResult(subject="git", status="warning", what=what, fix="apt-get install git")
+
+
+def _scarce(subject: str, limit: Limit, value: int | None, what: str, *, fix: str) -> CheckResult | None:
+    status = limit.status(value)
+    return None if status == "ok" else CheckResult(subject=subject, status=status, what=what, fix=fix)
+
+
+def _ok(subject: str, what: str) -> CheckResult:
+    return CheckResult(subject=subject, status="ok", what=what)
+
+
+def _memories(nodes: Sequence[NodeFacts]) -> str:
+    free = low_to_high((node.memory_free_mb for node in nodes), amount)
+    return f"{free} of {low_to_high((node.memory_mb for node in nodes), amount)} free"
+
+
+def _shared_memories(nodes: Sequence[NodeFacts]) -> str:
+    sizes = [node.shared_memory_mb for node in nodes if node.shared_memory_mb is not None]
+    return f"{_SHM} is {low_to_high(sizes, amount)}" if sizes else f"no {_SHM}"
+
+
+def _disks(nodes: Sequence[NodeFacts]) -> str:
+    free = low_to_high((min(disk.free_mb for disk in node.disks) for node in nodes), amount)
+    return f"{free} free where runs and temporary files go"
+
+
+def _all_limits(nodes: Sequence[NodeFacts]) -> str:
+    files = _range(node.open_files for node in nodes)
+    return f"{files} open files, {_range(node.processes for node in nodes)} processes"
+
+
+def _range(values: Iterable[int | None]) -> str:
+    limits = [value for value in values if value is not None]
+    return low_to_high(limits, lambda value: f"{value:,}") if limits else "unlimited"

@@ -1,0 +1,75 @@
+"""An examination in the terminal."""
+
+import textwrap
+from collections.abc import Callable, Iterator
+
+import rich.console
+from rich.text import Text
+
+from pipeline.cluster.node_facts import NodeFacts
+from pipeline.commands.doctor.check_result import CheckResult, amount
+from pipeline.commands.doctor.examination import Examination
+from pipeline.recording.text_tables import headed, laid_out
+from pipeline.report import tables
+
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_INDENT = len("problem ")
+_Column = tuple[str, Callable[[NodeFacts], str]]
+_COLUMNS: tuple[_Column, ...] = (
+    ("node", lambda node: node.node),
+    ("Python", lambda node: node.python),
+    ("torch", lambda node: node.torch.version if node.torch else "-"),
+    ("Ray", lambda node: node.ray or "-"),
+    ("cores", lambda node: str(node.cpus)),
+    ("memory", lambda node: amount(node.memory_mb)),
+)
+_OF_CLUSTERS: tuple[_Column, ...] = (("address", lambda node: node.address or "-"),)
+_OF_GPUS: tuple[_Column, ...] = (
+    ("GPUs", lambda node: str(len(node.gpus))),
+    ("driver", lambda node: node.driver or "-"),
+    ("NCCL", lambda node: (node.torch.nccl if node.torch else None) or "-"),
+)
+
+
+def show(examination: Examination, *, terminal: rich.console.Console) -> None:
+    """Print the nodes, the findings, each with what mends it, and how many are bad."""
+    at = f"Ray cluster at {examination.address}" if examination.address else "this machine"
+    columns = _columns(examination)
+    nodes = tables.ReportTable(
+        title=f"Doctor: {at}",
+        header=tuple(name for name, _ in columns),
+        rows=tuple(tuple(text(node) for _, text in columns) for node in examination.nodes),
+    )
+    for part in laid_out(nodes, width=terminal.width):
+        terminal.print(part)
+    terminal.print()
+    for finding in examination.findings:
+        _print(finding, terminal)
+    terminal.print("", headed([_summary(examination)], width=terminal.width), sep="\n")
+
+
+def _columns(examination: Examination) -> tuple[_Column, ...]:
+    addresses = _OF_CLUSTERS if examination.address else ()
+    return (*_COLUMNS[:1], *addresses, *_COLUMNS[1:], *(_OF_GPUS if any(n.gpus for n in examination.nodes) else ()))
+
+
+def _print(finding: CheckResult, terminal: rich.console.Console) -> None:
+    """A command stays in one line, so that it can be copied."""
+    what = f"{finding.status:<{_INDENT}}{finding.subject}: {finding.what}"
+    text = Text(textwrap.fill(what, terminal.width, subsequent_indent=" " * _INDENT, break_on_hyphens=False))
+    text.stylize(_STYLES[finding.status], 0, len(finding.status))
+    terminal.print(text, soft_wrap=True)
+    if finding.fix:
+        terminal.print(Text(" " * _INDENT + f"fix: {finding.fix}"), soft_wrap=True)
+
+
+def _summary(examination: Examination) -> str:
+    warnings = sum(finding.status == "warning" for finding in examination.findings)
+    counts = list(_counts(len(examination.problems), warnings))
+    return " and ".join(counts) + "." if counts else "Nothing is lacking."
+
+
+def _counts(problems: int, warnings: int) -> Iterator[str]:
+    for count, what in ((problems, "problem"), (warnings, "warning")):
+        if count:
+            yield f"{count} {what}{'s' if count > 1 else ''}"

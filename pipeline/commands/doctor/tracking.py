@@ -1,0 +1,114 @@
+"""Whether MLflow takes results: the store of an experiment, or the one that the environment names."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from pipeline.commands.doctor.check_result import CheckResult
+from pipeline.config.secrets import without_credentials
+from pipeline.errors import ResourceError
+from pipeline.recording.store import check_store, is_server, redacted, resolve_uri, with_credentials
+
+_SUBJECT = "MLflow"
+_TIMEOUT_S = 5
+_LOG_IN = "export MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD"
+_REFUSALS = {
+    401: ("doesn't know us", _LOG_IN),
+    403: ("doesn't let us read experiments", _LOG_IN),
+    404: ("has no MLflow there", "set tracking.uri to the address that shows the MLflow UI"),
+}
+_WRONG_NAME = "Invalid Host"
+
+
+class _Said(NamedTuple):
+    """A server's answer."""
+
+    status: int
+    text: str
+
+
+def store(uri: str | None) -> str:
+    """The address of the store: the experiment's, or MLFLOW_TRACKING_URI, or a file here."""
+    named = uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+    return resolve_uri(named, base=Path.cwd())
+
+
+def judged(uri: str, *, client: str | None) -> CheckResult:
+    """Whether results would arrive there.
+
+    Args:
+        uri: of the store; credentials may be in it.
+        client: version of the MLflow that is installed here.
+    """
+    shown = without_credentials(uri)
+    try:
+        warning = check_store(uri)
+    except ResourceError as error:
+        what, _, fix = redacted(str(error)).partition("; ")
+        return CheckResult(subject=_SUBJECT, status="problem", what=what, fix=fix)
+    if warning is not None:
+        fix = f"curl {shown.rstrip('/')}/health, from here; start it: mlflow server --host ... --port ..."
+        return CheckResult(subject=_SUBJECT, status="warning", what=redacted(warning), fix=fix)
+    if not is_server(uri):
+        return CheckResult(subject=_SUBJECT, status="ok", what=f"{shown} can be written")
+    return _server(with_credentials(uri), shown=shown, client=client)
+
+
+def _server(uri: str, *, shown: str, client: str | None) -> CheckResult:
+    try:
+        answer = _ask(uri, "/api/2.0/mlflow/experiments/search?max_results=1")
+        version = _ask(uri, "/version")
+    except ResourceError as error:
+        return CheckResult(subject=_SUBJECT, status="warning", what=f"{shown} {error}", fix="look at the server's log")
+    if answer.status in _REFUSALS:
+        what, fix = _REFUSALS[answer.status]
+        if _WRONG_NAME in answer.text:
+            host = urlsplit(shown).netloc
+            what, fix = f"isn't to be called {host}", f"mlflow server --allowed-hosts {host} ..., on the server"
+        said = " ".join(answer.text.split())[:100]
+        return CheckResult(
+            subject=_SUBJECT, status="problem", what=f"{shown} {what} ({answer.status}: {said})", fix=fix
+        )
+    if answer.status != 200:
+        return CheckResult(
+            subject=_SUBJECT,
+            status="warning",
+            what=f"{shown} answers with {answer.status}; results wait in the journal until it doesn't",
+            fix="look at the server's log",
+        )
+    return _versions(version.text.strip() if version.status == 200 else "", shown=shown, client=client)
+
+
+def _versions(server: str, *, shown: str, client: str | None) -> CheckResult:
+    if not server or client is None:
+        return CheckResult(subject=_SUBJECT, status="ok", what=f"{shown} takes results; its version is unknown")
+    what = f"{shown} takes results; the server is MLflow {server}, the client here {client}"
+    if _numbers(server) < _numbers(client):
+        fix = f"on the server: pip install mlflow=={client}; mlflow db upgrade DATABASE"
+        return CheckResult(subject=_SUBJECT, status="warning", what=f"{what}, which may want more than it has", fix=fix)
+    return CheckResult(subject=_SUBJECT, status="ok", what=what)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor: servers get along with clients that differ in the rest."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+
+
+def _ask(uri: str, path: str) -> _Said:
+    """As MLflow asks, with its credentials.
+
+    Raises:
+        ResourceError: no answer.
+    """
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    try:
+        answer = http_request(
+            get_default_host_creds(uri), path, "GET", max_retries=0, timeout=_TIMEOUT_S, raise_on_status=False
+        )
+    except (MlflowException, OSError) as error:
+        raise ResourceError(f"doesn't answer ({redacted(str(error)).splitlines()[0]})") from None
+    return _Said(answer.status_code, answer.text)

@@ -1,0 +1,103 @@
+"""``pipeline diff``: what two runs don't have in common."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pipeline.commands.history.run_result import report_of
+from pipeline.config.values import Frozen
+from pipeline.errors import UsageError
+from pipeline.protocol.events import RunOpened
+from pipeline.recording.folder import ENVIRONMENT_NAME
+from pipeline.recording.runs import RunSummary, last_opened
+from pipeline.report import Row
+
+_TAGS = ("git_commit", "git_dirty", "hardware", "user", "python")
+_COMMENT = "# "
+_MANY = 10.0  # times as much; from there on, percent are hard to read
+_REACHED = ("validation/", "train/loss")
+
+
+class Pair(Frozen):
+    """One thing of both runs; None where a run doesn't have it."""
+
+    a: str | float | None
+    b: str | float | None
+
+    @property
+    def change(self) -> str:
+        """How much more the second one has, of figures."""
+        if not (isinstance(self.a, float) and isinstance(self.b, float)) or not self.a:
+            return ""
+        ratio = self.b / self.a
+        return f"{ratio - 1:+.1%}" if abs(ratio) < _MANY else f"{ratio:,.0f}x"
+
+
+class Difference(Frozen):
+    """What two runs don't have in common, by name."""
+
+    a: RunSummary
+    b: RunSummary
+    configuration: Mapping[str, Pair]
+    """By key of the experiment file."""
+    environment: Mapping[str, Pair]
+    """Code, machine and installed packages."""
+    results: Mapping[str, Pair]
+    """Status and figures, those of the trials by "title: figure"."""
+
+
+def difference(a: RunSummary, b: RunSummary) -> Difference:
+    """Set two runs side by side."""
+    opened = last_opened(a.folder), last_opened(b.folder)
+    return Difference(
+        a=a,
+        b=b,
+        configuration=_pairs(opened[0].params, opened[1].params),
+        environment=_pairs(_environment(opened[0], a.folder), _environment(opened[1], b.folder)),
+        results=_pairs(dict(_results(a)), dict(_results(b))),
+    )
+
+
+def _pairs(a: Mapping[str, str | float], b: Mapping[str, str | float]) -> dict[str, Pair]:
+    names = dict.fromkeys((*a, *b))
+    return {name: Pair(a=a.get(name), b=b.get(name)) for name in names if a.get(name) != b.get(name)}
+
+
+def _environment(opened: RunOpened, folder: Path) -> dict[str, str]:
+    tags = {name.replace("_", " "): opened.tags[name] for name in _TAGS if name in opened.tags}
+    try:
+        lines = (folder / ENVIRONMENT_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return tags
+    platform = lines[0].removeprefix(_COMMENT).partition(", ")[2] if lines else ""
+    packages = dict(line.split("==", 1) for line in lines if "==" in line and not line.startswith(_COMMENT))
+    return {**tags, "platform": platform, **packages}
+
+
+def _results(run: RunSummary) -> Iterator[tuple[str, str | float]]:
+    yield "command", run.command
+    yield "status", run.status
+    if run.message:
+        yield "message", run.message
+    if run.ended is not None:
+        yield "seconds in all", (run.ended - run.began).total_seconds()
+    try:
+        report = report_of(run)
+    except UsageError as error:
+        yield "report", str(error)
+        return
+    if report is None:
+        return
+    for row in report.rows:
+        yield from ((f"{row.title}: {name}", value) for name, value in _figures(row) if value is not None)
+    yield from ((name, float(value)) for name, value in report.main.metrics.items() if name.startswith(_REACHED))
+
+
+def _figures(row: Row) -> Iterator[tuple[str, float | None]]:
+    yield "samples/s", row.samples_per_second.median
+    yield "speedup", row.speedup
+    yield "efficiency", row.efficiency
+    yield "step, ms", row.step_ms.median
+    yield "exposed communication, ms", row.parts.exposed_communication_ms
+    yield "data wait, ms", row.parts.data_wait_ms
+    yield "peak memory, MB", max(row.peak_memory_mb, default=None)
+    yield "first step after, s", row.time_to_first_step_s

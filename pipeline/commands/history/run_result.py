@@ -1,0 +1,79 @@
+"""``pipeline show``: what a run came to, again, as it was printed at its end."""
+
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import rich.console
+
+from pipeline.errors import UsageError
+from pipeline.recording.console import Printable, print_report
+from pipeline.recording.runs import RunSummary
+from pipeline.report.forecast import FILE_NAME as FORECAST_NAME
+from pipeline.report.forecast import Forecast
+from pipeline.report.publish import REPORT_NAME
+from pipeline.report.report import Report, comparison_json, run_json
+from pipeline.report.swept import FILE_NAME as SWEEP_NAME
+from pipeline.report.swept import SweptReport
+from pipeline.report.tuned import FILE_NAME as TUNING_NAME
+from pipeline.report.tuned import TunedReport
+
+Model = TypeVar("Model", Report, Forecast, TunedReport, SweptReport)
+_INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a result raises that has the right types and holds together no longer; pydantic's errors are among them."""
+
+
+class RunResult(NamedTuple):
+    """What a command found out."""
+
+    report: Printable
+    to_json: Callable[[], str]
+    """What the command prints with ``--json``."""
+    command: str = ""
+    """What to run next, for a shell."""
+
+
+def result_of(run: RunSummary) -> RunResult | None:
+    """The result of a run; None if it has come to none.
+
+    Raises:
+        UsageError: its file is damaged, or of another version of this project.
+    """
+    if run.command == "predict":
+        forecast = _read(Forecast, run.folder / FORECAST_NAME)
+        return RunResult(forecast, lambda: forecast.model_dump_json(indent=2)) if forecast else None
+    if run.command == "tune-batch":
+        tuned = _read(TunedReport, run.folder / TUNING_NAME)
+        return RunResult(tuned, lambda: tuned.tuned.model_dump_json(indent=2)) if tuned else None
+    if run.command == "sweep":
+        swept = _read(SweptReport, run.folder / SWEEP_NAME)
+        if swept is None:
+            return None
+        return RunResult(swept, lambda: swept.swept.model_dump_json(indent=2), swept.command)
+    if (report := report_of(run)) is None:
+        return None
+    is_comparison = run.command == "compare"
+    return RunResult(report, lambda: comparison_json(report) if is_comparison else run_json(report, run.folder))
+
+
+def report_of(run: RunSummary) -> Report | None:
+    """The report of a run or a comparison; None if it has come to none.
+
+    Raises:
+        UsageError: its file is damaged, or of another version of this project.
+    """
+    return _read(Report, run.folder / REPORT_NAME)
+
+
+def _read(model: type[Model], path: Path) -> Model | None:
+    try:
+        result = model.model_validate_json(path.read_bytes())
+        print_report(result, stdout=rich.console.Console(file=StringIO()))
+        return result
+    except FileNotFoundError:
+        return None
+    except (OSError, *_INCONSISTENT):
+        page = path.parent / "report.html"
+        other = f"; open {page}" if page.is_file() else ""
+        raise UsageError(f"{path}: not a result of this version of pipeline, or damaged{other}") from None

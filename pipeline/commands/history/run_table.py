@@ -1,0 +1,47 @@
+"""``pipeline list``: the runs of a folder in a table that fits the terminal."""
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+import rich.console
+import rich.table
+
+from pipeline.recording.runs import RunSummary
+from pipeline.recording.text_tables import width_of
+
+_STYLES = {"RUNNING": "cyan", "FAILED": "red", "KILLED": "yellow"}
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+
+Column = tuple[str, Callable[[RunSummary], str]]
+
+
+def show(runs: Sequence[RunSummary], *, now: datetime, console: rich.console.Console) -> None:
+    """Print the runs. Where the terminal is narrow, the column of the experiment goes first: ids hold its name."""
+    columns: list[Column] = [
+        ("run", lambda run: f"  {run.folder.name}" if run.sweep else run.run),
+        ("experiment", lambda run: run.experiment),
+        ("what", lambda run: run.what),
+        ("status", lambda run: run.status),
+        ("speedup", lambda run: "-" if run.speedup is None else f"{run.speedup:.2f}x"),
+        ("began", lambda run: ago((now - run.began).total_seconds())),
+    ]
+    table = _table(runs, columns)
+    if width_of(table, console) > console.width:
+        table = _table(runs, [column for column in columns if column[0] != "experiment"])
+    console.width = max(console.width, width_of(table, console))  # cut ids would be of no use
+    console.print(table)
+
+
+def ago(seconds: float) -> str:
+    """How long ago something was, e.g. "3 h ago"."""
+    size, unit = next((pair for pair in _UNITS if seconds >= pair[0]), (1, "s"))
+    return f"{max(0, int(seconds // size))} {unit} ago"
+
+
+def _table(runs: Sequence[RunSummary], columns: Sequence[Column]) -> rich.table.Table:
+    table = rich.table.Table(box=None, pad_edge=False)
+    for name, _ in columns:
+        table.add_column(name, no_wrap=True, justify="right" if name == "speedup" else "left")
+    for run in runs:
+        table.add_row(*(cell(run) for _, cell in columns), style=_STYLES.get(run.status, ""))
+    return table

@@ -1,0 +1,178 @@
+"""Experiment + Resources -> Matrix: what `pipeline compare` measures, in which order; pure, nothing started."""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from pipeline import registry
+from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.values import Frozen
+from pipeline.errors import ExperimentError, ResourceError
+from pipeline.planning.layout import Planner
+from pipeline.planning.plan import Plan, same_work
+from pipeline.planning.resources import Resources
+from pipeline.protocol.trial import Scaling, Trial
+
+
+class MatrixRequest(Frozen):
+    """What a user asked to compare; what is left empty comes from the experiment's ``compare``."""
+
+    strategies: tuple[str, ...] = ()
+    workers: tuple[int, ...] = ()
+    scaling: Literal["strong", "weak", "both"] = "strong"
+    repeats: int = 3
+    """How often each cell is measured, in turn with the others."""
+    profile: bool = False
+    """Whether to record a trace of each cell's first repeat."""
+
+
+class Cell(Frozen):
+    """One cell of the matrix: a trial, or the reason why it can't be run here."""
+
+    name: str
+    strategy: str
+    workers: int
+    scaling: Scaling
+    trial: Trial | None = None
+    reason: str = ""
+
+    @property
+    def title(self) -> str:
+        """What stands in tables."""
+        return self.trial.title if self.trial else titled(self.strategy, self.workers, self.scaling)
+
+
+class Matrix(Frozen):
+    """What a comparison will do."""
+
+    cells: tuple[Cell, ...]
+    """In the order they were asked for, the baseline first."""
+    plan: Plan
+    """Its trials are the cells that can run, and the reference, all of them once, then all of them again."""
+
+
+def make_matrix(
+    experiment: Experiment, resources: Resources, *, allowed: tuple[str, ...], wanted: MatrixRequest
+) -> Matrix:
+    """Decide what is compared with what.
+
+    Every worker of every cell has the same cores. A cell that can't run here is kept, with the reason.
+
+    Raises:
+        ExperimentError: the baseline's strategy, launcher and workers don't go together.
+        ResourceError: not even the baseline can run here.
+    """
+    entries = list(_entries(experiment, wanted))
+    planner = Planner(experiment, resources, allowed, workers=_most_workers(entries, experiment, resources))
+    baseline = planner.trial(experiment.compare[0], role="baseline", key="compare[0]")
+    cells = [_cell_of(baseline)]
+    for scaling in _scalings(wanted):
+        for entry in entries:
+            cell = _cell(entry, planner, experiment, scaling=scaling, baseline=baseline)
+            if not any(_is_same(cell, other) for other in cells):
+                cells.append(cell.model_copy(update={"name": _unique(cell.name, cells)}))
+    trials = [cell.trial.model_copy(update={"name": cell.name}) for cell in cells if cell.trial]
+    if baseline.device == "cpu" and resources.nodes == 1 and any(trial.workers > 1 for trial in trials):
+        trials.append(planner.trial(Comparison(strategy="single"), role="reference"))
+    rounds = [
+        trial.model_copy(update={"repeat": repeat, "profile": wanted.profile and repeat == 0})
+        for repeat in range(wanted.repeats)
+        for trial in trials
+    ]
+    plan = Plan(command="compare", experiment=experiment, resources=resources, trials=tuple(rounds))
+    return Matrix(cells=tuple(cells), plan=plan)
+
+
+def titled(strategy: str, workers: int, scaling: Scaling) -> str:
+    """The title of a cell that has no trial."""
+    count = f" x {workers}" if workers > 1 else ""
+    return f"{strategy}{count}{' (weak)' if scaling == 'weak' else ''}"
+
+
+def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Comparison]:
+    """What is to be compared, all with their number of workers."""
+    parallel = experiment.parallel
+    own = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
+    written = [_counted(entry, parallel.workers) for entry in (*experiment.compare, own)]
+    if not (wanted.strategies or wanted.workers):
+        yield from written
+        return
+    for strategy in wanted.strategies or dict.fromkeys(entry.strategy for entry in written):
+        known = [entry for entry in written if entry.strategy == strategy]
+        options = known[0].options if known else {}
+        counts = wanted.workers or dict.fromkeys(entry.workers or 1 for entry in known) or (parallel.workers,)
+        for workers in counts if _runs_many(strategy) else (1,):
+            yield Comparison(strategy=strategy, workers=workers, options=options)
+
+
+def _counted(entry: Comparison, workers: int) -> Comparison:
+    default = workers if _runs_many(entry.strategy) else 1
+    return entry.model_copy(update={"workers": entry.workers or default})
+
+
+def _runs_many(strategy: str) -> bool:
+    return bool(registry.load("strategies", strategy).Strategy.processes == "many")
+
+
+def _most_workers(entries: Iterable[Comparison], experiment: Experiment, resources: Resources) -> int:
+    """The workers that share the machine in its fullest cell: those of the largest one that can run."""
+    counts = [entry.workers or 1 for entry in entries]
+    share = experiment.parallel.cpus_per_worker or 1
+    return max((count for count in counts if count * share <= resources.cpus), default=1)
+
+
+def _scalings(wanted: MatrixRequest) -> tuple[Scaling, ...]:
+    return ("strong", "weak") if wanted.scaling == "both" else (wanted.scaling,)
+
+
+def _cell(entry: Comparison, planner: Planner, experiment: Experiment, *, scaling: Scaling, baseline: Trial) -> Cell:
+    workers = entry.workers or 1
+    name = f"{entry.strategy}-{workers}{'-weak' if scaling == 'weak' else ''}"
+    cell = Cell(name=name, strategy=entry.strategy, workers=workers, scaling=scaling)
+    try:
+        trial = planner.trial(entry, role="cell", name=name)
+    except ExperimentError as error:
+        return cell.model_copy(update={"reason": "; ".join(problem.message for problem in error.problems)})
+    except ResourceError as error:
+        return cell.model_copy(update={"reason": str(error).removeprefix("parallel.workers: ")})
+    if scaling == "weak":
+        trial = _weak(trial, baseline)
+    batch = trial.experiment.train.global_batch_size
+    if batch < trial.workers:
+        return cell.model_copy(update={"reason": f"{workers} workers can't share a global batch of {batch} samples"})
+    variant = _variant(entry, experiment)
+    return cell.model_copy(update={"trial": trial.model_copy(update={"variant": variant})})
+
+
+def _cell_of(baseline: Trial) -> Cell:
+    return Cell(
+        name=baseline.name, strategy=baseline.strategy, workers=baseline.workers, scaling="strong", trial=baseline
+    )
+
+
+def _weak(trial: Trial, baseline: Trial) -> Trial:
+    """The same with as many samples for each replica as the baseline has."""
+    train = trial.experiment.train
+    batch = train.global_batch_size * trial.replicas // baseline.replicas
+    experiment = trial.experiment.model_copy(update={"train": train.model_copy(update={"global_batch_size": batch})})
+    return trial.model_copy(update={"experiment": experiment, "scaling": "weak"})
+
+
+def _variant(entry: Comparison, experiment: Experiment) -> str:
+    """The options in which an entry differs from ``parallel``."""
+    own = experiment.parallel.options if entry.strategy == experiment.parallel.strategy else {}
+    changed = {name: value for name, value in entry.options.items() if own.get(name) != value}
+    changed |= {name: "default" for name in own if name not in entry.options}
+    return ", ".join(name if value is True else f"{name}={value}" for name, value in changed.items())
+
+
+def _is_same(cell: Cell, other: Cell) -> bool:
+    """Whether two cells would measure the same thing."""
+    if cell.trial is None or other.trial is None:
+        return cell.model_dump(exclude={"reason"}) == other.model_dump(exclude={"reason"})
+    batches = [one.trial.experiment.train.global_batch_size for one in (cell, other) if one.trial]
+    return same_work(cell.trial, other.trial) and batches[0] == batches[1]
+
+
+def _unique(name: str, cells: list[Cell]) -> str:
+    names = {cell.name for cell in cells}
+    return next(tried for tried in (name, *(f"{name}-{i}" for i in range(2, len(cells) + 2))) if tried not in names)

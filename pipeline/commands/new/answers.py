@@ -1,0 +1,115 @@
+"""Answers to a template's questions: from ``--set``, from an earlier generation, from the user."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+from cookiecutter.exceptions import CookiecutterException
+from cookiecutter.generate import generate_context
+from cookiecutter.prompt import prompt_choice_for_config, prompt_for_config
+from cookiecutter.utils import create_env_with_context
+
+from pipeline.commands.new import catalog
+from pipeline.commands.new.catalog import Template
+from pipeline.config.nearest import did_you_mean
+from pipeline.errors import UsageError
+
+_COOKIECUTTERS = (catalog.CHOICES, "_extensions", "__checked")
+Answers = Mapping[str, str]
+"""By question; what the template derives from them begins with an underscore."""
+
+
+def parse(settings: Sequence[str], template: Template) -> dict[str, str]:
+    """The answers given as ``key=value``.
+
+    Raises:
+        UsageError: everything wrong with them, with the allowed values.
+    """
+    questions = template.questions()
+    answers, problems = {}, []
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            problems.append(f"--set {setting}: no value; write --set {key}=VALUE")
+        elif key not in questions:
+            hint = did_you_mean(key, questions)
+            problems.append(f"--set {setting}: {template.name} doesn't ask {key}{hint}; it asks {', '.join(questions)}")
+        elif problem := _not_allowed(value, questions[key]):
+            problems.append(f"--set {setting}: {problem}")
+        answers[key] = value
+    if problems:
+        raise UsageError("\n".join(problems))
+    return answers
+
+
+def still_asked(answers: Answers, template: Template) -> dict[str, str]:
+    """The answers of an earlier generation, without what the template doesn't ask any more.
+
+    Raises:
+        UsageError: an answer isn't allowed any more.
+    """
+    questions = template.questions()
+    kept = {key: value for key, value in answers.items() if key in questions}
+    problems = {key: _not_allowed(value, questions[key]) for key, value in kept.items()}
+    if wrong := [
+        f"{key}: {problem}; answer again with --set {key}=..." for key, problem in problems.items() if problem
+    ]:
+        raise UsageError("\n".join(wrong))
+    return kept
+
+
+def choose(*, no_input: bool) -> Template:
+    """The template that the user chooses, or the first.
+
+    Raises:
+        UsageError: there is nobody to ask.
+    """
+    known = catalog.titles()
+    if no_input or len(known) == 1:
+        return catalog.find(next(iter(known)))
+    try:
+        env, prompts = create_env_with_context({}), {"template": {"__prompt__": "Template", **known}}
+        return catalog.find(prompt_choice_for_config({}, env, "template", list(known), no_input=False, prompts=prompts))
+    except (EOFError, click.Abort):
+        raise _nobody() from None
+
+
+def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str, str]:
+    """All answers: the user's, or with ``no_input`` those given, and the template's own for the rest.
+
+    Raises:
+        UsageError: nobody to ask, or answers that don't make a project: all problems at once.
+    """
+    try:
+        context = generate_context(context_file=str(template.context_file), extra_context=dict(given))
+        answers = dict(prompt_for_config(_with_menus(context, template), no_input=no_input))
+    except (EOFError, click.Abort):
+        raise _nobody() from None
+    except CookiecutterException as error:
+        raise UsageError(f"the template {template.name} is broken: {error}") from error
+    if problems := template.problems(answers):
+        raise UsageError("\n".join(problems))
+    return answers
+
+
+def _with_menus(context: Mapping[str, Any], template: Template) -> dict[str, Any]:
+    """The questions with a menu where there are choices, and without what is for cookiecutter itself."""
+    asked = {key: value for key, value in context["cookiecutter"].items() if key not in _COOKIECUTTERS}
+    prompts = asked.get("__prompts__", {})
+    for key, choices in template.choices().items():
+        asked[key] = sorted(choices, key=lambda choice: choice != asked[key])
+        title = str(prompts.get(key, key)).rpartition(": ")[0]
+        prompts[key] = {"__prompt__": title} | {
+            each: f"{each}: {what}" if what else each for each, what in choices.items()
+        }
+    return {"cookiecutter": asked}
+
+
+def _not_allowed(value: str, allowed: Sequence[str]) -> str:
+    if not allowed or value in allowed:
+        return ""
+    return f"{value!r} is no choice{did_you_mean(value, allowed)}; choose one of {', '.join(allowed)}"
+
+
+def _nobody() -> UsageError:
+    return UsageError("the questions weren't answered; add --no-input for the defaults, and --set KEY=VALUE")

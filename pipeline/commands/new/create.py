@@ -1,0 +1,52 @@
+"""A new project: written beside its place and moved there when it is whole."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.commands.new import answers, catalog
+from pipeline.commands.new.render import render
+from pipeline.errors import UsageError
+
+
+class Created(NamedTuple):
+    """A new project."""
+
+    folder: Path
+    next_commands: str
+    warning: str
+    """Why it isn't a git repository of its own; empty if it is."""
+
+
+def create(name: str | None, directory: Path | None, settings: Sequence[str], *, no_input: bool) -> Created:
+    """Generate a project in ``directory``, by default one named after the project.
+
+    Raises:
+        UsageError: unknown template, wrong answers, a place that is taken; nothing has been written.
+    """
+    if directory is not None:
+        _check_free(directory)
+    template = answers.choose(no_input=no_input) if name is None else catalog.find(name)
+    given = answers.parse(settings, template)
+    if directory is not None:
+        given.setdefault("project_name", directory.resolve().name)
+    complete = answers.complete(template, given, no_input=no_input)
+    place = directory or Path(complete["__project_slug"])
+    _check_free(place)
+    hook = template.finishing()
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".pipeline-new-") as folder:
+            render(template, complete, into=Path(folder)).rename(place)
+    except OSError as error:
+        raise UsageError(f"{place}: can't be written: {error.strerror}; name another directory") from error
+    warning = hook.commit(place, template.name)
+    return Created(place, hook.next_commands(os.path.relpath(place)), warning or "")
+
+
+def _check_free(place: Path) -> None:
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        what = "exists and isn't empty" if place.is_dir() else "is a file"
+        raise UsageError(f"{place}: {what}; name another directory, or update a project with --update")

@@ -1,0 +1,182 @@
+"""The whole story of ``pipeline predict``: one worker is measured, and a link; the rest is calculated."""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Literal
+
+from pipeline import registry
+from pipeline.config.load import ExperimentFile
+from pipeline.config.schema import Comparison, Experiment
+from pipeline.driver.execute import execute, explained, launcher_of, prepare
+from pipeline.errors import ExperimentError, ResourceError, TrainingError, UsageError
+from pipeline.planning.layout import Planner
+from pipeline.planning.plan import Plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.trial import Costs, Link, Scaling, TrialResult
+from pipeline.recording import provenance
+from pipeline.recording.console import print_report
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.run import artifact, recorded
+from pipeline.recording.terminal import Terminal
+from pipeline.report.forecast import FILE_NAME, Check, Forecast
+from pipeline.report.link import fit
+from pipeline.report.scaling import at_pace
+from pipeline.report.scaling import predict as predicted
+from pipeline.report.simulation import Workload
+from pipeline.strategies import ddp
+from pipeline.system.process import outer_rank
+
+_HALVED = {"none": 1.0, "fp16": 2.0, "bf16": 2.0}
+
+
+def predict(
+    file: ExperimentFile,
+    *,
+    workers: int,
+    link: Link | None,
+    scaling: Literal["strong", "weak", "both"],
+    verbose: bool,
+    terminal: Terminal,
+    show: Callable[[Forecast], None],
+) -> None:
+    """Measure what a step is made of, and predict its scaling up to ``workers``.
+
+    Args:
+        file: the experiment.
+        workers: the largest number of workers to predict.
+        link: between the workers; None measures it between those that fit here.
+        scaling: what to predict.
+        verbose: whether to let the workers' output through.
+        terminal: where progress and the prediction are shown.
+        show: gets the prediction, e.g. to print it as JSON.
+
+    Raises:
+        PipelineError: what went wrong, ready to be shown.
+    """
+    if outer_rank() is not None:
+        raise UsageError("pipeline predict starts its workers itself: call it without torchrun")
+    allowed, resources = prepare(file)
+    with explained(file):
+        plan = make_plan(file.experiment, resources, allowed=allowed, link=link)
+    with recorded(plan, terminal=terminal, tracked=False) as recorder:
+        with launcher_of(plan, recorder, verbose=verbose) as launcher:
+            for trial in plan.trials:
+                execute(trial, launcher=launcher, recorder=recorder, file=file)
+        forecast = _forecast(
+            plan, recorder, link=link, workers=workers, scalings=("strong", "weak") if scaling == "both" else (scaling,)
+        )
+        (recorder.folder / FILE_NAME).write_text(forecast.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        artifact(FILE_NAME, recorder)
+        print_report(forecast, stdout=terminal.result)
+        show(forecast)
+
+
+def make_plan(experiment: Experiment, resources: Resources, *, allowed: tuple[str, ...], link: Link | None) -> Plan:
+    """One worker alone; and, unless the link is known, several at once, as many as wanted or as fit.
+
+    Raises:
+        ExperimentError: the options can't be predicted.
+        ResourceError: the link isn't given, and there is no room for two workers to measure it.
+    """
+    options = _options(experiment)
+    if options.communication_hook not in _HALVED:
+        raise ExperimentError.of(
+            "parallel.options.communication_hook",
+            f"is {options.communication_hook}, whose bytes and time can't be predicted; predict none, fp16 or bf16",
+        )
+    together = 0 if link else _room(experiment, resources)
+    planner = Planner(experiment, resources, allowed, workers=together or None)
+    trials = [planner.trial(Comparison(strategy="single"), role="probe", name="alone")]
+    if together:
+        entry = Comparison(strategy="ddp", workers=together, options=options.model_dump(exclude_defaults=True))
+        trials.append(planner.trial(entry, role="probe", name="together"))
+    return Plan(command="predict", experiment=experiment, resources=resources, trials=tuple(trials))
+
+
+def workload_of(
+    experiment: Experiment, alone: TrialResult, together: TrialResult | None = None, *, device: str
+) -> Workload:
+    """What the model needs to know of a training, from its probes."""
+    assert alone.costs is not None
+    options = _options(experiment)
+    workload = Workload(
+        costs=alone.costs,
+        global_batch_size=experiment.train.global_batch_size,
+        micro_batches=experiment.train.gradient_accumulation,
+        loader_workers=experiment.loader.num_workers,
+        bucket_bytes=(options.bucket_cap_mb * 2**20,),
+        compression=_HALVED[options.communication_hook],
+        backend="nccl" if device == "cuda" else "gloo",
+        slowdown=_slowdown(alone.costs, together.costs) if together and together.costs else 1.0,
+    )
+    return at_pace(workload, step_ms=alone.step_ms.median)
+
+
+def _options(experiment: Experiment) -> ddp.Options:
+    parallel = experiment.parallel
+    return ddp.Options.model_validate(parallel.options if parallel.strategy == "ddp" else {})
+
+
+def _room(experiment: Experiment, resources: Resources) -> int:
+    """How many workers can run at once to measure the link.
+
+    Raises:
+        ResourceError: not even two.
+    """
+    parallel = experiment.parallel
+    wanted = max(2, parallel.workers)
+    launcher = parallel.launcher
+    if not registry.load("launchers", launcher).Launcher.many_processes:
+        raise ResourceError(
+            f"the link can't be measured: launcher {launcher} runs one process; give the link, e.g. --link "
+            "10Gbit,50us, or write parallel.launcher=torchrun"
+        )
+    cores = resources.cpus // (parallel.cpus_per_worker or max(1, resources.cpus // wanted))
+    uses_gpus = parallel.device == "cuda" or (parallel.device == "auto" and resources.gpus)
+    fit_here = min(wanted, cores, experiment.train.global_batch_size, *([len(resources.gpus)] if uses_gpus else []))
+    if fit_here < 2:
+        raise ResourceError(
+            f"the link can't be measured: two workers don't fit on {resources.node} with {resources.summary}; give the "
+            "link, e.g. --link 10Gbit,50us"
+        )
+    return fit_here
+
+
+def _slowdown(alone: Costs, together: Costs) -> float:
+    """How much longer a worker computes beside others than alone."""
+    own = {cost.samples: cost.forward_ms + cost.backward_ms for cost in alone.curve}
+    ratios = [
+        (cost.forward_ms + cost.backward_ms) / own[cost.samples] for cost in together.curve if cost.samples in own
+    ]
+    return max(1.0, median(ratios)) if ratios else 1.0
+
+
+def _forecast(
+    plan: Plan, recorder: Recorder, *, link: Link | None, workers: int, scalings: tuple[Scaling, ...]
+) -> Forecast:
+    results = {end.result.trial: end.result for end in recorder.finished}
+    alone, together = results["alone"], results.get("together")
+    if alone.costs is None:
+        raise TrainingError("nothing can be predicted: what a prediction needs could not be measured, see the warning")
+    largest = alone.costs.curve[-1]
+    workload = workload_of(plan.experiment, alone, together, device=plan.main.device)
+    check = None
+    if together is not None and together.costs is not None:
+        count = together.costs.world_size
+        link = fit(together.costs.all_reduces, workers=count, backend=workload.backend)
+        measured = together.samples_per_second.median / alone.samples_per_second.median
+        check = Check(workers=count, measured=measured, predicted=predicted(workload, link, workers=count).speedup)
+    if link is None:
+        raise TrainingError("the link could not be measured, see the warning; give it, e.g. --link 10Gbit,50us")
+    return Forecast.of(
+        workload,
+        link,
+        workers=workers,
+        scalings=scalings,
+        name=plan.experiment.name,
+        hardware=provenance.hardware(plan),
+        compute_ms_per_sample=(largest.forward_ms + largest.backward_ms) / largest.samples,
+        link_from="measured" if check else "given",
+        measured_workers=check.workers if check else 0,
+        check=check,
+    )

@@ -1,0 +1,42 @@
+"""A run as a script for ``sbatch``: Ray is started on the nodes of the allocation, for this run only."""
+
+import shlex
+
+from pipeline.commands.submit.request import CLOSING_S, Request, cpus_of_worker, gpus_of_worker
+from pipeline.commands.submit.templates import fill
+from pipeline.errors import UsageError
+from pipeline.recording.journal import FILE_NAME
+
+_LEAST_NOTICE_S = 120
+
+
+def script(request: Request, *, nodes: int | None = None) -> str:
+    """The script.
+
+    Args:
+        request: the run. Its folder is on storage that all nodes share, so no code is sent.
+        nodes: of the allocation; by default one for each worker.
+
+    Raises:
+        UsageError: more nodes than workers, or variables that should go along: Slurm hands on all anyway.
+        ExperimentError: something is missing that an allocation needs.
+    """
+    workers = request.file.experiment.parallel.workers
+    nodes = nodes or workers
+    if nodes > workers:
+        raise UsageError(f"--nodes {nodes}: there are only {workers} workers (parallel.workers) to be put on them")
+    if request.environment:
+        raise UsageError("--env: sbatch hands on the whole environment that it is called in; leave the option out")
+    on_each = -(-workers // nodes)
+    return fill(
+        "slurm.sh.jinja",
+        experiment=request.name,
+        nodes=nodes,
+        cpus=on_each * cpus_of_worker(request),
+        gpus=on_each * gpus_of_worker(request),
+        notice_s=max(_LEAST_NOTICE_S, int(request.file.experiment.parallel.grace_s) + CLOSING_S),
+        arguments=request.arguments("parallel.ship_code=false"),
+        resumes=any(option.startswith("--resume") for option in request.options),
+        directory=shlex.quote(request.file.experiment.tracking.directory),
+        journal=FILE_NAME,
+    )

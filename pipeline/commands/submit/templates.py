@@ -1,0 +1,23 @@
+"""Fills in the templates beside this file."""
+
+import json
+from functools import partial
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
+
+
+def fill(template: str, /, **values: object) -> str:
+    """The text of a template with its values; ``| quoted`` makes a string of YAML."""
+    environment = Environment(  # noqa: S701 - no HTML: values are quoted for YAML or the shell
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        comment_start_string="{%#",  # the shell has {# for something else
+        comment_end_string="#%}",
+    )
+    environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
+    return environment.from_string(files("pipeline.commands.submit").joinpath(template).read_text("utf-8")).render(
+        values
+    )

@@ -1,0 +1,74 @@
+"""The results of a sweep's trials in the tracking store: what their own processes couldn't send is sent at the end.
+
+On a busy machine a trial gives up after a minute, and one that is stopped early may be killed while it sends.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipeline.commands.sweep.assignment import Record
+from pipeline.commands.sweep.journals import has_begun
+from pipeline.errors import PipelineError
+from pipeline.recording import journal
+from pipeline.recording.folder import trials_of
+from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.sync import sync
+from pipeline.wording import counted
+
+_LOOK_S = 0.1
+
+
+def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Send what is missing, trial after trial, until the store doesn't take it.
+
+    Args:
+        sweep: the sweep's folder.
+        patience_s: seconds to wait for trials that are ending.
+        tell: told what is done.
+        warn: told of trouble.
+    """
+    _wait(sweep, patience_s=patience_s, tell=tell)
+    waiting = [folder for folder in undelivered(sweep) if not journal.is_open(folder / journal.FILE_NAME)]
+    if waiting:
+        tell(f"sending the results of {_named(waiting)} to MLflow, which their own processes couldn't")
+    for folder in waiting:
+        try:
+            if not sync(folder, warn=warn).delivered:
+                return
+        except PipelineError as error:  # a damaged journal, for instance: it says nothing about the others
+            warn(str(error))
+
+
+def undelivered(sweep: Path) -> Iterator[Path]:
+    """Yield the folders of the trials whose results the tracking store lacks."""
+    for folder in trials_of(sweep):
+        known = TrackingOutcome.kept(folder)
+        if has_begun(folder) and not (known and known.delivered):
+            yield folder
+
+
+def missing(sweep: Path) -> str:
+    """Name the trials whose results the tracking store lacks, and the command that sends them; empty if it has all."""
+    folders = list(undelivered(sweep))
+    if not folders:
+        return ""
+    lack = "lacks" if len(folders) == 1 else "lack"
+    return f"{_named(folders)} {lack} results in MLflow; send them with: pipeline sync {sweep}"
+
+
+def _wait(sweep: Path, *, patience_s: float, tell: Callable[[str], None]) -> None:
+    """Wait for the processes of trials that were stopped: they write a checkpoint and send their results."""
+    deadline, told = time.monotonic() + patience_s, False
+    while running := [folder for folder in trials_of(sweep) if journal.is_open(folder / journal.FILE_NAME)]:
+        if not told:
+            tell(f"waiting until {_named(running)} has ended")
+            told = True
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_LOOK_S)
+
+
+def _named(folders: list[Path]) -> str:
+    numbers = [str(record.number) for folder in folders if (record := Record.read(folder)) is not None]
+    return f"trial {numbers[0]}" if len(numbers) == 1 else f"{counted(len(numbers), 'trial')} ({', '.join(numbers)})"

@@ -1,0 +1,103 @@
+"""What the journals of a sweep's trials say: nothing else is needed to know how far it is."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.commands.sweep.assignment import Record
+from pipeline.protocol.events import STOPPED_EARLY, AnyEvent, Metrics, ModelSaved, RunOpened, Started, event_from_json
+from pipeline.recording import journal
+from pipeline.report.swept import State
+
+_TOLD = (b'"metrics"', b'"started"')
+
+
+class Evaluation(NamedTuple):
+    """One value of the sweep's metric."""
+
+    epoch: int
+    """Epochs done."""
+    step: int
+    value: float
+
+    def as_score(self, *, minimizes: bool) -> float:
+        """The value, or the worst there is if it is NaN: a training that has diverged."""
+        return self.value if not math.isnan(self.value) else math.inf if minimizes else -math.inf
+
+
+class Unmeasurable(Exception):
+    """The training has no validation set, and so no metric that a sweep could go by."""
+
+
+class Follower:
+    """Reads the evaluations of a trial as they are written.
+
+    Args:
+        folder: the trial's.
+        metric: the sweep's.
+    """
+
+    def __init__(self, folder: Path, *, metric: str) -> None:
+        self.epochs = 0
+        """Of the whole training; 0 until it is known."""
+        self._path = folder / journal.FILE_NAME
+        self._metric = metric
+        self._read = 0
+
+    def evaluations(self) -> Iterator[Evaluation]:
+        """Those that have been written since the last call.
+
+        Raises:
+            Unmeasurable: there will never be one.
+        """
+        for event in self._new_events():
+            if isinstance(event, Started) and event.trial == "main":
+                self.epochs = event.epochs
+                if not event.validation_samples:
+                    raise Unmeasurable(f"the data has no validation set, and so no {self._metric}")
+            elif isinstance(event, Metrics) and event.trial == "main":
+                for point in event.points:
+                    if point.name == self._metric:
+                        yield Evaluation(event.epoch, point.step, point.value)
+
+    def _new_events(self) -> Iterator[AnyEvent]:
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # it is being written
+                self._read += len(line)
+                if any(mark in line for mark in _TOLD):
+                    yield event_from_json(line)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a trial's journal says what was to be run: else it begins from the beginning."""
+    path = folder / journal.FILE_NAME
+    return path.is_file() and isinstance(next(iter(journal.read(path)), None), RunOpened)
+
+
+def model_of(folder: Path) -> ModelSaved | None:
+    """Find the model that a trial has saved; None if it has none."""
+    with (folder / journal.FILE_NAME).open("rb") as file:
+        saved = [event_from_json(line) for line in file if b'"model_saved"' in line]
+    return next((event for event in reversed(saved) if isinstance(event, ModelSaved)), None)
+
+
+def state_of(folder: Path) -> tuple[State, str]:
+    """How a trial stands, and why."""
+    if not has_begun(folder):
+        return "not begun", ""
+    if journal.is_open(folder / journal.FILE_NAME):
+        return "running", ""
+    end, record = journal.ending(folder / journal.FILE_NAME), Record.read(folder)
+    if end is not None and end.status != "KILLED":
+        return "finished" if end.status == "FINISHED" else "failed", end.message
+    if end is not None and end.is_stopped_early:
+        return "stopped early", end.message
+    if record is not None and record.stopped_after is not None:  # it took too long to end, and was killed
+        return "stopped early", f"{STOPPED_EARLY} after epoch {record.stopped_after}"
+    return "interrupted", end.message if end is not None else "its process was killed"

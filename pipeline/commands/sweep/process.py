@@ -1,0 +1,96 @@
+"""The process of one trial: ``pipeline run`` with the trial's values, which ends when whoever started it does.
+
+It reads its assignment from the first line of its standard input. Another line there says why it is to stop early;
+the end of it, that nobody is left who waits for it. In both cases it writes a checkpoint first.
+"""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+from pipeline.commands.sweep.assignment import Assignment
+from pipeline.errors import PipelineError, Terminated, UsageError
+from pipeline.system import allocator
+from pipeline.system.imports import importable, undisturbed
+
+
+class _Lifeline:
+    """Standard input as the wish of whoever started this process."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """Why this trial is to stop early; empty if it isn't."""
+        # Unbuffered: a thread that waits in sys.stdin would hold a lock that Python needs to end.
+        self._stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - open as long as the process
+
+    def assignment(self) -> Assignment:
+        """What is to be trained."""
+        return Assignment.model_validate_json(self._stdin.readline())
+
+    def watch(self) -> None:
+        """Ask this process to stop as soon as a line comes, or the end. In a thread."""
+        threading.Thread(target=self._wait, name="lifeline", daemon=True).start()
+
+    def _wait(self) -> None:
+        self.reason = self._stdin.readline().decode().strip()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> NoReturn:
+    """Run the trial; the exit code is that of ``pipeline run``."""
+    signal.signal(signal.SIGTERM, _terminate)
+    lifeline = _Lifeline()
+    assignment = lifeline.assignment()
+    lifeline.watch()
+    try:
+        with importable(Path.cwd()), allocator.huge_pages():
+            train(assignment, lifeline)
+    except PipelineError as error:
+        sys.stderr.write(f"{error.told}\n")
+        sys.exit(error.exit_code)
+    except Terminated:
+        sys.exit(143)
+    sys.exit(0)
+
+
+def train(assignment: Assignment, lifeline: _Lifeline) -> None:
+    """The trial's run, gone on with if it was begun before."""
+    with undisturbed():
+        from pipeline.commands import run
+    from pipeline.commands.sweep.journals import has_begun
+    from pipeline.commands.sweep.sampling import titled
+    from pipeline.config.load import load
+    from pipeline.config.summary import config_hash
+    from pipeline.recording.run import Membership
+    from pipeline.recording.terminal import Terminal
+
+    job = assignment.job
+    file = load(job.file, job.overrides).varied({**job.common, **assignment.values})
+    if config_hash(file.experiment) != assignment.config_hash:
+        raise UsageError(f"{job.file} has changed since the sweep began; put it back, or start a new sweep")
+    folder = job.folder_of(assignment.number)
+    member = Membership(
+        folder=folder,
+        title=titled(assignment.number, assignment.values),
+        interruption=lambda: lifeline.reason,
+        logs_model=job.logs_models,
+    )
+    run.run(
+        file,
+        with_baseline=False,
+        verbose=job.verbose,
+        terminal=Terminal.of(quiet=True),
+        resume=str(folder) if has_begun(folder) else None,
+        member=member,
+    )
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated
+
+
+if __name__ == "__main__":
+    main()

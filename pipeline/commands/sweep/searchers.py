@@ -1,0 +1,158 @@
+"""Ray Tune's searchers for a sweep: one that reads the list that was drawn, and Optuna's."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ray.tune.search import Searcher
+
+from pipeline.commands.sweep.assignment import Suggestion
+from pipeline.commands.sweep.sampling import rounded
+from pipeline.commands.sweep.supervisor import SUGGESTION
+from pipeline.config.sweep import Parameter, Sweep
+from pipeline.config.values import Direction
+from pipeline.errors import ResourceError
+
+Complete = Callable[[Suggestion], tuple[Suggestion, str]]
+"""Adds why a suggestion can't be trained, if it can't, and the hash of its experiment."""
+
+
+class _Forgetful(Searcher):  # type: ignore[misc]  # Ray has no types
+    """Tune writes down all that it has, and needs nothing of it: the journals are what a sweep goes on from."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Never called."""
+
+
+class Listed(_Forgetful):
+    """Trials that were decided before."""
+
+    def __init__(self, suggestions: Sequence[Suggestion], complete: Complete, *, metric: str, mode: str) -> None:
+        super().__init__(metric=metric, mode=mode)
+        self._waiting = list(suggestions)
+        self._complete = complete
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str:
+        """The next one."""
+        return _config(self._complete, self._waiting.pop(0)) if self._waiting else Searcher.FINISHED
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Nothing is learned from it."""
+
+
+class Learning(_Forgetful):
+    """Optuna's, through Ray Tune's own `OptunaSearch`; trials that have begun in an earlier session come first.
+
+    Args:
+        sweep: what is searched.
+        begun: values of the trials that have begun, in order.
+        complete: see `Complete`.
+        direction: of the sweep's metric.
+        seed: of the sampler.
+
+    Raises:
+        ResourceError: Optuna is not installed.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        begun: Sequence[Mapping[str, Any]],
+        complete: Complete,
+        *,
+        direction: Direction,
+        seed: int,
+    ) -> None:
+        names = {"metric": sweep.metric, "mode": direction}
+        super().__init__(**names)
+        distributions = _distributions(sweep)
+        from ray.tune.search.optuna import OptunaSearch
+
+        self._parameters = dict(sweep.parameters)
+        self._complete = complete
+        self._number = 0
+        self._begun = list(begun)
+        self._inner = OptunaSearch(
+            distributions,
+            **names,
+            points_to_evaluate=[self._as_point(values) for values in begun] or None,
+            # The same seed again would draw again what the trials that have begun were drawn from.
+            seed=seed + len(begun),
+        )
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str:
+        """What Optuna makes of the trials so far."""
+        point = self._inner.suggest(trial_id)
+        self._number += 1
+        known = self._begun[self._number - 1] if self._number <= len(self._begun) else None
+        values = known or {key: self._as_value(key, point[_name(i)]) for i, key in enumerate(self._parameters)}
+        return _config(self._complete, Suggestion(number=self._number, values=values))
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Hand it on."""
+        self._inner.on_trial_result(trial_id, result)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Hand it on."""
+        self._inner.on_trial_complete(trial_id, result, error)
+
+    def _as_value(self, key: str, drawn: Any) -> Any:
+        parameter = self._parameters[key]
+        return parameter.choice[drawn] if parameter.choice is not None else rounded(parameter, drawn)
+
+    def _as_point(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        point = {}
+        for i, (key, parameter) in enumerate(self._parameters.items()):
+            value = values[key]
+            point[_name(i)] = list(parameter.choice).index(value) if parameter.choice is not None else value
+        return point
+
+
+def check_installed() -> None:
+    """Tell what to install where it isn't.
+
+    Raises:
+        ResourceError: Optuna is not installed.
+    """
+    try:
+        import optuna  # noqa: F401 - whether it can be imported is the question
+    except ImportError as error:
+        raise ResourceError(
+            f"sweep.search: optuna needs the package optuna ({error}); install it: pip install 'ddp-pipeline[sweep]', "
+            "or write search: random"
+        ) from None
+
+
+def _distributions(sweep: Sweep) -> dict[str, Any]:
+    check_installed()
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return {_name(i): _distribution(parameter) for i, parameter in enumerate(sweep.parameters.values())}
+
+
+def _distribution(parameter: Parameter) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if parameter.choice is not None:
+        return CategoricalDistribution(tuple(range(len(parameter.choice))))  # Optuna takes no lists or mappings
+    if whole := parameter.int_uniform or parameter.int_log_uniform:
+        return IntDistribution(*whole, log=parameter.int_log_uniform is not None)
+    ends = parameter.uniform or parameter.log_uniform
+    assert ends is not None  # the file was checked
+    return FloatDistribution(*ends, log=parameter.log_uniform is not None)
+
+
+def _name(index: int) -> str:
+    """Of a parameter in Optuna: Ray takes keys with a slash apart."""
+    return f"p{index}"
+
+
+def _config(complete: Complete, suggestion: Suggestion) -> dict[str, Any]:
+    completed, config_hash = complete(suggestion)
+    return {SUGGESTION: completed.model_dump_json(), "hash": config_hash}

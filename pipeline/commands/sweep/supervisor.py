@@ -1,0 +1,154 @@
+"""What Ray Tune knows as a trial: an actor that starts the trial's process and hands on what its journal says."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from ray import tune
+
+from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Assignment, Record, Suggestion, TrialJob
+from pipeline.commands.sweep.journals import Evaluation, Follower, Unmeasurable, state_of
+from pipeline.protocol.events import STOPPED_EARLY
+from pipeline.recording import journal
+
+EPOCH, SUGGESTION = "epoch", "suggestion"
+OUTPUT_NAME = "output.txt"
+"""What a trial's process prints: next to nothing, unless it breaks."""
+_LOOK_S = 0.1
+
+
+class TrialFailed(Exception):
+    """A trial's process ended badly; the message is the user's."""
+
+
+class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
+    """Starts a trial, reports each of its evaluations to Ray Tune, and stops it when Tune wants it to.
+
+    A trial that has ended in an earlier session of the sweep is not trained again: what its journal says is reported.
+    """
+
+    def setup(self, config: dict[str, Any], job: str, direction: str) -> None:
+        """Take over a trial; ``job`` is a `TrialJob` as JSON."""
+        self._job = TrialJob.model_validate_json(job)
+        self._minimizes = direction == "min"
+        self._suggestion = Suggestion.model_validate_json(config[SUGGESTION])
+        self._hash = config["hash"]
+        self._folder = self._job.folder_of(self._suggestion.number)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._last: Evaluation | None = None
+        self._told = self._evaluations()
+
+    def step(self) -> dict[str, Any]:
+        """The next evaluation; the last one again, as the end, when the trial has ended.
+
+        Raises:
+            TrialFailed: the trial failed.
+        """
+        evaluation = next(self._told, None)
+        if evaluation is not None:
+            self._last = evaluation
+        if self._last is None:
+            raise self._failed(f"it has ended without {self._job.metric}")
+        score = self._last.as_score(minimizes=self._minimizes)
+        return {EPOCH: self._last.epoch, self._job.metric: score, "done": evaluation is None}
+
+    def cleanup(self) -> None:
+        """Stop the trial, if it is still running: Tune has decided so."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        epoch, suggestion = self._last.epoch if self._last else 0, self._suggestion
+        Record(number=suggestion.number, values=suggestion.values, stopped_after=epoch).keep(self._folder)
+        self._stop(f"{STOPPED_EARLY} after epoch {epoch}")
+
+    def _evaluations(self) -> Iterator[Evaluation]:
+        """Those there are already, then those to come."""
+        follower = Follower(self._folder, metric=self._job.metric)
+        if self._suggestion.problem:
+            raise self._failed(self._suggestion.problem)
+        try:
+            yield from follower.evaluations()
+            if self._has_ended():
+                return
+            self._process = self._start()
+            while self._process.poll() is None:
+                yield from follower.evaluations()
+                time.sleep(_LOOK_S)
+            yield from follower.evaluations()
+        except Unmeasurable as error:
+            self._stop(str(error))
+            raise self._failed(str(error)) from None
+        self._check(self._process.returncode)
+
+    def _has_ended(self) -> bool:
+        """Whether there is nothing left to train; waits for the process of an earlier session that is ending."""
+        path = self._folder / journal.FILE_NAME
+        deadline = time.monotonic() + self._job.grace_s + AFTER_GRACE_S
+        while path.is_file() and journal.is_open(path):
+            if time.monotonic() > deadline:
+                raise self._failed("it is still going on in another process")
+            time.sleep(_LOOK_S)
+        return state_of(self._folder)[0] in ("finished", "stopped early")
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        number, values = self._suggestion.number, self._suggestion.values
+        Record(number=number, values=values).keep(self._folder)
+        assignment = Assignment(job=self._job, number=number, values=values, config_hash=self._hash)
+        with (self._folder / OUTPUT_NAME).open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.commands.sweep.process"],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                cwd=self._job.cwd,
+                env=self._job.environment(),
+                start_new_session=True,  # Ctrl-C is for the sweep, which then stops its trials one by one
+            )
+        _write(process.stdin, assignment.model_dump_json())
+        return process
+
+    def _stop(self, reason: str) -> None:
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        _write(process.stdin, reason)
+        try:
+            process.wait(self._job.grace_s + AFTER_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _check(self, code: int) -> None:
+        """Raise if the trial's process ended badly."""
+        state, message = state_of(self._folder)
+        if state == "interrupted" and code < 0:
+            message = "its process was killed" + (" (out of memory?)" if code == -9 else f" by signal {-code}")
+        if state in ("finished", "stopped early"):
+            return
+        raise self._failed(message or _tail(self._folder / OUTPUT_NAME) or f"its process ended with exit code {code}")
+
+    def _failed(self, message: str) -> TrialFailed:
+        """The failure, also noted where a later session and the table find it."""
+        suggestion = self._suggestion
+        Record(number=suggestion.number, values=suggestion.values, failure=message).keep(self._folder)
+        return TrialFailed(message)
+
+
+def _write(pipe: IO[bytes] | None, line: str) -> None:
+    assert pipe is not None  # it was asked for
+    try:
+        pipe.write(f"{line}\n".encode())
+        pipe.flush()
+    except BrokenPipeError:
+        pass  # the process has ended, which is looked at next
+
+
+def _tail(path: Path) -> str:
+    """The last line of a text that says something."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "").removeprefix("error: ")

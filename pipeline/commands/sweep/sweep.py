@@ -1,0 +1,132 @@
+"""The whole story of ``pipeline sweep``: plan, search, and which trial is best."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.commands.sweep import delivery
+from pipeline.commands.sweep import processes as members
+from pipeline.commands.sweep import resume as earlier
+from pipeline.commands.sweep import sweep_report as outcome
+from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Suggestion, TrialJob
+from pipeline.commands.sweep.display_sweep import SweepDisplay
+from pipeline.commands.sweep.planning import SweepPlan, identified, make
+from pipeline.config.load import ExperimentFile
+from pipeline.errors import TrainingError, UsageError
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.run import recorded
+from pipeline.recording.terminal import Terminal, write
+from pipeline.report.swept import Swept, SweptReport
+from pipeline.system.process import outer_rank
+
+if TYPE_CHECKING:
+    from ray.tune.search import Searcher
+
+
+def sweep(
+    file: ExperimentFile,
+    *,
+    overrides: Sequence[str],
+    resume: str | None,
+    verbose: bool,
+    terminal: Terminal,
+    show: Callable[[SweptReport], None],
+) -> None:
+    """Train an experiment with other values, side by side, and find the best; what is known is reported in any case.
+
+    Args:
+        file: the experiment, with its overrides.
+        overrides: the same as they were written: each trial's process reads the file again.
+        resume: the sweep to go on with: "latest", an id or a folder; None starts a new one.
+        verbose: whether to let Ray's output through.
+        terminal: where progress and the result are shown.
+        show: gets the report, e.g. to print it as JSON.
+
+    Raises:
+        PipelineError: what went wrong, ready to be shown; TrainingError if all trials failed.
+    """
+    if outer_rank() is not None:
+        raise UsageError("pipeline sweep starts its workers itself: call it without torchrun")
+    plan = make(file)
+    before = earlier.find(file, plan, resume) if resume is not None else None
+    for note in plan.plan.notes:
+        terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
+    with recorded(plan.plan, terminal=terminal, folder=before, source=file.source) as recorder:
+        job = _job(file, plan, recorder.folder, overrides=overrides, verbose=verbose)
+        try:
+            _search(file, plan, job, recorder=recorder, terminal=terminal)
+            delivery.send(
+                recorder.folder,
+                patience_s=job.grace_s + AFTER_GRACE_S,
+                tell=lambda message: write(terminal.progress, message),
+                warn=lambda message: write(terminal.warnings, message, style="yellow"),
+            )
+        finally:
+            report = outcome.report(file, plan, recorder, overrides=overrides, terminal=terminal)
+            show(report)
+            if lacking := delivery.missing(recorder.folder):
+                write(terminal.warnings, lacking, style="yellow")
+        _check(report.swept)
+
+
+def _search(file: ExperimentFile, plan: SweepPlan, job: TrialJob, *, recorder: Recorder, terminal: Terminal) -> None:
+    """Run the trials that are left.
+
+    Raises:
+        KeyboardInterrupt: after the running ones have ended, with a checkpoint.
+    """
+    from pipeline.commands.sweep.tuner import Halt, search
+    from pipeline.launchers._ray.local import LocalRayRequest, started
+
+    searcher = _searcher(file, plan, recorder.folder)  # before Ray is started: Optuna may be missing
+    progress = SweepDisplay(plan, recorder, terminal=terminal)
+    halt = Halt()
+    try:
+        with started(LocalRayRequest(), verbose=job.verbose):
+            try:
+                search(plan, searcher, job=job, watcher=progress, halt=halt)
+            except BaseException:
+                halt.ask()
+                members.stop(grace_s=job.grace_s, tell=progress.tell)
+                raise
+    finally:
+        halt.end()
+
+
+def _searcher(file: ExperimentFile, plan: SweepPlan, folder: Path) -> "Searcher":
+    from pipeline.commands.sweep.searchers import Learning, Listed
+
+    def complete(suggestion: Suggestion) -> tuple[Suggestion, str]:
+        return identified(file, suggestion, common=plan.common)
+
+    if plan.sweep.search == "random":
+        return Listed(plan.suggestions, complete, metric=plan.sweep.metric, mode=plan.direction)
+    begun = [record.values for record in outcome.records(folder)]
+    return Learning(plan.sweep, begun, complete, direction=plan.direction, seed=plan.seed)
+
+
+def _job(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequence[str], verbose: bool) -> TrialJob:
+    return TrialJob(
+        file=str(file.path),
+        overrides=tuple(overrides),
+        common=plan.common,
+        cwd=str(Path.cwd()),
+        folder=str(folder.absolute()),
+        metric=plan.sweep.metric,
+        logs_models=plan.logs_models,
+        grace_s=file.experiment.parallel.grace_s,
+        verbose=verbose,
+        variables=tuple(os.environ),
+    )
+
+
+def _check(swept: Swept) -> None:
+    """Raise if nothing has come out of the sweep.
+
+    Raises:
+        TrainingError: all trials failed.
+    """
+    failed = [trial for trial in swept.trials if trial.state == "failed"]
+    if failed and len(failed) == len(swept.trials):
+        raise TrainingError(f"all {len(failed)} trials failed, the first one: {failed[0].message}")

@@ -1,0 +1,155 @@
+"""What has become of a sweep's trials, and the report of it: terminal, files, tracking store."""
+
+import json
+import math
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipeline.commands.sweep.assignment import Record, Suggestion, folder_name
+from pipeline.commands.sweep.journals import Evaluation, Follower, Unmeasurable, model_of, state_of
+from pipeline.commands.sweep.planning import SweepPlan
+from pipeline.config.load import ExperimentFile
+from pipeline.config.values import Direction
+from pipeline.config.variation import override
+from pipeline.protocol.events import ModelSaved, Tagged
+from pipeline.recording import provenance
+from pipeline.recording.console import print_report
+from pipeline.recording.folder import id_of
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.run import artifact
+from pipeline.recording.terminal import Terminal
+from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial
+
+
+def trial(sweep: Path, suggestion: Suggestion, *, metric: str) -> SweptTrial:
+    """What has become of one trial, by its folder inside the sweep's."""
+    folder = sweep / folder_name(suggestion.number)
+    state, message = state_of(folder)
+    record = Record.read(folder)
+    if state == "not begun" and record is not None and record.failure:
+        state, message = "failed", record.failure
+    try:
+        limit = record.stopped_after if record is not None and state == "stopped early" else None
+        last = _last_evaluation(folder, metric=metric, limit=limit)
+    except Unmeasurable as error:
+        state, message, last = "failed", str(error), None
+    return SweptTrial(
+        number=suggestion.number,
+        values=suggestion.values,
+        state=state,
+        message="" if state == "finished" else message.partition("\n")[0],
+        value=last.value if last else None,
+        epochs=last.epoch if last else 0,
+        steps=last.step if last else 0,
+        run=f"{sweep.name}/{folder.name}",
+    )
+
+
+def _last_evaluation(folder: Path, *, metric: str, limit: int | None) -> Evaluation | None:
+    """Find the evaluation that a trial counts by: of one that was stopped early, the one that it was stopped for.
+
+    Args:
+        folder: the trial's.
+        metric: the sweep's.
+        limit: epochs that count; None counts all.
+    """
+    evaluations = Follower(folder, metric=metric).evaluations()
+    return next(reversed([one for one in evaluations if limit is None or one.epoch <= limit]), None)
+
+
+def records(sweep: Path) -> Iterator[Record]:
+    """Of the trials that have begun, from the first one on."""
+    number = 1
+    while (record := Record.read(sweep / folder_name(number))) is not None:
+        yield record
+        number += 1
+
+
+def report(
+    file: ExperimentFile, plan: SweepPlan, recorder: Recorder, *, overrides: Sequence[str], terminal: Terminal
+) -> SweptReport:
+    """Set the trials side by side."""
+    swept = _swept(file, plan, recorder.folder, overrides=overrides)
+    model = _model_of_best(swept, recorder.folder, plan=plan)
+    result = SweptReport(swept=swept, hardware=provenance.hardware(plan.plan), logs_model=model is not None)
+    print_report(result, stdout=terminal.result)
+    if result.command:
+        terminal.result.print(result.command, markup=False, highlight=False, soft_wrap=True)
+    recorder.summary = result.markdown()
+    for event in (*_tags(swept), *([model] if model else ())):
+        recorder.receive(event)
+    for name, text in _files(result).items():  # last, since a disk may be full
+        (recorder.folder / name).write_text(text, encoding="utf-8")
+        artifact(name, recorder)
+    return result
+
+
+def best_of(trials: Sequence[SweptTrial], direction: Direction) -> SweptTrial | None:
+    """The best of those that were trained to their end: one that was stopped early was worse than another.
+
+    Of equal ones the first.
+    """
+    values = {one.number: one.value for one in trials if one.state == "finished" and one.value is not None}
+    whole = [one for one in trials if not math.isnan(values.get(one.number, math.nan))]
+    pick = min if direction == "min" else max
+    return pick(whole, key=lambda one: values[one.number]) if whole else None
+
+
+def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequence[str]) -> Swept:
+    sweep = plan.sweep
+    begun = (Suggestion(number=record.number, values=record.values) for record in records(folder))
+    trials = tuple(trial(folder, each, metric=sweep.metric) for each in plan.suggestions or begun)
+    best = best_of(trials, plan.direction)
+    return Swept(
+        experiment=file.experiment.name,
+        metric=sweep.metric,
+        mode=plan.direction,
+        search=sweep.search,
+        seed=plan.seed,
+        trials=trials,
+        best=best.number if best else None,
+        command=_command(file, best, overrides=overrides) if best else (),
+        run=id_of(folder),
+    )
+
+
+def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]) -> tuple[str, ...]:
+    """Trains the best one again; the words are quoted for a shell."""
+    given = [word for word in overrides if not word.startswith(("sweep.", "sweep="))]
+    given = [word for word in given if word.partition("=")[0] not in best.values]
+    words = [*given, *(override(key, value) for key, value in best.values.items())]
+    return ("pipeline", "run", *map(shlex.quote, (str(file.path), *words)))
+
+
+def _model_of_best(swept: Swept, folder: Path, *, plan: SweepPlan) -> ModelSaved | None:
+    """Find the model that the sweep sends to the store: none if each trial sends its own, or none is to be sent."""
+    best = swept.trial(swept.best)
+    if best is None or plan.logs_models or not plan.plan.experiment.tracking.log_model:
+        return None
+    saved = model_of(folder / folder_name(best.number))
+    return saved.model_copy(update={"time": time.time(), "run": best.run}) if saved is not None else None
+
+
+def _tags(swept: Swept) -> Iterator[Tagged]:
+    """What the tracking store is to say of the sweep and its trials, in place of what an earlier session has said."""
+    now = time.time()
+    for one in swept.trials:
+        if one.state == "finished":
+            yield Tagged(time=now, run=one.run, tags={"best": str(one.number == swept.best).lower()})
+        elif one.state == "stopped early":
+            yield Tagged(time=now, run=one.run, tags={"stopped_early": one.message})
+    if (best := swept.trial(swept.best)) is not None:
+        tags = {"best_run": best.run} | {f"best.{key}": str(value) for key, value in best.values.items()}
+        yield Tagged(time=now, run=swept.run, tags={**tags, f"best.{swept.metric}": f"{best.value:.6g}"})
+
+
+def _files(result: SweptReport) -> dict[str, str]:
+    columns = result.columns()
+    table = {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}
+    return {
+        FILE_NAME: result.model_dump_json(indent=1) + "\n",
+        TABLE_NAME: json.dumps(table),
+        CSV_NAME: result.to_csv(),
+    }

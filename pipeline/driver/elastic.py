@@ -1,0 +1,150 @@
+"""How many workers a training has: as many as there is room for, decided again whenever that changes.
+
+Global batches, their order and the learning rate are functions of the step, and a checkpoint loads at any world size:
+with another number of workers it is the same training. See docs/decisions/0009-elastic-size.md.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self
+
+from pipeline.errors import ResourceError
+from pipeline.launchers.base import Launcher
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Finished, Metrics, Resumed, Started, TrialOpened
+from pipeline.protocol.trial import Trial
+from pipeline.wording import counted
+
+_POLL_S = 3.0
+_SETTLED_S = 3.0
+"""Cores of workers that have just ended come free one after the other."""
+
+
+def is_elastic(trial: Trial) -> bool:
+    """Whether the number of workers may change in the middle of the trial: measurements keep theirs."""
+    return trial.role == "main" and trial.experiment.parallel.is_elastic
+
+
+def sized(trial: Trial, *, launcher: Launcher) -> Trial:
+    """The trial with as many workers as there is room for; waits until there is room for the least.
+
+    Raises:
+        ResourceError: there isn't, for ``parallel.start_timeout_s``.
+    """
+    parallel = trial.experiment.parallel
+    deadline = time.monotonic() + parallel.start_timeout_s
+    room, since = -1, time.monotonic()
+    while room < parallel.workers:
+        if (now_room := launcher.capacity(trial)) != room:
+            room, since = now_room, time.monotonic()
+        if room >= parallel.least_workers and time.monotonic() - since >= _SETTLED_S:
+            break
+        if room < parallel.least_workers and time.monotonic() > deadline:
+            raise ResourceError(
+                f"parallel.workers: asked for at least {counted(parallel.least_workers, 'worker')} with "
+                f"{counted(trial.cpus_per_worker, 'core')} each; there was room for {room} within "
+                f"parallel.start_timeout_s, {parallel.start_timeout_s:g} s; add nodes, or go on later with --resume"
+            )
+        time.sleep(0.2)
+    return trial.model_copy(update={"workers": min(room, parallel.workers)})
+
+
+class Pace:
+    """How fast the trial that was opened last trains, and how long it took to start. A recorder's subscriber."""
+
+    def __init__(self) -> None:
+        self.checkpoint = 0
+        """The step of the newest checkpoint of this process's run."""
+        self.in_vain = False
+        """Whether starting anew has brought no more workers."""
+        self._opened_at = 0.0
+        self._total = 0
+        self._reports: list[tuple[float, int]] = []
+
+    def receive(self, event: AnyEvent) -> None:
+        """Take note of an event."""
+        match event:
+            case TrialOpened():
+                self._opened_at, self._reports = time.monotonic(), []
+            case Started():
+                self._total = event.total_steps
+            case Resumed() | CheckpointSaved():
+                self.checkpoint = event.step
+            case Metrics():
+                self._reports = [*self._reports[:1], (time.monotonic(), event.step)]
+
+    def is_worth(self, gain: float) -> bool:
+        """Whether starting anew, which saves that part of the time that is left, takes less than it saves."""
+        if len(self._reports) < 2 or self.in_vain:
+            return False
+        (first_at, first), (last_at, last) = self._reports
+        if last == first:
+            return False
+        left_s = (self._total - last) * (last_at - first_at) / (last - first)
+        return left_s * gain > first_at - self._opened_at
+
+
+class Growth:
+    """While a trial runs with fewer workers than it may have, looks for room for more.
+
+    When two looks in a row have found some, and starting anew pays, the workers are asked to save and end. A context
+    manager.
+    """
+
+    def __init__(self, trial: Trial, *, launcher: Launcher, pace: Pace) -> None:
+        self._trial = trial
+        self._launcher = launcher
+        self._pace = pace
+        self._most = trial.experiment.parallel.workers
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
+
+    def __enter__(self) -> Self:
+        if is_elastic(self._trial) and self._trial.workers < self._most:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._done.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        looks = 0
+        while not self._done.wait(_POLL_S):
+            more = min(self._most, self._launcher.capacity(self._trial))
+            looks = looks + 1 if more > self._trial.workers else 0
+            if looks > 1 and self._pace.is_worth(1 - self._trial.workers / more):
+                self._launcher.session.resize.ask()
+                return
+
+
+def as_ended(trial: Trial, finished: Iterable[Finished]) -> Trial:
+    """The trial with the number of workers that it ended with: its throughput was measured with those."""
+    ends = [end.result for end in finished if end.result.trial == trial.name]
+    return trial.model_copy(update={"workers": len(ends[-1].parts.nodes)}) if ends and is_elastic(trial) else trial
+
+
+def course(events: Iterable[AnyEvent], *, trial: str) -> tuple[tuple[int, int], ...]:
+    """The numbers of workers of a trial, each with the step, counted from 1, that it began at."""
+    before: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for event in events:
+        match event:
+            case Started() if event.trial == trial:
+                before, sizes = sizes, {1: len(event.devices)}
+            case Resumed() if event.trial == trial:
+                sizes = {step: size for step, size in before.items() if step <= event.step} | {event.step + 1: sizes[1]}
+    changes: list[tuple[int, int]] = []
+    for step, size in sorted(sizes.items()):
+        if not changes or changes[-1][1] != size:
+            changes.append((step, size))
+    return tuple(changes)
+
+
+def remark(sizes: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    """What a report says of a training whose number of workers changed; nothing if it didn't."""
+    if len(sizes) > 1:
+        parts = ", ".join(f"{workers} from step {step} on" for step, workers in sizes)
+        yield f"The number of workers changed: {parts}. Throughput and speedup are those of the last {sizes[-1][1]}."

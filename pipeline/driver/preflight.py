@@ -1,0 +1,123 @@
+"""Everything that can be wrong with an experiment before a process is started, all at once."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline import registry
+from pipeline.config import components, messages, runtime, variation
+from pipeline.config.load import ExperimentFile
+from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.sweep import Sweep
+from pipeline.config.values import Direction
+from pipeline.errors import ExperimentError, Problem
+from pipeline.training import metrics, parts
+from pipeline.training.loader import length
+from pipeline.training.order import SampleOrder
+
+
+def check(file: ExperimentFile, *, with_data: bool = False) -> tuple[str, ...]:
+    """Check what the file names: components with their arguments, strategies with their options, values of a sweep.
+
+    Metrics are built; the data is loaded if asked for, unless Ray streams it.
+
+    Returns the packages that components may come from.
+
+    Raises:
+        ExperimentError: all problems, with their places.
+        UsageError: the project's pyproject.toml is malformed.
+    """
+    allowed = components.allowed_packages()
+    problems = components.check(file.experiment, allowed=allowed)
+    problems += _strategy_problems(file.experiment)
+    wrong = {problem.key.partition(".")[0] for problem in problems}
+    if "metrics" not in wrong:
+        problems += _refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
+    if with_data and "data" not in wrong and not file.experiment.is_streamed:
+        problems += _refusals(lambda: dataset_sizes(file.experiment, allowed=allowed))
+    if not problems:
+        problems = variation.check_each(file.experiment, file.varied, check)
+    if problems:
+        raise file.explain(problems)
+    return allowed
+
+
+def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any]:
+    """Build the metrics, which know whether small or large values are good.
+
+    Those that need run-time values can't be built yet; their classes stand for them.
+
+    Raises:
+        ExperimentError: some can't be built.
+    """
+    late = {name for name, one in experiment.metrics.items() if runtime.named_in(one.model_dump_json())}
+    early = {name: one for name, one in experiment.metrics.items() if name not in late}
+    built: dict[str, Any] = dict(metrics.build(partial(components.build, allowed=allowed), early))
+    for name in late:
+        built[name] = components.resolve(experiment.metrics[name], key=f"metrics.{name}", allowed=allowed)
+    return built
+
+
+def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
+    """Resolve ``sweep.mode``.
+
+    Raises:
+        ExperimentError: nothing says which values are good.
+    """
+    return metrics.direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
+
+
+def dataset_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[int, int]:
+    """Training and validation samples, by really loading the data.
+
+    Raises:
+        ExperimentError: the data can't be loaded, or is empty.
+    """
+    train, validation = parts.data(experiment, allowed=allowed)
+    return length(train, what="training"), 0 if validation is None else length(validation, what="validation")
+
+
+def steps_per_epoch(experiment: Experiment, *, train_samples: int) -> int:
+    """Optimizer steps in an epoch over that many samples."""
+    order = SampleOrder(
+        samples=train_samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed
+    )
+    return order.steps_per_epoch
+
+
+def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:
+    built, checkpoint, sweep = judges(experiment, allowed=allowed), experiment.checkpoint, experiment.sweep
+    problems: list[Problem] = []
+    if (best := checkpoint.best) is not None:
+        problems += _refusals(lambda: metrics.direction(best, checkpoint.mode, key="checkpoint.best", judges=built))
+    if sweep is not None:
+        problems += _refusals(lambda: sweep_direction(sweep, built))
+    if problems:
+        raise ExperimentError(problems)
+
+
+def _refusals(look: Callable[[], object]) -> list[Problem]:
+    """What a look at the experiment finds wrong."""
+    try:
+        look()
+    except ExperimentError as error:
+        return list(error.problems)
+    return []
+
+
+def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
+    parallel = experiment.parallel
+    main = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
+    for key, entry in (("parallel", main), *((f"compare[{i}]", entry) for i, entry in enumerate(experiment.compare))):
+        strategy: Any = registry.load("strategies", entry.strategy).Strategy
+        if strategy.processes == "one" and (entry.workers or 1) > 1:
+            yield Problem(
+                f"{key}.workers", f"is {entry.workers}, but {entry.strategy} is one process; write 1, or strategy: ddp"
+            )
+        try:
+            strategy.Options.model_validate(entry.options)
+        except ValidationError as error:
+            for problem in messages.problems(error, strategy.Options, entry.options):
+                yield problem._replace(key=f"{key}.options.{problem.key}")

@@ -1,0 +1,148 @@
+"""The process that workers are forked from: it has imported what all of them need, which takes seconds, once.
+
+`pipeline.launchers._forks` starts it with one end of a socket and talks to it in lines of JSON. First it says whether
+it can fork. Then each `ForkRequest` is answered with the id of a process, which becomes that worker, and later with
+how the process ended. It ends when the other end of the socket is closed; its workers hear of that over their own
+channel.
+"""
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.config.values import Frozen, WithEnvironment
+from pipeline.system.imports import undisturbed
+
+PRELOADED = ("pipeline.worker.main", "torch._dynamo")
+"""Each optimizer of torch imports the second one."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+_MOST_BYTES = 2**16
+
+
+class ForkRequest(WithEnvironment):
+    """A worker to start; standard output and standard error come with it, as file descriptors."""
+
+    arguments: tuple[str, ...]
+
+
+class ForkReply(Frozen):
+    """What the server answers."""
+
+    can_fork: bool | None = None
+    """Comes first."""
+    pid: int = 0
+    """Of a worker that was started, or that has ended."""
+    exit_code: int | None = None
+    """Of one that has ended; a negative one is the number of a signal."""
+
+
+class _Server:
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._ended, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wakeup = wakeup
+
+    def serve(self) -> ForkRequest | None:
+        """Start workers and tell how they ended. Returns in each worker, with its order; None when it is over."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._ended, selectors.EVENT_READ)
+            while True:
+                ready = {key.fd for key, _ in selector.select()}
+                if self._ended in ready:
+                    os.read(self._ended, _MOST_BYTES)
+                    self._tell_ended()
+                if self._channel.fileno() in ready:
+                    line, files = self._order()
+                    if not line:
+                        return None
+                    order = ForkRequest.model_validate_json(line)
+                    # What comes for a worker before it has its own handlers waits until it has.
+                    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+                    if (pid := os.fork()) == 0:
+                        self._become_worker(files)
+                        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                        return order
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                    for file in files:
+                        os.close(file)
+                    self._tell(ForkReply(pid=pid))
+
+    def _order(self) -> tuple[bytes, list[int]]:
+        """A line and its files; nothing at the end."""
+        line, files = b"", []
+        while not line.endswith(b"\n"):
+            part, sent, *_ = socket.recv_fds(self._channel, _MOST_BYTES, 2)
+            files += sent
+            if not part:
+                return b"", files
+            line += part
+        return line, files
+
+    def _tell_ended(self) -> None:
+        with suppress(ChildProcessError):  # there are no others
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self._tell(ForkReply(pid=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1])))
+
+    def _tell(self, said: ForkReply) -> None:
+        with suppress(BrokenPipeError):  # its end follows
+            self._channel.sendall(said.model_dump_json(exclude_defaults=True).encode() + b"\n")
+
+    def _become_worker(self, files: list[int]) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in (*_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for inherited in (self._channel.detach(), self._ended, self._wakeup):
+            os.close(inherited)
+        os.setsid()  # Ctrl-C is for the driver
+        for stream, file in enumerate(files, start=1):
+            os.dup2(file, stream)
+            os.close(file)
+
+
+def can_fork() -> bool:
+    """Whether this process may be forked: it has one thread, and no GPU's driver knows it."""
+    files = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return len(list(Path("/proc/self/task").iterdir())) == 1 and not any(file.startswith(_GPUS) for file in files)
+
+
+def main() -> None:
+    """Be the server, or one of its workers."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a job's signals go to each process; what they mean, the driver says
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    with undisturbed():
+        for name in (*PRELOADED, *sys.argv[2:]):
+            with suppress(Exception):  # whoever needs it says what is wrong with it
+                importlib.import_module(name)
+    gc.freeze()  # a collection in a worker would write to all of the shared memory
+    is_able = can_fork()
+    channel.sendall(json.dumps({"can_fork": is_able}).encode() + b"\n")
+    order = _Server(channel).serve() if is_able else None
+    if order is None:
+        return
+    order.enter()
+    sys.argv[1:] = order.arguments
+    with suppress(OSError):  # a sandbox may forbid it, and it is only what ps, top and nvidia-smi call the rank
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
+    from threadpoolctl import threadpool_limits
+
+    from pipeline.worker import main as worker
+
+    threadpool_limits(int(os.environ["OMP_NUM_THREADS"]))  # libraries have read it before, in the server's environment
+    worker.main()
+
+
+if __name__ == "__main__":
+    main()

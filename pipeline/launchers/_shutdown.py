@@ -1,0 +1,87 @@
+"""Ending a training in an orderly way when the system asks for it by SIGTERM: Slurm, Kubernetes, a spot machine."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from pipeline.errors import Terminated
+from pipeline.system.sigterm import SAME_S
+
+_log = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """Asks a run's workers to write a checkpoint and end. It may be called in a signal handler, and more than once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.asked_at = 0.0
+        """When, in `time.monotonic`'s seconds."""
+        self._tell: list[Callable[[], None]] = []
+
+    def ask(self) -> None:
+        """Tell the workers there are, and those that come."""
+        self.asked = True
+        self.asked_at = time.monotonic()
+        for tell in tuple(self._tell):
+            tell()
+
+    def withdraw(self) -> bool:
+        """Workers that come later go on; returns whether stopping had been asked for."""
+        asked, self.asked = self.asked, False
+        return asked
+
+    @contextmanager
+    def telling(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Call ``tell`` when stopping is asked for; at once if it has been."""
+        self._tell.append(tell)
+        try:
+            if self.asked:
+                tell()
+            yield
+        finally:
+            self._tell.remove(tell)
+
+
+@contextmanager
+def gracefully(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], bool]) -> Iterator[None]:
+    """SIGTERM asks the workers to stop. They are ended when they haven't after ``grace_s``, or at a second SIGTERM.
+
+    Where nothing has been trained yet, it ends them at once.
+
+    Raises:
+        Terminated: stopping was asked for, however the block ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    timers: list[threading.Timer] = []
+
+    def handle(*_: object) -> None:
+        if stop.asked and time.monotonic() - stop.asked_at < SAME_S:
+            return
+        if stop.asked or not is_worth_it():
+            raise Terminated
+        stop.ask()
+        timers.append(threading.Timer(grace_s, os.kill, (os.getpid(), signal.SIGTERM)))
+        timers[0].daemon = True
+        timers[0].start()
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    except Exception as error:
+        if not stop.asked:
+            raise
+        _log.warning("failed while it was being stopped", exc_info=error)  # into the run's log; SIGTERM is why it ends
+        raise Terminated from error
+    finally:
+        for timer in timers:
+            timer.cancel()
+        signal.signal(signal.SIGTERM, before)
+    if stop.asked:
+        raise Terminated

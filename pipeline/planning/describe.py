@@ -1,0 +1,76 @@
+"""A plan in words, for ``--dry-run``."""
+
+import json
+
+from pipeline.config.secrets import without_credentials
+from pipeline.planning.plan import Plan
+from pipeline.protocol.trial import Trial
+from pipeline.wording import counted
+
+
+def describe(plan: Plan, *, steps_per_epoch: int = 0, train_samples: int = 0, validation_samples: int = 0) -> str:
+    """The plan, one line for each part of it; without samples where only Ray can count them."""
+    train = plan.experiment.train
+    batches = f"{train.global_batch_size} samples each, {train.precision}"
+    data = f"{train_samples} training samples, {validation_samples} validation samples"
+    steps = f"{steps_per_epoch} per epoch, {steps_per_epoch * train.epochs} in {train.epochs} epochs, {batches}"
+    if plan.experiment.is_streamed:
+        data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.epochs} epochs, {batches}"
+    lines = [
+        f"experiment   {plan.experiment.name}, seed {plan.experiment.seed}",
+        f"machine      {plan.resources.summary}",
+        f"data         {data}",
+        f"steps        {steps}",
+        *([f"training     {', '.join(train.extras)}"] if train.extras else []),
+        f"tracking     {plan.experiment.tracking.uri}",
+        "",
+        "trials, in this order:",
+    ]
+    lines += [f"  {line}" for trial in plan.trials for line in _describe_trial(trial)]
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def record(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation_samples: int) -> str:
+    """The same for programs."""
+    fields = {"name", "role", "title", "strategy", "launcher", "workers", "device", "cpus_per_worker", "max_steps"}
+    return json.dumps(
+        {
+            "experiment": plan.experiment.name,
+            "seed": plan.experiment.seed,
+            "machine": plan.resources.summary,
+            "train_samples": train_samples,
+            "validation_samples": validation_samples,
+            "steps_per_epoch": steps_per_epoch,
+            "epochs": plan.experiment.train.epochs,
+            "global_batch_size": plan.experiment.train.global_batch_size,
+            "tracking": without_credentials(plan.experiment.tracking.uri),
+            "trials": [trial.model_dump(mode="json", include=fields) for trial in plan.trials],
+            "notes": list(plan.notes),
+        },
+        indent=2,
+    )
+
+
+def _describe_trial(trial: Trial) -> list[str]:
+    train = trial.experiment.train
+    shares = sorted({train.global_batch_size // trial.workers, -(-train.global_batch_size // trial.workers)})
+    share = " or ".join(map(str, shares))
+    accumulated = f" in {train.gradient_accumulation} micro-batches" if train.gradient_accumulation > 1 else ""
+    device = f"{trial.devices_per_worker} GPU each, " if trial.device == "cuda" else "CPU, "
+    threads = counted(trial.cpus_per_worker, "thread")
+    what = (
+        f"trains {train.epochs} epochs; measures throughput, exposed communication, data wait, peak memory"
+        if trial.max_steps is None
+        else f"measures throughput over {trial.experiment.measure.windows} windows of "
+        f"{trial.experiment.measure.steps} steps after {trial.experiment.measure.warmup_steps} to warm up"
+    )
+    workers = counted(trial.workers, "worker")
+    parallel = trial.experiment.parallel
+    if trial.role == "main" and parallel.is_elastic:
+        workers += f" now ({parallel.least_workers} to {parallel.workers})"
+    return [
+        f"{trial.role:<10} {trial.title} with {trial.launcher}: {workers}, {device}{threads} each, "
+        f"{share} samples per worker{accumulated}",
+        f"{'':<10} {what}",
+    ]

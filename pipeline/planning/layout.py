@@ -1,0 +1,138 @@
+"""How each trial of an experiment is laid out: its workers, their devices, cores and threads."""
+
+from typing import Literal
+
+from pipeline import registry
+from pipeline.config.schema import Comparison, Experiment
+from pipeline.errors import ExperimentError, ResourceError
+from pipeline.planning.resources import Resources
+from pipeline.protocol.trial import Role, Trial
+from pipeline.wording import counted
+
+
+class Planner:
+    """Makes trials of one experiment, all with the same device and the same cores for each worker."""
+
+    def __init__(
+        self, experiment: Experiment, resources: Resources, allowed: tuple[str, ...], *, workers: int | None = None
+    ) -> None:
+        """``workers`` share a node's cores; by default as many as the experiment asks for, at most.
+
+        Raises:
+            ResourceError: there is no such device.
+        """
+        self._experiment = experiment
+        self._resources = resources
+        self._allowed = allowed
+        self.device = _device(experiment, resources)
+        parallel = experiment.parallel
+        self.workers = workers or parallel.workers
+        workers_per_node = -(-self.workers // resources.nodes)  # a worker's cores are on one node
+        cpus_per_node = resources.cpus // resources.nodes
+        self._cpus = parallel.cpus_per_worker or max(1, cpus_per_node // workers_per_node)
+        if workers is None and parallel.is_elastic:
+            self.workers = max(parallel.least_workers, min(self.workers, self._room()))
+
+    def trial(self, entry: Comparison, *, role: Role, key: str = "parallel", name: str = "") -> Trial:
+        """The trial of one entry, which stands at ``key`` of the experiment file.
+
+        Raises:
+            ExperimentError: strategy, launcher and workers don't go together.
+            ResourceError: there are too few cores or GPUs.
+        """
+        strategy = registry.load("strategies", entry.strategy).Strategy
+        default = self._experiment.parallel.workers if strategy.processes == "many" else 1
+        workers = entry.workers or default
+        launcher = self._experiment.parallel.launcher
+        if workers > 1 and not registry.load("launchers", launcher).Launcher.many_processes:
+            raise ExperimentError.of(
+                f"{key}.workers", f"is {workers}, but {launcher} runs one process; write launcher: torchrun or ray"
+            )
+        refusal = strategy.refuse(strategy.Options.model_validate(entry.options), device=self.device)
+        if refusal is not None:
+            raise ExperimentError.of(f"{key}.options", refusal)
+        self._check_compiler()
+        gpus = self._gpus_per_worker(strategy.devices == "all", entry.strategy, key=key)
+        trial = Trial(
+            name=name or role,
+            role=role,
+            experiment=self._experiment,
+            strategy=entry.strategy,
+            options=entry.options,
+            launcher=launcher,
+            workers=workers,
+            devices_per_worker=gpus if self.device == "cuda" else 0,
+            device=self.device,
+            cpus_per_worker=self._cpus * self.workers if role == "reference" else self._cpus,
+            allowed=self._allowed,
+            max_steps=None if role == "main" else self._experiment.measure.total_steps,
+        )
+        _check_room(trial, self._resources)
+        if trial.strategy == "dp" and trial.replicas > 1 and self._experiment.train.compile is not None:
+            message = "dp copies the model in each step, which torch.compile can't; write ddp, or train.compile: false"
+            raise ExperimentError.of(f"{key}.strategy", message)
+        return trial
+
+    def _check_compiler(self) -> None:
+        how = self._experiment.train.compile
+        if how is None or self.device != "cpu":
+            return
+        if how.mode == "reduce-overhead":
+            message = "reduce-overhead is about CUDA graphs and changes nothing on CPU; write default or max-autotune"
+            raise ExperimentError.of("train.compile.mode", message)
+        if not self._resources.has_compiler:
+            raise ResourceError(
+                "train.compile needs a C++ compiler on CPU, and there is none; install g++, name yours in the "
+                "environment variable CXX, or write train.compile: false"
+            )
+
+    def _gpus_per_worker(self, uses_several: bool, strategy: str, *, key: str) -> int:
+        wanted = self._experiment.parallel.gpus_per_worker
+        if uses_several:
+            return wanted or len(self._resources.gpus) // self._resources.nodes
+        if key == "parallel" and (wanted or 1) > 1:
+            raise ExperimentError.of(
+                "parallel.gpus_per_worker", f"is {wanted}, but {strategy} uses one GPU per worker; write more workers"
+            )
+        return 1
+
+    def _room(self) -> int:
+        """Workers that there are cores and GPUs for."""
+        there = self._resources
+        limits = [there.cpus // self._cpus]
+        limits += [len(there.gpus)] if self.device == "cuda" else []
+        limits += [there.nodes] if self._experiment.parallel.placement == "strict_spread" else []
+        return min(limits)
+
+
+def _device(experiment: Experiment, resources: Resources) -> Literal["cpu", "cuda"]:
+    wanted = experiment.parallel.device
+    if wanted == "cuda" and not resources.gpus:
+        raise ResourceError(
+            f"parallel.device: cuda asks for GPUs; {resources.node} has {resources.summary}; write auto or cpu"
+        )
+    if wanted == "auto":
+        return "cuda" if resources.gpus else "cpu"
+    return wanted
+
+
+def _check_room(trial: Trial, resources: Resources) -> None:
+    """Refuse what doesn't fit instead of running with fewer."""
+    if trial.experiment.parallel.placement == "strict_spread" and trial.workers > resources.nodes:
+        raise ResourceError(
+            f"parallel.placement: strict_spread needs a node for each of {counted(trial.workers, 'worker')}; "
+            f"{resources.node} has {counted(resources.nodes, 'node')} for them; use fewer workers, or spread"
+        )
+    if trial.devices_per_worker * trial.workers > len(resources.gpus):
+        raise ResourceError(
+            f"parallel.workers: {trial.workers} workers need {trial.workers} GPUs; {resources.node} has "
+            f"{resources.summary}; use fewer workers, or device: cpu"
+        )
+    if (needed := trial.cpus_per_worker * trial.workers) > resources.cpus:
+        fit = resources.cpus // trial.cpus_per_worker
+        fewer = f"use at most {counted(fit, 'worker')}"
+        remedy = fewer if fit else f"write parallel.cpus_per_worker: {resources.cpus}"
+        raise ResourceError(
+            f"parallel.workers: {counted(trial.workers, 'worker')} with {counted(trial.cpus_per_worker, 'core')} "
+            f"each need {needed} cores; {resources.node} has {resources.summary}; {remedy}"
+        )

@@ -1,0 +1,86 @@
+"""Experiment + Resources -> Plan: pure, printable, nothing started."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.values import Frozen
+from pipeline.planning.layout import Planner
+from pipeline.planning.resources import Resources
+from pipeline.protocol.trial import Trial
+
+
+class Plan(Frozen):
+    """What a command will do, in order."""
+
+    command: Literal["run", "compare", "predict", "tune-batch", "sweep"] = "run"
+    experiment: Experiment
+    resources: Resources
+    trials: tuple[Trial, ...]
+    notes: tuple[str, ...] = ()
+    """What a user should know before it starts."""
+
+    @property
+    def main(self) -> Trial:
+        """The training itself; of a command that only measures, its first trial."""
+        return next((trial for trial in self.trials if trial.role == "main"), self.trials[0])
+
+
+def make_plan(
+    experiment: Experiment, resources: Resources, *, allowed: tuple[str, ...] = (), with_baseline: bool = True
+) -> Plan:
+    """Decide what runs where.
+
+    The baseline gets the same cores for its one worker that each worker of the main trial has, so that N workers have
+    N times the cores. On CPU a reference shows what one process with all those cores does. An elastic main trial has as
+    many workers here as fit now; how many it begins with is decided when it is launched.
+
+    Raises:
+        ExperimentError: strategy, launcher and workers don't go together.
+        ResourceError: there are too few cores or GPUs.
+    """
+    planner = Planner(experiment, resources, allowed)
+    parallel = experiment.parallel
+    main = planner.trial(
+        Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options), role="main"
+    )
+    trials = [main]
+    if with_baseline:
+        baseline = planner.trial(experiment.compare[0], role="baseline", key="compare[0]")
+        if not same_work(baseline, main):
+            trials.insert(0, baseline)
+        if main.device == "cpu" and main.workers > 1 and resources.nodes == 1:
+            trials.append(planner.trial(Comparison(strategy="single"), role="reference"))
+    return Plan(
+        experiment=experiment,
+        resources=resources,
+        trials=tuple(trials),
+        notes=tuple(_notes(main, has_baseline=trials[0].role == "baseline", wanted=with_baseline)),
+    )
+
+
+def same_work(one: Trial, other: Trial) -> bool:
+    """Whether two trials of an experiment spread the work in the same way."""
+    return (one.strategy, one.workers, one.options) == (other.strategy, other.workers, other.options)
+
+
+def _notes(main: Trial, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
+    if main.device == "cpu" and main.experiment.parallel.device == "auto":
+        yield "no GPU here: workers compute on CPU"
+    if main.workers < (most := main.experiment.parallel.workers):
+        yield f"room for {main.workers} of {most} workers now; parallel.workers lets others join later"
+    if main.strategy == "dp" and main.replicas < 2:
+        yield "dp with fewer than two GPUs is one replica: nothing runs in parallel"
+    if main.strategy == "fsdp" and main.workers < 2:
+        yield "fsdp with one worker: its part is the whole model, which saves no memory"
+    if main.experiment.train.ema is not None:
+        yield "train.ema: the averages of the weights are what is evaluated and logged as the model"
+    if (start := main.options.get("local_sgd_start_step")) is not None:
+        warmup = main.experiment.measure.warmup_steps
+        yield f"local SGD: from step {start + 1} on each worker has its own weights; their average is evaluated"
+        if start > warmup:
+            yield f"local SGD begins after {start} steps: measurements, which warm up for {warmup}, don't see it"
+    if main.experiment.sweep is not None:
+        yield "the file's own values are trained, its sweep is left out; pipeline sweep tries those"
+    if wanted and not has_baseline:
+        yield f"{main.title} is the baseline itself: no speedup to measure"

@@ -1,0 +1,150 @@
+"""The driver's end of the channel."""
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pipeline.protocol.channel.wire import END, EVENT, FILE, STOP, Address, messages
+from pipeline.protocol.events import AnyEvent, Warned, event_from_json
+
+Receive = Callable[[AnyEvent], None]
+
+_SILENT_S = 5.0
+_INTERRUPTED_S = 2.0
+
+
+class Inbox:
+    """The driver's end: hands on every event, writes every file into the run's folder."""
+
+    def __init__(self, *, host: str, receive: Receive, folder: Path) -> None:
+        self._receive = receive
+        self._folder = folder
+        self._key = secrets.token_hex(32)
+        self._listener = Listener((host, 0), backlog=128)  # all workers may come at once
+        self.address = Address(host=host, port=self._listener.address[1], key=self._key)
+        self._readers: list[threading.Thread] = []
+        self._connections: list[Connection[bytes, bytes]] = []
+        self._stop_asked = False
+        self._closed = False
+        self._heard = 0.0  # from anyone, in seconds of the monotonic clock
+
+    def __enter__(self) -> Self:
+        self._accepting = threading.Thread(target=self._accept, name="inbox", daemon=True)
+        self._accepting.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Wait for what is still on its way, then stop listening. After Ctrl-C, Ray's workers may still be at it."""
+        since = time.monotonic()
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        while busy := [reader for reader in self._readers if reader.is_alive()]:
+            # After an error workers may go on talking until their launcher ends them.
+            since_heard = time.monotonic() - (max(since, self._heard) if kind is None else since)
+            if since_heard > (_INTERRUPTED_S if interrupted else _SILENT_S):
+                break  # nodes that were cut off never hang up; all together they cost this time once
+            busy[0].join(timeout=0.2)
+        self._closed = True
+        with suppress(OSError):  # wakes up the accepting thread
+            socket.create_connection((self.address.host, self.address.port), timeout=5.0).close()
+        self._accepting.join(timeout=5.0)
+        self._listener.close()
+
+    def ask_to_stop(self) -> None:
+        """Ask all workers to stop, those that haven't connected yet as soon as they do."""
+        self._stop_asked = True
+        for connection in tuple(self._connections):
+            with suppress(OSError, ValueError):  # it has ended by itself
+                connection.send_bytes(STOP)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                continue  # it died while it connected
+            # A stranger who says nothing must not keep workers waiting: each is asked for the key in its own thread.
+            reader = threading.Thread(target=self._read, args=(connection,), name="inbox-reader", daemon=True)
+            self._readers.append(reader)
+            reader.start()
+
+    def _read(self, connection: "Connection[bytes, bytes]") -> None:
+        with connection:
+            if not _knows(self._key, connection):
+                return
+            self._connections.append(connection)
+            if self._stop_asked:
+                connection.send_bytes(STOP)
+            arriving = messages(connection)
+            for message in arriving:
+                self._heard = time.monotonic()
+                if message[:1] == EVENT:
+                    self._receive(event_from_json(message[1:]))
+                elif message[:1] == FILE:
+                    self._store(arriving, name=message[1:].decode())
+
+    def _store(self, arriving: Iterator[bytes], *, name: str) -> None:
+        """Write the file that follows, or read over it if it can't be written: the worker goes on either way."""
+        path = inside(self._folder, name)
+        partial = path.with_name(path.name + ".partial")
+        content = _until_end(arriving)
+        try:
+            with partial.open("wb") as file:
+                for chunk in content:
+                    file.write(chunk)
+            partial.replace(path)
+        except EOFError:
+            partial.unlink(missing_ok=True)  # the worker died in the middle
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            with suppress(EOFError):
+                for _ in content:
+                    pass
+            self._receive(not_kept(name, error))
+
+
+def not_kept(name: str, error: OSError) -> Warned:
+    """A file of a worker can't be written into the run's folder."""
+    return Warned(time=time.time(), message=f"{name} can't be kept: {error.strerror or error}")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file in a folder, whose parent exists afterwards.
+
+    Raises:
+        ValueError: the name leads out of the folder.
+    """
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{name} is not inside {folder}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _until_end(arriving: Iterator[bytes]) -> Iterator[bytes]:
+    """The chunks of one file.
+
+    Raises:
+        EOFError: the worker ended before the file did.
+    """
+    for message in arriving:
+        if message[:1] == END:
+            return
+        yield message[1:]
+    raise EOFError
+
+
+def _knows(key: str, connection: "Connection[bytes, bytes]") -> bool:
+    try:
+        deliver_challenge(connection, key.encode())
+        answer_challenge(connection, key.encode())
+    except (AuthenticationError, AssertionError, EOFError, OSError):  # a stranger, who may say anything
+        return False
+    return True

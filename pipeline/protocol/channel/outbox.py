@@ -1,0 +1,87 @@
+"""A worker's end of the channel."""
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Client
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from pipeline.protocol.channel.wire import CHUNK, END, EVENT, FILE, STOP, Address, messages
+from pipeline.protocol.events import AnyEvent, event_to_json
+
+_CHUNK_BYTES = 2**22
+
+
+class ChannelOutbox:
+    """A worker's end. Sending happens in a thread of its own, so that training doesn't wait for the network.
+
+    A worker whose driver is gone ends itself: it would train for nobody and hold its devices.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._connection = Client((address.host, address.port), authkey=address.key.encode())
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name="outbox", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="outbox-watcher", daemon=True)
+        self._closing = False
+        self.stop_asked = False
+        self._sender.start()
+        self._watcher.start()
+
+    def event(self, event: AnyEvent) -> None:
+        """Send an event; returns at once."""
+        message = EVENT + event_to_json(event)
+        self._queue.put(lambda: self._connection.send_bytes(message))
+
+    def file(self, path: Path, name: str) -> None:
+        """Send a file after all events so far; returns when it has been sent."""
+        sent = threading.Event()
+        with path.open("rb") as file:
+            self._queue.put(lambda: self._send_file(file, name=name, sent=sent))
+            sent.wait()
+
+    def close(self) -> None:
+        """Send what is left and hang up; the driver has everything when it hangs up, too."""
+        self._closing = True
+        self._queue.put(None)
+        self._sender.join()
+        # close() alone would tell the driver nothing as long as the watcher waits in recv().
+        with suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
+            end.shutdown(socket.SHUT_WR)
+        self._watcher.join(timeout=5.0)
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _send(self) -> None:
+        while (send := self._queue.get()) is not None:
+            try:
+                send()
+            except OSError:
+                self._driver_is_gone()
+
+    def _send_file(self, file: BinaryIO, *, name: str, sent: threading.Event) -> None:
+        self._connection.send_bytes(FILE + name.encode())
+        while chunk := file.read(_CHUNK_BYTES):
+            self._connection.send_bytes(CHUNK + chunk)
+        self._connection.send_bytes(END)
+        sent.set()
+
+    def _watch(self) -> None:
+        for message in messages(self._connection):
+            self.stop_asked |= message == STOP
+        if not self._closing:
+            self._driver_is_gone()
+
+    @staticmethod
+    def _driver_is_gone() -> None:
+        os._exit(1)  # an exception would only end this thread

@@ -1,0 +1,50 @@
+"""What is said of a trial while it runs: its facts, its step, its figures."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+
+from rich.filesize import decimal
+
+from pipeline.protocol.events import Advanced, Metrics, Started
+
+VALIDATION = "validation/"
+_LOSS, _THROUGHPUT = "train/loss", "throughput/samples_per_second"
+
+
+def figures(values: Mapping[str, float]) -> Iterator[str]:
+    """The metrics that a user looks at, e.g. "loss 0.31"."""
+    if _LOSS in values:
+        yield f"loss {values[_LOSS]:.4g}"
+    if _THROUGHPUT in values:
+        yield f"{values[_THROUGHPUT]:,.4g} samples/s"
+    yield from (f"{name} {value:.4g}" for name, value in values.items() if name.startswith(VALIDATION))
+
+
+def facts(event: Started) -> str:
+    """What is trained on what, in a line."""
+    samples = f"{event.train_samples:,} training and {event.validation_samples:,} validation samples"
+    devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
+    shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")
+    return f"{event.parameters:,} parameters, {samples}, {event.total_steps:,} steps, on {shown}"
+
+
+def position(event: Metrics, started: Started) -> list[str]:
+    """The step and the epoch, of how many."""
+    return [f"step {event.step}/{started.total_steps}", f"epoch {event.epoch}/{started.epochs}"]
+
+
+def left(first: Metrics, now: Metrics, *, total: int) -> Iterator[str]:
+    """How long the rest takes at the pace since the first report, pauses included."""
+    steps, seconds = now.step - first.step, now.time - first.time
+    if steps > 0 and seconds > 0 and now.step < total:
+        rest = timedelta(seconds=round((total - now.step) * seconds / steps))
+        yield f"{rest} left"
+
+
+def amounts(event: Advanced) -> str:
+    """How much of how much, e.g. "1,200/10,000 samples" or "12.3 MB/170 MB"."""
+    known = [amount for amount in (event.done, event.total) if amount is not None]
+    if event.unit == "B":
+        return "/".join(map(decimal, known))
+    return f"{'/'.join(f'{amount:,}' for amount in known)} {event.unit}".rstrip()

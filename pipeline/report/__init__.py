@@ -1,0 +1,247 @@
+"""What speedup and scaling efficiency are, by definition; `report`, `chart` and `page` show them.
+
+Speedup is throughput over the baseline's throughput; efficiency is speedup over the ratio of replicas. Strong scaling:
+the global batch is the baseline's. Weak scaling: the batch of each replica is the baseline's. A worker has a fixed
+number of cores, so N workers have N times the cores of one; the reference shows what a single process does with all of
+them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Literal
+
+from pipeline.config.values import Frozen
+from pipeline.protocol.estimates import noise, over
+from pipeline.protocol.estimates import ratio as ratio_of
+from pipeline.protocol.events import Finished
+from pipeline.protocol.trial import Held, Role, Scaling, Spread, StepParts, Trial
+from pipeline.report.repeats import parts_of
+from pipeline.wording import counted
+
+LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+"""How far two loss series of the same training may lie apart, by precision: sums in another order round differently.
+
+Relative to the loss where it is larger than 1.
+"""
+ACCURACY = 0.1
+"""How exactly the parts of a step are measured at best, relative to the step."""
+FIRST_STEPS = 3
+"""Training amplifies rounding, by a factor of 100 a step with batch norm and a high learning rate: a training that is
+the same in its first steps and drifts apart later may well be the same. The first step shows the forward pass, the
+next ones the gradients and the optimizer."""
+
+
+class Row(Frozen):
+    """What one trial measured, once or in several repeats, relative to the baseline."""
+
+    trial: str
+    title: str
+    """The trial's, e.g. "ddp x 2"."""
+    role: Role
+    strategy: str
+    options: Mapping[str, Any] = {}
+    """The strategy's own options."""
+    workers: int
+    """Processes (world size)."""
+    replicas: int
+    """Copies of the model that compute side by side."""
+    device: Literal["cpu", "cuda"]
+    cpus: int
+    """Cores of all workers together."""
+    scaling: Scaling = "strong"
+    global_batch_size: int
+    steps: int
+    """Optimizer steps of one measurement, or of the whole training."""
+    samples_per_second: Spread
+    """Over the windows of one measurement, or over the repeats' medians."""
+    repeats: tuple[float, ...]
+    """Median throughput of each repeat, in order."""
+    step_ms: Spread
+    parts: StepParts
+    """As in `TrialResult`, which also describes the figures below; medians over the repeats."""
+    speedup: float | None = None
+    """Throughput over the baseline's; None where no speedup may be claimed."""
+    speedup_low: float | None = None
+    """The lowest ratio of two repeats measured next to each other, or of two windows of one measurement."""
+    speedup_high: float | None = None
+    """The highest such ratio."""
+    efficiency: float | None = None
+    """Speedup over the ratio of replicas, 1 is linear; None where replicas are not what differs."""
+    peak_memory_mb: tuple[float, ...]
+    held: Held | None = None
+    gpu_utilization: tuple[float, ...] = ()
+    gradient_mb: float
+    unused_parameters: int = 0
+    coupling: tuple[str, ...] = ()
+    time_to_first_step_s: float | None = None
+    """Seconds from the launch to the end of the first step."""
+    compile_s: float | None = None
+    losses: tuple[float, ...] = ()
+    largest_loss_difference: float | None = None
+    """From the baseline's loss in the same step, relative to it where it is above 1; None for other global batches."""
+    first_loss_difference: float | None = None
+    """The same over the first steps only."""
+    loss_tolerance: float
+    """How far apart rounding may bring them."""
+    metrics: Mapping[str, float] = {}
+    """The last value of each metric of the training."""
+
+    @classmethod
+    def of(cls, trial: Trial, ends: Sequence[Finished]) -> "Row":
+        """The row of a trial that finished once or several times, not yet compared with a baseline."""
+        results = [end.result for end in ends]
+        waits = [end.time_to_first_step_s for end in ends if end.time_to_first_step_s is not None]
+        return cls(
+            trial=trial.name,
+            title=trial.title,
+            replicas=trial.replicas,
+            cpus=trial.workers * trial.cpus_per_worker,
+            global_batch_size=trial.experiment.train.global_batch_size,
+            samples_per_second=over([result.samples_per_second for result in results]),
+            repeats=tuple(result.samples_per_second.median for result in results),
+            step_ms=over([result.step_ms for result in results]),
+            parts=parts_of(results),
+            peak_memory_mb=tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
+            gpu_utilization=tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
+            time_to_first_step_s=median(waits) if waits else None,
+            loss_tolerance=LOSS_TOLERANCE[trial.experiment.train.precision],
+            **trial.model_dump(include={"role", "strategy", "options", "workers", "device", "scaling"}),
+            **results[0].model_dump(
+                include={
+                    "steps",
+                    "held",
+                    "compile_s",
+                    "gradient_mb",
+                    "unused_parameters",
+                    "coupling",
+                    "losses",
+                    "metrics",
+                }
+            ),
+        )
+
+    def against(self, baseline: "Row") -> "Row":
+        """The row with its speedup over the baseline, if one may be claimed, and how far its losses are from it."""
+        differences = self._loss_differences(baseline)
+        figures = {
+            "largest_loss_difference": max(differences, default=None),
+            "first_loss_difference": max(differences[:FIRST_STEPS], default=None),
+        }
+        if not (self.is_one_replica_dp or self.measures_again(baseline)):
+            ratios = self.throughput_over(baseline)
+            figures |= {"speedup": ratios.median, "speedup_low": ratios.low, "speedup_high": ratios.high}
+            if not (self.role == "reference" and self.replicas == baseline.replicas):  # more cores: no more replicas
+                figures["efficiency"] = ratios.median / (self.replicas / baseline.replicas)
+        return self.model_copy(update=figures)
+
+    @property
+    def is_one_replica_dp(self) -> bool:
+        """Whether this is DataParallel without devices to be parallel on."""
+        return self.strategy == "dp" and self.replicas < 2
+
+    def measures_again(self, baseline: "Row") -> bool:
+        """Whether the main trial is the baseline over again, so that a ratio would only show noise."""
+        return self.role == "main" and (self.strategy, self.replicas) == (baseline.strategy, baseline.replicas)
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the speedup, if there is one, is larger or smaller than 1 beyond the spread."""
+        return self.speedup_low is None or self.speedup_high is None or not self.speedup_low < 1 < self.speedup_high
+
+    @property
+    def same_training(self) -> Literal["yes", "at first", "no"] | None:
+        """Whether its losses are the baseline's: all, or those of the first steps; None for other global batches."""
+        if self.largest_loss_difference is None or self.first_loss_difference is None:
+            return None
+        if self.largest_loss_difference <= self.loss_tolerance:
+            return "yes"
+        return "at first" if self.first_loss_difference <= self.loss_tolerance else "no"
+
+    @property
+    def devices(self) -> str:
+        """What computes, e.g. "2 cores" or "4 GPUs"."""
+        count, unit = (self.cpus, "core") if self.device == "cpu" else (self.replicas, "GPU")
+        return counted(count, unit)
+
+    @property
+    def share_of_communication(self) -> float:
+        """Exposed communication as a fraction of the step."""
+        return (self.parts.exposed_communication_ms or 0.0) / self.step_ms.median
+
+    @property
+    def share_of_data_wait(self) -> float:
+        """Data wait as a fraction of the step."""
+        return self.parts.data_wait_ms / self.step_ms.median
+
+    @property
+    def noise_ms(self) -> float:
+        """How far the step and the parts of it may be apart by noise alone."""
+        held = self.parts.held_ms
+        return noise(self.step_ms) + (noise(held) if held is not None else 0.0)
+
+    @property
+    def unexplained_ms(self) -> float:
+        """What the step takes longer than its parts (negative: shorter), 0 within the noise of both."""
+        if (together := self.parts.sum_ms) is None or self.step_ms.windows < 2:
+            return 0.0
+        missed = self.step_ms.median - together
+        return missed if abs(missed) > max(self.noise_ms, ACCURACY * self.step_ms.median) else 0.0
+
+    @property
+    def ratio(self) -> Spread | None:
+        """The speedup and its range; None where no speedup may be claimed."""
+        if self.speedup is None or self.speedup_low is None or self.speedup_high is None:
+            return None
+        windows = self.samples_per_second.windows
+        return Spread(median=self.speedup, low=self.speedup_low, high=self.speedup_high, windows=windows)
+
+    @property
+    def efficiencies(self) -> Spread | None:
+        """The efficiency and its range; None where replicas are not what differs."""
+        if (ratio := self.ratio) is None or not self.efficiency:
+            return None
+        factor = self.efficiency / ratio.median
+        return Spread(median=self.efficiency, low=factor * ratio.low, high=factor * ratio.high, windows=ratio.windows)
+
+    def throughput_over(self, other: "Row") -> Spread:
+        """Throughput over that of another row; repeats are compared in pairs, since the machine drifts.
+
+        An interrupted comparison may have more repeats of one of them.
+        """
+        repeated = min(len(self.repeats), len(other.repeats)) > 1
+        pairs = list(zip(self.repeats, other.repeats, strict=False)) if repeated else ()
+        return ratio_of(self.samples_per_second, other.samples_per_second, pairs=pairs)
+
+    def _loss_differences(self, baseline: "Row") -> list[float]:
+        """By step; empty where the global batches are not the same ones."""
+        if self.global_batch_size != baseline.global_batch_size:
+            return []
+        pairs = zip(self.losses, baseline.losses, strict=False)  # training that ends early has fewer
+        differences = [abs(own - base) / max(1.0, abs(base)) for own, base in pairs]
+        return [math.inf if math.isnan(difference) else difference for difference in differences]
+
+
+class Unmeasured(Frozen):
+    """A cell of a comparison without figures."""
+
+    trial: str
+    title: str
+    strategy: str
+    workers: int
+    scaling: Scaling = "strong"
+    reason: str
+    """Why there are none, e.g. that it needs more cores than there are."""
+
+
+class Advice(Frozen):
+    """One thing to change."""
+
+    reason: str
+    """What was measured, in a sentence."""
+    change: str
+    """What to do, with the line of YAML where there is one, e.g. "write loader: {num_workers: 2}"."""
+    key: str = ""
+    """The key in the experiment file that the change is about; empty where it is about the machine."""
+    measured: bool = True
+    """Whether the change was measured to be faster in this run; otherwise it is worth a try."""

@@ -1,0 +1,210 @@
+"""The report of a run: its trials side by side, and the remarks without which the figures would mislead."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.values import Frozen
+from pipeline.protocol.events import Finished
+from pipeline.protocol.trial import Role, Trial
+from pipeline.report import Advice, Row, Unmeasured, records, tables
+from pipeline.report import sentences as summary
+from pipeline.report.remarks import remarks
+from pipeline.report.tables import ReportTable
+
+_ORDER: tuple[Role, ...] = ("baseline", "reference", "cell", "main")
+
+
+class Report(Frozen):
+    """What came out of a run or of a comparison."""
+
+    name: str
+    """Name of the experiment."""
+    rows: tuple[Row, ...]
+    """Baseline first, then references by replicas, then the cells of a comparison, the main training last."""
+    unmeasured: tuple[Unmeasured, ...] = ()
+    """Cells of a comparison that have no figures."""
+    order: tuple[str, ...]
+    """Names of all rows and unmeasured cells as they stand in tables."""
+    remarks: tuple[str, ...] = ()
+    """What a reader must know about the figures."""
+    advice: tuple[Advice, ...] = ()
+    hardware: str
+
+    @classmethod
+    def of(
+        cls,
+        trials: Sequence[Trial],
+        finished: Sequence[Finished],
+        *,
+        hardware: str,
+        unmeasured: Sequence[Unmeasured] = (),
+        order: Sequence[str] = (),
+    ) -> "Report":
+        """The report of trials, each of which finished once or several times.
+
+        A trial that didn't finish and isn't among the unmeasured is left out, with a remark.
+
+        Args:
+            trials: all that were planned; of repeats, the first one counts.
+            finished: what came out of them.
+            hardware: what they ran on, in words.
+            unmeasured: cells without figures.
+            order: names of the cells as they were asked for; by default those of the trials, then the unmeasured.
+
+        Raises:
+            ValueError: no trial finished, or not the main one of a run, so there is nothing to report.
+        """
+        ends: dict[str, list[Finished]] = {}
+        for end in finished:
+            ends.setdefault(end.result.trial, []).append(end)
+        once = {trial.name: trial for trial in trials if trial.repeat == 0}
+        rows = [Row.of(trial, ends[name]) for name, trial in once.items() if name in ends]
+        mains = [trial.name for trial in once.values() if trial.role == "main"]
+        if not rows or any(name not in ends for name in mains):
+            raise ValueError(f"nothing to report: only {', '.join(ends) or 'no trial'} finished")
+        entries = _sorted([*rows, *unmeasured], order=order)
+        rows = [entry for entry in entries if isinstance(entry, Row)]
+        if rows[0].role == "baseline":
+            rows = [rows[0], *(row.against(rows[0]) for row in rows[1:])]
+        told = {cell.trial for cell in unmeasured}
+        missing = [f"{name} ({trial.title})" for name, trial in once.items() if name not in ends and name not in told]
+        report = cls(
+            name=next(iter(once.values())).experiment.name,
+            rows=tuple(rows),
+            unmeasured=tuple(entry for entry in entries if isinstance(entry, Unmeasured)),
+            order=tuple(entry.trial for entry in entries),
+            hardware=hardware,
+        )
+        left_out = (f"{trial} did not finish; it is left out." for trial in missing)
+        extras = (f"All of it with {extra}." for extra in next(iter(once.values())).experiment.train.extras)
+        return report.model_copy(update={"remarks": (*left_out, *remarks(rows, main=report.main), *extras)})
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether this is about a matrix of measurements instead of one training."""
+        return self.rows[-1].role != "main"
+
+    @property
+    def entries(self) -> tuple[Row | Unmeasured, ...]:
+        """All rows and unmeasured cells as they stand in tables."""
+        named: dict[str, Row | Unmeasured] = {row.trial: row for row in self.rows}
+        named |= {cell.trial: cell for cell in self.unmeasured}
+        return tuple(named[name] for name in self.order)
+
+    @property
+    def main(self) -> Row:
+        """The row that the result is about, see `pipeline.report.sentences.best`."""
+        return summary.best(self.rows)
+
+    @property
+    def speedup(self) -> float | None:
+        """The main trial's speedup; None where none may be claimed."""
+        return self.main.speedup
+
+    @property
+    def efficiency(self) -> float | None:
+        """The main trial's scaling efficiency, 1 is linear; None where no speedup may be claimed."""
+        return self.main.efficiency
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return summary.headline(self.rows)
+
+    @property
+    def outcome(self) -> str:
+        """What the main training reached and what it took; nothing of a comparison's short measurements."""
+        return "" if self.is_comparison else summary.outcome(self.main)
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """Lines above the tables in the terminal, the title first."""
+        return self.name, self.hardware
+
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """Lines below the tables in the terminal, the result first."""
+        return (self.headline, *filter(None, [self.outcome]), *(f"- {remark}" for remark in self.remarks))
+
+    @property
+    def advised(self) -> tuple[str, ...]:
+        """The advice in numbered lines, what was measured first, then what to do."""
+        return summary.advised(self.advice)
+
+    @property
+    def tables(self) -> tuple[ReportTable, ...]:
+        """What the terminal shows."""
+        shown = (self.results, self.step_parts)
+        return (*shown, self.resources) if self.is_comparison else shown
+
+    @property
+    def results(self) -> ReportTable:
+        """Throughput, speedup and efficiency."""
+        return tables.results(self.entries, main=self.main, has_intervals=self.is_comparison)
+
+    @property
+    def step_parts(self) -> ReportTable:
+        """Where a step's time goes."""
+        return tables.step_parts(self.rows)
+
+    @property
+    def resources(self) -> ReportTable:
+        """Memory and time to the first step."""
+        return tables.resources(self.rows)
+
+    def to_json(self) -> str:
+        """The whole report; `Report.model_validate_json` reads it back."""
+        return self.model_dump_json(indent=2)
+
+    def markdown(self) -> str:
+        """A short summary for the run's description."""
+        table = self.results
+        header, *body = ("| " + " | ".join(cells) + " |" for cells in (table.header, *table.rows))
+        lines = "\n".join([header, "|---" + "|--:" * (len(table.header) - 1) + "|", *body])
+        remarks = "\n".join(f"- {remark}" for remark in (*table.notes, *self.remarks))
+        advice = "\n".join(self.advised)
+        parts = [f"**{self.headline}**", lines, self.outcome, remarks, advice, f"{self.hardware}."]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def table(self) -> dict[str, list[Any]]:
+        """Columns for MLflow's ``log_table``."""
+        return records.columns(self.entries)
+
+
+def run_json(report: Report, folder: Path) -> str:
+    """A run for programs, see `pipeline.report.records.RunRecord`."""
+    cells = {row.trial: records.CellRecord.of(row) for row in report.rows}
+    first = report.rows[0]
+    record = records.RunRecord(
+        run=folder.name,
+        folder=str(folder),
+        main=cells[report.main.trial],
+        baseline=cells[first.trial] if first.role == "baseline" else None,
+        references=tuple(cells[row.trial] for row in report.rows if row.role == "reference"),
+        metrics=report.main.metrics,
+        **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks")},
+    )
+    return record.model_dump_json(indent=2)
+
+
+def comparison_json(report: Report) -> str:
+    """A comparison for programs, see `pipeline.report.records.ComparisonRecord`."""
+    reference = next((row for row in report.rows if row.role == "reference"), None)
+    record = records.ComparisonRecord(
+        cells=tuple(records.CellRecord.of(entry) for entry in report.entries if entry != reference),
+        reference=records.CellRecord.of(reference) if reference else None,
+        **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks")},
+    )
+    return record.model_dump_json(indent=2)
+
+
+def _sorted(entries: Sequence[Row | Unmeasured], *, order: Sequence[str]) -> list[Row | Unmeasured]:
+    def place(entry: Row | Unmeasured) -> tuple[int, str, int]:
+        role = entry.role if isinstance(entry, Row) else "cell"
+        if isinstance(entry, Row) and role == "reference":
+            return _ORDER.index(role), entry.scaling, entry.replicas
+        asked = order.index(entry.trial) if entry.trial in order else len(order)
+        return _ORDER.index(role), entry.scaling, asked
+
+    return sorted(entries, key=place)  # stable

@@ -1,0 +1,117 @@
+"""Predict throughput, speedup and efficiency of DistributedDataParallel on any number of workers.
+
+`simulation` has what a step consists of, and what is left out.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+from pipeline.config.values import Frozen
+from pipeline.protocol.trial import Link, Scaling
+from pipeline.report.simulation import Step, Workload, simulate
+
+Limit = Literal["compute", "latency", "bandwidth", "loader", "batch per worker", "contention"]
+"""What keeps a number of workers from being that many times as fast; compute: nothing else does."""
+
+MOST_WORKERS = 1024
+NO_LINK = Link(latency_us=0.0, bandwidth_gbit=math.inf)
+"""Of a worker that has none to talk to."""
+GOOD_EFFICIENCY = 0.9
+"""From here on nothing but compute is said to be the limit."""
+WORTHWHILE = 1.1
+"""Twice the workers pay if they are at least that much faster."""
+
+
+class Prediction(Frozen):
+    """One predicted number of workers; a step's parts add up to it."""
+
+    workers: int
+    scaling: Scaling
+    batch_per_worker: int
+    """Samples in a step of the worker that has most."""
+    step_ms: float
+    compute_ms: float
+    exposed_communication_ms: float
+    data_wait_ms: float
+    optimizer_ms: float
+    samples_per_second: float
+    """Over all workers."""
+    speedup: float
+    """Throughput over that of one worker."""
+    efficiency: float
+    """Speedup over workers, 1 is linear."""
+    limit: Limit
+
+
+def predict(workload: Workload, link: Link, *, workers: int, scaling: Scaling = "strong") -> Prediction:
+    """Predict one number of workers.
+
+    Raises:
+        ValueError: strong scaling with more workers than samples in the global batch.
+    """
+    if scaling == "strong" and workers > workload.global_batch_size:
+        raise ValueError(f"{workers} workers can't share a global batch of {workload.global_batch_size} samples")
+    base = simulate(workload, link, workers=1, batch=workload.global_batch_size)
+    share = workers if scaling == "strong" else 1
+    batch = -(-workload.global_batch_size // share)
+    step = simulate(workload, link, workers=workers, batch=batch)
+    samples = workload.global_batch_size * workers // share
+    speedup = samples / workload.global_batch_size * base.total / step.total
+    return Prediction(
+        workers=workers,
+        scaling=scaling,
+        batch_per_worker=batch,
+        step_ms=step.total,
+        compute_ms=step.compute + step.contention,
+        exposed_communication_ms=step.latency + step.bandwidth,
+        data_wait_ms=step.loader,
+        optimizer_ms=step.optimizer,
+        samples_per_second=1e3 * samples / step.total,
+        speedup=speedup,
+        efficiency=speedup / workers,
+        limit=_limit(step, base, share=share) if speedup / workers < GOOD_EFFICIENCY else "compute",
+    )
+
+
+def at_pace(workload: Workload, *, step_ms: float) -> Workload:
+    """The workload whose one worker takes ``step_ms`` for a step, as it did in training."""
+    plain = workload.model_copy(update={"pace": 1.0})
+    alone = simulate(plain, NO_LINK, workers=1, batch=workload.global_batch_size)
+    return plain.model_copy(update={"pace": step_ms / alone.total})
+
+
+def most(workload: Workload, *, scaling: Scaling) -> int:
+    """The largest number of workers that can be predicted."""
+    return min(MOST_WORKERS, workload.global_batch_size) if scaling == "strong" else MOST_WORKERS
+
+
+def worthwhile(workload: Workload, link: Link, *, scaling: Scaling) -> int:
+    """The number of workers beyond which it no longer pays: twice as many are less than 1.1 times as fast.
+
+    A power of two. Where strong scaling runs out of samples first, it is the last one there are enough for; where
+    nothing stops it, the last up to `MOST_WORKERS`.
+    """
+    counts = [1 << i for i in range(most(workload, scaling=scaling).bit_length())]
+    speedups = [predict(workload, link, workers=count, scaling=scaling).speedup for count in counts]
+    pays = [after >= WORTHWHILE * before for before, after in pairwise(speedups)]
+    return counts[[*pays, False].index(False)]
+
+
+def _limit(step: Step, base: Step, *, share: int) -> Limit:
+    """The largest part of what a step takes longer than it ideally would."""
+    losses: Sequence[tuple[float, Limit]] = (
+        (step.latency, "latency"),
+        (step.bandwidth, "bandwidth"),
+        (step.loader - base.loader / share, "loader"),
+        (step.compute + step.optimizer - (base.compute + base.optimizer) / share, "batch per worker"),
+        (step.contention, "contention"),
+    )
+    return max(losses)[1]
+
+
+def counts_up_to(workers: int) -> tuple[int, ...]:
+    """1, 2, 4, 8 ... and ``workers`` itself."""
+    powers = [1 << i for i in range(math.ceil(math.log2(workers)) + 1)]
+    return tuple(sorted({*(count for count in powers if count < workers), workers}))

@@ -1,0 +1,110 @@
+"""Advice on the workers and their input: stragglers, data, cores, the learning rate."""
+
+import math
+from collections.abc import Sequence
+
+from pipeline.report import Row
+from pipeline.report.rule import Case, Finding, scaled_rate
+from pipeline.report.tables import Straggler, amount, rate
+
+DATA_WAIT = 0.1
+"""Less is within what the order of loading and computing makes of it."""
+STRAGGLES = 1.25
+"""A rank that needs this much longer than the others; equal machines differ by a few percent."""
+
+
+def straggler(case: Case) -> Finding | None:
+    """One rank takes clearly longer for its own work than the others, who wait for it."""
+    slowest = Straggler.of(case.row)
+    if slowest is None or slowest.ratio < STRAGGLES * _uneven(case.row):
+        return None
+    lost = (slowest.ratio - 1) * slowest.others_ms
+    if not case.is_clear(lost):
+        return None
+    own, rest = amount(slowest.ratio * slowest.others_ms), amount(slowest.others_ms)
+    return Finding(
+        reason=f"rank {slowest.rank} on {slowest.node} takes {own} ms for its own part of a step, the others {rest} ms",
+        change=f"look at what slows it down on {slowest.node}; all ranks wait for the slowest",
+        gain=lost / case.row.step_ms.median,
+        is_measured=True,
+    )
+
+
+def data_wait(case: Case) -> Finding | None:
+    """Steps wait for the loader: let more processes load."""
+    wait, step = case.row.parts.data_wait_ms, case.row.step_ms.median
+    if case.row.share_of_data_wait < DATA_WAIT or not case.is_clear(wait):
+        return None
+    now = case.experiment.loader.num_workers
+    # Reading a batch takes `wait` on top in the training process, or keeps each of `now` processes busy for a step.
+    needed = math.ceil((now * step or wait) / max(step - wait, step / 8))
+    most = max(2, (case.cores or 2) // case.workers_per_node)
+    if (loaders := min(max(needed, now + 1), most)) <= now:
+        values, change = {}, f"make reading a sample cheaper; {now} loader processes for {most} cores don't keep up"
+    else:
+        values, change = {"loader.num_workers": loaders}, _where_loaders_run(case, loaders)
+    return Finding(
+        reason=f"{case.row.title} waits {amount(wait)} ms of each step of {amount(step)} ms for data",
+        values=values,
+        change=change,
+        gain=case.row.share_of_data_wait,
+    )
+
+
+def _where_loaders_run(case: Case, loaders: int) -> str:
+    """What may keep loader processes from helping."""
+    if case.row.device != "cpu" or case.cores is None:
+        return ""
+    computing = case.workers_per_node * case.cores_per_worker
+    if computing + case.workers_per_node * loaders <= case.cores:
+        return ""
+    return (
+        "there are no idle cores for them: they help if samples are waited for, and slow it down if they are computed"
+    )
+
+
+def idle_cores(case: Case, rows: Sequence[Row]) -> Finding | None:
+    """The file gives workers fewer cores than there are, and no row shows whether more would help."""
+    row, wanted = case.row, case.experiment.parallel.cpus_per_worker
+    if row.device != "cpu" or wanted is None or case.cores is None:
+        return None
+    per_worker = case.cores // case.workers_per_node - case.experiment.loader.num_workers
+    if per_worker <= case.cores_per_worker or any(_has_more_cores(other, row) for other in rows):
+        return None
+    used = case.workers_per_node * case.cores_per_worker
+    return Finding(
+        reason=f"{row.title} computes on {used} of {case.cores} cores",
+        values={"parallel.cpus_per_worker": per_worker},
+        gain=(1 - used / case.cores) * (1 - row.share_of_communication) / 2,  # threads rarely pay in full
+    )
+
+
+def _has_more_cores(row: Row, other: Row) -> bool:
+    return row.workers == other.workers and row.cpus > other.cpus
+
+
+def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
+    """The global batch is not the one that the learning rate was chosen for."""
+    train = case.experiment.train
+    scaling = train.lr_scaling
+    if "base_batch_size" in scaling.model_fields_set and train.global_batch_size > scaling.base_batch_size:
+        reason = f"global batches have {train.global_batch_size} samples, the learning rate is for"
+        values = scaled_rate(case.experiment, base=scaling.base_batch_size)
+        return Finding(reason=f"{reason} {scaling.base_batch_size}", values=values) if values else None
+    weak = [row for row in rows if row.scaling == "weak" and row.global_batch_size > train.global_batch_size]
+    fastest = max(weak, key=lambda row: row.samples_per_second.median, default=None)
+    if fastest is None or fastest.samples_per_second.low <= case.row.samples_per_second.high:
+        return None
+    values = scaled_rate(case.experiment, base=train.global_batch_size)
+    reason = (
+        f"{fastest.title} does {rate(fastest.samples_per_second)} samples/s on global batches of "
+        f"{fastest.global_batch_size}, for which the learning rate wasn't chosen"
+    )
+    change = f"if you train with train.global_batch_size: {fastest.global_batch_size}"
+    return Finding(reason=reason, values=values, change=change) if values else None
+
+
+def _uneven(row: Row) -> float:
+    """How much more samples one rank may have than another."""
+    fewest = max(1, row.global_batch_size // row.workers)
+    return -(-row.global_batch_size // row.workers) / fewest

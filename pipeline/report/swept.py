@@ -1,0 +1,173 @@
+"""What `pipeline sweep` says: each trial with its values and what it came to, and which one is best."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pipeline.config.values import Frozen
+from pipeline.report.tables import ReportTable
+
+FILE_NAME = "sweep.json"
+"""Name of a `SweptReport` in a sweep's folder."""
+TABLE_NAME, CSV_NAME = "sweep_table.json", "sweep.csv"
+
+State = Literal["finished", "stopped early", "failed", "interrupted", "running", "not begun"]
+_STATES = {"stopped early": "stopped"}
+
+
+class SweptTrial(Frozen):
+    """One trial."""
+
+    number: int
+    """From 1."""
+    values: Mapping[str, Any]
+    """By dotted key."""
+    state: State
+    message: str = ""
+    """Why it failed or was stopped."""
+    value: float | None = None
+    """Of the sweep's metric, the last; None if it was never evaluated."""
+    epochs: int = 0
+    """Done when it was evaluated last."""
+    steps: int = 0
+    run: str
+    """Id of its run, which `pipeline show` takes."""
+
+
+class Swept(Frozen):
+    """What ``pipeline sweep --json`` prints."""
+
+    experiment: str
+    metric: str
+    mode: Literal["min", "max"]
+    search: str
+    seed: int
+    trials: tuple[SweptTrial, ...]
+    best: int | None
+    """Number of the best trial among those that were trained to their end; None if there is none."""
+    command: tuple[str, ...]
+    """Trains the best one again; empty without one."""
+    run: str
+    """Id of the sweep's own run."""
+
+    def trial(self, number: int | None) -> SweptTrial | None:
+        """The trial of that number."""
+        return next((trial for trial in self.trials if trial.number == number), None)
+
+
+class SweptReport(Frozen):
+    """The same for people."""
+
+    swept: Swept
+    hardware: str
+    logs_model: bool = False
+    """Whether the best trial's model goes to MLflow, and no other's."""
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """The experiment and the machine."""
+        return f"{self.swept.experiment}: {len(self.swept.trials)} trials, {self.swept.metric}", self.hardware
+
+    @property
+    def tables(self) -> tuple[ReportTable, ...]:
+        """A row for each trial, in the order of their numbers."""
+        keys = list(dict.fromkeys(key for trial in self.swept.trials for key in trial.values))
+        names = short_names(keys)
+        rows = tuple(_row(trial, keys, is_best=trial.number == self.swept.best) for trial in self.swept.trials)
+        emphasis = next((i for i, trial in enumerate(self.swept.trials) if trial.number == self.swept.best), None)
+        header = ("trial", *names, self.swept.metric, "epochs", "state")
+        notes = (f"trial {t.number} failed: {t.message}" for t in self.swept.trials if t.state == "failed")
+        return (ReportTable(header=header, rows=rows, emphasis=emphasis, notes=tuple(notes)),)
+
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """Which trial is best, and how to train it again."""
+        best = self.swept.trial(self.swept.best)
+        left = sum(trial.state in ("interrupted", "not begun") for trial in self.swept.trials)
+        more = (f"{left} of {len(self.swept.trials)} trials are left; --resume goes on with them.",) if left else ()
+        if best is None:
+            return "No trial has been trained to its end, so none is best.", *more
+        if self.logs_model:
+            others = "; the weights of the others stay in their folders" if len(self.swept.trials) > 1 else ""
+            more = (*more, f"The model of trial {best.number} goes to its run in MLflow{others}.")
+        again = f"Best: trial {best.number} with {self.swept.metric} {_figure(best.value)}. To train it again:"
+        return *more, again
+
+    @property
+    def command(self) -> str:
+        """Trains the best one again, in a shell; empty if there is none."""
+        return " ".join(self.swept.command)
+
+    @property
+    def advised(self) -> tuple[str, ...]:
+        """Nothing: what to change is the result itself."""
+        return ()
+
+    def markdown(self) -> str:
+        """For the description of the sweep's run."""
+        (table,) = self.tables
+        lines = [*self.closing, ""]
+        lines += [f"    {self.command}", ""] if self.command else []
+        lines += [f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
+        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table.rows]
+        return "\n".join(lines)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The trials as columns, values with their whole keys."""
+        swept = self.swept
+        keys = dict.fromkeys(key for trial in swept.trials for key in trial.values)
+        return {
+            "trial": [trial.number for trial in swept.trials],
+            **{key: [_plain(trial.values.get(key)) for trial in swept.trials] for key in keys},
+            swept.metric: [trial.value for trial in swept.trials],
+            "epochs": [trial.epochs for trial in swept.trials],
+            "steps": [trial.steps for trial in swept.trials],
+            "state": [trial.state for trial in swept.trials],
+            "best": [trial.number == swept.best for trial in swept.trials],
+            "run": [trial.run for trial in swept.trials],
+        }
+
+    def to_csv(self) -> str:
+        """The same for spreadsheets."""
+        columns, text = self.columns(), io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+        return text.getvalue()
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """Keys as the heads of columns: their last part, or more of it where two would be the same."""
+    parts = [key.split(".") for key in keys]
+    names = [".".join(part[-1:]) for part in parts]
+    depth = 2
+    while len(set(names)) < len(names) and depth <= max(map(len, parts)):
+        names = [
+            ".".join(part[-depth:]) if names.count(name) > 1 else name for part, name in zip(parts, names, strict=True)
+        ]
+        depth += 1
+    return names
+
+
+def _row(trial: SweptTrial, keys: Sequence[str], *, is_best: bool) -> tuple[str, ...]:
+    state = "best" if is_best else _STATES.get(trial.state, trial.state)
+    value = "-" if trial.value is None else _figure(trial.value)
+    shown = [_shown(trial.values.get(key)) for key in keys]
+    return (str(trial.number), *shown, value, str(trial.epochs or "-"), state)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return str(value.get("_target_", dict(value))).rpartition(".")[2]
+    if isinstance(value, str) and "." in value:
+        return value.rpartition(".")[2]
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str | int | float | None) else str(value)

@@ -1,0 +1,1 @@
+"""This process and its operating system: signals, memory allocator, imports, environment."""

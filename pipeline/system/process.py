@@ -1,0 +1,42 @@
+"""This process: its environment variables, its signal handlers, and the rank that an outer launcher gave it."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
+
+
+@contextmanager
+def environment(**values: str | None) -> Iterator[None]:
+    """Environment variables for the processes started inside; None stays as it is. All are put back afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: value for name, value in values.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Put the signal handlers back that a launcher's library replaces; only the main thread can replace any."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = [(number, signal.getsignal(number)) for number in handled]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def outer_rank() -> int | None:
+    """The rank that ``torchrun`` gave this very process; None if it was started otherwise."""
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -1,0 +1,76 @@
+"""What ranks agree on about checkpoints, without one waiting for ever for another that failed. All collective."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.errors import PipelineError, TrainingError
+from pipeline.protocol.trial import Rank
+
+T = TypeVar("T")
+
+
+def from_first(produce: Callable[[], T], *, rank: Rank) -> T:
+    """What rank 0 makes, on every rank. Its error is raised on every rank.
+
+    Raises:
+        PipelineError: rank 0's own; anything else comes as a TrainingError on the other ranks.
+    """
+    if rank.world_size == 1:
+        return produce()
+    if not rank.is_first:
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], PipelineError):
+            raise box[0]
+        value: T = box[0]
+        return value
+    try:
+        value = produce()
+    except Exception as error:
+        told = error if isinstance(error, PipelineError) else TrainingError(f"{type(error).__name__}: {error}")
+        dist.broadcast_object_list([told], src=0)
+        raise
+    dist.broadcast_object_list([value], src=0)
+    return value
+
+
+def tensors_from_first(tensors: Mapping[str, Tensor], *, rank: Rank, device: torch.device) -> Mapping[str, Tensor]:
+    """Rank 0's tensors, on the CPU, on every rank; sent through ``device``, one at a time."""
+    if rank.world_size == 1:
+        return tensors
+    shapes = from_first(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, rank=rank)
+    received = {}
+    for name, (shape, dtype) in shapes.items():
+        tensor = tensors[name] if rank.is_first else torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            # As bytes: not every backend knows every type.
+            content = tensor.contiguous().reshape(-1).view(torch.uint8).to(device)
+            dist.broadcast(content, src=0)
+            tensor = content.cpu().view(dtype).reshape(shape)
+        received[name] = tensor
+    return received
+
+
+def agreed(do: Callable[[], T], *, group: dist.ProcessGroup | None) -> list[T]:
+    """Do something on each rank of the group; what comes of it on each.
+
+    Raises:
+        OSError: it failed on some rank; raised on all of them.
+    """
+    if group is None:
+        return [do()]
+    own: Exception | None = None
+    try:
+        outcome: tuple[T | None, str] = (do(), "")
+    except Exception as error:  # noqa: BLE001 (told to all ranks, and raised below)
+        own = error
+        outcome = (None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+    if errors := [error for _, error in outcomes if error]:
+        raise OSError("; ".join(errors)) from own
+    return [value for value, _ in outcomes]

@@ -1,0 +1,220 @@
+"""When the loop saves a checkpoint, and how it goes on from one."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from pipeline.config.reported import source_of
+from pipeline.config.values import Direction
+from pipeline.errors import ExperimentError, Stopped
+from pipeline.protocol.events import Outbox, Resumed, Warned
+from pipeline.protocol.trial import Rank, Trial
+from pipeline.training.build import device_of
+from pipeline.training.checkpoints import rank_state, resuming
+from pipeline.training.checkpoints.collectives import from_first
+from pipeline.training.checkpoints.describe import describe
+from pipeline.training.checkpoints.manifest import Manifest, folder_name
+from pipeline.training.checkpoints.overrides import Overrides
+from pipeline.training.checkpoints.state import State, check, is_sharded, restore, snapshot
+from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob
+from pipeline.training.context import TrainContext
+from pipeline.training.learned import trainable
+from pipeline.training.meter import Meter
+from pipeline.training.metrics import direction
+from pipeline.training.order import StreamOrder
+
+_PATIENCE_S = 30.0
+"""How long training waits for a checkpoint that is being written when the next one is due."""
+
+
+def placed(trial: Trial, *, rank: Rank) -> Trial:
+    """The trial with rank 0's place for checkpoints and what else it alone may know of a resumed run. Collective."""
+    if trial.is_measurement:
+        return trial
+    device_of(trial, rank=rank)  # chooses the GPU through which ranks talk
+    known = {"checkpoints": trial.checkpoints, "resume": trial.resume, "left_out": trial.left_out}
+    return trial.model_copy(update=from_first(lambda: known, rank=rank))
+
+
+class CheckpointManager:
+    """Saves one training and resumes it; does nothing in a trial without an address for checkpoints.
+
+    All ranks call the same methods in the same order. As a context manager it waits for what is being written, which
+    is collective, too.
+    """
+
+    def __init__(self, context: TrainContext, *, meter: Meter, outbox: Outbox) -> None:
+        """Collective for a sharded model.
+
+        Raises:
+            ExperimentError: the address can't be used, or a part of the experiment has state that can't be saved.
+        """
+        self._context = context
+        self._meter = meter
+        self._outbox = outbox
+        self._options = context.experiment.checkpoint
+        self._storage: Storage | None = None
+        self._saver: AsyncCheckpointWriter | None = None
+        self._saved_at = time.monotonic()
+        self._is_behind = False
+        if not (context.trial.checkpoints and self._options.keep) or context.trial.is_measurement:
+            return
+        if self._options.best is not None and context.validation_loader is None:
+            raise ExperimentError.of(
+                "checkpoint.best", f"is {self._options.best}, but there is no validation set; remove it"
+            )
+        check(context)
+        self._storage = Storage(context.trial.checkpoints)
+        self._saver = self._new_saver(self._storage)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None or issubclass(kind, Stopped):
+            self.wait()
+        if self._saver is not None:
+            self._saver.close()
+
+    def resume(self) -> int:
+        """Go on from the newest whole checkpoint if the trial asks for it; returns the steps done. Collective.
+
+        Raises:
+            ExperimentError: it is the checkpoint of another experiment.
+            TrainingError: the storage can't be read.
+        """
+        if self._storage is None or not self._context.trial.resume:
+            return 0
+        found = resuming.newest(self._context, self._storage, warn=self._warn)
+        if found is None:
+            self._warn_once(f"no whole checkpoint in {self._storage.address}: training starts from the beginning")
+            return 0
+        if self._context.rank.world_size > 2 or self._context.strategy.state_dict() is not None:
+            resuming.settle(self._context)
+        if trainable(self._context.learned) and found.state.values.get("task") is None:
+            self._warn_once(f"{found.manifest.name} has nothing of what the loss learns: that begins anew")
+        written = Overrides.of(self._context)
+        self._context.strategy.set_step(steps=found.manifest.step)
+        restore(self._context, found.state)
+        rank_state.hand_out(self._context, found.state, warn=self._warn_once)
+        written.put_back(self._context, manifest=found.manifest, warn=self._warn_once)
+        self._meter.restore(found.state.values["meter"], is_over=found.manifest.step == self._context.steps)
+        if self._saver is not None:
+            self._saver.whole = [*found.older, found.manifest]
+        self._tell_resumed(found.manifest, self._storage)
+        order = self._context.order
+        if isinstance(order, StreamOrder) and order.deals_evenly and found.manifest.step % order.steps_per_epoch:
+            self._warn_once(
+                "this epoch goes on with other rows than it would have had, of which some come twice: with data.order: "
+                "free they come as they are read; data.order: kept resumes exactly"
+            )
+        return found.manifest.step
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after ``step`` steps, in the middle of an epoch. Collective if time matters."""
+        if self._storage is None:
+            return False
+        if self._context.is_checkpoint_step(step):
+            return True
+        if (minutes := self._options.every_minutes) is None:
+            return False
+        # Clocks differ, so rank 0's counts.
+        return from_first(lambda: time.monotonic() - self._saved_at >= 60 * minutes, rank=self._context.rank)
+
+    def save(self, *, step: int, metric: float | None = None) -> None:
+        """Copy the state after ``step`` steps and begin to write it, once the one before is written. Collective.
+
+        A storage that hangs must not hold up training: it gets some time, then this checkpoint is left out, unless it
+        is the last one.
+
+        Args:
+            step: optimizer steps done; all of them reported.
+            metric: the value of ``checkpoint.best``, if it was measured at this step.
+
+        Raises:
+            ExperimentError: a part of the experiment has state that can't be saved.
+        """
+        if self._storage is None:
+            return
+        self._saved_at = time.monotonic()
+        began = time.perf_counter()
+        if step == self._context.steps or self._meter.stop_agreed:
+            self.wait()
+        elif not self._is_idle():
+            self._tell_left_out(step)
+            return
+        remembered = rank_state.collect(self._context)
+        with self._context.strategy.averaged_weights(self._context.whole):
+            state = snapshot(self._context) if self._saver is not None else None
+        if self._saver is None or state is None:
+            return
+        values = {**state.values, **remembered.values, "meter": self._meter.state()}
+        state = State({**state.tensors, **remembered.tensors}, values)
+        blocked = time.perf_counter() - began
+        manifest = describe(self._context, step=step, metric=metric)
+        self._saver.start(CheckpointJob(state=state, manifest=manifest, began=began, blocked_s=blocked))
+
+    def wait(self) -> None:
+        """Until nothing is being written. Collective."""
+        while self._storage is not None and not self._is_idle():
+            """Other ranks would give up if rank 0 didn't say now and then that it waits."""
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is being written, or won't be soon. Collective."""
+        patience_s = min(_PATIENCE_S, self._context.experiment.parallel.timeout_s / 2)
+        idle = from_first(lambda: self._saver is None or self._saver.wait(patience_s), rank=self._context.rank)
+        if idle and self._saver is not None:
+            self._saver.wait()  # a part of another rank, which rank 0 has waited for
+        return idle
+
+    def _tell_left_out(self, step: int) -> None:
+        if self._storage is not None and not self._is_behind:
+            self._is_behind = True
+            self._warn_once(
+                f"{folder_name(step)} is left out: the checkpoint before is still on its way to "
+                f"{self._storage.address}; training goes on, others may be left out, too"
+            )
+
+    def _new_saver(self, storage: Storage) -> AsyncCheckpointWriter | None:
+        """On ranks that have something to write."""
+        sharded = is_sharded(self._context)
+        # A group of our own: its messages may not get between those of training. Made by all ranks together.
+        group = dist.new_group(backend="gloo") if sharded else None
+        if not (sharded or self._context.rank.is_first):
+            return None
+        return AsyncCheckpointWriter(
+            storage,
+            keep=self._options.keep,
+            direction=self._direction(),
+            rank=self._context.rank,
+            group=group,
+            tell=self._outbox.event,
+            trial=self._context.trial.name,
+        )
+
+    def _direction(self) -> Direction | None:
+        """The direction in which values of ``checkpoint.best`` are better; None without one."""
+        context, options = self._context, self._options
+        if options.best is None:
+            return None
+        asks = options.mode == "auto" and source_of(options.best, ()) != "loss"
+        collection = context.metrics if asks else None  # building them takes time
+        judges = dict(collection.items()) if collection is not None else {}
+        return direction(options.best, options.mode, key="checkpoint.best", judges=judges)
+
+    def _tell_resumed(self, manifest: Manifest, storage: Storage) -> None:
+        if self._context.rank.is_first:
+            place, trial = storage.place(manifest.name), self._context.trial.name
+            event = Resumed(time=time.time(), trial=trial, step=manifest.step, epoch=manifest.epoch, checkpoint=place)
+            self._outbox.event(event)
+
+    def _warn_once(self, message: str) -> None:
+        """What all ranks find out alike, rank 0 tells."""
+        if self._context.rank.is_first:
+            self._warn(message)
+
+    def _warn(self, message: str) -> None:
+        self._outbox.event(Warned(time=time.time(), trial=self._context.trial.name, message=message))

@@ -1,0 +1,163 @@
+"""What ranks tell the driver besides metrics: where they run, the first step, memory, the trained model."""
+
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from pipeline.protocol.events import ArtifactSaved, FirstStep, ModelSaved, Outbox, Warned
+from pipeline.protocol.trial import Held
+from pipeline.training.collective import gather
+from pipeline.training.context import TrainContext
+from pipeline.training.curves import Curve
+from pipeline.training.evaluation import resulting_weights
+from pipeline.training.learned import kept, trainable
+from pipeline.training.loader import to_device
+from pipeline.training.norms import local
+from pipeline.wording import counted
+
+_WEIGHTS, _EXAMPLE = "model/weights.pt", "model/example.pt"
+MUCH = 0.2
+"""Of the averages at the end of a training."""
+
+
+def start(context: TrainContext, outbox: Outbox) -> None:
+    """All is built; training begins. Collective."""
+    devices = gather(_device_name(context), rank=context.rank)
+    if context.rank.is_first:
+        outbox.event(context.started(tuple(devices)))
+
+
+def first_step(context: TrainContext, outbox: Outbox) -> None:
+    """The first optimizer step has been queued; it is done when the device says so."""
+    if context.rank.is_first:
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)
+        outbox.event(FirstStep(time=time.time(), trial=context.trial.name))
+
+
+def compile_s(context: TrainContext) -> float | None:
+    """Seconds of the rank that has spent most on compiling; None where nothing is compiled. Collective."""
+    return max(gather(context.compiling.seconds, rank=context.rank)) if context.compiling is not None else None
+
+
+def averaging(context: TrainContext, outbox: Outbox) -> None:
+    """Warn of averages that hardly forget the first weights in so short a training."""
+    if context.averages is None or context.trial.is_measurement or not context.rank.is_first:
+        return
+    if (share := context.averages.share_of_start(context.total_steps)) > MUCH:
+        message = (
+            f"train.ema: after {context.total_steps} steps {int(100 * share)}% of the averages will still be the "
+            "weights that averaging began with; write a smaller decay"
+        )
+        outbox.event(Warned(time=time.time(), trial=context.trial.name, message=message))
+
+
+def peak_memory_mb(context: TrainContext) -> tuple[float, ...]:
+    """Peak memory of each rank's devices in rank order: allocated on GPUs, resident on CPU. Collective."""
+    if context.device.type == "cuda":
+        own = [torch.cuda.max_memory_allocated(device) / 2**20 for device in context.gpus]
+    else:
+        unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there, in KiB on Linux
+        own = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit]
+    return tuple(peak for peaks in gather(own, rank=context.rank) for peak in peaks)
+
+
+def held(context: TrainContext) -> Held:
+    """What each rank keeps from step to step, by its tensors' sizes. Collective."""
+    parameters = list(context.whole.parameters())
+    gradients = [parameter for parameter in parameters if parameter.requires_grad]
+    states = [value for state in context.optimizer.state.values() for value in state.values()]
+    averages = context.averages.tensors.values() if context.averages is not None else ()
+    tensors = [*parameters, *gradients, *averages, *(value for value in states if isinstance(value, torch.Tensor))]
+    own = sum(part.numel() * part.element_size() for part in map(local, tensors)) / 2**20
+    return Held(mb=tuple(gather(own, rank=context.rank)), cut=context.strategy.describe())
+
+
+def gradient_mb(model: nn.Module) -> float:
+    """Size of all gradients of one replica."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
+
+
+def coupling_layers(model: nn.Module) -> tuple[str, ...]:
+    """Kinds of layers whose result depends on how a global batch is dealt to ranks.
+
+    Batch statistics are those of a rank's share, and each rank draws its own dropout masks.
+    """
+    coupled = (
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)
+    )
+    return tuple(dict.fromkeys(type(module).__name__.removeprefix("FSDP") for module in coupled))
+
+
+def model(context: TrainContext, outbox: Outbox) -> None:
+    """Send the trained weights, and a small example input so that the model can be given a signature. Collective."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "weights.pt"
+        beside = "loss.pt" if context.experiment.task is None else "task.pt"
+        with resulting_weights(context):
+            state = context.strategy.weights(context.wrapped, context.model)
+            if context.rank.is_first:
+                torch.save({name: value.cpu() for name, value in state.items()}, weights)
+                _save_learned(context, Path(folder) / beside)
+        if not context.rank.is_first:
+            return
+        outbox.file(weights, _WEIGHTS)
+        if trainable(context.learned):
+            outbox.file(Path(folder) / beside, f"model/{beside}")
+        if not context.experiment.tracking.log_model:
+            return
+        if trainable(context.learned):
+            outbox.event(ArtifactSaved(time=time.time(), trial=context.trial.name, path=f"model/{beside}"))
+        example = _example(context)
+        if example is not None:
+            path = Path(folder) / "example.pt"
+            torch.save(example, path)
+            outbox.file(path, _EXAMPLE)
+        place = "" if example is None else _EXAMPLE
+        outbox.event(ModelSaved(time=time.time(), trial=context.trial.name, weights=_WEIGHTS, example=place))
+
+
+def curve(name: str, curve: Curve, *, context: TrainContext, outbox: Outbox) -> None:
+    """Send a curve of the last evaluation, as CSV and PNG."""
+    if not context.rank.is_first:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        table, picture = Path(folder) / "curve.csv", Path(folder) / "curve.png"
+        curve.write(table)
+        curve.micro_batch(picture, title=name)
+        for path in (table, picture):
+            place = f"metrics/{quote(name, safe='')}{path.suffix}"
+            outbox.file(path, place)
+            outbox.event(ArtifactSaved(time=time.time(), trial=context.trial.name, path=place))
+
+
+def _save_learned(context: TrainContext, path: Path) -> None:
+    """Write what the task has learned besides the model, if it has."""
+    if context.learned is not None:
+        torch.save({name: value.detach().cpu() for name, value in kept(context.learned).items()}, path)
+
+
+def _example(context: TrainContext) -> torch.Tensor | None:
+    """The inputs of two training samples; None for batches whose inputs are not a single tensor."""
+    batch = context.train_loader.read(list(range(min(2, context.order.samples))))
+    inputs = batch[0] if isinstance(batch, tuple | list) and batch else None
+    if not isinstance(inputs, torch.Tensor):
+        return None
+    moved: torch.Tensor = to_device(inputs, device=torch.device("cpu"), dtype=context.input_dtype)
+    return moved
+
+
+def _device_name(context: TrainContext) -> str:
+    if context.device.type == "cuda":
+        return f"{context.rank.node} {context.device} {torch.cuda.get_device_name(context.device)}"
+    return f"{context.rank.node} cpu, {counted(torch.get_num_threads(), 'thread')}"

@@ -1,0 +1,1 @@
+"""One process, one rank, one trial. `pipeline.worker.main` is where every launcher ends."""

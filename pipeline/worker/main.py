@@ -1,0 +1,200 @@
+"""One process, one rank, one Trial. Every launcher ends here.
+
+Any rank can be replayed by hand: ``python -m pipeline.worker.main runs/<id>/trials/main.json`` trains rank 0 alone, or
+under ``torchrun`` as many ranks as it starts, and prints its events.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import pipeline
+from pipeline import registry
+from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
+from pipeline.protocol.channel.outbox import ChannelOutbox
+from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.events import AnyEvent, BatchSizesFound, Failed, Finished, Outbox, event_to_json
+from pipeline.protocol.progress import told_to
+from pipeline.protocol.trial import Rank, Trial
+from pipeline.system import allocator
+from pipeline.system.sigterm import end_after, on_sigterm
+from pipeline.training import batch_size, compilation, torch_errors
+from pipeline.training.loop import train
+from pipeline.training.stream import Streams
+from pipeline.training.watch import Watchdog, end_process
+from pipeline.worker import rendezvous
+from pipeline.worker.system_metrics import SystemSampler
+
+_log = logging.getLogger(__name__)
+_REQUEST_S = 1.0
+"""How long the driver's request to stop may take to come after SIGTERM, without which a worker ends."""
+
+
+class WorkerFailed(Exception):
+    """The rank failed and has told the driver why."""
+
+
+def run(
+    trial: Trial,
+    *,
+    rank: Rank,
+    outbox: Outbox,
+    end: Callable[[], None] | None = None,
+    streams: Streams | None = None,
+) -> None:
+    """Train a trial on this rank; what comes out, an error included, goes to the driver.
+
+    Args:
+        trial: what to do.
+        rank: this process among the workers.
+        outbox: the way to the driver.
+        end: ends this process when it hangs; None in the driver's own process, where that is only told.
+        streams: rows that the launcher has sent to the workers, instead of the data that the experiment names.
+
+    Raises:
+        WorkerFailed: after the failure has been reported.
+    """
+    torch.set_num_threads(trial.cpus_per_worker)
+    # One sampler for each node; a measurement is short and shouldn't be disturbed.
+    samples = rank.local_rank == 0 and not trial.is_measurement
+    try:
+        with (
+            allocator.huge_pages(),
+            allocator.kept(),
+            told_to(outbox.event, trial=trial.name),
+            Watchdog(trial, rank=rank, outbox=outbox, end=end),
+            _process_group(trial, rank=rank),
+            SystemSampler(rank, outbox) if samples else nullcontext(),
+        ):
+            outcome = _carried_out(trial, rank=rank, outbox=outbox, streams=streams)
+    except Stopped:  # the driver, which asked for it, doesn't wait for a result
+        return
+    except (Exception, SystemExit) as error:  # user code may call exit()
+        outbox.event(_failed(trial, rank=rank, error=error))
+        raise WorkerFailed from error
+    if rank.is_first:
+        outbox.event(outcome)
+
+
+def rank_from_environment() -> Rank:
+    """The rank that ``torchrun`` gave this process; rank 0 of 1 outside of it."""
+    return Rank(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        node=socket.gethostname(),
+    )
+
+
+def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None) -> Finished | BatchSizesFound:
+    """Do what the trial is for."""
+    if trial.role == "tuning":
+        sizes = batch_size.find(trial, rank=rank, streams=streams)
+        return BatchSizesFound(time=time.time(), trial=trial.name, sizes=sizes)
+    with compilation.explained(trial.experiment.train.compile):
+        result = train(trial, rank=rank, outbox=outbox, streams=streams)
+    return Finished(time=time.time(), trial=trial.name, result=result)
+
+
+@contextmanager
+def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
+    """The ranks of this trial, able to talk to each other; their launcher has told them where to meet."""
+    strategy = registry.load("strategies", trial.strategy).Strategy
+    if dist.is_initialized() or not (rank.world_size > 1 or strategy.needs_process_group):
+        yield  # a process that trains several trials, as tests do, keeps its group
+        return
+    timeout = timedelta(seconds=trial.experiment.parallel.timeout_s)
+    dist.init_process_group(
+        backend="nccl" if trial.device == "cuda" else "gloo",
+        timeout=timeout,
+        store=rendezvous.store(rank, timeout=timeout),
+        rank=rank.rank,
+        world_size=rank.world_size,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # DDP's reference cycles keep the group's threads alive; one of them that wants the interpreter after it has
+        # shut down aborts the process.
+        gc.collect()
+
+
+def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
+    if error.__cause__ is not None:  # a user gets one line; what is behind it is in the rank's log
+        _log.warning("%s", error, exc_info=error)
+    problems = error.problems if isinstance(error, ExperimentError) else ()
+    if isinstance(error, ExperimentError | TrainingError):
+        message, details = str(error), getattr(error, "details", "")
+    else:
+        message, details = f"{type(error).__name__}: {error}", _own_traceback(error)
+    return Failed(
+        time=time.time(),
+        trial=trial.name,
+        rank=rank,
+        error=message,
+        traceback=details,
+        problems=tuple(problems),
+        nonfinite_step=error.step if isinstance(error, NonFiniteError) else None,
+        origin=torch_errors.origin(error),
+    )
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback from the first frame that is neither this project's nor torch's, if there is one."""
+    machinery = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pipeline, torch))
+    start = error.__traceback__
+    while start is not None and start.tb_frame.f_code.co_filename.startswith(machinery):
+        start = start.tb_next
+    return "".join(traceback.format_exception(type(error), error, start or error.__traceback__))
+
+
+class _PrintingOutbox:
+    """For a rank that is replayed by hand: events as JSON lines on standard output, files left alone."""
+
+    stop_asked = False
+
+    def event(self, event: AnyEvent) -> None:
+        sys.stdout.write(event_to_json(event).decode() + "\n")
+
+    def file(self, path: Path, name: str) -> None:
+        """Nobody waits for it."""
+
+
+def main() -> None:
+    """Entry of a worker process that was told its rank as ``torchrun`` tells it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trial", type=Path, help="JSON of the trial")
+    parser.add_argument("--channel", type=Path, help="JSON of the driver's address; events are printed without it")
+    arguments = parser.parse_args()
+    trial = Trial.model_validate_json(arguments.trial.read_text())
+    rank = rank_from_environment()
+    try:
+        if arguments.channel is None:
+            run(trial, rank=rank, outbox=_PrintingOutbox())
+            return
+        with ChannelOutbox(Address.model_validate_json(arguments.channel.read_text())) as outbox:
+            # The driver gets a job's SIGTERM, too, and asks the workers to stop. Without such a request this one ends.
+            on_sigterm(partial(end_after, _REQUEST_S, unless=lambda: outbox.stop_asked))
+            run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close))
+    except WorkerFailed:
+        traceback.print_exc()  # into this rank's log file
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Where ranks meet: a key-value store of torch that listens on one address.
+
+Left alone, torch has it listen on all interfaces, and it asks nobody who he is.
+"""
+
+import os
+import socket
+from contextlib import closing
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from pipeline.protocol.trial import Rank
+
+
+def opened(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> TCPStore:
+    """The store itself; waits until ``world_size`` ranks have come, if that is given. Port 0 is any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(socket.SOMAXCONN)
+        return TCPStore(  # which closes the file descriptor that it is given
+            host,
+            listening.getsockname()[1],
+            world_size=world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=world_size is not None,
+            multi_tenant=world_size is None,
+            master_listen_fd=listening.detach(),
+        )
+
+
+def store(rank: Rank, *, timeout: timedelta) -> Store | None:
+    """Where this rank meets the others; None if its launcher has opened one, as ``torchrun`` does."""
+    if rank.world_size == 1:
+        return HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank.is_first:
+        return opened(host, port, timeout=timeout, world_size=rank.world_size)
+    return TCPStore(host, port, world_size=rank.world_size, is_master=False, timeout=timeout)

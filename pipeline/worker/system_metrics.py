@@ -1,0 +1,83 @@
+"""Load of a node, sampled beside training: processor, memory, network, disk and GPUs.
+
+Names follow MLflow's own system metrics, so that its UI shows them under "System metrics".
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import psutil
+import pynvml
+
+from pipeline.protocol.events import Outbox, Point, SystemMetrics
+from pipeline.protocol.trial import Rank
+
+INTERVAL_SECONDS = 5.0
+_MEGABYTE = 1e6
+
+
+class SystemSampler:
+    """Samples this node in a thread until the block ends."""
+
+    def __init__(self, rank: Rank, outbox: Outbox) -> None:
+        self._node = rank.node
+        # MLflow puts the node into the name only where there are several.
+        self._prefix = f"system/{rank.node}/" if rank.local_world_size < rank.world_size else "system/"
+        self._outbox = outbox
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        psutil.cpu_percent()  # the first call only sets the mark
+        start = psutil.net_io_counters()
+        handles = _gpus()
+        for number in itertools.count():
+            ended = self._stop.wait(INTERVAL_SECONDS if number else 1.0)
+            values = dict(_node(received=start.bytes_recv, sent=start.bytes_sent))
+            for index, handle in enumerate(handles):
+                with suppress(pynvml.NVMLError):  # some GPUs don't tell everything, e.g. those that are shared
+                    values.update(_gpu(index, handle))
+            points = tuple(Point(self._prefix + name, number, value) for name, value in values.items())
+            self._outbox.event(SystemMetrics(time=time.time(), node=self._node, points=points))
+            if ended:  # what came after the last sample counts, too: a short training has no other
+                return
+
+
+def _node(*, received: int, sent: int) -> Iterator[tuple[str, float]]:
+    memory, disk, network = psutil.virtual_memory(), psutil.disk_usage("/"), psutil.net_io_counters()
+    yield "cpu_utilization_percentage", psutil.cpu_percent()
+    yield "system_memory_usage_megabytes", memory.used / _MEGABYTE
+    yield "system_memory_usage_percentage", memory.percent
+    yield "disk_usage_percentage", disk.percent
+    yield "disk_available_megabytes", disk.free / _MEGABYTE
+    yield "network_receive_megabytes", (network.bytes_recv - received) / _MEGABYTE
+    yield "network_transmit_megabytes", (network.bytes_sent - sent) / _MEGABYTE
+
+
+def _gpu(index: int, handle: object) -> Iterator[tuple[str, float]]:
+    utilization, memory = pynvml.nvmlDeviceGetUtilizationRates(handle), pynvml.nvmlDeviceGetMemoryInfo(handle)
+    yield f"gpu_{index}_utilization_percentage", float(utilization.gpu)
+    yield f"gpu_{index}_memory_usage_megabytes", memory.used / _MEGABYTE
+    yield f"gpu_{index}_memory_usage_percentage", 100 * memory.used / memory.total
+    yield f"gpu_{index}_power_usage_watts", pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+
+
+def _gpus() -> list[object]:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]

@@ -1,0 +1,154 @@
+"""What is sent to a cluster, and what is refused before anything is sent."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from projects import project
+
+from pipeline.cluster import package as shipping
+from pipeline.cluster.code import Code, sent, to_send
+from pipeline.cluster.package import tracked
+from pipeline.config.parallel import Parallel
+from pipeline.errors import ExperimentError, ResourceError
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project that git tracks, as the working directory."""
+    folder = project(tmp_path / "project", tracked=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_tracked_files_go_as_they_are_in_the_working_tree(here: Path) -> None:
+    (here / "lab.yaml").write_text("changed since")
+    (here / "pyproject.toml").unlink()
+    (here / "secret.env").write_text("key")
+    (here / ".gitignore").write_text("lab.py\n")
+    subprocess.run(["git", "add", ".gitignore"], check=True)
+
+    package = tracked(here)
+    with shipping.staged(package) as folder:
+        assert contents(folder) == {"lab.py", "lab.yaml"}  # the .gitignore would have Ray leave out lab.py
+        assert (folder / "lab.yaml").read_text() == "changed since"
+    assert not folder.exists()
+    assert package.total_bytes == sum((here / path).stat().st_size for path in package.files)
+
+
+def test_a_link_to_a_folder_takes_nothing_along(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "large").touch()
+    (here / "data").symlink_to(tmp_path / "data")
+    subprocess.run(["git", "add", "data"], check=True)
+
+    assert Path("data") not in tracked(here).files
+
+
+def test_a_folder_of_a_larger_repository_goes_alone(here: Path) -> None:
+    (here / "one").mkdir()
+    (here / "one" / "two.txt").write_text("12")
+    subprocess.run(["git", "add", "one"], check=True)
+
+    assert str(tracked(here / "one")) == "1 file, 2 bytes"
+
+
+def test_code_that_git_does_not_track_is_named(here: Path) -> None:
+    subprocess.run(["git", "rm", "--quiet", "--cached", "lab.py"], check=True)
+
+    assert tracked(here).untracked_code == (Path("lab.py"),)
+
+
+def test_without_a_repository_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(ResourceError, match=r"in no git repository.*git init and git add.*parallel.ship_code: false"):
+        tracked(tmp_path)
+
+
+def test_an_empty_repository_is_refused(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    with pytest.raises(ResourceError, match=r"git tracks no file here.*; git add, or"):
+        tracked(tmp_path)
+
+
+def test_too_much_is_refused_with_the_largest_files(here: Path) -> None:
+    (here / "weights.bin").write_bytes(bytes(70_000))
+    subprocess.run(["git", "add", "weights.bin"], check=True)
+
+    with pytest.raises(ResourceError, match=r"at most 60 kB .* the largest are weights.bin \(70 kB\), lab.py"):
+        tracked(here, most_bytes=60_000)
+
+
+def test_only_a_project_with_packages_of_its_own_is_sent(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert to_send(Parallel(), joined=True) is not None
+    assert to_send(Parallel(), joined=False) is None
+    assert to_send(Parallel(ship_code=False), joined=True) is None
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {"working_dir": "gcs://package.zip"}}')
+    assert to_send(Parallel(), joined=True) is None  # it came with the job
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    (here / "pyproject.toml").write_text("[tool.pipeline]\n")
+    assert to_send(Parallel(), joined=True) is None
+
+
+def test_a_worker_finds_a_source_folder_and_the_working_directory(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As generated projects have it: the package in src/, started from anywhere in the project."""
+    (here / "src").mkdir()
+    (here / "lab.py").rename(here / "src" / "lab_src.py")
+    (here / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["lab_src"]\n')
+    (here / "experiments").mkdir()
+    (here / "experiments" / "one.yaml").touch()
+    subprocess.run(["git", "add", "--all"], check=True)
+    monkeypatch.syspath_prepend(here / "src")
+    monkeypatch.chdir(here / "experiments")
+
+    with sent(to_send(Parallel(), joined=True), joined=True) as (code, runtime_env):
+        assert code == Code(folder="experiments", paths=("src",), packages=("lab_src",))
+        assert contents(Path(runtime_env["working_dir"])) == {
+            *("lab.yaml", "pyproject.toml", "src/lab_src.py", "experiments/one.yaml")
+        }
+        monkeypatch.chdir(runtime_env["working_dir"])  # as Ray does it
+        environment = {**os.environ, "PYTHONPATH": str(Path(shipping.__file__).parents[1])}
+        found = subprocess.run(
+            [sys.executable, "-c", _ENTER, code.model_dump_json()], env=environment, capture_output=True, text=True
+        )
+    assert capfd.readouterr().err.startswith("sending 4 files, ")
+    assert found.stdout.split() == ["experiments", "src"], found.stderr
+
+
+_ENTER = """
+import importlib.util, pathlib, sys
+from pipeline.cluster.code import Code
+Code.model_validate_json(sys.argv[1]).enter()
+print(pathlib.Path.cwd().name, pathlib.Path(importlib.util.find_spec("lab_src").origin).parent.name)
+"""
+
+
+def test_custom_resources_are_not_cores() -> None:
+    with pytest.raises(ExperimentError) as refused:
+        raise_problems("parallel.resources_per_worker={CPU: 2}", "parallel.launcher=ray")
+    assert "parallel.resources_per_worker.CPU: is not a custom resource; write parallel.cpus_per_worker" in str(
+        refused.value
+    )
+
+
+@pytest.mark.parametrize(
+    "key", ["placement=spread", "interface=eth0", "resources_per_worker={even: 1}"], ids=lambda key: key.split("=")[0]
+)
+def test_what_only_ray_can_do_is_refused_elsewhere(key: str) -> None:
+    with pytest.raises(ExperimentError, match="has no effect with launcher: torchrun; write launcher: ray"):
+        raise_problems(f"parallel.{key}", "parallel.launcher=torchrun")
+
+
+def raise_problems(*overrides: str) -> None:
+    from pipeline.config.load import load
+
+    load(Path(__file__).parents[1] / "project" / "lab.yaml", overrides)

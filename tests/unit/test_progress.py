@@ -1,0 +1,126 @@
+"""How far something is: what is told, how often, and from where."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pipeline.data import cifar_download
+from pipeline.errors import ExperimentError
+from pipeline.protocol import progress
+from pipeline.protocol.events import Advanced
+from pipeline.protocol.progress import ProgressReporter, told_to
+from pipeline.recording.journal import FILE_NAME, read
+from pipeline.recording.recorder import Recorder
+from pipeline.training.checkpoints.storage import Storage
+
+SIZE = 400_000
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Advanced]]:
+    """All that is told, without thinning out."""
+    events: list[Advanced] = []
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    with told_to(events.append, trial="baseline"):
+        yield events
+
+
+def test_each_step_is_told_and_the_end_closes_it(told: list[Advanced]) -> None:
+    with ProgressReporter("evaluating", total=10, unit="samples") as one:
+        one.by(4)
+        one.by(4)
+        one.by(4)  # the last batch may be padded
+
+    assert [(event.done, event.total) for event in told] == [(4, 10), (8, 10), (10, 10), (10, 10)]
+    assert {(event.what, event.unit, event.trial) for event in told} == {("evaluating", "samples", "baseline")}
+
+
+def test_work_that_fails_or_has_no_total_is_closed_too(told: list[Advanced]) -> None:
+    def divide() -> None:
+        with ProgressReporter("dividing") as one:
+            one.to(3)
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        divide()
+    assert [(event.done, event.total) for event in told] == [(3, None), (3, 3)]
+
+
+def test_what_is_quick_silent_or_unheard_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Advanced] = []
+    with told_to(events.append), ProgressReporter("evaluating", total=1000) as one:
+        for _ in range(1000):
+            one.by(1)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    with told_to(events.append), ProgressReporter("evaluating", silent=True) as one:
+        one.by(1)
+    with ProgressReporter("evaluating") as one:
+        one.by(1)
+    assert events == []
+
+
+def test_the_journal_keeps_nothing_of_it_but_others_hear(tmp_path: Path) -> None:
+    heard: list[object] = []
+
+    class Listener:
+        def receive(self, event: object) -> None:
+            heard.append(event)
+
+    event = Advanced(time=1, what="evaluating", done=1, total=2)
+    with closing(Recorder(tmp_path, subscribers=[Listener()])) as recorder:
+        recorder.receive(event)
+
+    assert heard == [event]
+    assert list(read(tmp_path / FILE_NAME)) == []
+
+
+class _Serving(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(SIZE))
+        self.end_headers()
+        self.wfile.write(bytes(SIZE))
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+
+def test_a_download_says_how_many_bytes_are_there(
+    told: list[Advanced], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Serving) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            monkeypatch.setattr(cifar_download, "ADDRESS", f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
+            with pytest.raises(ExperimentError, match="MD5"):  # these are not the images
+                cifar_download.download_to(tmp_path / "cifar-10-batches-bin")
+        finally:
+            server.shutdown()
+            thread.join()
+
+    assert len(told) > 2
+    assert {(event.what, event.unit, event.total) for event in told} == {("downloading CIFAR-10", "B", SIZE)}
+    assert [event.done for event in told] == sorted(event.done for event in told)
+    assert told[-1].done == SIZE
+
+
+def test_checkpoints_say_how_far_they_are_on_their_way(told: list[Advanced]) -> None:
+    storage = Storage("memory://told/run")
+    with storage.staging("step-7") as folder:
+        (folder / "model.safetensors").write_bytes(bytes(3000))
+        (folder / "state.json").write_bytes(bytes(1000))
+    up, told[:] = list(told), []
+    with storage.fetched("step-7") as folder:
+        assert sum(file.stat().st_size for file in folder.iterdir()) == 4000
+    fsspec.filesystem("memory").rm("/told", recursive=True)
+
+    for events, what in ((up, "uploading step-7"), (told, "downloading step-7")):
+        assert {(event.what, event.unit, event.total) for event in events} == {(what, "B", 4000)}
+        assert 3000 in [event.done for event in events]
+        assert events[-1].done == 4000

@@ -1,0 +1,169 @@
+"""What driver and workers share survives JSON, and errors survive a process boundary."""
+
+import pickle
+from typing import Any, get_args
+
+import pytest
+import toys
+from pydantic import ValidationError
+from samples import finished, spread
+
+from pipeline import errors
+from pipeline.errors import ExperimentError, Interrupted, Problem, TrainingError
+from pipeline.protocol import events
+from pipeline.protocol.events import AnyEvent, Event, Failed, Finished, event_from_json, event_to_json
+from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Spread, StepParts, Trial
+
+EVENTS: list[AnyEvent] = [
+    events.RunOpened(
+        time=1.0, run="r", tracking_uri="u", tracking_experiment="e", tags={"a": "b"}, params={}, trials=("main",)
+    ),
+    events.TrialOpened(time=1.0, role="reference", title="single", tags={}, params={"lr": "0.1"}),
+    events.Started(
+        time=1.0, total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=0, parameters=4,
+        devices=("cpu",), data_name="d", data_digest="x",
+    ),
+    events.FirstStep(time=1.0),
+    events.Metrics(time=1.0, step=2, epoch=1, points=(events.Point("train/loss", 2, float("inf")),)),
+    events.SystemMetrics(time=1.0, node="n", points=(events.Point("system/cpu", 0, 1.5),)),
+    events.Warned(time=1.0, message="two\nlines"),
+    Failed(time=1.0, rank=Rank(rank=1, world_size=2), error="E", traceback="T", problems=(Problem("k", "m", "p:1"),)),
+    events.Advanced(time=1.0, what="evaluating", done=2, total=3, unit="samples"),
+    events.Heartbeat(
+        time=1.0, rank=Rank(rank=1, world_size=2), pid=7, process_started=0.5, step=3, phase=events.Phase.BACKWARD,
+        idle_s=0.1, stack="  File ...",
+    ),
+    events.Trained(time=1.0, result=finished("main", spread(2.0)).result),
+    finished("main", spread(2.0), communication=1.5, metrics={"a": 1.0}),
+    events.BatchSizesFound(
+        time=1.0,
+        sizes=BatchSizes(
+            candidates=(
+                BatchCandidate(batch_size=8, fits=True, samples_per_second=spread(2.0), peak_memory_mb=(1.0,)),
+            ),
+            largest_that_fits=None, recommended=8, train_samples=50,
+        ),
+    ),
+    events.ArtifactSaved(time=1.0, path="p"),
+    events.ModelSaved(time=1.0, weights="w", example="e"),
+    events.Tagged(time=1.0, run="r", tags={"stopped_early": "after epoch 1"}),
+    events.CheckpointSaved(time=1.0, step=3, path="p/step-00000003", megabytes=0.5, seconds=2.0, blocked_seconds=0.1),
+    events.Resumed(time=1.0, step=3, epoch=1, checkpoint="p/step-00000003"),
+    events.RunClosed(time=1.0, status="FAILED", message="m", summary="# s"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)
+def test_every_event_survives_json(event: AnyEvent) -> None:
+    line = event_to_json(event)
+    assert b"\n" not in line
+    again = event_from_json(line)
+    assert type(again) is type(event)
+    assert again == event
+
+
+def test_parts_of_a_step_as_they_were_written_before_are_read() -> None:
+    """The whole step had the name of the training's, paces of ranks had no noise."""
+    whole = {"median": 9.0, "low": 8.0, "high": 11.0, "windows": 7}
+    before = {
+        "step_ms": whole, "compute_ms": 5.0, "exposed_communication_ms": 2.0, "data_wait_ms": 1.0, "rest_ms": 0.5,
+        "ranks_ms": [6.0, 7.0], "nodes": ["a", "b"],
+    }  # fmt: skip
+    parts = StepParts.model_validate(before)
+    assert parts.held_ms == Spread.model_validate(whole)
+    assert (parts.ranks_ms, parts.sum_ms) == ((6.0, 7.0), 8.5)
+    assert parts.ranks[1] == Spread(median=7.0, low=7.0, high=7.0, windows=1)
+    assert StepParts.model_validate_json(parts.model_dump_json()) == parts
+
+
+def test_there_is_an_example_of_every_event() -> None:
+    kinds = {kind.__name__ for kind in get_args(get_args(AnyEvent)[0])}
+    assert {type(event).__name__ for event in EVENTS} == kinds
+    assert kinds == {kind.__name__ for kind in Event.__subclasses__()}
+
+
+def test_nan_survives_json() -> None:
+    event = events.Metrics(time=1.0, step=1, epoch=1, points=(events.Point("a", 1, float("nan")),))
+    again = event_from_json(event_to_json(event))
+    assert isinstance(again, events.Metrics)
+    assert again.points[0].value != again.points[0].value
+
+
+def test_restored_points_and_problems_are_named() -> None:
+    (metrics,) = (event_from_json(event_to_json(e)) for e in EVENTS if isinstance(e, events.Metrics))
+    (failed,) = (event_from_json(event_to_json(e)) for e in EVENTS if isinstance(e, Failed))
+    assert metrics.points[0].name == "train/loss"  # type: ignore[union-attr]
+    assert failed.problems[0].place == "p:1"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("line", ["", "{}", '{"kind": "warned"}', '{"kind": "unheard_of", "time": 1}', '{"kind": "war'])
+def test_half_an_event_is_none(line: str) -> None:
+    with pytest.raises(ValidationError):
+        event_from_json(line)
+
+
+def test_a_trial_survives_json() -> None:
+    sections: dict[str, Any] = {
+        "optimizer": {"_target_": "torch.optim.Adam", "lr": 1e-3, "betas": [0.9, 0.999]},
+        "metrics": {"f1": {"_target_": "torchmetrics.F1Score", "task": "multiclass", "num_classes": 3}},
+        "model": {"_target_": "toys.dropout_net", "inner": {"_target_": "torch.nn.ReLU"}},
+        "scheduler": {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "${total_steps}"},
+        "train": {"clip_grad_norm": 1.5},
+    }
+    trial = toys.trial(max_steps=5, **sections)
+    assert Trial.model_validate_json(trial.model_dump_json()) == trial
+
+
+def test_what_is_shared_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        toys.trial().workers = 2  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        Rank(rnk=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ExperimentError([Problem("a", "wrong", "x.yaml:1"), Problem("b", "too")]),
+        TrainingError("failed", "its traceback"),
+        errors.UsageError("no such file"),
+        errors.ResourceError("too small"),
+    ],
+)
+def test_errors_survive_a_process_boundary(error: errors.PipelineError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), again.__dict__, again.exit_code) == (str(error), error.__dict__, error.exit_code)
+
+
+def test_exit_codes() -> None:
+    classes = (ExperimentError, errors.UsageError, errors.ResourceError, TrainingError, Interrupted)
+    assert [kind.exit_code for kind in classes] == [2, 2, 3, 1, 130]
+    assert Interrupted("stop", 143).exit_code == 143
+
+
+def test_a_problem_is_place_key_message() -> None:
+    assert str(Problem("train.epochs", "wrong", "x.yaml:3")) == "x.yaml:3: train.epochs: wrong"
+    assert str(Problem("", "not a mapping")) == "not a mapping"
+    assert str(ExperimentError([Problem("a", "1"), Problem("b", "2")])) == "a: 1\nb: 2"
+
+
+def test_being_stopped_is_no_exception_that_user_code_catches() -> None:
+    assert not issubclass(errors.Terminated, Exception)
+
+
+@pytest.mark.parametrize(
+    ("changed", "title"),
+    [
+        ({}, "single"),
+        ({"strategy": "ddp", "workers": 3}, "ddp x 3"),
+        ({"strategy": "dp", "devices_per_worker": 4, "device": "cuda"}, "dp x 4"),
+        ({"role": "reference", "cpus_per_worker": 6}, "single, 6 cores"),
+    ],
+)
+def test_titles(changed: dict[str, Any], title: str) -> None:
+    assert toys.trial().model_copy(update=changed).title == title
+
+
+def test_finished_is_completed_by_the_driver() -> None:
+    assert Finished(time=0.0, result=finished("main", spread(1.0)).result).time_to_first_step_s is None
