@@ -23,7 +23,6 @@ from stores import free_port
 pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(CHROMIUM is None, reason=f"no Chromium here; install it: {INSTALL}"),
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
 ]
 
 ROOT = Path(__file__).parents[2]

@@ -15,11 +15,6 @@ import yaml
 
 from pipeline.protocol.trial import Experiment
 
-pytestmark = pytest.mark.filterwarnings(
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning",
-)
-
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 MLP = str(EXPERIMENTS / "mlp.yaml")
 COMMANDS = ("run", "check", "ui", "sync", "schema")

@@ -4,11 +4,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
-]
-
 
 @pytest.mark.parametrize(
     ("arguments", "told"),

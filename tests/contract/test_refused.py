@@ -7,11 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings(
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning",
-)
-
 TRACEBACK = "Traceback (most recent call last)"
 LAB = (Path(__file__).parents[1] / "project" / "lab.yaml").read_text()
 

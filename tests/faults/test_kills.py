@@ -18,11 +18,6 @@ from census import compared, injected
 
 from pipeline.protocol.events import CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
 
-pytestmark = [
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
-]
-
 
 def test_killed_workers_are_replaced(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random

@@ -3,18 +3,12 @@
 import random
 from collections.abc import Callable
 
-import pytest
 from attempts import DDP, STEPS, Attempt, Undisturbed, check, kill
 from s3 import BUCKET, S3, SECRET, steps
 
 from pipeline.protocol.events import Resumed
 from pipeline.training.checkpoints.manifest import FILE_NAME, folder_name
 from pipeline.training.checkpoints.storage import Storage
-
-pytestmark = [
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
-]
 
 
 def test_a_run_goes_on_from_there(

@@ -13,11 +13,6 @@ from census import injected
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, RunClosed
 
-pytestmark = [
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
-]
-
 
 @pytest.mark.parametrize("to", ["the agent", "all processes"])
 def test_sigterm_writes_a_checkpoint(

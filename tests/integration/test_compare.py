@@ -13,11 +13,6 @@ from mlflow import MlflowClient
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
 from pipeline.recording import journal
 
-pytestmark = [
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
-]
-
 MLP = REPOSITORY / "experiments" / "mlp.yaml"
 REPEATS = 2
 KEYS = {

@@ -54,8 +54,6 @@ from pipeline.recording.ui import serve
 from pipeline.recording.ui_pages import pages
 
 pytestmark = pytest.mark.filterwarnings(
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too, but the tests' own client may be the first to import.
-    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning",
     "ignore:For backward compatibility, 'str' dtypes:DeprecationWarning",  # MLflow's log_table on pandas 3
 )
 

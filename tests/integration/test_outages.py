@@ -33,11 +33,6 @@ from pipeline.recording.run import artifact, open_trial, recorded
 from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
 
-pytestmark = [
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
-]
-
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 DOWN, UP = "takes no results (", "takes results again"
 NO_FILES, FILES = "takes no files (", "takes files again"

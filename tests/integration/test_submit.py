@@ -150,7 +150,6 @@ def pipeline(command: Pipeline, repository: Path, monkeypatch: pytest.MonkeyPatc
     return command
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
 def test_job_outlives_its_sender_stops_with_a_checkpoint_and_is_resumed_into_the_same_folder(
     head: Head,
     pipeline: Pipeline,

@@ -12,10 +12,6 @@ from swept import INPROCESS, Folder, section
 
 from pipeline.protocol.events import CheckpointSaved, RunClosed
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
-]
-
 MLP = REPOSITORY / "experiments" / "mlp.yaml"
 PATIENCE_S = 230.0
 

@@ -19,8 +19,6 @@ from pipeline.recording.folder import trials_of
 from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.sync import sync, sync_with_trials
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
-
 METRIC = "validation/loss"
 EXPERIMENT = {
     "name": "swept",

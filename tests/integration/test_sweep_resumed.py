@@ -18,7 +18,6 @@ from pipeline.protocol.events import Failed, Resumed, RunClosed, RunOpened, Star
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
 ]
 
 MLP = REPOSITORY / "experiments" / "mlp.yaml"

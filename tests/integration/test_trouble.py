@@ -16,11 +16,6 @@ from mlflow import MlflowClient
 from pipeline.protocol.events import AnyEvent, Metrics, RunClosed
 from pipeline.recording import journal
 
-pytestmark = pytest.mark.filterwarnings(
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning",
-)
-
 TRACEBACK = "Traceback (most recent call last)"
 LAB = (Path(__file__).parents[1] / "project" / "lab.yaml").read_text()
 

@@ -8,11 +8,6 @@ import pytest
 from command import Ended
 from mlflow import MlflowClient
 
-pytestmark = pytest.mark.filterwarnings(
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"
-)
-
 
 def test_strategies_side_by_side(command: Callable[..., Ended], tmp_path: Path) -> None:
     where = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs"]

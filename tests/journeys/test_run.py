@@ -23,8 +23,6 @@ from pipeline.recording import journal
 from pipeline.report.report import Report
 
 pytestmark = [
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType:UserWarning"),  # about MLflow's own code
 ]
 

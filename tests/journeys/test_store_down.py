@@ -8,11 +8,6 @@ from command import Ended
 from mlflow import MlflowClient
 from stores import Server
 
-pytestmark = pytest.mark.filterwarnings(
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it too.
-    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"
-)
-
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:

@@ -18,8 +18,6 @@ from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
-
 Journal = Callable[[str], Recording]
 NAMES = sorted(path.name for path in JOURNALS.iterdir() if (path / "events.jsonl").exists())
 

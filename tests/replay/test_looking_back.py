@@ -10,8 +10,6 @@ from recordings import Recording
 
 from pipeline.recording.sync import sync
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
-
 Journal = Callable[[str], Recording]
 ENDS = {
     "finished": ("run", "FINISHED", 2), "single": ("run", "FINISHED", 1), "failed": ("run", "FAILED", 2),

@@ -12,8 +12,6 @@ from pipeline.protocol.events import Finished, RunClosed, TrialOpened
 from pipeline.recording.journal import FILE_NAME, is_open, read
 from pipeline.report.report import Report
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
-
 Play = Callable[..., Any]
 DDP = ("parallel.strategy=ddp", "parallel.workers=2")
 SINGLE = ("parallel.strategy=single", "parallel.workers=1")

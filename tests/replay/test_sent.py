@@ -19,8 +19,6 @@ from pipeline.recording.sync import sync
 from pipeline.report.report import Report
 
 pytestmark = [
-    # MLflow 3.17 on SQLAlchemy 2.1; the product ignores it, too, but the tests' own client may be the first to import.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:For backward compatibility, 'str' dtypes"),  # MLflow's log_table on pandas 3
     pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType:UserWarning"),  # about MLflow's own code
 ]

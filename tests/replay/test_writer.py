@@ -18,8 +18,6 @@ from pipeline.recording import journal as journals
 from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.sync import sync
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning")
-
 Journal = Callable[[str], Recording]
 BLOCKED_S = 0.1
 """An event that takes longer has waited for somebody."""
