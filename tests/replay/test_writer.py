@@ -47,7 +47,7 @@ def test_no_event_waits_for_the_writer_whatever_it_does(store: Store, tmp_path: 
     """It is stopped here, as by a store that hangs."""
     journaled(tmp_path, [opened(store)])
     with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=print)) as subscriber:
-        (writer,) = writers()
+        writer = started_writer()
         writer.send_signal(signal.SIGSTOP)
         longest = 0.0
         for step in range(20):
@@ -63,7 +63,7 @@ def test_a_writer_that_dies_takes_no_results_with_it(store: Store, journal: Jour
     """What it was to send is in the journal; the user hears of it at once."""
     folder, told = journal("nan").folder, list[str]()
     with closing(MlflowSubscriber(folder=folder, log=folder / "log.txt", warn=told.append)) as subscriber:
-        (writer,) = writers()
+        writer = started_writer()
         writer.kill()
         outcome = subscriber.finish(timeout_s=120)
     assert outcome is not None
@@ -95,8 +95,15 @@ def test_events_that_the_journal_has_no_room_for_are_written_all_the_same(store:
     assert store.contents("lab") == before
 
 
-def writers() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "mlflow_process" in " ".join(each.cmdline())]
+def started_writer(timeout_s: float = 60) -> psutil.Process:
+    """Wait for the one process that writes to MLflow; on a busy machine its command line is not there at once."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        there = [each for each in psutil.Process().children() if "mlflow_process" in " ".join(each.cmdline())]
+        if len(there) == 1:
+            return there[0]
+        time.sleep(0.01)
+    pytest.fail(f"no process of pipeline.recording.mlflow_process within {timeout_s:g} s")
 
 
 def test_twenty_thousand_points_of_a_killed_driver_are_sent(store: Store, tmp_path: Path) -> None:
@@ -159,7 +166,7 @@ def test_a_run_that_goes_on_is_not_sent(store: Store, tmp_path: Path) -> None:
 
 def test_the_command_says_where_the_results_are(store: Store, journal: Journal, lab: Path, command: Any) -> None:
     sent = command("sync", str(journal("failed").folder))
-    assert (sent.code, sent.stderr) == (0, "")
+    assert sent.code == 0, sent.output  # a slow machine also says how far it is
     assert f"all of {journal('failed').folder} is in MLflow: pipeline ui, then http" in sent.stdout
     sweep = command("sync", str(journal("sweep").folder))  # its trials, too
     assert sweep.code == 0, sweep.output
