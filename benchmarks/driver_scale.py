@@ -36,8 +36,8 @@ from pipeline.protocol.channel.inbox import Inbox
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.trial import Trial
 from pipeline.recording import ending, journal
+from pipeline.recording.recorded_run import open_trial, recorded
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import open_trial, recorded
 from pipeline.recording.terminal import Terminal
 
 HERE = Path(__file__).parent

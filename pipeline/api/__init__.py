@@ -2,7 +2,7 @@
 
 from pipeline.api.calls import compare, run
 from pipeline.api.experiment import Experiment
-from pipeline.api.parts import Parts
+from pipeline.api.experiment_parts import Parts
 from pipeline.api.result import ComparisonResult, Result, RunResult
 
 __all__ = ["ComparisonResult", "Experiment", "Parts", "Result", "RunResult", "compare", "run"]

@@ -12,7 +12,7 @@ from pipeline.config.summary import to_yaml
 from pipeline.recording.folder import shown
 
 if TYPE_CHECKING:
-    from pipeline.api.parts import Parts
+    from pipeline.api.experiment_parts import Parts
 
 Source = str | PathLike[str] | Mapping[str, Any]
 
@@ -48,7 +48,7 @@ class Experiment:
         Raises:
             ExperimentError: one of them can't be built.
         """
-        from pipeline.api.parts import Parts
+        from pipeline.api.experiment_parts import Parts
 
         return Parts(self.file)
 

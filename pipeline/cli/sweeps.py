@@ -51,7 +51,7 @@ def sweep(
     if dry_run:
         typer.echo(planning.describe(planning.make(experiment)))
         return
-    from pipeline.commands.sweep.sweep import sweep as run_sweep
+    from pipeline.commands.sweep.run_sweep import sweep as run_sweep
 
     with interruptible():
         run_sweep(

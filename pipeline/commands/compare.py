@@ -15,8 +15,8 @@ from pipeline.protocol.events import Metrics, Point
 from pipeline.protocol.trial import Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
+from pipeline.recording.recorded_run import artifact, recorded
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import artifact, recorded
 from pipeline.recording.terminal import Terminal
 from pipeline.report import Row, Unmeasured, publish
 from pipeline.report.report import Report

@@ -15,8 +15,8 @@ from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Costs, Link, Scaling, TrialResult
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
+from pipeline.recording.recorded_run import artifact, recorded
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import artifact, recorded
 from pipeline.recording.terminal import Terminal
 from pipeline.report.forecast import FILE_NAME, Check, Forecast
 from pipeline.report.link import fit

@@ -22,8 +22,8 @@ from pipeline.protocol.trial import Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.journal import FILE_NAME, read
+from pipeline.recording.recorded_run import Membership, artifact, recorded
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import Membership, artifact, recorded
 from pipeline.recording.terminal import Terminal
 from pipeline.report import publish
 from pipeline.report.advise import advise

@@ -9,7 +9,7 @@ from pipeline.planning.plan import Plan
 from pipeline.protocol.trial import BatchSizes, Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
-from pipeline.recording.run import artifact, recorded
+from pipeline.recording.recorded_run import artifact, recorded
 from pipeline.recording.terminal import Terminal
 from pipeline.report.batch_advice import advise
 from pipeline.report.tuned import FILE_NAME, TunedReport

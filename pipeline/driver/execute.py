@@ -17,8 +17,8 @@ from pipeline.planning.resources import Resources
 from pipeline.protocol.events import Failed, Finished, Warned
 from pipeline.protocol.failures import cause, only_lost_workers
 from pipeline.protocol.trial import Trial
+from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import open_trial
 
 MOST_ROLLBACKS = 3
 """A training that is not finite again and again won't be mended by leaving out batches."""

@@ -46,7 +46,7 @@ from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.mlflow import MlflowSubscriber, head_start
 from pipeline.recording.mlflow_run import MlflowRun
 from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.run import open_trial, recorded
+from pipeline.recording.recorded_run import open_trial, recorded
 from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link
 from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal

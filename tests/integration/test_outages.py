@@ -28,8 +28,8 @@ from pipeline.protocol.trial import Status
 from pipeline.recording import journal
 from pipeline.recording import mlflow_entities as entities
 from pipeline.recording.folder import read_state, runs_named
+from pipeline.recording.recorded_run import artifact, open_trial, recorded
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import artifact, open_trial, recorded
 from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
 

@@ -26,8 +26,8 @@ from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import Metrics, Resumed, Warned
 from pipeline.recording import journal
+from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import open_trial
 from pipeline.training.order import StreamOrder
 from pipeline.training.stream import StreamLoader
 

@@ -267,7 +267,7 @@ FAULTS = (
     Fault(
         "a failed run is FINISHED",
         "a run's status is what became of it",
-        "pipeline/recording/run.py",
+        "pipeline/recording/recorded_run.py",
         '    return "FAILED", str(error) if',
         '    return "FINISHED", str(error) if',
         ("tests/replay/test_played.py::test_a_failed_rank_is_named_with_its_own_traceback",),

@@ -20,8 +20,8 @@ from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.trial import Trial
 from pipeline.recording import journal
+from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import open_trial
 
 
 class Launched(NamedTuple):

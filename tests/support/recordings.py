@@ -161,7 +161,7 @@ def play(lab: Path, store: Store, command: Any, monkeypatch: pytest.MonkeyPatch)
 def written_here() -> Iterator[None]:
     """Inside, commands write to MLflow in this process: another one takes seconds to import it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.recording.run.MlflowSubscriber", _WriterHere)
+        patch.setattr("pipeline.recording.recorded_run.MlflowSubscriber", _WriterHere)
         patch.setattr("pipeline.recording.mlflow.head_start", lambda uri: nullcontext())
         yield
 

@@ -8,7 +8,7 @@ import psutil
 
 from pipeline.wording import counted
 
-MODULE = "pipeline.commands.sweep.process"
+MODULE = "pipeline.commands.sweep.trial_process"
 _AFTER_GRACE_S = 15.0
 _LOOK_S = 0.1
 

@@ -98,7 +98,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         assignment = Assignment(job=self._job, number=number, values=values, config_hash=self._hash)
         with (self._folder / OUTPUT_NAME).open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.commands.sweep.process"],
+                [sys.executable, "-m", "pipeline.commands.sweep.trial_process"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

@@ -17,8 +17,8 @@ from pipeline.protocol.events import ModelSaved, Tagged
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.folder import id_of
+from pipeline.recording.recorded_run import artifact
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import artifact
 from pipeline.recording.terminal import Terminal
 from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial
 

@@ -64,7 +64,7 @@ def train(assignment: Assignment, lifeline: _Lifeline) -> None:
     from pipeline.commands.sweep.sampling import titled
     from pipeline.config.load import load
     from pipeline.config.summary import config_hash
-    from pipeline.recording.run import Membership
+    from pipeline.recording.recorded_run import Membership
     from pipeline.recording.terminal import Terminal
 
     job = assignment.job

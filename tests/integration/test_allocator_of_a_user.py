@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="anoth
 STEPS = """
 import os, resource, sys
 import torch
-from pipeline import heap
+from pipeline.system import allocator
 from contextlib import nullcontext
 
 def pages(count, size):  # as many as a step needs anew, of 4 KiB each
@@ -27,8 +27,8 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
 def measure(how):
-    kept = heap.kept() if how != "without" else nullcontext()
-    huge = heap.huge_pages() if how == "huge" else nullcontext()
+    kept = allocator.kept() if how != "without" else nullcontext()
+    huge = allocator.huge_pages() if how == "huge" else nullcontext()
     with huge, kept:
         torch.zeros(1)
         first = resident()

@@ -5,17 +5,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.commands.sweep import delivery
+from pipeline.commands.sweep import deliver_trials
 from pipeline.commands.sweep import processes as members
-from pipeline.commands.sweep import resume as earlier
+from pipeline.commands.sweep import resume_sweep as earlier
 from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Suggestion, TrialJob
 from pipeline.commands.sweep.display_sweep import SweepDisplay
 from pipeline.commands.sweep.planning import SweepPlan, identified, make
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import TrainingError, UsageError
+from pipeline.recording.recorded_run import recorded
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.run import recorded
 from pipeline.recording.terminal import Terminal, write
 from pipeline.report.swept import Swept, SweptReport
 from pipeline.system.process import outer_rank
@@ -56,7 +56,7 @@ def sweep(
         job = _job(file, plan, recorder.folder, overrides=overrides, verbose=verbose)
         try:
             _search(file, plan, job, recorder=recorder, terminal=terminal)
-            delivery.send(
+            deliver_trials.send(
                 recorder.folder,
                 patience_s=job.grace_s + AFTER_GRACE_S,
                 tell=lambda message: write(terminal.progress, message),
@@ -65,7 +65,7 @@ def sweep(
         finally:
             report = outcome.report(file, plan, recorder, overrides=overrides, terminal=terminal)
             show(report)
-            if lacking := delivery.missing(recorder.folder):
+            if lacking := deliver_trials.missing(recorder.folder):
                 write(terminal.warnings, lacking, style="yellow")
         _check(report.swept)
 
