@@ -47,16 +47,16 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None =
         device=context.device, warmup_steps=trial.experiment.measure.warmup_steps, compiling=context.compiling
     )
     meter = Meter(context=context, clock=clock, outbox=outbox)
-    keeper = CheckpointManager(context, meter=meter, outbox=outbox)
+    manager = CheckpointManager(context, meter=meter, outbox=outbox)
     reporting.start(context, outbox)
     reporting.averaging(context, outbox)
     compile_ahead(context)
-    with keeper:
-        start = keeper.resume()
+    with manager:
+        start = manager.resume()
         for epoch in range(start // context.order.steps_per_epoch, context.epochs):
-            train_epoch(context, epoch=epoch, start=start, meter=meter, keeper=keeper)
+            train_epoch(context, epoch=epoch, start=start, meter=meter, manager=manager)
             if not trial.is_measurement:
-                end_epoch(context, epoch=epoch, meter=meter, keeper=keeper)
+                end_epoch(context, epoch=epoch, meter=meter, manager=manager)
                 if meter.stop_agreed:
                     raise Stopped
     if not trial.is_measurement:
@@ -94,7 +94,7 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
     return result.model_copy(update={"parts": parts or result.parts, "unused_parameters": unused or 0, "costs": known})
 
 
-def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, keeper: CheckpointManager) -> None:
+def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, manager: CheckpointManager) -> None:
     """Train one epoch (counted from 0), or what is left of it after ``start`` steps, or of the trial's steps."""
     context.wrapped.train()
     first = epoch * context.order.steps_per_epoch
@@ -115,16 +115,16 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
                 prepare_evaluation(context)
         if meter.cadence.is_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)
-            if step + 1 < last and (meter.stop_agreed or keeper.is_due(step + 1)):  # an epoch's end has its own
+            if step + 1 < last and (meter.stop_agreed or manager.is_due(step + 1)):  # an epoch's end has its own
                 check_weights(context, step=step + 1)
                 mark(Phase.SAVING)
-                keeper.save(step=step + 1)
+                manager.save(step=step + 1)
                 if meter.stop_agreed:
                     raise Stopped
                 meter.clock.resume()
 
 
-def end_epoch(context: TrainContext, *, epoch: int, meter: Meter, keeper: CheckpointManager) -> None:
+def end_epoch(context: TrainContext, *, epoch: int, meter: Meter, manager: CheckpointManager) -> None:
     """Evaluate if it is time to, move an epoch-wise scheduler on, and save."""
     last = epoch + 1 == context.epochs
     step = context.order.steps_per_epoch * (epoch + 1)
@@ -142,4 +142,4 @@ def end_epoch(context: TrainContext, *, epoch: int, meter: Meter, keeper: Checkp
         elif values:
             context.scheduler.step(values["validation/loss"])
     mark(Phase.SAVING)
-    keeper.save(step=step, metric=values.get(context.experiment.checkpoint.best or ""))
+    manager.save(step=step, metric=values.get(context.experiment.checkpoint.best or ""))

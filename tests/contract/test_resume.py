@@ -182,7 +182,7 @@ def _sharded(trial: Trial, rank: Rank) -> TrainContext:
     return context
 
 
-def _keeper(context: TrainContext, outbox: _Written) -> CheckpointManager:
+def _manager(context: TrainContext, outbox: _Written) -> CheckpointManager:
     clock = Clock(device=context.device, warmup_steps=0)
     meter = Meter(context=context, clock=clock, outbox=outbox)
     clock.resume()
@@ -195,12 +195,12 @@ def _shard(folder: Path, rank: Rank) -> None:
     trial = _trial(folder.parent, folder.name, precision="fp64")
     outbox = _Written(Path(f"{folder}.{rank.rank}.jsonl"))
     context = _sharded(trial, rank)
-    with _keeper(context, outbox) as keeper:
+    with _manager(context, outbox) as manager:
         optimizer_step(context, context.train_loader.batches(context.micro_batches(0)), step=0)
-        keeper.save(step=1)
+        manager.save(step=1)
         again = _sharded(trial.model_copy(update={"resume": True}), rank)
-    with _keeper(again, outbox) as keeper:
-        assert keeper.resume() == 1
+    with _manager(again, outbox) as manager:
+        assert manager.resume() == 1
     whole = _full(context)
     for one, other in zip(whole, _full(again), strict=True):
         assert torch.equal(one, other)

@@ -24,7 +24,7 @@ from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training import cadence
 from pipeline.training.checkpoints import inventory
-from pipeline.training.checkpoints import manager as keeper
+from pipeline.training.checkpoints import manager as manager
 from pipeline.training.checkpoints.manifest import FILE_NAME, config_hash, folder_name, step_of, trained
 from pipeline.training.checkpoints.storage import Storage, address_of
 from pipeline.training.loop import train
@@ -396,7 +396,7 @@ class TestStorage:
         self, gated: type[Gated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What is due meanwhile is left out, except for the end, which waits."""
-        monkeypatch.setattr(keeper, "_PATIENCE_S", 0.05)
+        monkeypatch.setattr(manager, "_PATIENCE_S", 0.05)
         gated.gate.clear()
         outbox = Watching(lambda step: gated.gate.set() if step == STEPS else None)
         run(f"gated://{tmp_path.name}", outbox=outbox, **EVERY)
