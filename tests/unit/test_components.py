@@ -247,7 +247,7 @@ class TestResolve:
         name = package(__init__="def __getattr__(name):\n    raise ImportError('needs a library')\n")
         assert refusal(f"{name}.Net", name).endswith("ImportError: needs a library (__init__.py:2)")
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=12, deadline=None)
     @given(
         st.lists(
             st.sampled_from(
