@@ -20,7 +20,7 @@ _LOOP = 500_000
 _LOOP_S = 0.02
 """What `slowness` takes as a loop's time on an idle core of the machines that the limit was chosen on."""
 _MORE = bool(os.environ.get("HYPOTHESIS_PROFILE"))  # fuzz tests with more examples than the gate has
-_A_LIBRARY = 30
+_A_LIBRARY = 10
 """Modules: a test that is the first to import as many is not judged."""
 _PROCESSES = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "tests.ranks"})
 

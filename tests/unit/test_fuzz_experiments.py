@@ -452,8 +452,8 @@ LARGE: dict[str, tuple[str, str]] = {
         + GOOD,
         "more than 50000 values",
     ),
-    "lists in lists": (GOOD.replace(ARGUMENTS, ARGUMENTS + "[" * 5000), "nested deeper than 40 levels"),
-    "mappings in mappings": (GOOD.replace(ARGUMENTS, ARGUMENTS + "{a: " * 5000), "nested deeper than 40 levels"),
+    "lists in lists": (GOOD.replace(ARGUMENTS, ARGUMENTS + "[" * 1000), "nested deeper than 40 levels"),
+    "mappings in mappings": (GOOD.replace(ARGUMENTS, ARGUMENTS + "{a: " * 1000), "nested deeper than 40 levels"),
     "unknown keys": (GOOD + "".join(f"k{n}: 1\n" for n in range(1500)), "... and more problems"),
     "unknown references": (GOOD.replace(ARGUMENTS, ARGUMENTS + "'${sed}', " * 400), "... and more problems"),
     "references in references": (

@@ -101,7 +101,7 @@ def after(step: int, outbox: toys.Kept, name: str) -> list[Any]:
     return [point for point in outbox.points(name) if point.step > step]
 
 
-@pytest.mark.parametrize("stopped", [(1, 2, 3), (4, 5, 6)], ids=["first epoch", "second epoch"])
+@pytest.mark.parametrize("stopped", [(1, 2), (3, 4), (5, 6)], ids=["begins", "goes on", "ends"])
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 def test_a_training_resumed_after_any_step_is_the_same(
     tmp_path: Path, strategy: str, optimizer: str, scheduler: str, stopped: tuple[int, ...]
