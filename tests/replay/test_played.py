@@ -78,11 +78,12 @@ def test_the_report_is_that_of_what_the_workers_measured(play: Play, lab: Path, 
     assert 'href="http' not in page
 
 
-def test_scripts_get_one_document_and_nothing_else(play: Play, lab: Path, command: Any) -> None:
-    ended = play("single", "run", "tiny.yaml", *SINGLE, "--json", "--quiet")
+@pytest.mark.parametrize("quiet", [True, False])
+def test_scripts_get_one_document_and_nothing_else(play: Play, lab: Path, command: Any, quiet: bool) -> None:
+    ended = play("single", "run", "tiny.yaml", *SINGLE, "--json", *["--quiet"] * quiet)
 
     assert ended.code == 0, ended.stderr
-    assert "samples/s" not in ended.stderr
+    assert ("samples/s" in ended.stderr) != quiet
     document = json.loads(ended.stdout)
     assert (document["run"], document["name"]) == (run_in(lab).name, "tiny")
     assert document["main"]["samples_per_second"] > 0

@@ -4,16 +4,17 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import pytest
 
 from pipeline.protocol.channel.inbox import Inbox, inside
 from pipeline.protocol.channel.outbox import ChannelOutbox
-from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.events import AnyEvent, Metrics, Point, Warned
+from pipeline.protocol.channel.wire import EVENT, Address
+from pipeline.protocol.events import AnyEvent, Metrics, Point, Warned, event_to_json
 
 
 class Driver:
@@ -137,6 +138,21 @@ def test_strangers_do_not_disturb(driver: Driver) -> None:
             ChannelOutbox(Address(host=at[0], port=at[1], key=secrets.token_hex(32)))
         with ChannelOutbox(driver.inbox.address) as outbox:
             outbox.event(warned("known"))
+    assert driver.messages == ["known"]
+
+
+def test_what_a_stranger_says_all_the_same_is_not_heard(driver: Driver) -> None:
+    """It answers the question for the key with nonsense, and goes on as if it had been let in."""
+    plain = socket.create_connection((driver.inbox.address.host, driver.inbox.address.port))
+    with Connection(plain.detach()) as stranger:
+        stranger.recv_bytes()
+        stranger.send_bytes(b"let me in")
+        assert stranger.recv_bytes() == b"#FAILURE#"
+        with suppress(OSError, EOFError):  # it has been hung up on
+            stranger.send_bytes(EVENT + event_to_json(warned("from a stranger")))
+            stranger.recv_bytes()
+    with ChannelOutbox(driver.inbox.address) as outbox:
+        outbox.event(warned("known"))
     assert driver.messages == ["known"]
 
 

@@ -1,0 +1,40 @@
+"""Which trial of a sweep is the best: of those that were trained to their end, by the direction of its metric."""
+
+import math
+from typing import Any
+
+import pytest
+
+from pipeline.commands.sweep.sweep_report import best_of
+from pipeline.report.swept import SweptTrial
+
+
+def trials(*values: float | None, **of_one: Any) -> list[SweptTrial]:
+    """Finished ones with these values; ``of_one`` changes the second."""
+    made = [
+        SweptTrial(number=n, values={}, state="finished", value=value, run=f"sweep/trial-{n:03}")
+        for n, value in enumerate(values, start=1)
+    ]
+    return [one.model_copy(update=of_one) if one.number == 2 else one for one in made]
+
+
+@pytest.mark.parametrize(
+    ("given", "smallest", "largest"),
+    [
+        (trials(0.3, 0.1, 0.2), 2, 1),
+        (trials(0.3, 0.1, 0.2, state="stopped early"), 3, 1),
+        (trials(0.3, 0.9, 0.2, state="failed"), 3, 1),
+        (trials(0.3, math.nan, 0.2), 3, 1),
+        (trials(None, 0.1, None), 2, 2),
+        (trials(0.2, 0.2), 1, 1),
+    ],
+)
+def test_the_best_has_the_smallest_or_the_largest_value(given: list[SweptTrial], smallest: int, largest: int) -> None:
+    least, most = best_of(given, "min"), best_of(given, "max")
+    assert least is not None
+    assert most is not None
+    assert (least.number, most.number) == (smallest, largest)
+
+
+def test_there_is_none_where_none_was_measured() -> None:
+    assert best_of(trials(None, math.nan), "min") is None
