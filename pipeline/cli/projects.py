@@ -31,10 +31,32 @@ def new(
     ] = False,
 ) -> None:
     """Create a project from a template, or update one."""
-    from pipeline.commands.new import show
-
     if update:
         if template is not None:
             raise UsageError(f"--update works on the project in the working directory; leave out {template}")
-        raise typer.Exit(show.update(Path.cwd(), settings or [], say=typer.echo))
-    show.create(template, directory, settings or [], no_input=no_input, say=typer.echo)
+        _update(settings or [])
+    else:
+        _create(template, directory, settings or [], no_input=no_input)
+
+
+def _create(template: str | None, directory: Path | None, settings: list[str], *, no_input: bool) -> None:
+    from pipeline.commands.new.create import create
+
+    created = create(template, directory, settings, no_input=no_input)
+    if created.warning:
+        typer.echo(f"note: no first commit: {created.warning}")
+    typer.echo(created.next_commands)
+
+
+def _update(settings: list[str]) -> None:
+    """Update the project in the working directory; exit with 1 if there are conflicts."""
+    from pipeline.commands.new.update import update
+
+    updated = update(Path.cwd(), settings)
+    if not updated.files:
+        typer.echo("nothing has changed in the template")
+    for file in updated.files:
+        typer.echo(f"{'conflict' if file in updated.conflicts else 'updated '}  {file}")
+    if updated.conflicts:
+        typer.echo("Mend the conflicts, git add the files and git commit; or undo it all with git merge --abort.")
+        raise typer.Exit(1)

@@ -82,14 +82,13 @@ def diff(
     """Show what two runs don't have in common: configuration, environment, results."""
     import rich.console
 
-    from pipeline.commands.history import side_by_side
-    from pipeline.commands.history.difference import difference
+    from pipeline.commands.history.difference import difference, show_difference
 
     found = difference(_found(first, directory), _found(second, directory))
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
     else:
-        side_by_side.show(found, console=rich.console.Console(highlight=False))
+        show_difference(found, console=rich.console.Console(highlight=False))
 
 
 def ui(

@@ -96,10 +96,8 @@ def _print(request: "Request", *, pods: dict[str, str], nodes: int | None) -> No
 
 
 def _send(request: "Request", *, address: str | None, follow: bool) -> None:
-    from pipeline.commands.submit.job_code import packed
-
     with undisturbed():
-        from pipeline.commands.submit.jobs import Jobs, run_directory
+        from pipeline.commands.submit.jobs import Jobs, packed, run_directory
         from pipeline.driver import preflight
 
     preflight.check(request.file)

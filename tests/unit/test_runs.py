@@ -11,8 +11,7 @@ import rich.console
 from samples import finished, report, spread
 
 from pipeline.commands.history import run_table as table
-from pipeline.commands.history import side_by_side
-from pipeline.commands.history.difference import difference
+from pipeline.commands.history.difference import difference, show_difference
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened
 from pipeline.protocol.trial import Status
@@ -180,7 +179,7 @@ def test_a_difference_holds_what_differs_and_nothing_else(tmp_path: Path) -> Non
     assert found.results["ddp x 2: samples/s"].change == "+100.0%"
     for width in (80, 40):
         console = rich.console.Console(file=io.StringIO(), width=width)
-        side_by_side.show(found, console=console)
+        show_difference(found, console=console)
         assert isinstance(console.file, io.StringIO)
         text = console.file.getvalue()
         assert max(map(len, text.splitlines())) <= max(width, len("b  20260302-120000-digits-aaaa"))

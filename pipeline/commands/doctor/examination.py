@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pipeline.cluster.node_facts import NodeFacts, facts_here
 from pipeline.commands.doctor import gpus, machine, tracking, versions
 from pipeline.commands.doctor import link_speed as link
-from pipeline.commands.doctor import node_network as nodes
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.link_speed import MeasuredLink
 from pipeline.config.parallel import Parallel
@@ -98,7 +97,6 @@ def _judged(asked: tuple[NodeFacts, ...], *, here: NodeFacts) -> Iterator[CheckR
     yield from versions.judged(asked, here=here)
     yield from gpus.judged(asked)
     yield from machine.judged(asked)
-    yield from nodes.judged(asked)
 
 
 def _measuring(asked: tuple[NodeFacts, ...]) -> str:

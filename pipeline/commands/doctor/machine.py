@@ -1,9 +1,9 @@
-"""Memory, limits of the system, disk, programs."""
+"""Memory, limits of the system, disk, programs; clocks and host names where there are several nodes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from pipeline.cluster.node_facts import NodeFacts
-from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, low_to_high
+from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, listed, low_to_high
 
 _SHM = "/dev/shm"  # noqa: S108 - only looked at
 _MEMORY = Limit(warning=2048, problem=256)  # MiB
@@ -12,6 +12,7 @@ _SHARED_FREE = Limit(warning=256, problem=16)
 _DISK = Limit(warning=5 * 1024, problem=256)
 _OPEN_FILES = Limit(warning=1024, problem=128)
 _PROCESSES = Limit(warning=1024, problem=64)
+_SKEW_S = 1.0
 
 
 def judged(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
@@ -22,6 +23,10 @@ def judged(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
     yield from by_node(nodes, _limits, fine=lambda: _ok("limits", _all_limits(nodes)))
     yield from by_node(nodes, _compiler, fine=lambda: _ok("compiler", f"{nodes[0].compiler}, for torch.compile"))
     yield from by_node(nodes[:1], _git, fine=lambda: _ok("git", str(nodes[0].git)))
+    if any(node.clock_ahead_s is not None for node in nodes):
+        yield from by_node(nodes, _clock, fine=lambda: _ok("clocks", _skew(nodes)))
+    if len(nodes) > 1:
+        yield _ok("host names", _names(nodes))
 
 
 def _memory(node: NodeFacts) -> CheckResult | None:
@@ -66,6 +71,33 @@ def _compiler(node: NodeFacts) -> CheckResult | None:
 def _git(node: NodeFacts) -> CheckResult | None:
     what = "no git; runs can't say which code they ran"
     return None if node.git else CheckResult(subject="git", status="warning", what=what, fix="apt-get install git")
+
+
+def _clock(node: NodeFacts) -> CheckResult | None:
+    """A difference counts as far as it is larger than its error."""
+    if node.clock_ahead_s is None or abs(node.clock_ahead_s) - (node.clock_error_s or 0) < _SKEW_S:
+        return None
+    direction = "ahead of" if node.clock_ahead_s > 0 else "behind"
+    what = f"its clock is {abs(node.clock_ahead_s):.1f} s {direction} this machine's; times in reports are off"
+    return CheckResult(subject="clocks", status="warning", what=what, fix="timedatectl set-ntp true; chronyc makestep")
+
+
+def _skew(nodes: Sequence[NodeFacts]) -> str:
+    largest = max(nodes, key=lambda node: abs(node.clock_ahead_s or 0))
+    ahead, error = abs(largest.clock_ahead_s or 0), largest.clock_error_s or 0
+    return f"within {1e3 * (ahead + error):.0f} ms of this machine's"
+
+
+def _names(nodes: Sequence[NodeFacts]) -> str:
+    """Left alone, gloo would take the address that a node's name leads to."""
+    astray = [node.label for node in nodes if (node.hostname_address or "127.").startswith("127.")]
+    if not astray:
+        return "each node's name leads to an address of the network"
+    leads = "leads" if len(astray) == 1 else "lead"
+    return (
+        f"the names of {listed(astray)} {leads} to loopback; runs use the interface of Ray's address instead, or "
+        "parallel.interface"
+    )
 
 
 def _scarce(subject: str, limit: Limit, value: int | None, what: str, *, fix: str) -> CheckResult | None:

@@ -3,6 +3,10 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import rich.console
+from rich.table import Table
+from rich.text import Text
+
 from pipeline.commands.history.run_result import report_of
 from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
@@ -13,6 +17,7 @@ from pipeline.report import Row
 
 _TAGS = ("git_commit", "git_dirty", "hardware", "user", "python")
 _COMMENT = "# "
+_NAME_SHARE = 0.4  # of the width, at most
 _MANY = 10.0  # times as much; from there on, percent are hard to read
 _REACHED = ("validation/", "train/loss")
 
@@ -55,6 +60,23 @@ def difference(a: RunSummary, b: RunSummary) -> Difference:
         environment=_pairs(_environment(opened[0], a.folder), _environment(opened[1], b.folder)),
         results=_pairs(dict(_results(a)), dict(_results(b))),
     )
+
+
+def show_difference(difference: Difference, *, console: rich.console.Console) -> None:
+    """Print what differs, in three tables; those that would be empty are left out."""
+    for letter, run in (("a", difference.a), ("b", difference.b)):
+        console.print(Text(f"{letter}  {run.run}", style="bold"), soft_wrap=True)
+    sections = {
+        "Configuration": difference.configuration,
+        "Environment": difference.environment,
+        "Results": difference.results,
+    }
+    for title, pairs in sections.items():
+        if pairs:
+            console.print("", Text(title, style="bold"), _table(pairs, width=console.width), sep="\n")
+    same = [title.lower() for title, pairs in sections.items() if not pairs]
+    if same:
+        console.print(f"\nthe same: {', '.join(same)}", markup=False)
 
 
 def _pairs(a: Mapping[str, str | float], b: Mapping[str, str | float]) -> dict[str, Pair]:
@@ -101,3 +123,23 @@ def _figures(row: Row) -> Iterator[tuple[str, float | None]]:
     yield "data wait, ms", row.parts.data_wait_ms
     yield "peak memory, MB", max(row.peak_memory_mb, default=None)
     yield "first step after, s", row.time_to_first_step_s
+
+
+def _table(pairs: Mapping[str, Pair], *, width: int) -> Table:
+    has_change = any(pair.change for pair in pairs.values())
+    table = Table(box=None, pad_edge=False, show_header=True, padding=(0, 2, 0, 0))
+    table.add_column("", overflow="fold", max_width=int(width * _NAME_SHARE))
+    for name in ("a", "b"):
+        table.add_column(name, overflow="fold")
+    if has_change:
+        table.add_column("change", justify="right", no_wrap=True)
+    for name, pair in pairs.items():
+        cells = [Text(name), Text(_shown(pair.a)), Text(_shown(pair.b))]
+        table.add_row(*cells, *([pair.change] if has_change else []))
+    return table
+
+
+def _shown(value: str | float | None) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:,.4g}" if abs(value) < 1e5 else f"{value:,.0f}"

@@ -1,5 +1,6 @@
 """Runs on a Ray cluster: sent there as Ray jobs, looked at, stopped."""
 
+import os
 import secrets
 import shlex
 import time
@@ -10,9 +11,8 @@ from typing import Any, Literal
 
 from ray.job_submission import JobSubmissionClient
 
-from pipeline.cluster.package import Package, staged
+from pipeline.cluster.package import Package, project_folder, staged, tracked
 from pipeline.commands.submit import cluster
-from pipeline.commands.submit.job_code import working_folder
 from pipeline.commands.submit.request import CLOSING_S, Request, is_relative, variables
 from pipeline.config.nearest import did_you_mean
 from pipeline.config.values import Frozen
@@ -72,7 +72,7 @@ class Jobs:
         with staged(package) as folder, cluster.explained(self.url):
             cluster.once_ready(
                 self.client.submit_job,
-                entrypoint=entrypoint(request, folder=working_folder(package)),
+                entrypoint=entrypoint(request, folder=_working_folder(package)),
                 submission_id=identity,
                 runtime_env={"working_dir": str(folder), "env_vars": {**_settings(request), **values}},
                 metadata={_EXPERIMENT: request.name},
@@ -140,6 +140,26 @@ class Jobs:
         return job
 
 
+def packed(experiment: Path) -> Package:
+    """The files of the project that go along.
+
+    Raises:
+        UsageError: the experiment file is not one of them.
+        ResourceError: there is no git repository, or too much in it.
+    """
+    package = tracked(project_folder())
+    root = package.root.resolve()
+    path = experiment.resolve()
+    if not path.is_relative_to(root):
+        raise UsageError(f"{experiment}: lies outside of {root}, which is what goes to the cluster; move it there")
+    if path.relative_to(root) not in package.files:
+        raise UsageError(
+            f"{experiment}: git doesn't track this file, so it wouldn't go along; git add {experiment}, "
+            "a commit isn't needed"
+        )
+    return package
+
+
 def entrypoint(request: Request, *, folder: Path) -> str:
     """What the cluster's head runs in a folder of the code."""
     more = ["parallel.launcher=ray", "parallel.address=auto"]
@@ -172,6 +192,11 @@ def tell(job: Job, *, show: Callable[[str], None]) -> None:
     """How a job ended, in a line."""
     code = "" if job.exit_code is None else f" with exit code {job.exit_code}"
     show(f"{job.id}: {job.status}{code}")
+
+
+def _working_folder(package: Package) -> Path:
+    """Where we are, relative to the package's root: the run is to be in the same place."""
+    return Path(os.path.relpath(Path.cwd().resolve(), package.root.resolve()))
 
 
 def _settings(request: Request) -> dict[str, str]:
