@@ -1,7 +1,7 @@
 """Commands that look at runs on a cluster, and stop them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +11,8 @@ from pipeline.cli.arguments import Json
 from pipeline.errors import Interrupted, Terminated
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from pipeline.commands.submit.jobs import Job, Jobs
 
 _STOPPED = 143
@@ -105,18 +107,18 @@ def how_to_go_on(jobs: "Jobs", job: str) -> str:
 
 def _print_table(jobs: "list[Job]") -> None:
     import rich.console
-    import rich.table
 
-    from pipeline.recording.text_tables import width_of
+    from pipeline.recording.text_tables import listing, print_table
 
-    table = rich.table.Table(box=None, pad_edge=False)
-    for name in ("id", "experiment", "status", "exit code", "since"):
-        table.add_column(name, no_wrap=True)
-    for job in jobs:
-        code = "-" if job.exit_code is None else str(job.exit_code)
-        since = job.ended or job.began
-        when = f"{since.astimezone():%Y-%m-%d %H:%M:%S}" if since else "-"
-        table.add_row(job.id, job.experiment or "-", job.status, code, when)
-    console = rich.console.Console(highlight=False)
-    console.width = max(console.width, width_of(table, console))  # cut ids would be of no use
-    console.print(table)
+    columns: list[tuple[str, Callable[[Job], str]]] = [
+        ("id", lambda job: job.id),
+        ("experiment", lambda job: job.experiment or "-"),
+        ("status", lambda job: job.status),
+        ("exit code", lambda job: "-" if job.exit_code is None else str(job.exit_code)),
+        ("since", lambda job: _local_time(job.ended or job.began)),
+    ]
+    print_table(listing(columns, jobs), console=rich.console.Console(highlight=False))
+
+
+def _local_time(time: "datetime | None") -> str:
+    return f"{time.astimezone():%Y-%m-%d %H:%M:%S}" if time else "-"

@@ -15,7 +15,7 @@ from pipeline.recording.display import Display, Lines, LiveDisplay
 from pipeline.recording.format import figures
 from pipeline.recording.notebook import NotebookDisplay
 from pipeline.recording.terminal import Terminal, write
-from pipeline.recording.text_tables import PrintableTable, headed, laid_out
+from pipeline.recording.text_tables import PrintableTable, headed, print_report_table
 from pipeline.wording import counted
 
 
@@ -108,7 +108,8 @@ def print_report(report: Printable, *, stdout: rich.console.Console) -> None:
     """Print the final tables with what they mean below."""
     stdout.print(headed(report.opening, width=stdout.width))
     for table in report.tables:
-        stdout.print("", *laid_out(table, width=stdout.width), sep="\n")
+        stdout.print()
+        print_report_table(table, console=stdout)
     stdout.print("", headed(report.closing, width=stdout.width), sep="\n")
     if report.advised:
         stdout.print("", headed(["Advice", *report.advised], width=stdout.width), sep="\n")

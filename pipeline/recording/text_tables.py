@@ -1,16 +1,21 @@
-"""Tables in the terminal: they fit 80 columns and need no colour; in a narrower terminal, nothing is cut off."""
+"""Tables in the terminal, laid out by rich: no cell is ever cut, in a narrow terminal or in a pipe.
+
+What rich doesn't do is done here: heads in two lines that leave figures unbroken, and hanging indents.
+"""
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 _ANY_WIDTH = 10_000
 _NAME_WIDTH = 16  # of the first column; longer titles wrap between words, so that figures need not
+
+Item = TypeVar("Item")
 
 
 class PrintableTable(Protocol):
@@ -37,23 +42,56 @@ class PrintableTable(Protocol):
         """Lines below."""
 
 
-def laid_out(printable: PrintableTable, *, width: int) -> Iterator[RenderableType]:
-    """The table with its title above and its notes below."""
-    if printable.title:
-        yield Text(printable.title, style="bold")
+def print_report_table(report_table: PrintableTable, *, console: Console) -> None:
+    """Print a table of figures, the title above and the notes below."""
+    if report_table.title:
+        console.print(Text(report_table.title, style="bold"))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, name in enumerate(printable.header):
+    for index, name in enumerate(report_table.header):
         table.add_column(_in_two_lines(name), justify="right" if index else "left", vertical="bottom", overflow="fold")
-    for index, (name, *cells) in enumerate(printable.rows):
+    for index, (name, *cells) in enumerate(report_table.rows):
         lines = textwrap.fill(name, _NAME_WIDTH, subsequent_indent="  ", break_long_words=False)
-        table.add_row(*map(Text, (lines, *cells)), style="bold" if index == printable.emphasis else "")
-    yield table
-    if printable.notes:
-        yield headed(["", *printable.notes], width=width)
+        table.add_row(*map(Text, (lines, *cells)), style="bold" if index == report_table.emphasis else "")
+    print_table(table, console=console)
+    if report_table.notes:
+        console.print(headed(["", *report_table.notes], width=console.width))
+
+
+def listing(
+    columns: Sequence[tuple[str, Callable[[Item], str]]],
+    items: Iterable[Item],
+    *,
+    style: Callable[[Item], str] = lambda _: "",
+    right_aligned: Sequence[str] = (),
+) -> Table:
+    """Build a table with a line for each item; its cells never wrap, since a broken id can't be copied.
+
+    Args:
+        columns: name and text of each column.
+        items: what the lines are about.
+        style: rich style of an item's line.
+        right_aligned: names of columns with figures.
+    """
+    table = Table(box=None, pad_edge=False)
+    for name, _ in columns:
+        table.add_column(name, no_wrap=True, justify="right" if name in right_aligned else "left")
+    for item in items:
+        table.add_row(*(Text(cell(item)) for _, cell in columns), style=style(item))
+    return table
+
+
+def print_table(table: Table, *, console: Console) -> None:
+    """Print a table without cutting a cell.
+
+    A terminal folds cells that are too wide, except those of ``no_wrap`` columns; a pipe gets each row whole.
+    """
+    if not console.is_terminal or all(column.no_wrap for column in table.columns):
+        table.width = width_of(table, console)
+    console.print(table, crop=False)
 
 
 def width_of(table: Table, console: Console) -> int:
-    """Columns that a table needs so that nothing is cut, however narrow the terminal is."""
+    """Measure the characters in a line that a table needs to print each row whole."""
     return console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
 
 

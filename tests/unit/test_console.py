@@ -202,8 +202,8 @@ def test_a_terminal_says_what_is_waited_for_and_keeps_one_line_of_a_finished_tri
     assert "main: ddp x 2: done, 24 steps, 1,312 samples/s" in printed(stdout).splitlines()[-2]
 
 
-def lines_of(result: Report, *, width: int = 80) -> Iterator[str]:
-    stdout = rich.console.Console(file=io.StringIO(), width=width)
+def lines_of(result: Report, *, width: int = 80, is_terminal: bool = True) -> Iterator[str]:
+    stdout = rich.console.Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
     print_report(result, stdout=stdout)
     return (line.rstrip() for line in printed(stdout).splitlines())
 
@@ -275,3 +275,10 @@ def test_large_figures_and_long_titles_fit_the_terminal_and_nothing_is_cut(width
     assert not any("…" in line for line in lines)
     if width == 80:
         assert "234,567 ± 2,345" in "\n".join(lines)
+
+
+def test_a_pipe_gets_each_row_in_one_line_however_narrow_it_is_said_to_be() -> None:
+    narrow, wide = (list(lines_of(report(), width=width, is_terminal=False)) for width in (20, 80))
+    row = "single, 2 cores  355.6 ± 0.0    354.3        -   0.2   1.0  355.6"
+    assert row in narrow
+    assert row in wide

@@ -52,8 +52,12 @@ def run(
     return folder
 
 
-def shown(width: int, directory: Path, *, ago_s: float = 7200) -> list[str]:
-    console = rich.console.Console(file=io.StringIO(), width=width)
+def console_of(width: int, *, is_terminal: bool = True) -> rich.console.Console:
+    return rich.console.Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
+
+
+def shown(width: int, directory: Path, *, ago_s: float = 7200, is_terminal: bool = True) -> list[str]:
+    console = console_of(width, is_terminal=is_terminal)
     now = datetime.fromtimestamp(BEGAN + ago_s, UTC)
     table.show(list(runs.summaries(directory)), now=now, console=console)
     assert isinstance(console.file, io.StringIO)
@@ -114,6 +118,7 @@ def test_the_table_fits_80_columns_and_loses_the_experiment_first(tmp_path: Path
     ]
     assert "  experiment " in shown(140, tmp_path)[0]
     assert shown(20, tmp_path) == shown(80, tmp_path)  # nothing is cut
+    assert shown(80, tmp_path, is_terminal=False) == shown(140, tmp_path)  # a pipe is as wide as it needs to be
 
 
 @pytest.mark.parametrize(
@@ -178,7 +183,7 @@ def test_a_difference_holds_what_differs_and_nothing_else(tmp_path: Path) -> Non
     assert set(found.results) == {"status", "message", "ddp x 2: samples/s"}
     assert found.results["ddp x 2: samples/s"].change == "+100.0%"
     for width in (80, 40):
-        console = rich.console.Console(file=io.StringIO(), width=width)
+        console = console_of(width)
         show_difference(found, console=console)
         assert isinstance(console.file, io.StringIO)
         text = console.file.getvalue()

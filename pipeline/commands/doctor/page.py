@@ -9,7 +9,7 @@ from rich.text import Text
 from pipeline.cluster.node_facts import NodeFacts
 from pipeline.commands.doctor.check_result import CheckResult, amount
 from pipeline.commands.doctor.examination import Examination
-from pipeline.recording.text_tables import headed, laid_out
+from pipeline.recording.text_tables import headed, print_report_table
 from pipeline.report import tables
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -40,8 +40,7 @@ def show(examination: Examination, *, terminal: rich.console.Console) -> None:
         header=tuple(name for name, _ in columns),
         rows=tuple(tuple(text(node) for _, text in columns) for node in examination.nodes),
     )
-    for part in laid_out(nodes, width=terminal.width):
-        terminal.print(part)
+    print_report_table(nodes, console=terminal)
     terminal.print()
     for finding in examination.findings:
         _print(finding, terminal)

@@ -13,6 +13,7 @@ from pipeline.errors import UsageError
 from pipeline.protocol.events import RunOpened
 from pipeline.recording.folder import ENVIRONMENT_NAME
 from pipeline.recording.runs import RunSummary, last_opened
+from pipeline.recording.text_tables import print_table
 from pipeline.report import Row
 
 _TAGS = ("git_commit", "git_dirty", "hardware", "user", "python")
@@ -73,7 +74,8 @@ def show_difference(difference: Difference, *, console: rich.console.Console) ->
     }
     for title, pairs in sections.items():
         if pairs:
-            console.print("", Text(title, style="bold"), _table(pairs, width=console.width), sep="\n")
+            console.print("", Text(title, style="bold"), sep="\n")
+            print_table(_table(pairs, console), console=console)
     same = [title.lower() for title, pairs in sections.items() if not pairs]
     if same:
         console.print(f"\nthe same: {', '.join(same)}", markup=False)
@@ -125,10 +127,10 @@ def _figures(row: Row) -> Iterator[tuple[str, float | None]]:
     yield "first step after, s", row.time_to_first_step_s
 
 
-def _table(pairs: Mapping[str, Pair], *, width: int) -> Table:
+def _table(pairs: Mapping[str, Pair], console: rich.console.Console) -> Table:
     has_change = any(pair.change for pair in pairs.values())
     table = Table(box=None, pad_edge=False, show_header=True, padding=(0, 2, 0, 0))
-    table.add_column("", overflow="fold", max_width=int(width * _NAME_SHARE))
+    table.add_column("", overflow="fold", max_width=int(console.width * _NAME_SHARE) if console.is_terminal else None)
     for name in ("a", "b"):
         table.add_column(name, overflow="fold")
     if has_change:

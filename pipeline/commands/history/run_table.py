@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 import rich.console
-import rich.table
+from rich.table import Table
 
 from pipeline.recording.runs import RunSummary
-from pipeline.recording.text_tables import width_of
+from pipeline.recording.text_tables import listing, print_table, width_of
 
 _STYLES = {"RUNNING": "cyan", "FAILED": "red", "KILLED": "yellow"}
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
@@ -26,10 +26,9 @@ def show(runs: Sequence[RunSummary], *, now: datetime, console: rich.console.Con
         ("began", lambda run: ago((now - run.began).total_seconds())),
     ]
     table = _table(runs, columns)
-    if width_of(table, console) > console.width:
+    if console.is_terminal and width_of(table, console) > console.width:
         table = _table(runs, [column for column in columns if column[0] != "experiment"])
-    console.width = max(console.width, width_of(table, console))  # cut ids would be of no use
-    console.print(table)
+    print_table(table, console=console)
 
 
 def ago(seconds: float) -> str:
@@ -38,10 +37,5 @@ def ago(seconds: float) -> str:
     return f"{max(0, int(seconds // size))} {unit} ago"
 
 
-def _table(runs: Sequence[RunSummary], columns: Sequence[Column]) -> rich.table.Table:
-    table = rich.table.Table(box=None, pad_edge=False)
-    for name, _ in columns:
-        table.add_column(name, no_wrap=True, justify="right" if name == "speedup" else "left")
-    for run in runs:
-        table.add_row(*(cell(run) for _, cell in columns), style=_STYLES.get(run.status, ""))
-    return table
+def _table(runs: Sequence[RunSummary], columns: Sequence[Column]) -> Table:
+    return listing(columns, runs, style=lambda run: _STYLES.get(run.status, ""), right_aligned=("speedup",))
