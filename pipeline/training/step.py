@@ -53,14 +53,14 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
     checked = nonfinite.skips(context) and not context.scaler.is_enabled()
     applies = not left_out and not (checked and not nonfinite.is_finite(context, norm))
     rate = _step_optimizer(context, step=step, applies=applies)
-    if exchange:
-        context.strategy.after_step(context.whole)
-    if context.averages is not None:
-        context.averages.update(step=step)
     overflowed = context.scaler.get_scale() < scale  # fp16: the optimizer did nothing
     is_skipped = buffers is not None and (overflowed or not applies)
     if buffers is not None and is_skipped:
         buffers.restore()
+    if exchange:
+        context.strategy.after_step(context.whole)
+    if context.averages is not None:
+        context.averages.update(step=step)
     if context.scheduler is not None and context.experiment.train.scheduler_interval == "step":
         nonfinite.advance_scheduler(context.scheduler, is_skipped=overflowed or not applies)
     return StepResult(loss, weight, norm, rate, is_skipped)

@@ -9,6 +9,8 @@ import toys
 
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop
+from pipeline.training.context import TrainContext
+from pipeline.training.evaluation import resulting_weights
 from pipeline.training.loop import train
 from pipeline.training.order import SampleOrder
 
@@ -22,7 +24,7 @@ def weights(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...] = (), 
     monkeypatch.setattr(
         loop.reporting,
         "model",
-        lambda setup, _: kept.append({k: v.clone() for k, v in setup.model.state_dict().items()}),
+        lambda context, _: kept.append(_result(context)),
     )
     trial = toys.trial(
         model={"_target_": "toys.batch_norm_net"},
@@ -33,10 +35,18 @@ def weights(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...] = (), 
     return kept[0]
 
 
-def test_batch_statistics_are_those_of_the_steps_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def _result(context: TrainContext) -> dict[str, torch.Tensor]:
+    with resulting_weights(context):
+        return {name: own.clone() for name, own in context.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("averaging", [{}, {"ema": {"decay": 0.8}}], ids=["", "ema"])
+def test_batch_statistics_are_those_of_the_steps_that_count(
+    monkeypatch: pytest.MonkeyPatch, averaging: dict[str, Any]
+) -> None:
     order = SampleOrder(samples=toys.SAMPLES, global_batch_size=BATCH, seed=3)
     (bad,) = (step + 1 for step in range(order.steps_per_epoch) if HOLE in order.global_batch(0, step))
-    skipped = weights(monkeypatch, on_nonfinite="skip")
+    skipped = weights(monkeypatch, on_nonfinite="skip", **averaging)
     assert all(torch.isfinite(value).all() for value in skipped.values())
-    without = weights(monkeypatch, on_nonfinite="rollback", left_out=(bad,))
+    without = weights(monkeypatch, on_nonfinite="rollback", left_out=(bad,), **averaging)
     torch.testing.assert_close(skipped, without, rtol=0, atol=0)
