@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.training import reporting
 from pipeline.training.clock import synchronize
-from pipeline.training.collective import barrier, gather
+from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.order import MicroBatch
 from pipeline.training.step import optimizer_step

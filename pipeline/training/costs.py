@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import BatchCost, Costs
 from pipeline.training.clock import synchronize
-from pipeline.training.collective import gather
+from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.exchange import all_reduces, in_turn
 from pipeline.training.forward import forward

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import AllReduce
 from pipeline.training.clock import synchronize
-from pipeline.training.collective import barrier, gather
+from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
 
 BUDGET_SECONDS = 2.5  # for each kind of measurement

@@ -18,7 +18,7 @@ from pipeline.training.afterwards import Afterwards
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
-from pipeline.training.collective import gather
+from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.costs import costs
 from pipeline.training.dry_run import compile_ahead

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pipeline.protocol.trial import Rank
-from pipeline.training.collective import gather
+from pipeline.training.collectives import gather
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

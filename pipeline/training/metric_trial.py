@@ -9,7 +9,7 @@ import torch
 from pipeline.config.reported import PREFIX, mlflow_name, source_of
 from pipeline.errors import ExperimentError, Problem
 from pipeline.training import metrics
-from pipeline.training.collective import gather
+from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.metric_states import merge_lists

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipeline.errors import NonFiniteError, TrainingError
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.training.collective import gather
+from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.norms import are_finite, total_norm
 from pipeline.training.order import SampleOrder

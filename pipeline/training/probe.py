@@ -15,7 +15,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Spread, StepParts
 from pipeline.training.clock import Lap, synchronize
-from pipeline.training.collective import barrier, gather
+from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.step import MicroBatches, gradients, optimizer_step
 from pipeline.training.without_updates import forget_local_steps, held_step, without_updates

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
-from pipeline.training.collective import gather
+from pipeline.training.collectives import gather
 from pipeline.training.loader import BatchLoader
 
 _FEW = 4

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipeline.protocol.events import ArtifactSaved, FirstStep, ModelSaved, Outbox, Warned
 from pipeline.protocol.trial import Held
-from pipeline.training.collective import gather
+from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.curves import Curve
 from pipeline.training.evaluation import resulting_weights

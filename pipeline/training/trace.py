@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline.protocol.events import ArtifactSaved, Outbox
 from pipeline.training.clock import synchronize
-from pipeline.training.collective import barrier
+from pipeline.training.collectives import barrier
 from pipeline.training.context import TrainContext
 from pipeline.training.step import MicroBatches, optimizer_step
 from pipeline.training.without_updates import endless, without_updates

@@ -27,12 +27,12 @@ from pipeline.protocol.events import (
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
 from pipeline.training.checkpoints import files, inventory
-from pipeline.training.checkpoints.collectives import from_first
 from pipeline.training.checkpoints.manager import CheckpointManager
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.checkpoints.state import restore
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.clock import Clock
+from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.meter import Meter
 from pipeline.training.step import optimizer_step

@@ -18,8 +18,8 @@ from pipeline.config.project import allowed_packages
 from pipeline.protocol.events import AnyEvent, Failed, event_to_json
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
-from pipeline.training.checkpoints.collectives import from_first
 from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.norms import local
 from pipeline.training.step import gradients, optimizer_step

@@ -30,8 +30,8 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training import probe
-from pipeline.training.checkpoints.collectives import from_first
 from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.collectives import from_first
 from pipeline.training.order import SampleOrder
 from pipeline.worker import main
 

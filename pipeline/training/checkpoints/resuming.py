@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.training.checkpoints import files, inventory
-from pipeline.training.checkpoints.collectives import from_first, tensors_from_first
 from pipeline.training.checkpoints.inventory import Entry
 from pipeline.training.checkpoints.manifest import Manifest
 from pipeline.training.checkpoints.state import State, is_sharded
 from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.collectives import from_first, tensors_from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import rehearse
 

@@ -15,11 +15,11 @@ from pipeline.config.values import Direction
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.training.checkpoints import files
-from pipeline.training.checkpoints.collectives import agreed
 from pipeline.training.checkpoints.inventory import kept
 from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, StoredFile, step_of
 from pipeline.training.checkpoints.state import State
 from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.collectives import agreed
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""What ranks agree on about checkpoints, without one waiting for ever for another that failed. All collective."""
+"""Collectives of Python objects and of tensors by name: all that ranks exchange besides gradients and losses.
+
+Every rank must call them. A rank that fails tells the other ranks, which would wait for it otherwise.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -8,9 +11,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import PipelineError, TrainingError
+from pipeline.protocol.events import Phase
 from pipeline.protocol.trial import Rank
+from pipeline.training.watch import mark
 
 T = TypeVar("T")
+
+
+def gather(value: T, *, rank: Rank) -> list[T]:
+    """Each rank's value, in rank order, on every rank."""
+    if rank.world_size == 1:
+        return [value]
+    mark(Phase.WAITING)
+    values: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier(rank: Rank) -> None:
+    """Wait for all ranks."""
+    if rank.world_size > 1:
+        mark(Phase.WAITING)
+        dist.barrier()
 
 
 def from_first(produce: Callable[[], T], *, rank: Rank) -> T:
