@@ -13,9 +13,8 @@ from pipeline.protocol.events import Outbox, Resumed, Warned
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import device_of
 from pipeline.training.checkpoints import rank_state, resuming
-from pipeline.training.checkpoints.file_overrides import Overrides
-from pipeline.training.checkpoints.make_manifest import describe
-from pipeline.training.checkpoints.manifest import Manifest, folder_name
+from pipeline.training.checkpoints.manifest import Manifest, describe, folder_name
+from pipeline.training.checkpoints.resuming import Overrides
 from pipeline.training.checkpoints.state import State, check, is_sharded, restore, snapshot
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob

@@ -2,14 +2,19 @@
 
 import hashlib
 import re
+import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from io import BufferedReader
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
+
+if TYPE_CHECKING:
+    from pipeline.training.context import TrainContext
 
 FILE_NAME = "manifest.json"
 VALUES = "values.json"
@@ -121,3 +126,27 @@ def _sorted(value: Any) -> Any:
 def sha256(file: BufferedReader) -> str:
     """Of a file's content, from where it stands."""
     return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe(context: "TrainContext", *, step: int, metric: float | None) -> Manifest:
+    """The manifest, without files, of a checkpoint after ``step`` steps.
+
+    Args:
+        context: what trains.
+        step: optimizer steps done.
+        metric: the value of ``checkpoint.best``, if it was measured at this step.
+    """
+    order = context.order
+    return Manifest(
+        step=step,
+        epoch=step // order.steps_per_epoch,
+        steps_per_epoch=order.steps_per_epoch,
+        global_batch_size=order.global_batch_size,
+        world_size=context.rank.world_size,
+        time=time.time(),
+        versions={name: version(name) for name in ("torch", "ddp-pipeline")},
+        experiment=trained(context.experiment),
+        data_digest=context.data_digest,
+        metric=metric,
+        files=(),
+    )
