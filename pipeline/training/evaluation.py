@@ -1,38 +1,57 @@
 """Validation that counts each sample exactly once, at any world size."""
 
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from pipeline.config.reported import PREFIX
+from pipeline.config.reported import PREFIX, mlflow_name, source_of
+from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import Phase
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.training import learned
+from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
-from pipeline.training.curves import Curve
 from pipeline.training.forward import forward
 from pipeline.training.metric_states import merge_lists
-from pipeline.training.metric_trial import try_metrics
-from pipeline.training.metrics import read
+from pipeline.training.metrics import Curve, read
+from pipeline.training.nonfinite import Buffers
 from pipeline.training.optimizer_modes import evaluating
 from pipeline.training.watch import mark
 from pipeline.training.weighting import weighted
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
 
 Show = Callable[[str, Curve], None]
 """Gets a curve with its metric's name."""
 
 
 def prepare(context: TrainContext) -> None:
-    """Build the metrics and try them: the first step doesn't wait for them, an epoch isn't lost to them. Collective.
+    """Build the metrics and try them on a batch that is the same on all ranks, before the first step. Collective.
+
+    What can't be computed from one batch is left to the evaluation. Weights and buffers stay as they are.
 
     Raises:
-        ExperimentError: one of them can't be built, or doesn't fit the model's outputs or the report.
+        ExperimentError: a metric can't be built, refuses the batch, computes neither numbers nor a curve, or reports a
+            name that is taken; or ``checkpoint.best`` names none of the numbers.
     """
-    if context.validation_loader is not None and not context.trial.is_measurement:
-        try_metrics(context)
+    if context.validation_loader is None or context.trial.is_measurement or context.metrics is None:
+        return
+    collection = context.metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
+    with warnings.catch_warnings(action="ignore"):  # about what a batch lacks, such as samples of each class
+        problems = list(_updated(context, collection))
+        problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
+        if not problems:
+            merge_lists(collection, rank=context.rank)
+            problems = list(_judged(collection, best=context.experiment.checkpoint.best))
+    if problems:
+        raise ExperimentError(problems)
 
 
 def evaluate(context: TrainContext, *, show: Show | None = None) -> dict[str, float]:
@@ -111,3 +130,50 @@ def _over_own_samples(context: TrainContext, module: torch.nn.Module) -> torch.T
             mark(Phase.EVALUATING)
             progress.by(len(micro_batch.indices) * world_size)
     return total
+
+
+@torch.no_grad()
+def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[Problem]:
+    """Update the metrics, one by one, with what the model makes of a batch."""
+    buffers = Buffers(context)
+    module = context.strategy.evaluation_module(context.wrapped, context.model)
+    module.eval()
+    output = forward(context, module, context.evaluation_sample())
+    context.wrapped.train()
+    buffers.restore()
+    for name, metric in collection.items(copy_state=False):
+        try:
+            metric.update(output.outputs, output.targets)
+        except Exception as error:  # noqa: BLE001 - whatever a metric raises, it can't take this
+            said = " ".join(str(error).split())[:300]
+            yield Problem(f"metrics.{name}", f"{type(metric).__name__} raised {type(error).__name__}: {said}")
+
+
+def _judged(collection: "MetricCollection", *, best: str | None) -> Iterator[Problem]:
+    computed = {name: result for name, metric in collection.items(copy_state=False) for result in _computed(metric)}
+    taken = {mlflow_name("loss"): "validation/loss"}
+    for name, result in sorted(computed.items(), key=lambda one: isinstance(one[1], dict)):
+        parts = result if isinstance(result, Mapping) else {name: result}
+        try:
+            values = read(parts, {} if isinstance(result, Mapping) else dict(collection.items())).values
+        except ExperimentError as error:
+            yield from (one._replace(key=f"metrics.{name}") for one in error.problems)
+            continue
+        for value in values:
+            if (written := mlflow_name(value)) in taken:
+                message = f"reports {PREFIX}{value}, as {taken[written]} does; give one of them another name"
+                yield Problem(f"metrics.{name}", message)
+            if not isinstance(result, Mapping):  # torchmetrics tells those of several mappings apart
+                taken[written] = f"metrics.{name}"
+        source = source_of(best, computed) if best else None
+        if source == name and (best or "").removeprefix(PREFIX) not in values:
+            known = ", ".join(f"{PREFIX}{value}" for value in list(values)[:8]) or "no number"
+            yield Problem("checkpoint.best", f"is {best}, but metrics.{name} reports {known}")
+
+
+def _computed(metric: "Metric") -> Iterator[Any]:
+    """The result, if one batch is enough for it."""
+    try:
+        yield metric.compute()
+    except Exception:  # noqa: BLE001 - such as R2Score's of one sample
+        return

@@ -16,10 +16,10 @@ from pipeline.protocol.events import ArtifactSaved, FirstStep, ModelSaved, Outbo
 from pipeline.protocol.trial import Held
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
-from pipeline.training.curves import Curve
 from pipeline.training.evaluation import resulting_weights
 from pipeline.training.learned import kept, trainable
 from pipeline.training.loader import to_device
+from pipeline.training.metrics import Curve
 from pipeline.training.norms import local
 from pipeline.wording import counted
 
@@ -134,7 +134,7 @@ def curve(name: str, curve: Curve, *, context: TrainContext, outbox: Outbox) -> 
     with tempfile.TemporaryDirectory() as folder:
         table, picture = Path(folder) / "curve.csv", Path(folder) / "curve.png"
         curve.write(table)
-        curve.micro_batch(picture, title=name)
+        curve.draw(picture, title=name)
         for path in (table, picture):
             place = f"metrics/{quote(name, safe='')}{path.suffix}"
             outbox.file(path, place)
