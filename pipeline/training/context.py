@@ -19,13 +19,18 @@ from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training import metrics, parts
-from pipeline.training import pad_micro_batches as together
 from pipeline.training.averages import Averages
 from pipeline.training.compilation import Stopwatch
 from pipeline.training.learned import PREFIX
-from pipeline.training.loader import BatchLoader, to_device
-from pipeline.training.order import MicroBatch, SampleOrder, StreamOrder, evaluation_micro_batches
-from pipeline.training.prefetch import prefetched
+from pipeline.training.loader import BatchLoader, prefetched, to_device
+from pipeline.training.order import (
+    MicroBatch,
+    SampleOrder,
+    StreamOrder,
+    evaluation_micro_batches,
+    padded,
+    padded_evaluation,
+)
 from pipeline.training.stream import StreamLoader
 from pipeline.training.weighting import Boundary
 
@@ -147,18 +152,12 @@ class TrainContext:
         )
         if not self.strategy.needs_equal_passes:
             return micro_batches
-        return together.padded(
-            micro_batches, order=self.order, world_size=world_size, accumulation=accumulation, first=first
-        )
+        return padded(micro_batches, order=self.order, world_size=world_size, accumulation=accumulation, first=first)
 
     def evaluation_micro_batches(self) -> Iterator[MicroBatch]:
         """The rank's part of the validation set."""
         micro_batches = self._evaluation_draws(self.rank.rank)
-        return (
-            together.padded_evaluation(micro_batches, self._evaluation_draws(0))
-            if self.strategy.shards
-            else micro_batches
-        )
+        return padded_evaluation(micro_batches, self._evaluation_draws(0)) if self.strategy.shards else micro_batches
 
     def evaluation_sample(self) -> Any:
         """A batch as large as those of evaluation, on the CPU; of a stream, rows that are at hand."""

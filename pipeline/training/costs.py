@@ -18,12 +18,11 @@ from pipeline.protocol.trial import BatchCost, Costs
 from pipeline.training.clock import synchronize
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
-from pipeline.training.exchange import all_reduces, in_turn
+from pipeline.training.dry_run import forget_local_steps, held_step, without_updates
+from pipeline.training.exchange import all_reduces, gradients, in_turn
 from pipeline.training.forward import forward
 from pipeline.training.order import MicroBatch, StreamOrder
-from pipeline.training.readiness import gradients
 from pipeline.training.step import optimizer_step
-from pipeline.training.without_updates import forget_local_steps, held_step, without_updates
 
 SIZES_ALONE, SIZES_TOGETHER = 6, 2
 

@@ -11,11 +11,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.protocol.events import Metrics, Outbox, Phase, Point
-from pipeline.training.cadence import Cadence
-from pipeline.training.clock import Clock, Lap
+from pipeline.training.clock import Clock, DataWait, Lap
 from pipeline.training.context import TrainContext
-from pipeline.training.data_wait import DataWait
-from pipeline.training.gauge import GpuGauge
 from pipeline.training.nonfinite import Finiteness
 from pipeline.training.step import StepResult
 from pipeline.training.watch import mark
@@ -26,6 +23,9 @@ WINDOWS = ("throughput/", "time/")
 _SENT_AGAIN = 100
 """Latest reports that a checkpoint keeps: a driver that was killed may not have written down what it was sent. It knows
 what it has."""
+SHORTEST_MS = 100.0
+"""Between two reports, unless something else makes one due. The ranks exchange what they report: that takes as long as
+a short step does, and nobody reads faster."""
 
 
 @dataclass(kw_only=True)
@@ -173,3 +173,55 @@ def _divided(losses: list[float], weights: list[float]) -> list[float]:
     return (
         [loss / weight if weight else 0.0 for loss, weight in zip(losses, weights, strict=True)] if weights else losses
     )
+
+
+class Cadence:
+    """Knows when the next report is due. All ranks agree: what it goes by is the same on all of them."""
+
+    def __init__(self, context: TrainContext) -> None:
+        self._context = context
+        self._log_every = context.experiment.train.log_every_steps
+        self._last = 0
+        self._intervals = 1
+
+    def is_due(self, steps: int) -> bool:
+        """Whether to report after that many steps: in regular intervals, at the end of an epoch, before a checkpoint.
+
+        A measurement reports after its warm-up and after each of its windows.
+        """
+        context, measure = self._context, self._context.experiment.measure
+        in_epoch = steps % context.order.steps_per_epoch
+        if not in_epoch or steps == context.steps:
+            return True
+        if context.trial.is_measurement:
+            return steps >= measure.warmup_steps and (steps - measure.warmup_steps) % measure.steps == 0
+        if in_epoch % self._log_every == 0 and steps - self._last >= self._intervals * self._log_every:
+            return True
+        return context.is_checkpoint_step(steps)
+
+    def reported(self, steps: int, *, step_ms: float) -> None:
+        """A report was made after that many steps, the last of which took ``step_ms`` in the mean over all ranks."""
+        self._last = steps
+        self._intervals = max(1, int(SHORTEST_MS / (step_ms * self._log_every)))
+
+
+@dataclass
+class GpuGauge:
+    """Reads the utilization of some GPUs now and then; without GPUs it reads nothing."""
+
+    devices: list[int]
+    """CUDA indices; empty on CPU."""
+    _readings: list[list[float]] = field(default_factory=list)
+
+    def read(self) -> None:
+        """One reading: the share of the last fraction of a second in which a kernel ran."""
+        if not self.devices:
+            return
+        try:
+            self._readings.append([float(torch.cuda.utilization(device)) for device in self.devices])
+        except (RuntimeError, ModuleNotFoundError):  # NVML's errors are RuntimeErrors; a MIG slice isn't counted
+            self.devices = []
+
+    def means(self) -> list[float]:
+        """Mean percentage of each device; empty without a reading."""
+        return [mean(column) for column in zip(*self._readings, strict=True)] if self.devices else []

@@ -6,9 +6,10 @@ number, the step. MosaicML Streaming has the idea for its own shard format; here
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -139,3 +140,25 @@ def evaluation_micro_batches(samples: int, *, rank: int, world_size: int, batch_
     for share in torch.split(torch.arange(samples)[rank::world_size], batch_size):
         if len(share):  # a rank may have none
             yield MicroBatch(0, share.tolist(), weight=len(share) / samples, is_last=True)
+
+
+def padded(
+    micro_batches: Iterable[MicroBatch], *, order: SampleOrder, world_size: int, accumulation: int, first: int
+) -> Iterator[MicroBatch]:
+    """A rank's training draws of an epoch from step ``first`` on, with those of zero weight before the others."""
+    step, own = first, list[MicroBatch]()
+    for micro_batch in micro_batches:
+        own.append(micro_batch)
+        if micro_batch.is_last:
+            needed = min(accumulation, order.largest_share(step, world_size=world_size))
+            yield from [MicroBatch(micro_batch.epoch, micro_batch.indices[:1], weight=0.0, is_last=False)] * (
+                needed - len(own)
+            )
+            yield from own
+            step, own = step + 1, []
+
+
+def padded_evaluation(micro_batches: Iterable[MicroBatch], most: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """A rank's draws of the validation set, with those of zero weight after the others; ``most`` are rank 0's."""
+    for own, _ in zip_longest(micro_batches, most):
+        yield own or MicroBatch(0, [0], weight=0.0, is_last=True)

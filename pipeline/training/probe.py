@@ -17,8 +17,8 @@ from pipeline.protocol.trial import Spread, StepParts
 from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
+from pipeline.training.dry_run import forget_local_steps, held_step, without_updates
 from pipeline.training.step import MicroBatches, gradients, optimizer_step
-from pipeline.training.without_updates import forget_local_steps, held_step, without_updates
 
 ROUNDS = 7
 SLOT_SECONDS = 0.2  # long enough for the clock

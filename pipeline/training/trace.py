@@ -10,8 +10,8 @@ from pipeline.protocol.events import ArtifactSaved, Outbox
 from pipeline.training.clock import synchronize
 from pipeline.training.collectives import barrier
 from pipeline.training.context import TrainContext
+from pipeline.training.dry_run import endless, without_updates
 from pipeline.training.step import MicroBatches, optimizer_step
-from pipeline.training.without_updates import endless, without_updates
 
 STEPS = 3
 _WARMUP_STEPS = 2  # the profiler's start and what the measurement before left running belong to no step

@@ -7,9 +7,9 @@ import toys
 
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.trial import Rank
-from pipeline.training import cadence
+from pipeline.training import meter
 from pipeline.training.build import build
-from pipeline.training.cadence import Cadence
+from pipeline.training.meter import Cadence
 
 LONG = {"data": {"_target_": "toys.regression", "samples": 400}}
 """100 steps in an epoch."""
@@ -57,7 +57,7 @@ def test_quick_training_reports_every_loss_once(monkeypatch: pytest.MonkeyPatch)
         return [event.step for event in events], outbox.series("train/loss")
 
     together, losses = reports()
-    monkeypatch.setattr(cadence, "SHORTEST_MS", 0.0)
+    monkeypatch.setattr(meter, "SHORTEST_MS", 0.0)
     one_by_one, same = reports()
 
     assert len(together) < 50

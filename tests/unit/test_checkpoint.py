@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.training import cadence
+from pipeline.training import meter
 from pipeline.training.checkpoints import inventory
 from pipeline.training.checkpoints import manager as manager
 from pipeline.training.checkpoints.manifest import FILE_NAME, config_hash, folder_name, step_of, trained
@@ -88,7 +88,7 @@ def copy(original: tuple[Path, toys.Kept], tmp_path: Path) -> Path:
 @pytest.fixture
 def each_step_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the short steps of a toy, with ``log_every_steps: 1``."""
-    monkeypatch.setattr(cadence, "SHORTEST_MS", 0.0)
+    monkeypatch.setattr(meter, "SHORTEST_MS", 0.0)
 
 
 class TestWhen:

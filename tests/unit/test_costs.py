@@ -13,9 +13,8 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
 from pipeline.training.costs import costs, sizes
-from pipeline.training.exchange import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces
+from pipeline.training.exchange import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces, gradients
 from pipeline.training.loop import train
-from pipeline.training.readiness import gradients
 
 SLEEP_S = 0.02
 

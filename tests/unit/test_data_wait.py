@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipeline.training.data_wait import DataWait
+from pipeline.training.clock import DataWait
 from pipeline.training.order import MicroBatch
 from pipeline.training.step import MicroBatches
 
@@ -27,7 +27,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     watch = Watch()
-    monkeypatch.setattr("pipeline.training.data_wait.time.perf_counter", watch)
+    monkeypatch.setattr("pipeline.training.clock.time.perf_counter", watch)
     return watch
 
 

@@ -9,8 +9,8 @@ import toys
 
 from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
+from pipeline.training.loader import Pair, one_ahead, prefetched
 from pipeline.training.order import MicroBatch
-from pipeline.training.prefetch import Pair, one_ahead, prefetched
 
 
 def pairs(count: int, *, seen: list[str], broken: int | None = None) -> Iterator[Pair]:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.training import pad_micro_batches
-from pipeline.training.order import MicroBatch, StreamOrder
+from pipeline.training.order import MicroBatch, StreamOrder, padded
 from pipeline.training.stream import Pass, RowStream, StreamLoader
 
 
@@ -151,8 +150,8 @@ def test_validation_begins_anew_each_time_on_all_ranks() -> None:
 def test_sharded_models_get_as_many_micro_batches_on_all_ranks(rank: int) -> None:
     plan = order(15, share=4, workers=2)
     micro_batches = plan.micro_batches(0, rank=rank, world_size=2, accumulation=3)
-    padded = pad_micro_batches.padded(micro_batches, order=plan, world_size=2, accumulation=3, first=0)
-    served = list(loader(Dealt(15, rank=rank, workers=2), plan).batches(padded))
+    draws = padded(micro_batches, order=plan, world_size=2, accumulation=3, first=0)
+    served = list(loader(Dealt(15, rank=rank, workers=2), plan).batches(draws))
 
     assert [micro_batch.is_last for micro_batch, _ in served] == [False, False, True] * 2
     assert [rows.tolist() for micro_batch, (rows, _) in served if micro_batch.weight] == (
