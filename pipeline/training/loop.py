@@ -13,7 +13,7 @@ from pipeline.errors import Stopped
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import Rank, Trial, TrialResult
-from pipeline.training import reporting, trace
+from pipeline.training import reporting
 from pipeline.training.afterwards import Afterwards
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
@@ -26,7 +26,7 @@ from pipeline.training.evaluation import evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.meter import Meter
 from pipeline.training.nonfinite import check_weights
-from pipeline.training.probe import probe, unused_parameters, waits
+from pipeline.training.probe import probe, record_trace, unused_parameters, waits
 from pipeline.training.step import optimizer_step
 from pipeline.training.stream import Streams
 from pipeline.training.watch import mark, mark_step
@@ -90,7 +90,7 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
     unused = afterwards.measure("unused parameters", lambda: unused_parameters(context))
     known = afterwards.measure("what a prediction needs", lambda: costs(context)) if trial.role == "probe" else None
     if trial.profile:
-        afterwards.measure("the trace", lambda: trace.record(context, outbox))
+        afterwards.measure("the trace", lambda: record_trace(context, outbox))
     return result.model_copy(update={"parts": parts or result.parts, "unused_parameters": unused or 0, "costs": known})
 
 

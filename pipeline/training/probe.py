@@ -7,23 +7,30 @@ that drift hits all alike, all on a batch held in memory. The learning rate is z
 so the model stays as it is.
 """
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 
+from torch.profiler import ProfilerActivity, profile
+
 from pipeline.protocol import estimates
+from pipeline.protocol.events import ArtifactSaved, Outbox
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Spread, StepParts
 from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
-from pipeline.training.dry_run import forget_local_steps, held_step, without_updates
+from pipeline.training.dry_run import endless, forget_local_steps, held_step, without_updates
 from pipeline.training.step import MicroBatches, gradients, optimizer_step
 
 ROUNDS = 7
 SLOT_SECONDS = 0.2  # long enough for the clock
 BUDGET_SECONDS = 8.0  # long steps are measured in fewer rounds
 FEWEST_ROUNDS = 3
+TRACED_STEPS = 3
+_SETTLING_STEPS = 2  # the profiler's start and what the measurement before left running belong to no step
 
 Times = dict[str, list[float]]
 """Milliseconds of a step, by variant, one for each round."""
@@ -121,3 +128,40 @@ def unused_parameters(context: TrainContext) -> int:
     unused = sum(parameter.requires_grad and parameter.grad is None for parameter in context.whole.parameters())
     context.optimizer.zero_grad(set_to_none=True)
     return unused
+
+
+def record_trace(context: TrainContext, outbox: Outbox) -> None:
+    """Record rank 0 while it takes `TRACED_STEPS` steps with the others. Collective.
+
+    The gzipped trace arrives in the run's folder as ``traces/<trial>.json.gz``. The model stays as it is.
+    """
+    with without_updates(context):
+        stream = endless(context)
+        _steps(context, stream, _SETTLING_STEPS)
+        if context.rank.is_first:
+            # Not the others: one trace is what people look at, and the profiler makes a rank slower.
+            with profile(activities=_activities(context)) as profiler:
+                _steps(context, stream, TRACED_STEPS)
+            _send(profiler, context, outbox)
+        else:
+            _steps(context, stream, TRACED_STEPS)
+    barrier(context.rank)  # the others don't leave while rank 0 still writes
+
+
+def _steps(context: TrainContext, stream: MicroBatches, steps: int) -> None:
+    for _ in range(steps):
+        optimizer_step(context, stream, step=0)
+    synchronize(context.device)
+
+
+def _activities(context: TrainContext) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if context.device.type == "cuda" else [])]
+
+
+def _send(profiler: profile, context: TrainContext, outbox: Outbox) -> None:
+    name = f"traces/{context.trial.name}.json.gz"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json.gz"
+        profiler.export_chrome_trace(str(path))
+        outbox.file(path, name)
+    outbox.event(ArtifactSaved(time=time.time(), trial=context.trial.name, path=name))

@@ -15,7 +15,7 @@ from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.loop import train
-from pipeline.training.trace import STEPS
+from pipeline.training.probe import TRACED_STEPS
 
 NAME = "traces/main.json.gz"
 
@@ -59,5 +59,5 @@ def test_two_ranks_take_the_steps_together_and_one_records_them(two_ranks: Path)
     names = names_in(two_ranks / "rank0")
 
     assert not (two_ranks / "rank1" / "traces").exists()
-    assert names["DistributedDataParallel.forward"] == STEPS
-    assert sum(count for name, count in names.items() if re.search("all_?reduce", name)) >= STEPS
+    assert names["DistributedDataParallel.forward"] == TRACED_STEPS
+    assert sum(count for name, count in names.items() if re.search("all_?reduce", name)) >= TRACED_STEPS

@@ -14,7 +14,7 @@ from pipeline.protocol.events import AnyEvent, ArtifactSaved
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
 from pipeline.training.loop import train
-from pipeline.training.trace import STEPS, record
+from pipeline.training.probe import TRACED_STEPS, record_trace
 
 NAME = "traces/main.json.gz"
 
@@ -55,9 +55,9 @@ def test_it_shows_forward_backward_and_optimizer_of_each_step(tmp_path: Path) ->
     train(trial(), rank=Rank(), outbox=DirectOutbox(session(tmp_path, [])))
 
     names = names_in(tmp_path)
-    assert names["aten::linear"] == STEPS
-    assert names["autograd::engine::evaluate_function: AddmmBackward0"] == STEPS
-    assert names["Optimizer.step#SGD.step"] == STEPS
+    assert names["aten::linear"] == TRACED_STEPS
+    assert names["autograd::engine::evaluate_function: AddmmBackward0"] == TRACED_STEPS
+    assert names["Optimizer.step#SGD.step"] == TRACED_STEPS
 
 
 def test_none_is_recorded_without_being_asked_for(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_model_stays_as_it_is(tmp_path: Path) -> None:
     ready = build(asked, rank=Rank())
     before = {name: value.clone() for name, value in ready.model.state_dict().items()}
     rate = ready.optimizer.param_groups[0]["lr"]
-    record(ready, DirectOutbox(session(tmp_path, [])))
+    record_trace(ready, DirectOutbox(session(tmp_path, [])))
 
     assert all(torch.equal(value, before[name]) for name, value in ready.model.state_dict().items())
     assert ready.optimizer.param_groups[0]["lr"] == rate > 0
