@@ -7,7 +7,7 @@ import torch
 from pipeline.config import components
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.training import compilation, optimizer_fit, parts, rank_equality, recomputation
+from pipeline.training import compilation, optimizers, parts, rank_equality, recomputation
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
 from pipeline.training.context import DTYPES, TrainContext
@@ -55,7 +55,7 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainC
             raise ExperimentError.of("train.precision", "fp16 with fsdp takes no loss that has parameters; write bf16")
         take_from_first(learned, rank=rank)
     optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=strategy.shards)
-    optimizer_fit.check_averaging(optimizer, trial=trial)
+    optimizers.check_averaging(optimizer, trial=trial)
     context = TrainContext(
         trial=trial,
         rank=rank,

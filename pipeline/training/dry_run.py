@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pipeline.training.context import TrainContext
-from pipeline.training.optimizer_modes import weights_kept
+from pipeline.training.optimizers import weights_kept
 from pipeline.training.order import MicroBatch
 from pipeline.training.step import MicroBatches, gradients
 

@@ -20,7 +20,7 @@ from pipeline.training.forward import forward
 from pipeline.training.metric_states import merge_lists
 from pipeline.training.metrics import Curve, read
 from pipeline.training.nonfinite import Buffers
-from pipeline.training.optimizer_modes import evaluating
+from pipeline.training.optimizers import evaluating
 from pipeline.training.watch import mark
 from pipeline.training.weighting import weighted
 

@@ -23,7 +23,7 @@ from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Strategy
 from pipeline.system.imports import undisturbed
 from pipeline.tasks import Supervised, Task
-from pipeline.training import fused, optimizer_fit, optimizer_modes
+from pipeline.training import optimizers
 from pipeline.training.learned import held_by, trainable
 from pipeline.training.learning_rate import refuse_hidden_rates, scaling_factor, with_scaled_rates
 from pipeline.training.order import mix
@@ -119,13 +119,13 @@ def optimizer(
     with undisturbed():
         importlib.import_module("torch._dynamo")  # as the first optimizer in a process does, which takes it a second
     is_scaled = experiment.train.precision == "fp16"
-    chosen = fused.preferred(experiment.optimizer, model=whole, is_sharded=is_sharded, is_scaled=is_scaled)
+    chosen = optimizers.prefer_fused(experiment.optimizer, model=whole, is_sharded=is_sharded, is_scaled=is_scaled)
     optimizer = create(chosen, trained, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
-    optimizer_fit.check(optimizer, again=lambda toys: create(chosen, toys, key="optimizer"), model=whole)
-    optimizer_modes.train(optimizer)
-    fused.complete(optimizer)
+    optimizers.check(optimizer, again=lambda toys: create(chosen, toys, key="optimizer"), model=whole)
+    optimizers.train(optimizer)
+    optimizers.complete(optimizer)
     factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor

@@ -8,10 +8,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.protocol.trial import Rank
-from pipeline.training import fused
 from pipeline.training.build import build
 from pipeline.training.checkpoints.state import restore, snapshot
 from pipeline.training.context import TrainContext
+from pipeline.training.optimizers import prefer_fused
 from pipeline.training.step import optimizer_step
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.05}
@@ -67,14 +67,14 @@ def test_a_choice_in_the_file_counts(choice: dict[str, bool]) -> None:
 def test_other_optimizers_are_left_alone() -> None:
     for target in ("torch.optim.RMSprop", "torch.optim.Adagrad", "toys.OwnSGD"):
         component = toys.experiment(optimizer={"_target_": target}).optimizer
-        assert fused.preferred(component, model=nn.Linear(1, 1), is_sharded=False, is_scaled=False) is component
+        assert prefer_fused(component, model=nn.Linear(1, 1), is_sharded=False, is_scaled=False) is component
 
 
 @pytest.mark.parametrize(("is_sharded", "is_scaled"), [(True, False), (False, True)])
 @pytest.mark.parametrize(("target", "is_fused"), [("SGD", False), ("Adam", True), ("AdamW", True)])
 def test_what_torch_cannot_fuse_is_not_fused(target: str, is_fused: bool, is_sharded: bool, is_scaled: bool) -> None:
     component = toys.experiment(optimizer={"_target_": f"torch.optim.{target}"}).optimizer
-    chosen = fused.preferred(component, model=nn.Linear(1, 1), is_sharded=is_sharded, is_scaled=is_scaled)
+    chosen = prefer_fused(component, model=nn.Linear(1, 1), is_sharded=is_sharded, is_scaled=is_scaled)
 
     assert chosen.arguments.get("fused", False) is is_fused
     assert "fused" not in component.arguments  # which is the experiment's
