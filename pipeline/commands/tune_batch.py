@@ -11,8 +11,7 @@ from pipeline.recording import provenance
 from pipeline.recording.console import print_report
 from pipeline.recording.recorded_run import artifact, recorded
 from pipeline.recording.terminal import Terminal
-from pipeline.report.batch_advice import advise
-from pipeline.report.tuned import FILE_NAME, TunedReport
+from pipeline.report.tuned import FILE_NAME, TunedReport, advise_batch
 from pipeline.system.process import outer_rank
 
 
@@ -39,7 +38,7 @@ def tune_batch(file: ExperimentFile, *, most: int | None, verbose: bool, termina
         assert sizes is not None  # the trial has ended well
         if sizes.recommended is None:
             raise ResourceError(_too_small(trial, sizes))
-        advice = advise(trial, sizes, recommended=sizes.recommended)
+        advice = advise_batch(trial, sizes, recommended=sizes.recommended)
         recorder.summary = "\n".join([advice.reason, *advice.change])
         report = TunedReport.of(trial, sizes, advice, hardware=provenance.hardware(plan))
         (recorder.folder / FILE_NAME).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")

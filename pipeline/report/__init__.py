@@ -15,8 +15,7 @@ from pipeline.config.values import Frozen
 from pipeline.protocol.estimates import noise, over
 from pipeline.protocol.estimates import ratio as ratio_of
 from pipeline.protocol.events import Finished
-from pipeline.protocol.trial import Held, Role, Scaling, Spread, StepParts, Trial
-from pipeline.report.repeats import parts_of
+from pipeline.protocol.trial import Held, Role, Scaling, Spread, StepParts, Trial, TrialResult
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -101,7 +100,7 @@ class Row(Frozen):
             samples_per_second=over([result.samples_per_second for result in results]),
             repeats=tuple(result.samples_per_second.median for result in results),
             step_ms=over([result.step_ms for result in results]),
-            parts=parts_of(results),
+            parts=_parts_of(results),
             peak_memory_mb=tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
             gpu_utilization=tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
             time_to_first_step_s=median(waits) if waits else None,
@@ -245,3 +244,23 @@ class Advice(Frozen):
     """The key in the experiment file that the change is about; empty where it is about the machine."""
     measured: bool = True
     """Whether the change was measured to be faster in this run; otherwise it is worth a try."""
+
+
+def _parts_of(results: Sequence[TrialResult]) -> StepParts:
+    """The parts of a step: medians over the measurements that have them."""
+    parts = [result.parts for result in results]
+    held = [part.held_ms for part in parts if part.held_ms is not None]
+    return StepParts(
+        held_ms=over(held) if held else None,
+        compute_ms=_known([part.compute_ms for part in parts]),
+        exposed_communication_ms=_known([part.exposed_communication_ms for part in parts]),
+        data_wait_ms=median(part.data_wait_ms for part in parts),
+        rest_ms=_known([part.rest_ms for part in parts]),
+        ranks=tuple(map(over, zip(*(part.ranks for part in parts if part.ranks), strict=True))),
+        nodes=parts[0].nodes,
+    )
+
+
+def _known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

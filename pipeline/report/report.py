@@ -9,7 +9,6 @@ from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Role, Trial
 from pipeline.report import Advice, Row, Unmeasured, records, tables
 from pipeline.report import sentences as summary
-from pipeline.report.remarks import remarks
 from pipeline.report.tables import ReportTable
 
 _ORDER: tuple[Role, ...] = ("baseline", "reference", "cell", "main")
@@ -78,7 +77,7 @@ class Report(Frozen):
         )
         left_out = (f"{trial} did not finish; it is left out." for trial in missing)
         extras = (f"All of it with {extra}." for extra in next(iter(once.values())).experiment.train.extras)
-        return report.model_copy(update={"remarks": (*left_out, *remarks(rows, main=report.main), *extras)})
+        return report.model_copy(update={"remarks": (*left_out, *summary.remarks(rows, main=report.main), *extras)})
 
     @property
     def is_comparison(self) -> bool:

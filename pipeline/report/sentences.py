@@ -1,10 +1,11 @@
 """The result of a report in sentences."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from pipeline.protocol.estimates import is_wide
-from pipeline.report import Advice, Row
-from pipeline.report.tables import efficiency, low_to_high, rate
+from pipeline.report import FIRST_STEPS, Advice, Row
+from pipeline.report.tables import amount, efficiency, low_to_high, rate, times
 
 
 def best(rows: Sequence[Row]) -> Row:
@@ -27,9 +28,9 @@ def headline(rows: Sequence[Row]) -> str:
         return f"{does}; no speedup is claimed."
     interval = f"{main.ratio.low:.2f}x to {main.ratio.high:.2f}x"
     throughput = f"the throughput of {baseline.title}"
-    times = f"{interval} {throughput}" if is_wide(main.ratio) else f"{main.speedup:.2f}x {throughput} ({interval})"
+    faster = f"{interval} {throughput}" if is_wide(main.ratio) else f"{main.speedup:.2f}x {throughput} ({interval})"
     losses = ", with other losses" if main.same_training == "no" else ""
-    return f"{_rank(main, rows)}{does}: {times}, scaling efficiency {efficiency(main)}{losses}."
+    return f"{_rank(main, rows)}{does}: {faster}, scaling efficiency {efficiency(main)}{losses}."
 
 
 def outcome(row: Row) -> str:
@@ -67,3 +68,95 @@ def _rank(main: Row, rows: Sequence[Row]) -> str:
         return ""
     others = any(row.scaling != main.scaling for row in rows if row.role == "cell")
     return f"Fastest with {main.scaling} scaling: " if others else "Fastest: "
+
+
+def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
+    """What a reader must know; nothing where the figures speak for themselves.
+
+    Args:
+        rows: all that was measured, the baseline first.
+        main: the row that the result is about.
+    """
+    baseline = rows[0]
+    if baseline.role != "baseline":
+        yield "There is no baseline measurement, so no speedup is claimed."
+    elif main.measures_again(baseline):
+        yield f"The main trial and its baseline are both {main.title}, so no speedup is claimed."
+    if any(row.is_one_replica_dp for row in rows):
+        yield "dp with fewer than two GPUs is one replica; nothing runs in parallel, so no speedup is claimed for it."
+    yield from _losses(rows)
+    yield from (_all_cores(main, row) for row in rows if _has_all_cores(row, main))
+    for row in rows:
+        if row.ratio is not None and row.efficiency is not None and not row.is_resolved:
+            interval = times(row.ratio)
+            yield f"The speedup of {row.title}, {interval}, is not resolved: it is within the noise of its measurement."
+    if any(row.samples_per_second.windows < 2 for row in rows):
+        yield "Some throughput was measured in a single window, so its noise is unknown."
+    if any(row.scaling == "weak" for row in rows):
+        yield (
+            "Weak scaling gives every replica the baseline's batch, so the global batch grows with the replicas: "
+            "100% efficiency means that the step takes no longer, and losses can't be compared with the baseline's."
+        )
+
+
+def _losses(rows: Sequence[Row]) -> Iterator[str]:
+    """Trainings that are not the baseline's, or not all the way."""
+    baseline = rows[0]
+    others = sorted((row for row in rows if row.same_training == "no"), key=lambda row: _reasons(row, baseline))
+    for reasons, group in groupby(others, key=lambda row: _reasons(row, baseline)):
+        different = list(group)
+        difference = amount(max(row.first_loss_difference or 0.0 for row in different))
+        losses = (
+            f"{_loss_of(different)} from that of {baseline.title} by up to {difference} in the first {FIRST_STEPS} "
+            "steps"
+        )
+        tolerance = amount(different[0].loss_tolerance)
+        yield (
+            f"{losses}: {reasons}."
+            if reasons
+            else (
+                f"Warning: {losses}, rounding explains {tolerance}, and no layer of the model explains the rest: "
+                "this is another training, so its speedup says nothing."
+            )
+        )
+    if drifted := [row for row in rows if row.same_training == "at first"]:
+        difference = amount(max(row.largest_loss_difference or 0.0 for row in drifted))
+        yield (
+            f"{_loss_of(drifted)} from that of {baseline.title} by up to {difference}, but not in the first "
+            f"{FIRST_STEPS} steps: training amplifies the rounding of sums in another order."
+        )
+
+
+def _loss_of(rows: Sequence[Row]) -> str:
+    names = [row.title for row in rows]
+    return f"The loss of {' and of '.join(names)} differs"
+
+
+def _reasons(row: Row, baseline: Row) -> str:
+    """Why the same batches give another loss, as far as layers and options tell; empty if they don't."""
+    if max(row.replicas, baseline.replicas) < 2:
+        return ""
+    masks = [kind for kind in row.coupling if "Dropout" in kind]
+    statistics = [kind for kind in row.coupling if "Dropout" not in kind]
+    reasons = [f"{kind} uses each worker's share of the batch" for kind in statistics]
+    hook = row.options.get("communication_hook", "none")
+    local = row.options.get("local_sgd_period")
+    apart = [f"with local_sgd_period: {local} workers train apart in between"] if local else []
+    rounding = [] if hook == "none" else [f"communication_hook: {hook} rounds the gradients"]
+    return ", ".join([*reasons, *(f"{kind} draws in each worker by itself" for kind in masks), *rounding, *apart])
+
+
+def _has_all_cores(row: Row, main: Row) -> bool:
+    """Whether the row is one replica with the cores that the main trial shares among several."""
+    one_on_cpu = row.role == "reference" and row.device == "cpu" and row.replicas == 1
+    return one_on_cpu and main.replicas > 1 and row.cpus >= main.cpus
+
+
+def _all_cores(main: Row, reference: Row) -> str:
+    ratio = main.throughput_over(reference)
+    does = f"One process with all {reference.devices} does {rate(reference.samples_per_second)} samples/s"
+    separate = "Data parallelism pays when devices are separate."
+    if ratio.low <= 1 <= ratio.high:
+        return f"{does}: on this machine it and {main.title} are equally fast within the noise. {separate}"
+    remark = f"{does}: on this machine {main.title} is {times(ratio)} that."
+    return remark if ratio.low > 1 else f"{remark} {separate}"

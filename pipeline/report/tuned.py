@@ -1,14 +1,24 @@
 """What `pipeline tune-batch` says: the batch sizes that were tried, and what to write in the file."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipeline.config.schema import Train
 from pipeline.config.values import Frozen
 from pipeline.protocol.trial import BatchCandidate, BatchSizes, Trial
-from pipeline.report.batch_advice import BatchAdvice
 from pipeline.report.tables import ReportTable, amount
 
 FILE_NAME = "tuning.json"
 """Name of a `TunedReport` in a run's folder."""
 
 _HEADER = ("batch of a device", "global batch", "samples/s", "peak MB per rank", "remarks")
+
+
+class BatchAdvice(NamedTuple):
+    """What to write in the file, and why."""
+
+    change: tuple[str, ...]
+    reason: str
 
 
 class Tuned(Frozen):
@@ -104,3 +114,88 @@ class TunedReport(Frozen):
             f"{max(one.peak_memory_mb):,.0f}" if one.peak_memory_mb else "",
             ", ".join(remarks),
         )
+
+
+def advise_batch(trial: Trial, sizes: BatchSizes, *, recommended: int) -> BatchAdvice:
+    """What to write so that a device's batch is the recommended one.
+
+    The global batch is kept where accumulation alone leads there; a larger one comes with a scaled learning rate.
+    """
+    train, replicas, declared = trial.experiment.train, trial.replicas, trial.device_batch_size
+    if declared == recommended:
+        return BatchAdvice((), f"Nothing to change: the file's {_division(trial)} is the recommended size.")
+    grew = sizes.largest_that_fits is None and sizes.candidates[-1].batch_size == recommended
+    if grew and declared > recommended:
+        return BatchAdvice(
+            (), f"The file's {_division(trial)} is larger than all that were tried: no reason to change it."
+        )
+    if declared < recommended and not _is_resolved(sizes, declared, recommended):
+        return BatchAdvice((), f"Nothing to change: the file's {_division(trial)} is as fast within the spread.")
+    wanted = -(-train.global_batch_size // (recommended * replicas))
+    accumulation = min(wanted, max(1, train.global_batch_size // trial.workers))
+    split = train.model_copy(update={"gradient_accumulation": accumulation})
+    after = _with(trial, split).device_batch_size
+    change = [] if split == train else [f"train.gradient_accumulation: {accumulation}"]
+    if after < recommended and (split == train or accumulation == 1):
+        batch = recommended * replicas * accumulation
+        change += [f"train.global_batch_size: {batch}", *_scaled_rate(trial)]
+        return BatchAdvice(tuple(change), _larger(trial, sizes, batch=batch))
+    return BatchAdvice(tuple(change), _other_split(trial, sizes, after=_with(trial, split)))
+
+
+def _is_resolved(sizes: BatchSizes, smaller: int, larger: int) -> bool:
+    """Whether the larger one is faster beyond the spread, as far as both were measured."""
+    rates = {one.batch_size: one.samples_per_second for one in sizes.candidates}
+    slow, fast = rates.get(smaller), rates.get(larger)
+    return slow is None or fast is None or slow.high < fast.low
+
+
+def _scaled_rate(trial: Trial) -> Iterator[str]:
+    train = trial.experiment.train
+    if train.lr_scaling.rule == "none":
+        yield f"train.lr_scaling: {{rule: linear, base_batch_size: {train.global_batch_size}}}"
+
+
+def _larger(trial: Trial, sizes: BatchSizes, *, batch: int) -> str:
+    train = trial.experiment.train
+    steps, before = -(-sizes.train_samples // batch), -(-sizes.train_samples // train.global_batch_size)
+    rule = train.lr_scaling.rule
+    rate = "so scale the learning rate" if rule == "none" else f"the learning rate follows by train.lr_scaling ({rule})"
+    return (
+        f"The file's {_division(trial)} is too small{_at(trial, sizes)}. A global batch of {batch:,} (was "
+        f"{train.global_batch_size:,}) changes the training: {steps:,} instead of {before:,} optimizer steps in an "
+        f"epoch; {rate}, and look whether it still trains as well."
+    )
+
+
+def _other_split(trial: Trial, sizes: BatchSizes, *, after: Trial) -> str:
+    """Why to keep the global batch and divide it in another way."""
+    declared, less = trial.device_batch_size, ""
+    if declared < after.device_batch_size:
+        fault = f"is too small{_at(trial, sizes)}"
+    elif sizes.largest_that_fits is not None and declared > sizes.largest_that_fits:
+        fault = "doesn't fit"
+    else:
+        fault, less = f"is larger than it needs to be{_at(trial, sizes)}", ", and takes less memory"
+    kept = f"Accumulation keeps the global batch, and so the training{less}"
+    return f"The file's {_division(trial)} {fault}. {kept}: {_division(after)}."
+
+
+def _division(trial: Trial) -> str:
+    """How a global batch is divided, e.g. "64 samples = 2 devices x 32"."""
+    train = trial.experiment.train
+    devices = f"{trial.replicas} devices x " if trial.replicas > 1 else ""
+    parts = f"{train.gradient_accumulation} micro-batches x " if train.gradient_accumulation > 1 else ""
+    return f"{train.global_batch_size:,} = {devices}{parts}{trial.device_batch_size:,}"
+
+
+def _at(trial: Trial, sizes: BatchSizes) -> str:
+    """What the declared size does, if it was measured."""
+    rates = {one.batch_size: one.samples_per_second for one in sizes.candidates}
+    rate = rates.get(trial.device_batch_size)
+    return f" ({amount(rate.median)} samples/s)" if rate else ""
+
+
+def _with(trial: Trial, train: Train) -> Trial:
+    experiment = trial.experiment.model_copy(update={"train": train})
+    return trial.model_copy(update={"experiment": experiment})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import BatchSizesFound, Failed
 from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Spread, Trial
-from pipeline.report.batch_advice import BatchAdvice, advise
+from pipeline.report.tuned import BatchAdvice, advise_batch
 from pipeline.training import bench
 from pipeline.training.batch_size import CLOSE, Search, find, outcome
 from pipeline.training.bench import TrialBench
@@ -377,7 +377,7 @@ def advised(
     sizes = BatchSizes(
         candidates=tuple(candidates), largest_that_fits=largest, recommended=recommended, train_samples=1000
     )
-    return advise(made, sizes, recommended=recommended)
+    return advise_batch(made, sizes, recommended=recommended)
 
 
 def test_the_right_size_is_left_alone() -> None:
