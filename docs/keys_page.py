@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import registry
-from pipeline.config.jsonschema import Shape
+from pipeline.config.jsonschema import SUGGESTED, Shape
 from pipeline.config.schema import Experiment
-from pipeline.config.suggestions import SUGGESTED
 
 BEGIN = """# Every key of an experiment
 

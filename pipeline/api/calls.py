@@ -18,7 +18,6 @@ from pipeline.commands import compare as comparison
 from pipeline.commands import run as runner
 from pipeline.commands.matrix import MatrixRequest
 from pipeline.config.load import ExperimentFile
-from pipeline.config.nearest import did_you_mean
 from pipeline.errors import Terminated, UsageError
 from pipeline.launchers import _head_start
 from pipeline.recording import mlflow
@@ -26,6 +25,7 @@ from pipeline.recording.terminal import Terminal
 from pipeline.report.report import Report
 from pipeline.system.imports import importable
 from pipeline.system.process import outer_rank
+from pipeline.wording import did_you_mean
 
 
 def run(

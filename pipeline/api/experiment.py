@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.load import ExperimentFile, load
-from pipeline.config.mapping import from_mapping
+from pipeline.config.load import ExperimentFile, from_mapping, load
 from pipeline.config.summary import to_yaml
 from pipeline.recording.folder import shown
 

@@ -115,7 +115,7 @@ def problems_of(error: PipelineError | None) -> list[dict[str, str]]:
 def strategies_of(text: str) -> tuple[str, ...]:
     """The strategies of a list such as "single,ddp"."""
     from pipeline import registry
-    from pipeline.config.nearest import did_you_mean
+    from pipeline.wording import did_you_mean
 
     known = registry.names("strategies")
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))

@@ -128,8 +128,7 @@ def sync(
 
 
 def _store(to: str) -> str:
-    from pipeline.config.secrets import without_credentials
-    from pipeline.config.stores import problem_of
+    from pipeline.config.uris import problem_of, without_credentials
     from pipeline.recording.store import resolve_uri
 
     if problem := problem_of(to):

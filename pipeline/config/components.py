@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import keys, secrets, targets
-from pipeline.config.nearest import did_you_mean
+from pipeline.config import keys, targets
+from pipeline.config.deferred import fill_in
 from pipeline.config.project import allowed_packages, project_file
-from pipeline.config.runtime import substitute
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem
+from pipeline.wording import did_you_mean
 
 __all__ = ["allowed_packages", "build", "check", "named", "project_file", "resolve"]
 
@@ -151,8 +151,7 @@ def _component(mapping: Mapping[str, Any], key: str) -> Component:
 def _built(value: Any, *, key: str, allowed: tuple[str, ...], known: Mapping[str, int]) -> Any:
     """The value with its components built, its run-time values and secrets filled in."""
     if isinstance(value, str):
-        filled = substitute(value, known, key=key)
-        return secrets.put_in(filled, key=key) if isinstance(filled, str) else filled
+        return fill_in(value, known, key=key)
     if isinstance(value, list | tuple):
         return [_inner(v, key=keys.child(key, i), allowed=allowed, known=known) for i, v in enumerate(value)]
     if isinstance(value, Mapping):

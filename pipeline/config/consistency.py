@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from pipeline.config.nearest import did_you_mean
 from pipeline.config.parallel import Parallel
 from pipeline.config.reported import name_problems, source_of
 from pipeline.config.schema import Experiment
 from pipeline.config.sweep import misused
 from pipeline.errors import Problem
+from pipeline.wording import did_you_mean
 
 
 def contradictions(experiment: Experiment) -> list[Problem]:

@@ -1,5 +1,6 @@
 """The YAML that experiment files are written in: PyYAML's, but 1e-3 is a number and a date is a text."""
 
+import math
 import re
 
 import yaml
@@ -31,3 +32,11 @@ class Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         """Write a value out wherever it stands, for people."""
         return True
+
+
+def written(value: object) -> str:
+    """A value as YAML in one line."""
+    if isinstance(value, float) and math.isfinite(value):
+        return repr(value)  # 1e-06, which PyYAML spells 1.0e-06
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, allow_unicode=True, width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")

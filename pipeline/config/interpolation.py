@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -14,11 +15,10 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from pipeline.config import keys, runtime, secrets
-from pipeline.config.expansion import LIMIT, Expansion
+from pipeline.config import deferred, keys
 from pipeline.config.messages import cut
-from pipeline.config.nearest import did_you_mean
 from pipeline.errors import MOST_PROBLEMS, Problem
+from pipeline.wording import did_you_mean
 
 _INSIDE_ITSELF = "it refers to a section that it is itself in"
 # OmegaConf has no types, and no attributes, for these: whole texts, since a part of another one may be a value.
@@ -32,6 +32,12 @@ _REASONS = {
 }
 _LONGEST = 200  # characters of what OmegaConf says, which repeats the value
 _UNRESOLVED = re.compile(r"(\\*)\$\{")
+LIMIT = 1_000_000
+"""Characters of one value; an experiment has some thousand in all."""
+_VALUE = 100
+"""What each value of a section counts for beside its text, since it takes that much longer to put in."""
+_REFERENCE = re.compile(r"\$\{\s*([^${}:]+?)\s*\}")
+_INDEX = re.compile(r"\[(\w+)\]")
 
 
 def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -45,7 +51,7 @@ def escape(text: str) -> str:
 
     def escaped(found: re.Match[str]) -> str:
         whole = text[found.start() :].split("}")[0] + "}"
-        if not found[1] and (runtime.named_in(whole) or secrets.named_in(whole)):
+        if not found[1] and (deferred.runtime_values_in(whole) or deferred.secrets_in(whole)):
             return found[0]
         return found[1] * 2 + r"\${"
 
@@ -57,9 +63,9 @@ class _Resolver:
         self.problems: list[Problem] = []
         self._known = [key for key, _ in _leaves(tree, "")]
         self._raw = dict(_leaves(tree, ""))
-        self._hidden = set(runtime.RUNTIME_VALUES) - set(tree)
+        self._hidden = set(deferred.RUNTIME_VALUES) - set(tree)
         self._expansion = Expansion(self._raw)
-        markers = {name: f"\\{runtime.marker(name)}" for name in self._hidden}
+        markers = {name: f"\\{deferred.marker(name)}" for name in self._hidden}
         self.config: DictConfig = OmegaConf.create({**self._checked(tree, ""), **markers})
         self._open: list[int] = []
 
@@ -118,7 +124,7 @@ class _Resolver:
     def _reason(self, error: Exception, said: str) -> str:
         if isinstance(error, InterpolationKeyError) and (found := _NO_KEY.fullmatch(said)):
             long = len(found[1]) > _LONGEST
-            known = [*self._known, *runtime.RUNTIME_VALUES] if len(self.problems) < MOST_PROBLEMS and not long else []
+            known = [*self._known, *deferred.RUNTIME_VALUES] if len(self.problems) < MOST_PROBLEMS and not long else []
             return f"there is no key {found[1][:_LONGEST]}{did_you_mean(found[1], known)}"
         if isinstance(error, InterpolationToMissingValueError):
             return "the value it refers to is left open (???)"
@@ -142,3 +148,60 @@ def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from _leaves(inner, keys.child(key, i))
+
+
+class Expansion:
+    """Lengths of values, counted and never built.
+
+    Args:
+        values: what stands under each dotted key, sections included.
+    """
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._texts = [key for key, value in values.items() if isinstance(value, str) and "${" in value]
+        self._values = {_dotted(key): value for key, value in values.items()}
+        self._lengths: dict[str, int] = {}
+
+    def is_too_long(self, key: str) -> bool:
+        """Whether what stands there has more than `LIMIT` characters in the end."""
+        try:
+            return self._length(_dotted(key)) > LIMIT
+        except RecursionError:  # a chain of hundreds, which OmegaConf doesn't follow either
+            return False
+
+    @cached_property
+    def least(self) -> str:
+        """The key of the least of those texts that are too long: where it begins."""
+        long = [key for key in self._texts if self.is_too_long(key)]
+        return min(long, key=lambda key: self._length(_dotted(key)), default="")
+
+    def _length(self, key: str) -> int:
+        if key not in self._lengths:
+            self._lengths[key] = 0  # of what refers to itself, which is an error of its own
+            own = self._values.get(key)
+            inner = _children(own, key)
+            total = sum(map(self._length, inner)) if inner else _VALUE + len(str(own))
+            self._lengths[key] = total + sum(map(self._length, self._references(key)))
+        return self._lengths[key]
+
+    def _references(self, key: str) -> Iterator[str]:
+        value = self._values.get(key)
+        if isinstance(value, str):
+            yield from (_absolute(found[1], key) for found in _REFERENCE.finditer(value))
+
+
+def _children(value: object, key: str) -> list[str]:
+    names = value if isinstance(value, Mapping) else range(len(value)) if isinstance(value, list) else ()
+    return [f"{key}.{name}" for name in names]
+
+
+def _absolute(reference: str, key: str) -> str:
+    """One dot stands for the section that the value is in, each further dot for the one around it."""
+    name = reference.lstrip(".")
+    dots = len(reference) - len(name)
+    above = key.split(".")[:-dots] if dots else []
+    return ".".join([*above, _dotted(name)])
+
+
+def _dotted(key: str) -> str:
+    return _INDEX.sub(r".\1", key)

@@ -9,19 +9,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import interpolation, keys, lines, messages, runtime, secrets, variation
+from pipeline.config import deferred, interpolation, keys, lines, messages, sweep
 from pipeline.config.consistency import contradictions
-from pipeline.config.jsonschema import Shape, experiment_json_schema
+from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.config.lines import Places
-from pipeline.config.nearest import did_you_mean
-from pipeline.config.overrides import apply_overrides
+from pipeline.config.overrides import apply_overrides, override
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, Problem, UsageError
+from pipeline.wording import did_you_mean
 
 __all__ = ["ExperimentFile", "checked", "experiment_json_schema", "load"]
 
 _MOST_BYTES = 2**20
-_KEEPS_SECRETS = ("tracking", "uri")  # which is written down without its credentials
+_IN_PYTHON = "experiment"  # instead of a file name in messages
+_PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ExperimentFile:
         tree = deepcopy(dict(self.tree))
         tree.pop("sweep", None)
         entries = dict(self.places.entries)
-        return checked(self.places.name, tree, entries, [variation.override(key, values[key]) for key in values])
+        return checked(self.places.name, tree, entries, [override(key, values[key]) for key in values])
 
     def locate(self, key: str) -> str:
         """Of "train.epochs": "experiments/resnet.yaml:9" its line, or the nearest section's around it."""
@@ -70,12 +71,28 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
     return checked(str(path), tree, dict(file_lines), overrides)
 
 
+def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> ExperimentFile:
+    """The experiment in what a file would hold, as dicts, lists, texts and numbers.
+
+    Raises:
+        UsageError: an override is malformed.
+        ExperimentError: something in it is wrong; carries every problem that was found.
+    """
+    try:
+        problems = list(_strange(values, ()))
+    except RecursionError:
+        raise ExperimentError([Problem("", "holds itself; write it out", _IN_PYTHON)]) from None
+    if problems:
+        raise ExperimentError(problems)
+    return checked(_IN_PYTHON, _copied(values), {}, overrides)
+
+
 def checked(name: str, tree: dict[str, Any], entries: dict[str, int | str], overrides: Sequence[str]) -> ExperimentFile:
     """The experiment of a tree, whose keys stand in the lines of ``entries``; both are changed. See `load`."""
     rejected = apply_overrides(overrides, tree, entries)
     places = Places(name, entries)
-    resolved, problems = interpolation.resolve(_without_secrets(tree, ()))
-    problems += _misplaced(resolved) + _exposed(tree)
+    resolved, problems = interpolation.resolve(deferred.with_secrets_escaped(tree))
+    problems += [*deferred.early_values(resolved), *deferred.exposed_secrets(tree)]
     try:
         experiment = Experiment.model_validate(resolved, by_alias=True, by_name=False)
     except ValidationError as error:
@@ -85,7 +102,7 @@ def checked(name: str, tree: dict[str, Any], entries: dict[str, int | str], over
     if problems or rejected:
         raise _explain([*problems, *rejected], places)
     file = ExperimentFile(Path(name), experiment, places, tree)
-    if wrong := variation.problems(experiment, file.varied):
+    if wrong := sweep.problems(experiment.sweep, file.varied):
         raise file.explain(wrong)
     return file
 
@@ -141,53 +158,27 @@ def _others(folder: Path, *, meant: str = "") -> str:
     return hint or (f"; there are {', '.join(there[:5])}" if there else f"; there is no YAML file in {folder}")
 
 
-def _misplaced(tree: Mapping[str, Any]) -> list[Problem]:
-    """Run-time values where no component is built with them."""
-    problems = []
-    for parts, text in _texts(tree, ()):
-        names = runtime.named_in(text)
-        early = [name for name in names if name in runtime.NEEDS_DATA]
-        if names and not Shape.of(Experiment).in_component(parts):
-            message = (
-                f"{runtime.marker(names[0])} is only known once the data is loaded; "
-                "it may stand in the arguments of scheduler, optimizer and other components"
-            )
-        elif early and parts[0] in ("data", "loader"):
-            message = f"{runtime.marker(early[0])} is only known once the data is loaded; write a number"
-        else:
-            continue
-        problems.append(Problem(keys.join(parts), message))
-    return problems
-
-
-def _without_secrets(value: Any, parts: tuple[keys.Part, ...]) -> Any:
-    """The value with references to secrets left alone where components get them: their worker puts the values in."""
+def _copied(value: Any) -> Any:
+    """The value as YAML would give it, so that nothing is shared with the caller's."""
     if isinstance(value, Mapping):
-        return {name: _without_secrets(inner, (*parts, name)) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(inner, (*parts, index)) for index, inner in enumerate(value)]
-    return secrets.held_back(value) if isinstance(value, str) and parts != _KEEPS_SECRETS else value
+        return {name: _copied(inner) for name, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _exposed(tree: Mapping[str, Any]) -> list[Problem]:
-    """Secrets where they would be shown or written down."""
-    problems = []
-    for parts, text in _texts(tree, ()):
-        if not (names := secrets.named_in(text)) or parts == _KEEPS_SECRETS:
-            continue
-        if not Shape.of(Experiment).in_component(parts):
-            message = f"{names[0]} is a secret by its name, and this would be written down; rename the variable"
-        elif secrets.is_inside(text):
-            message = f"{names[0]} is a secret by its name, which stays a text; write ${{oc.env:{names[0]}}} alone"
-        else:
-            continue
-        problems.append(Problem(keys.join(parts), message))
-    return problems
-
-
-def _texts(value: object, parts: tuple[keys.Part, ...]) -> Iterator[tuple[tuple[keys.Part, ...], str]]:
-    if isinstance(value, str):
-        yield parts, value
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in items:
-        yield from _texts(inner, (*parts, name))
+def _strange(value: object, parts: tuple[keys.Part, ...]) -> Iterator[Problem]:
+    """What couldn't stand in a file, and what to write instead."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if isinstance(name, str):
+                yield from _strange(inner, (*parts, name))
+            else:
+                yield Problem(keys.join(parts), f"the key {name!r} is not a text; put it in quotes", _IN_PYTHON)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _strange(inner, (*parts, index))
+    elif callable(value) and hasattr(value, "__qualname__"):
+        written = f'write its dotted name, "{value.__module__}.{value.__qualname__}"'
+        yield Problem(keys.join(parts), f"is {value.__qualname__} itself; {written}", _IN_PYTHON)
+    elif type(value) not in _PLAIN:
+        message = f"is a {type(value).__name__}; write texts, numbers, lists and dicts"
+        yield Problem(keys.join(parts), message, _IN_PYTHON)

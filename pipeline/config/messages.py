@@ -12,8 +12,8 @@ from pipeline.config import keys
 from pipeline.config.dialect import Loader
 from pipeline.config.jsonschema import Schema, Shape
 from pipeline.config.keys import Part
-from pipeline.config.nearest import did_you_mean, nearest
 from pipeline.errors import MOST_PROBLEMS, Problem
+from pipeline.wording import did_you_mean, nearest
 
 _CREDENTIALS = re.compile(r"(?<=://).*@")  # also of what is no address; `without_credentials` needs one
 _LONGEST = 60

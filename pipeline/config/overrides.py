@@ -4,12 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.config import keys, lines
+from pipeline.config.dialect import written
 from pipeline.config.messages import shown
 from pipeline.config.sweep import Parameter
 from pipeline.errors import ExperimentError, Problem, UsageError
 
 _SWEPT = ("sweep", "parameters")
 """The section whose names are dotted keys themselves."""
+
+
+def override(key: str, value: object) -> str:
+    """Return the override that sets a value, e.g. "optimizer.lr=0.1"."""
+    return f"{key}={written(value)}"
 
 
 def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dict[str, int | str]) -> list[Problem]:

@@ -3,8 +3,8 @@
 import tomllib
 from pathlib import Path
 
-from pipeline.config.nearest import did_you_mean
 from pipeline.errors import UsageError
+from pipeline.wording import did_you_mean
 
 BUILT_IN = (
     "torch.nn",

@@ -5,11 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
-from pipeline.config import stores
 from pipeline.config.parallel import Parallel
-from pipeline.config.secrets import without_credentials
 from pipeline.config.sweep import Sweep
-from pipeline.config.toolbox import OR_BOOLEAN, SWITCH, Compile, Ema, Patterns, in_words
+from pipeline.config.train import Train
+from pipeline.config.uris import problem_of, without_credentials
 from pipeline.config.values import (
     Component,
     Mode,
@@ -20,59 +19,6 @@ from pipeline.config.values import (
     StrategyName,
     Writable,
 )
-
-
-class LearningRateScaling(Section):
-    """How the learning rate follows the global batch size (Goyal et al. 2017, arXiv 1706.02677, for ``linear``)."""
-
-    rule: Literal["none", "linear", "sqrt"] = "none"
-    """Factor on the optimizer's lr, or on the lr of OneCycleLR and CyclicLR: 1, global/base, or its square root."""
-    base_batch_size: Positive = 256
-    """The global batch size that the optimizer's ``lr`` was chosen for."""
-    warmup_steps: NotNegative = 0
-    """Steps over which the learning rate rises linearly from the unscaled to the scaled value."""
-
-
-class Train(Section):
-    """How long and how to train."""
-
-    epochs: Positive
-    """Passes over the training set."""
-    global_batch_size: Positive
-    """Samples in one optimizer step, over all workers. It never depends on the number of workers."""
-    gradient_accumulation: Positive = 1
-    """Micro-batches of each worker's share of a global batch; evaluation has batches of their size."""
-    precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 use autocast; fp64 is for proofs that two runs train the same."""
-    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
-    """How image batches (four dimensions) and convolutions lie in memory; channels_last is what tensor cores read."""
-    clip_grad_norm: PositiveFloat | None = None
-    """Clip the global gradient norm to this value."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """When a loss or gradient is NaN or infinite: stop; skip that step; or go back to the newest checkpoint and leave
-    out that step's global batch, three times at most. A validation loss that isn't finite ends training before the
-    checkpoint of its epoch; with skip it is told."""
-    scheduler_interval: Literal["step", "epoch"] = "step"
-    """When the scheduler advances: after each step, whether it was taken, skipped, or overflowed in fp16; or after each
-    epoch."""
-    lr_scaling: LearningRateScaling = LearningRateScaling()
-    """Learning-rate scaling with the global batch size."""
-    log_every_steps: Positive = 10
-    """Steps between two reports, or more if they take less than 0.1 s; every step's loss is in the report."""
-    evaluate_every_epochs: Positive = 1
-    """Epochs between two evaluations; the last epoch is always evaluated."""
-    compile: Annotated[Compile | None, SWITCH, OR_BOOLEAN] = None
-    """torch.compile: true, or how; the time that it takes is reported and in no measurement."""
-    activation_checkpointing: Patterns = False
-    """Names of modules, such as layer1 or blocks.*, that forget their activations and compute them again in the
-    backward pass: less memory, more time, the same losses; true: the blocks that the model repeats."""
-    ema: Annotated[Ema | None, SWITCH, OR_BOOLEAN] = None
-    """Exponential moving average of the weights, which is evaluated and logged in place of them: true, or how."""
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        """What of these is on, in words."""
-        return tuple(in_words(how=self.compile, recomputed=self.activation_checkpointing, ema=self.ema))
 
 
 class Loader(Section):
@@ -157,7 +103,7 @@ class Tracking(Section):
     @field_validator("uri")
     @classmethod
     def _is_usable(cls, uri: str) -> str:
-        if problem := stores.problem_of(uri):
+        if problem := problem_of(uri):
             raise ValueError(problem)
         return uri
 

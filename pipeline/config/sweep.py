@@ -2,16 +2,24 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
 
-from pipeline.config.toolbox import OR_BOOLEAN, SWITCH
-from pipeline.config.values import Mode, NotNegative, Positive, Section
+from pipeline.config import keys
+from pipeline.config.dialect import written
+from pipeline.config.values import OR_BOOLEAN, SWITCH, Mode, NotNegative, Positive, Section
+from pipeline.errors import ExperimentError, Problem
+
+Varied = TypeVar("Varied")
+"""The experiment with other values, whatever form it has."""
 
 MOST_TRIALS = 10_000
-"""A sweep of more is a slip of the pen."""
+"""Limit on the trials of a sweep: more are a typing error."""
+_FIXED = ("name", "tracking", "sweep", "compare", "measure", "parallel", "checkpoint")
+"""Sections that don't change how well a model is trained, or that all trials share."""
+_ALLOWED = "parallel.options"  # local_sgd_period and communication_hook change the training
 
 
 def _range(kind: type, *, example: str, least: float = -math.inf) -> BeforeValidator:
@@ -146,3 +154,63 @@ def misused(sweep: Sweep) -> Iterator[tuple[str, str]]:
         yield "trials", f"is {sweep.trials}, but all parameters are grids, which are trained once; remove it"
     if sweep.total > MOST_TRIALS:
         yield "parameters", f"make {sweep.total:,} trials; at most {MOST_TRIALS:,} can be right"
+
+
+def problems(sweep: Sweep | None, vary: Callable[[Mapping[str, Any]], object]) -> list[Problem]:
+    """Find the parameters that can't be varied and their values that the experiment refuses, tried one at a time.
+
+    Args:
+        sweep: the section of an experiment that is valid by itself.
+        vary: makes the experiment with other values by dotted key; raises ExperimentError if they are refused.
+    """
+    if sweep is None:
+        return []
+    found: list[Problem] = []
+    for key, parameter in sweep.parameters.items():
+        wrong = list(_key_problems(key, among=list(sweep.parameters)))
+        wrong = wrong or _all_refusals(key, parameter.candidates, vary, lambda _: None)
+        found += [Problem(f"sweep.parameters.{key}", message) for message in wrong]
+    return found
+
+
+def check_each(
+    sweep: Sweep | None, vary: Callable[[Mapping[str, Any]], Varied], check: Callable[[Varied], object]
+) -> list[Problem]:
+    """Run ``check`` on the experiment with each value of the sweep, one at a time, and return its problems."""
+    if sweep is None:
+        return []
+    found: list[Problem] = []
+    for key, parameter in sweep.parameters.items():
+        wrong = _all_refusals(key, parameter.candidates, vary, check)
+        found += [Problem(f"sweep.parameters.{key}", message) for message in wrong]
+    return found
+
+
+def _key_problems(key: str, *, among: list[str]) -> Iterator[str]:
+    try:
+        section = str(keys.split(key)[0])
+    except ValueError:
+        yield f"{key!r} is no key of an experiment; write a dotted one, such as optimizer.lr"
+        return
+    if section in _FIXED and not f"{key}.".startswith(f"{_ALLOWED}."):
+        yield f"{section} is the same for all trials of a sweep; to compare strategies or workers, use pipeline compare"
+    around = set(keys.ancestors(key)) - {key}
+    if inside := next((other for other in among if other in around), None):
+        yield f"lies inside {inside}, which is varied as a whole; remove one of them"
+
+
+def _all_refusals(
+    key: str, values: tuple[Any, ...], vary: Callable[[Mapping[str, Any]], Varied], check: Callable[[Varied], object]
+) -> list[str]:
+    return list(dict.fromkeys(message for value in values for message in _refusals(key, value, vary, check)))
+
+
+def _refusals(
+    key: str, value: object, vary: Callable[[Mapping[str, Any]], Varied], check: Callable[[Varied], object]
+) -> Iterator[str]:
+    """Why the file can't have that value."""
+    try:
+        check(vary({key: value}))
+    except ExperimentError as error:
+        for problem in error.problems:
+            yield problem.message if problem.key == key else f"with {written(value)}: {problem.key}: {problem.message}"

@@ -13,10 +13,10 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from pipeline.config.nearest import did_you_mean, nearest
 from pipeline.config.project import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.system.imports import undisturbed
+from pipeline.wording import did_you_mean, nearest
 
 _REFUSED = ("torchvision.datasets.utils", "timm.models._helpers", "timm.models._hub")  # read, write, unpickle files
 

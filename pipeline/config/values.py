@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import override
 
 from pipeline import registry
@@ -100,3 +100,17 @@ PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
 Direction = Literal["min", "max"]
 """Which values of a metric are good, in the words of Ray Tune and Optuna."""
 Mode = Literal["auto", Direction]
+
+
+def _switched(value: object) -> object:
+    """Yes is all of the defaults, no is nothing."""
+    return {} if value is True else None if value is False else value
+
+
+def _or_boolean(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"type": "boolean"}, *schema["anyOf"]]
+
+
+SWITCH = BeforeValidator(_switched)
+"""For a section that may also be ``true`` or ``false``."""
+OR_BOOLEAN = Field(json_schema_extra=_or_boolean)

@@ -10,10 +10,9 @@ from typing import Any
 import yaml
 
 from pipeline.config import keys
-from pipeline.config.jsonschema import Shape
+from pipeline.config.jsonschema import SUGGESTED, Shape
 from pipeline.config.project import BUILT_IN, allowed_packages
 from pipeline.config.schema import Experiment
-from pipeline.config.suggestions import SUGGESTED
 from pipeline.errors import PipelineError
 
 _TARGET = "_target_"

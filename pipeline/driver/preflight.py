@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline import registry
-from pipeline.config import components, messages, runtime, variation
+from pipeline.config import components, deferred, messages
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Experiment
-from pipeline.config.sweep import Sweep
+from pipeline.config.sweep import Sweep, check_each
 from pipeline.config.values import Direction
 from pipeline.errors import ExperimentError, Problem
 from pipeline.training import metrics, parts
@@ -38,7 +38,7 @@ def check(file: ExperimentFile, *, with_data: bool = False) -> tuple[str, ...]:
     if with_data and "data" not in wrong and not file.experiment.is_streamed:
         problems += _refusals(lambda: dataset_sizes(file.experiment, allowed=allowed))
     if not problems:
-        problems = variation.check_each(file.experiment, file.varied, check)
+        problems = check_each(file.experiment.sweep, file.varied, check)
     if problems:
         raise file.explain(problems)
     return allowed
@@ -52,7 +52,7 @@ def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any
     Raises:
         ExperimentError: some can't be built.
     """
-    late = {name for name, one in experiment.metrics.items() if runtime.named_in(one.model_dump_json())}
+    late = {name for name, one in experiment.metrics.items() if deferred.runtime_values_in(one.model_dump_json())}
     early = {name: one for name, one in experiment.metrics.items() if name not in late}
     built: dict[str, Any] = dict(metrics.build(partial(components.build, allowed=allowed), early))
     for name in late:

@@ -2,7 +2,7 @@
 
 import json
 
-from pipeline.config.secrets import without_credentials
+from pipeline.config.uris import without_credentials
 from pipeline.planning.plan import Plan
 from pipeline.protocol.trial import Trial
 from pipeline.wording import counted

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.config.secrets import without_credentials
+from pipeline.config.uris import without_credentials
 from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording.journal import FILE_NAME

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
-from pipeline.config.secrets import without_credentials
 from pipeline.config.summary import to_yaml
+from pipeline.config.uris import without_credentials
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.plan import Plan

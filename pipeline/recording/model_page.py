@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.secrets import without_credentials
+from pipeline.config.uris import without_credentials
 
 if TYPE_CHECKING:
     import torch

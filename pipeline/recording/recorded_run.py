@@ -10,8 +10,8 @@ from typing import IO, cast
 
 import rich.console
 
-from pipeline.config.secrets import without_credentials
 from pipeline.config.summary import flatten
+from pipeline.config.uris import without_credentials
 from pipeline.errors import PipelineError, ResourceError
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened

@@ -5,13 +5,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pipeline.config.nearest import did_you_mean
 from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics, RunClosed, RunOpened, event_from_json
 from pipeline.protocol.trial import Status
 from pipeline.recording import journal
 from pipeline.recording.folder import id_of, is_trial, sweep_of, trials_of
+from pipeline.wording import did_you_mean
 
 LATEST = "latest"
 """The run that began last."""

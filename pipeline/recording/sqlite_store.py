@@ -7,7 +7,7 @@ from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipeline.config.stores import SQLITE
+from pipeline.config.uris import SQLITE
 from pipeline.errors import ResourceError
 
 _COMPANIONS = ("-journal", "-wal", "-shm")

@@ -6,8 +6,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from pipeline.config.secrets import without_credentials
-from pipeline.config.stores import SQLITE, problem_of
+from pipeline.config.uris import SQLITE, problem_of, without_credentials
 from pipeline.errors import ResourceError
 from pipeline.recording import sqlite_store
 

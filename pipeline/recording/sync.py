@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event as Flag
 
-from pipeline.config.secrets import without_credentials
+from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import AnyEvent, ModelSaved, RunClosed, RunOpened, Tagged
 from pipeline.protocol.progress import ProgressReporter

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import IO
 
-from pipeline.config.secrets import without_credentials
+from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError, UsageError
 from pipeline.recording.store import artifact_root, check_store, is_server, sqlite_path
 

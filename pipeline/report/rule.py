@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.schema import Experiment, Train
+from pipeline.config.schema import Experiment
+from pipeline.config.train import Train
 from pipeline.config.values import Frozen
 from pipeline.report import Advice, Row
 

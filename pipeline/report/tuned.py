@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline.config.schema import Train
+from pipeline.config.train import Train
 from pipeline.config.values import Frozen
 from pipeline.protocol.trial import BatchCandidate, BatchSizes, Trial
 from pipeline.report.tables import ReportTable, amount

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from pipeline.config.toolbox import Ema
+from pipeline.config.train import Ema
 from pipeline.training.learned import PREFIX
 from pipeline.training.norms import local
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pipeline.config.toolbox import Compile
+from pipeline.config.train import Compile
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Phase
 from pipeline.training.watch import mark

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
-from pipeline.config.schema import LearningRateScaling
+from pipeline.config.train import LearningRateScaling
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.config.nearest import did_you_mean
-from pipeline.config.toolbox import Patterns
+from pipeline.config.train import Patterns
 from pipeline.errors import ExperimentError
 from pipeline.strategies._blocks import repeated
+from pipeline.wording import did_you_mean
 
 _KEY = "train.activation_checkpointing"
 

@@ -299,7 +299,7 @@ FAULTS = (
     Fault(
         "a password is written down",
         "credentials are in no file of a run",
-        "pipeline/config/secrets.py",
+        "pipeline/config/uris.py",
         '    elif "@" not in parts.netloc:\n        return uri\n',
         "    else:\n        return uri\n",
         ("tests/unit/test_checkpoint.py::TestStorage::test_with_a_password_is_refused_and_not_repeated",),

@@ -1,6 +1,7 @@
 """Trials and what they measured, made up so that ratios can be worked out by hand."""
 
-from pipeline.config.schema import Experiment, Train
+from pipeline.config.schema import Experiment
+from pipeline.config.train import Train
 from pipeline.config.values import Component
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Role, Scaling, Spread, StepParts, Trial, TrialResult

@@ -9,7 +9,7 @@ import torch
 import toys
 from torch import Tensor, nn
 
-from pipeline.config.toolbox import Ema
+from pipeline.config.train import Ema
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop, reporting

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.components import allowed_packages, build, check, resolve
+from pipeline.config.deferred import RUNTIME_VALUES, marker
 from pipeline.config.project import BUILT_IN
-from pipeline.config.runtime import RUNTIME_VALUES, marker
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, UsageError

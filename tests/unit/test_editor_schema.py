@@ -11,9 +11,9 @@ import yaml
 
 from pipeline import data, models, tasks
 from pipeline.config import targets
+from pipeline.config.jsonschema import SUGGESTED
 from pipeline.config.load import experiment_json_schema, load
 from pipeline.config.project import BUILT_IN
-from pipeline.config.suggestions import SUGGESTED
 from pipeline.errors import ExperimentError
 from pipeline.tasks import Task
 

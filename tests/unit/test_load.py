@@ -15,8 +15,9 @@ from pipeline import registry
 from pipeline.config import keys
 from pipeline.config.jsonschema import Shape
 from pipeline.config.load import ExperimentFile, experiment_json_schema, load
-from pipeline.config.schema import Experiment, Train
+from pipeline.config.schema import Experiment
 from pipeline.config.summary import config_hash, flatten, to_yaml
+from pipeline.config.train import Train
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem, UsageError
 

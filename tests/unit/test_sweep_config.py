@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.commands.sweep.sampling import draws
 from pipeline.config.load import ExperimentFile, load
+from pipeline.config.overrides import override
 from pipeline.config.summary import config_hash, flatten, to_yaml
 from pipeline.config.sweep import Parameter, Sweep
-from pipeline.config.variation import override
 from pipeline.driver import preflight
 from pipeline.errors import ExperimentError
 

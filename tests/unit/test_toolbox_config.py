@@ -12,7 +12,7 @@ import toys
 
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
-from pipeline.config.toolbox import Compile, Ema
+from pipeline.config.train import Compile, Ema
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning import resources
 from pipeline.planning.describe import describe

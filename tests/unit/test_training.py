@@ -12,7 +12,7 @@ import toys
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from pipeline.config.schema import LearningRateScaling
+from pipeline.config.train import LearningRateScaling
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Metrics, ModelSaved, Started
 from pipeline.protocol.trial import Rank

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from pipeline.commands.doctor.check_result import CheckResult
-from pipeline.config.secrets import without_credentials
+from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError
 from pipeline.recording.store import check_store, is_server, redacted, resolve_uri, with_credentials
 

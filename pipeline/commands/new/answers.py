@@ -11,8 +11,8 @@ from cookiecutter.utils import create_env_with_context
 
 from pipeline.commands.new import catalog
 from pipeline.commands.new.catalog import Template
-from pipeline.config.nearest import did_you_mean
 from pipeline.errors import UsageError
+from pipeline.wording import did_you_mean
 
 _COOKIECUTTERS = (catalog.CHOICES, "_extensions", "__checked")
 Answers = Mapping[str, str]

@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pipeline
-from pipeline.config.nearest import did_you_mean
 from pipeline.errors import UsageError
+from pipeline.wording import did_you_mean
 
 _PACKAGE = Path(pipeline.__file__).parent
 _CONTEXT = "cookiecutter.json"

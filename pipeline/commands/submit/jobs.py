@@ -14,9 +14,9 @@ from ray.job_submission import JobSubmissionClient
 from pipeline.cluster.package import Package, project_folder, staged, tracked
 from pipeline.commands.submit import cluster
 from pipeline.commands.submit.request import CLOSING_S, Request, is_relative, variables
-from pipeline.config.nearest import did_you_mean
 from pipeline.config.values import Frozen
 from pipeline.errors import PipelineError, ResourceError, UsageError
+from pipeline.wording import did_you_mean
 
 RUNS = "$HOME/pipeline-runs"
 """On the head, for experiments whose ``tracking.directory`` is relative: a job's own folder doesn't last."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from pipeline.config.load import ExperimentFile
-from pipeline.config.secrets import without_credentials
+from pipeline.config.uris import without_credentials
 from pipeline.errors import Problem, UsageError
 
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipeline.config.overrides import override
 from pipeline.config.sweep import Parameter, Sweep
-from pipeline.config.variation import override
 
 _DIGITS = 4
 

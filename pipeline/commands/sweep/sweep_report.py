@@ -11,8 +11,8 @@ from pipeline.commands.sweep.assignment import Record, Suggestion, folder_name
 from pipeline.commands.sweep.journals import Evaluation, Follower, Unmeasurable, model_of, state_of
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.config.load import ExperimentFile
+from pipeline.config.overrides import override
 from pipeline.config.values import Direction
-from pipeline.config.variation import override
 from pipeline.protocol.events import ModelSaved, Tagged
 from pipeline.recording import provenance
 from pipeline.recording.console import print_report

@@ -12,7 +12,7 @@ import fsspec
 from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.config.secrets import without_credentials
+from pipeline.config.uris import without_credentials
 from pipeline.errors import ExperimentError
 from pipeline.protocol.progress import ProgressReporter
 

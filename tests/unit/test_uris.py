@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.stores import problem_of
+from pipeline.config.uris import problem_of
 from pipeline.errors import ResourceError, UsageError
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link, ui_address

@@ -1,13 +1,26 @@
-"""Addresses of tracking stores: which of them can be used, and what to write instead of the others."""
+"""URIs of tracking stores and checkpoints: which ones can be used, and how they are shown without credentials."""
 
 import re
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 SQLITE = "sqlite:///"
+_SECRET = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
+"""Query parameters whose values are secret."""
+
+
+def without_credentials(uri: str) -> str:
+    """Return the URI without user name, password and secret query parameters, fit to be shown and stored."""
+    parts = urlsplit(uri)
+    if parts.netloc and _SECRET.search(parts.query):  # databases accept credentials there, too
+        kept = [(name, value) for name, value in parse_qsl(parts.query) if not _SECRET.search(name)]
+        parts = parts._replace(query=urlencode(kept))
+    elif "@" not in parts.netloc:
+        return uri
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def problem_of(uri: str) -> str:
-    """Say what is wrong with a tracking URI, and what to write; empty if nothing is."""
+    """Return what is wrong with a tracking URI and what to write instead; empty if it can be used."""
     scheme = re.split(r"[:+]", uri, maxsplit=1)[0]
     if scheme == "sqlite" and not uri.rpartition(":")[2].strip("/"):
         return f"this names no file; write {SQLITE}mlflow.db"
@@ -21,7 +34,7 @@ def problem_of(uri: str) -> str:
 
 
 def _mended(uri: str) -> str:
-    """The URI of the SQLite file that was probably meant."""
+    """Return the SQLite URI that was probably meant."""
     _, _, path = uri.partition(":")
     for separator in ("///", "//"):
         if path.startswith(separator):
@@ -33,5 +46,5 @@ def _is_address(uri: str) -> bool:
     try:
         parts = urlsplit(uri)
         return bool(parts.hostname) and parts.port != 0 and uri.isascii() and " " not in uri
-    except ValueError:  # brackets or a port that mean nothing
+    except ValueError:  # malformed brackets or port
         return False
