@@ -1,1 +1,1 @@
-"""What a machine or a cluster has and lacks: ``pipeline doctor``. Start reading at `examination.examine`."""
+"""``pipeline doctor``: checks of a machine or a cluster. Start reading at `examination.examine`."""

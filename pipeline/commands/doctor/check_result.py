@@ -1,4 +1,4 @@
-"""One thing that was looked at."""
+"""The result of one check, and helpers that word results for several nodes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
@@ -11,26 +11,26 @@ _NAMED = 3
 
 
 class CheckResult(Frozen):
-    """What was looked at, and how it is."""
+    """The result of one check: its status, the measured values, and a fix."""
 
     subject: str
     """One or two words, e.g. "shared memory"."""
     status: Status
-    """problem: it would stop a run; warning: it wouldn't, and should be known."""
+    """ok; warning: a run would start, with a drawback; problem: a run would fail."""
     what: str
-    """With the live values."""
+    """The finding, with the measured values."""
     fix: str = ""
-    """The command that mends it, or what else does."""
+    """A command or an action that fixes it; empty if nothing has to be fixed."""
 
 
 class Limit(Frozen):
-    """From when on too little of something is worth a warning, and when it would stop a run."""
+    """Thresholds of a resource: a value below ``warning`` or ``problem`` gets that status."""
 
     warning: int
     problem: int
 
     def status(self, value: int | None) -> Status:
-        """None is unlimited."""
+        """Return the status of a value; None means unlimited."""
         if value is None or value >= self.warning:
             return "ok"
         return "problem" if value < self.problem else "warning"
@@ -39,7 +39,7 @@ class Limit(Frozen):
 def by_node(
     nodes: Sequence[NodeFacts], judge: Callable[[NodeFacts], CheckResult | None], *, fine: Callable[[], CheckResult]
 ) -> Iterator[CheckResult]:
-    """The findings that are not fine, each once, with the nodes' names where there are several; else the fine one."""
+    """Judge each node; yield each distinct finding once with the names of its nodes, or ``fine()`` if there is none."""
     found: dict[CheckResult, list[str]] = {}
     for node in nodes:
         if finding := judge(node):
@@ -52,17 +52,17 @@ def by_node(
 
 
 def listed(labels: Sequence[str]) -> str:
-    """Some of the nodes by name, the rest by number: clusters are large."""
+    """Return up to three node names, and the number of further nodes."""
     more = len(labels) - _NAMED
     return ", ".join(labels) if more <= 1 else f"{', '.join(labels[:_NAMED])} and {more} more"
 
 
 def amount(megabytes: int) -> str:
-    """Memory as people say it, e.g. "64 MiB" or "24 GiB"."""
+    """Format an amount of memory, e.g. "64 MiB" or "24 GiB"."""
     return f"{megabytes} MiB" if megabytes < 10_240 else f"{megabytes / 1024:,.0f} GiB"
 
 
 def low_to_high(values: Iterable[int], shown: Callable[[int], str]) -> str:
-    """The range over nodes, or the one value that all have."""
+    """Format the range of values over all nodes, e.g. "8 to 16", or the value that all nodes have."""
     low, high = min(values := tuple(values)), max(values)
     return shown(low) if shown(low) == shown(high) else f"{shown(low)} to {shown(high)}"

@@ -1,4 +1,4 @@
-"""Everything that is looked at, in turn."""
+"""All checks in order: nodes, versions, GPUs, machine, link, tracking store."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,27 +17,27 @@ Say = Callable[[str], None]
 
 
 class Examination(Frozen):
-    """This machine or a cluster: what it has, and what that means."""
+    """Facts about this machine or a cluster, and the results of all checks."""
 
     address: str | None
-    """Of the Ray cluster; None: this machine."""
+    """Address of the Ray cluster, or None for this machine."""
     nodes: tuple[NodeFacts, ...]
     link: MeasuredLink | None
     findings: tuple[CheckResult, ...]
 
     @property
     def problems(self) -> tuple[CheckResult, ...]:
-        """What would stop a run."""
+        """The findings that would stop a run."""
         return tuple(finding for finding in self.findings if finding.status == "problem")
 
 
 def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
-    """Look at this machine, or, with launcher ray, at the cluster that ``parallel.address`` or RAY_ADDRESS names.
+    """Check this machine, or, with launcher ray, the cluster that ``parallel.address`` or RAY_ADDRESS names.
 
     Args:
-        parallel: where runs would place their workers.
-        uri: of the tracking store; None: the environment's or a file here.
-        say: told what is being measured.
+        parallel: settings that say where runs place their workers.
+        uri: address of the tracking store; default: MLFLOW_TRACKING_URI, or a file in the working directory.
+        say: called with a line before each measurement.
 
     Raises:
         ResourceError: there is no cluster at the address.
@@ -79,7 +79,7 @@ def _cluster(address: str | None) -> Iterator[None]:
 
 
 def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
-    """The nodes that answer; those that don't are problems."""
+    """Return the facts of the nodes that answer; add a problem for each node that does not."""
     from pipeline.cluster.nodes import NodesSilent, facts_of_nodes
 
     try:
@@ -106,7 +106,7 @@ def _measuring(asked: tuple[NodeFacts, ...]) -> str:
 
 def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[CheckResult]) -> MeasuredLink | None:
     if any(node.torch is None for node in asked):
-        return None  # which is a problem already
+        return None  # reported as a problem by versions.judged
     try:
         measured = link.measure_across(asked) if is_cluster else link.measure_here(asked[0])
     except ResourceError as error:

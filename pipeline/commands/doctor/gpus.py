@@ -1,4 +1,4 @@
-"""GPUs, the driver, and a torch that can use them."""
+"""Checks of GPUs: the driver, the CUDA version of torch, and the same GPUs on all nodes."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ _SUBJECT = "GPUs"
 
 
 def judged(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
-    """Whether torch can use those that are there, and they are alike."""
+    """Check that torch can use the GPUs, and that all nodes have the same GPUs."""
     yield from by_node(nodes, _trouble, fine=lambda: CheckResult(subject=_SUBJECT, status="ok", what=_counted(nodes)))
     kinds = {gpu.name for node in nodes for gpu in node.gpus}
     numbers = {len(node.gpus) for node in nodes}

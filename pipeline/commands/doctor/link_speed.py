@@ -1,4 +1,4 @@
-"""How fast workers exchange gradients: measured for some seconds, between two processes here or between all nodes."""
+"""The link between workers: all-reduces measured for some seconds, between two local processes or between all nodes."""
 
 import json
 import subprocess
@@ -19,15 +19,15 @@ from pipeline.report.link import Backend, fit, latency_ms, transfer_ms
 from pipeline.report.tables import amount
 
 _LOOPBACK = "127.0.0.1"
-_MEETING_S = 60.0  # both import torch first, which takes long on a busy machine
-_PATIENCE_S = 120.0
-_NO_ANSWER = f"no answer within {_PATIENCE_S:g} s"
+_RENDEZVOUS_S = 60.0  # each rank imports torch first, which takes long on a busy machine
+_TIMEOUT_S = 120.0
+_NO_ANSWER = f"no answer within {_TIMEOUT_S:g} s"
 _GRADIENTS_MB = 100
 _SLOW_GBIT = 1.0
 
 
 class MeasuredLink(Frozen):
-    """All-reduces between workers, and the link that would take as long."""
+    """Measured all-reduces between workers, and the bandwidth and latency fitted to them."""
 
     workers: int
     nodes: int
@@ -37,34 +37,34 @@ class MeasuredLink(Frozen):
 
     @classmethod
     def of(cls, answer: str, *, workers: int, nodes: int, backend: Backend) -> "MeasuredLink":
-        """From what a rank says."""
+        """Parse the JSON that `ranks.measure` returns, and fit the link to it."""
         measured = tuple(AllReduce(bytes=size, ms=ms) for size, ms in json.loads(answer))
         link = fit(measured, workers=workers, backend=backend)
         return cls(workers=workers, nodes=nodes, backend=backend, all_reduces=measured, link=link)
 
     @property
     def gradients_ms(self) -> float:
-        """An all-reduce of 100 MB of gradients."""
+        """Estimated milliseconds of an all-reduce of 100 MB of gradients."""
         fixed = latency_ms(self.link, workers=self.workers, backend=self.backend)
         return fixed + transfer_ms(self.link, _GRADIENTS_MB * 1e6, workers=self.workers)
 
 
 def measure_here(facts: NodeFacts) -> MeasuredLink:
-    """Between two processes of this machine, on two GPUs if it has them.
+    """Measure all-reduces between two processes of this machine, on two GPUs if it has them.
 
     Raises:
-        ResourceError: they can't exchange anything.
+        ResourceError: an all-reduce failed or timed out.
     """
     usable = facts.torch is not None and facts.torch.cuda_available and len(facts.gpus) > 1
     backend: Backend = "nccl" if usable else "gloo"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        asked = {"world_size": 2, "address": _LOOPBACK, "backend": backend, "timeout_s": _MEETING_S}
-        asked["meeting"] = (Path(folder) / "meeting").as_uri()
+        asked = {"world_size": 2, "address": _LOOPBACK, "backend": backend, "timeout_s": _RENDEZVOUS_S}
+        asked["init_method"] = (Path(folder) / "rendezvous").as_uri()
         processes = [stack.enter_context(_rank(rank, json.dumps(asked))) for rank in range(2)]
         for process in processes:
             stack.callback(process.kill)
         try:
-            said = [process.communicate(timeout=_PATIENCE_S) for process in processes]
+            said = [process.communicate(timeout=_TIMEOUT_S) for process in processes]
         except subprocess.TimeoutExpired:
             raise ResourceError(_NO_ANSWER) from None
     for process, (_, errors) in zip(processes, said, strict=True):
@@ -79,10 +79,10 @@ def _rank(rank: int, asked: str) -> subprocess.Popen[str]:
 
 
 def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
-    """Between one worker on each node of the connected Ray cluster; two, if there is only one node.
+    """Measure all-reduces between the nodes of the connected Ray cluster, or two workers on its only node.
 
     Raises:
-        ResourceError: they can't exchange anything.
+        ResourceError: an all-reduce failed or timed out.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayError
@@ -91,16 +91,16 @@ def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
 
     places = tuple(nodes) if len(nodes) > 1 else tuple(nodes) * 2
     backend: Backend = "nccl" if all(n.torch and n.torch.cuda_available for n in nodes) and len(nodes) > 1 else "gloo"
-    asked: dict[str, Any] = {"world_size": len(places), "backend": backend, "timeout_s": _MEETING_S}
+    asked: dict[str, Any] = {"world_size": len(places), "backend": backend, "timeout_s": _RENDEZVOUS_S}
     tasks: list[Any] = []
     try:
         with by_value(ranks):
-            port = ray.get(pinned(ranks.free_port, node=_id(places[0])).remote(), timeout=_PATIENCE_S)
-            asked["meeting"] = f"tcp://{places[0].address}:{port}"
+            port = ray.get(pinned(ranks.free_port, node=_id(places[0])).remote(), timeout=_TIMEOUT_S)
+            asked["init_method"] = f"tcp://{places[0].address}:{port}"
             for rank, node in enumerate(places):
                 task = pinned(ranks.measure, node=_id(node), gpus=int(backend == "nccl"))
                 tasks.append(task.remote(rank, address=node.address, **asked))
-        answers = ray.get(tasks, timeout=_PATIENCE_S)
+        answers = ray.get(tasks, timeout=_TIMEOUT_S)
     except (RayError, GetTimeoutError) as error:
         for task in tasks:
             ray.cancel(task, force=True)
@@ -121,7 +121,7 @@ def _reason(error: BaseException) -> str:
 
 
 def judged(measured: MeasuredLink) -> CheckResult:
-    """Whether the link is fit for training."""
+    """Report the link; warn if nodes are connected with less than 1 Gbit/s."""
     between = "nodes" if measured.nodes > 1 else "processes of one node"
     link = measured.link
     what = (
@@ -135,7 +135,7 @@ def judged(measured: MeasuredLink) -> CheckResult:
 
 
 def failed(error: ResourceError, nodes: Sequence[NodeFacts]) -> CheckResult:
-    """What it means that nothing could be measured."""
+    """Report that the measurement failed."""
     between = f"{len(nodes)} nodes" if len(nodes) > 1 else "two processes"
     fix = "open all TCP ports between the nodes; name their network: pipeline run FILE parallel.interface=eth0"
     return CheckResult(

@@ -1,4 +1,4 @@
-"""Memory, limits of the system, disk, programs; clocks and host names where there are several nodes."""
+"""Checks of each node: memory, disk, system limits, programs; and of several nodes: clocks, host names."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,7 +16,7 @@ _SKEW_S = 1.0
 
 
 def judged(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
-    """What is scarce on any node."""
+    """Check the resources of all nodes, their clocks and their host names."""
     yield from by_node(nodes, _memory, fine=lambda: _ok("memory", _memories(nodes)))
     yield from by_node(nodes, _shared_memory, fine=lambda: _ok("shared memory", _shared_memories(nodes)))
     yield from by_node(nodes, _disk, fine=lambda: _ok("disk", _disks(nodes)))
@@ -74,7 +74,7 @@ def _git(node: NodeFacts) -> CheckResult | None:
 
 
 def _clock(node: NodeFacts) -> CheckResult | None:
-    """A difference counts as far as it is larger than its error."""
+    """Warn about a clock difference that exceeds its measurement error by a second or more."""
     if node.clock_ahead_s is None or abs(node.clock_ahead_s) - (node.clock_error_s or 0) < _SKEW_S:
         return None
     direction = "ahead of" if node.clock_ahead_s > 0 else "behind"
@@ -89,7 +89,7 @@ def _skew(nodes: Sequence[NodeFacts]) -> str:
 
 
 def _names(nodes: Sequence[NodeFacts]) -> str:
-    """Left alone, gloo would take the address that a node's name leads to."""
+    """Describe which host names resolve to loopback, the address that gloo would bind to by default."""
     astray = [node.label for node in nodes if (node.hostname_address or "127.").startswith("127.")]
     if not astray:
         return "each node's name leads to an address of the network"

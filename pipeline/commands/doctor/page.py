@@ -1,4 +1,4 @@
-"""An examination in the terminal."""
+"""The output of ``pipeline doctor`` in the terminal."""
 
 import textwrap
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ _OF_GPUS: tuple[_Column, ...] = (
 
 
 def show(examination: Examination, *, terminal: rich.console.Console) -> None:
-    """Print the nodes, the findings, each with what mends it, and how many are bad."""
+    """Print a table of the nodes, each finding with its fix, and the number of problems and warnings."""
     at = f"Ray cluster at {examination.address}" if examination.address else "this machine"
     columns = _columns(examination)
     nodes = tables.ReportTable(
@@ -53,7 +53,7 @@ def _columns(examination: Examination) -> tuple[_Column, ...]:
 
 
 def _print(finding: CheckResult, terminal: rich.console.Console) -> None:
-    """A command stays in one line, so that it can be copied."""
+    """Print a finding and its fix; the fix stays on one line, so that a command can be copied."""
     what = f"{finding.status:<{_INDENT}}{finding.subject}: {finding.what}"
     text = Text(textwrap.fill(what, terminal.width, subsequent_indent=" " * _INDENT, break_on_hyphens=False))
     text.stylize(_STYLES[finding.status], 0, len(finding.status))

@@ -1,6 +1,6 @@
-"""One rank of a quick measurement of all-reduces.
+"""One rank of the all-reduce measurement.
 
-It travels to nodes that may lack this package: the standard library and torch only, and no import of this package.
+Sent to nodes that may lack this package, so it imports only the standard library and torch.
 """
 
 import fcntl
@@ -17,19 +17,19 @@ from statistics import median
 _SIZES = tuple(4096 * 4**i for i in range(7))  # bytes: 4 KiB to 16 MiB
 _SECONDS_PER_SIZE = 0.25
 _MOST_ROUNDS, _FEWEST_ROUNDS = 15, 3
-_TOO_SLOW_S = 0.6  # larger ones would say nothing new on such a link
+_TOO_SLOW_S = 0.6  # on such a slow link, larger sizes add no information
 _SIOCGIFADDR = 0x8915
 
 
 def free_port() -> int:
-    """A port on which rank 0 can be met."""
+    """Return a free TCP port for the rendezvous at rank 0."""
     with closing(socket.socket()) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address; None if none has."""
+    """Return the name of the network interface with this IPv4 address, or None."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asking:
         for _, name in socket.if_nameindex():
             try:
@@ -41,16 +41,19 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def measure(rank: int, *, world_size: int, meeting: str, address: str, backend: str, timeout_s: float) -> str:
-    """All-reduces of several sizes, the slowest rank's median for each, as JSON: [[bytes, ms], ...]. Collective.
+def measure(rank: int, *, world_size: int, init_method: str, address: str, backend: str, timeout_s: float) -> str:
+    """Measure all-reduces of several sizes; every rank must call it.
 
     Args:
-        rank: of this process.
-        world_size: how many there are.
-        meeting: where they meet, as torch's ``init_method``.
-        address: of this node, whose interface is used unless the environment names one.
+        rank: the rank of this process.
+        world_size: number of ranks.
+        init_method: rendezvous, as in ``torch.distributed.init_process_group``.
+        address: IPv4 address of this node; its interface is used unless the environment names an interface.
         backend: gloo or nccl.
-        timeout_s: longest wait for the others.
+        timeout_s: seconds to wait for the other ranks.
+
+    Returns:
+        JSON ``[[bytes, ms], ...]``: for each size the median over rounds of the slowest rank's time.
     """
     if interface := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -64,7 +67,7 @@ def measure(rank: int, *, world_size: int, meeting: str, address: str, backend: 
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(
-        backend, init_method=meeting, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
 
     def exchange(size: int) -> float:
@@ -84,7 +87,7 @@ def measure(rank: int, *, world_size: int, meeting: str, address: str, backend: 
     measured = []
     try:
         for size in _SIZES:
-            exchange(size)  # the first one pays for what later ones don't
+            exchange(size)  # warm-up: connections and buffers
             (about,) = slowest([exchange(size)])
             rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(_SECONDS_PER_SIZE / about)))
             times = slowest([exchange(size) for _ in range(rounds)])

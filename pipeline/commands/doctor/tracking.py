@@ -1,4 +1,4 @@
-"""Whether MLflow takes results: the store of an experiment, or the one that the environment names."""
+"""Check of the MLflow tracking store: reachable, access granted, compatible version."""
 
 import os
 from pathlib import Path
@@ -21,25 +21,25 @@ _REFUSALS = {
 _WRONG_NAME = "Invalid Host"
 
 
-class _Said(NamedTuple):
-    """A server's answer."""
+class _Response(NamedTuple):
+    """Status and body of a server's response."""
 
     status: int
     text: str
 
 
 def store(uri: str | None) -> str:
-    """The address of the store: the experiment's, or MLFLOW_TRACKING_URI, or a file here."""
+    """Return the address of the store: ``uri``, MLFLOW_TRACKING_URI, or a SQLite file in the working directory."""
     named = uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     return resolve_uri(named, base=Path.cwd())
 
 
 def judged(uri: str, *, client: str | None) -> CheckResult:
-    """Whether results would arrive there.
+    """Check that the store accepts results.
 
     Args:
-        uri: of the store; credentials may be in it.
-        client: version of the MLflow that is installed here.
+        uri: address of the store; may contain credentials.
+        client: version of the installed MLflow client, or None.
     """
     shown = without_credentials(uri)
     try:
@@ -91,15 +91,15 @@ def _versions(server: str, *, shown: str, client: str | None) -> CheckResult:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor: servers get along with clients that differ in the rest."""
+    """Return major and minor; servers and clients with different patch versions are compatible."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
-def _ask(uri: str, path: str) -> _Said:
-    """As MLflow asks, with its credentials.
+def _ask(uri: str, path: str) -> _Response:
+    """Send a GET request with MLflow's own client and credentials.
 
     Raises:
-        ResourceError: no answer.
+        ResourceError: there was no response.
     """
     from mlflow.exceptions import MlflowException
     from mlflow.utils.credentials import get_default_host_creds
@@ -111,4 +111,4 @@ def _ask(uri: str, path: str) -> _Said:
         )
     except (MlflowException, OSError) as error:
         raise ResourceError(f"doesn't answer ({redacted(str(error)).splitlines()[0]})") from None
-    return _Said(answer.status_code, answer.text)
+    return _Response(answer.status_code, answer.text)

@@ -1,4 +1,4 @@
-"""Python, torch and the others: whether they are there, and the same on every node."""
+"""Check of versions: Python, torch, Ray and ddp-pipeline, the same on all nodes as on this machine."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ _SUBJECT = "versions"
 
 
 class _Difference(NamedTuple):
-    """Something that a node has in another version than this machine, or lacks."""
+    """A package on a node and on this machine; ``there`` and ``here`` are versions, or None if it is missing."""
 
     name: str
     there: str | None
@@ -19,7 +19,7 @@ class _Difference(NamedTuple):
 
 
 def judged(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResult]:
-    """What is missing or another version than on this machine, from which runs are started."""
+    """Compare each node with this machine, which runs are started from."""
     differing: dict[_Difference, list[str]] = {}
     for node in nodes:
         for difference in _compared(node, here):
@@ -34,7 +34,7 @@ def judged(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResu
 
 
 def _compared(node: NodeFacts, here: NodeFacts) -> tuple[_Difference, ...]:
-    """What a run on the cluster would refuse."""
+    """Pair the versions whose difference makes a run on the cluster fail."""
     install = f"pip install torch=={_public(_torch(here))}"
     return (
         _Difference("Python", _minor(node.python), _minor(here.python), f"use Python {_minor(here.python)}"),
@@ -60,7 +60,7 @@ def _torch(node: NodeFacts) -> str | None:
 
 
 def _public(version: str | None) -> str | None:
-    """Without the build, such as +cpu: nodes with and without GPUs have different ones."""
+    """Strip the build tag, such as +cpu, which differs between nodes with and without GPUs."""
     return version.partition("+")[0] if version else None
 
 

@@ -1,1 +1,1 @@
-"""Looking back at runs: ``pipeline list``, ``show`` and ``diff``."""
+"""``pipeline list``, ``show`` and ``diff``: earlier runs and their results."""

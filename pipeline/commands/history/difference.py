@@ -1,4 +1,4 @@
-"""``pipeline diff``: what two runs don't have in common."""
+"""``pipeline diff``: differences of two runs in configuration, environment and results."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,20 +18,20 @@ from pipeline.report import Row
 
 _TAGS = ("git_commit", "git_dirty", "hardware", "user", "python")
 _COMMENT = "# "
-_NAME_SHARE = 0.4  # of the width, at most
-_MANY = 10.0  # times as much; from there on, percent are hard to read
+_NAME_SHARE = 0.4  # of the terminal's width
+_MANY = 10.0  # ratio from which a multiple is easier to read than percent
 _REACHED = ("validation/", "train/loss")
 
 
 class Pair(Frozen):
-    """One thing of both runs; None where a run doesn't have it."""
+    """The values of two runs under the same name; None if a run has no such value."""
 
     a: str | float | None
     b: str | float | None
 
     @property
     def change(self) -> str:
-        """How much more the second one has, of figures."""
+        """Relative change from ``a`` to ``b``, e.g. "+12.5%" or "14x"; empty for texts."""
         if not (isinstance(self.a, float) and isinstance(self.b, float)) or not self.a:
             return ""
         ratio = self.b / self.a
@@ -39,7 +39,7 @@ class Pair(Frozen):
 
 
 class Difference(Frozen):
-    """What two runs don't have in common, by name."""
+    """Values that differ between two runs, by name."""
 
     a: RunSummary
     b: RunSummary
@@ -48,11 +48,11 @@ class Difference(Frozen):
     environment: Mapping[str, Pair]
     """Code, machine and installed packages."""
     results: Mapping[str, Pair]
-    """Status and figures, those of the trials by "title: figure"."""
+    """Status and figures; names of a trial's figures are "title: figure"."""
 
 
 def difference(a: RunSummary, b: RunSummary) -> Difference:
-    """Set two runs side by side."""
+    """Compare two runs."""
     opened = last_opened(a.folder), last_opened(b.folder)
     return Difference(
         a=a,
@@ -64,7 +64,7 @@ def difference(a: RunSummary, b: RunSummary) -> Difference:
 
 
 def show_difference(difference: Difference, *, console: rich.console.Console) -> None:
-    """Print what differs, in three tables; those that would be empty are left out."""
+    """Print the differences in up to three tables; name the parts that do not differ."""
     for letter, run in (("a", difference.a), ("b", difference.b)):
         console.print(Text(f"{letter}  {run.run}", style="bold"), soft_wrap=True)
     sections = {

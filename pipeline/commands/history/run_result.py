@@ -1,4 +1,4 @@
-"""``pipeline show``: what a run came to, again, as it was printed at its end."""
+"""``pipeline show``: the result of an earlier run, as printed at its end."""
 
 from collections.abc import Callable
 from io import StringIO
@@ -21,24 +21,24 @@ from pipeline.report.tuned import TunedReport
 
 Model = TypeVar("Model", Report, Forecast, TunedReport, SweptReport)
 _INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a result raises that has the right types and holds together no longer; pydantic's errors are among them."""
+"""Errors while an inconsistent result is loaded and printed; pydantic's errors are ValueErrors."""
 
 
 class RunResult(NamedTuple):
-    """What a command found out."""
+    """Result of a command."""
 
     report: Printable
     to_json: Callable[[], str]
-    """What the command prints with ``--json``."""
+    """Return the output of the command with ``--json``."""
     command: str = ""
-    """What to run next, for a shell."""
+    """Shell command to run next, or empty."""
 
 
 def result_of(run: RunSummary) -> RunResult | None:
-    """The result of a run; None if it has come to none.
+    """Load the result of a run, or None if the run ended without a result.
 
     Raises:
-        UsageError: its file is damaged, or of another version of this project.
+        UsageError: the file is damaged, or was written by an incompatible version.
     """
     if run.command == "predict":
         forecast = _read(Forecast, run.folder / FORECAST_NAME)
@@ -58,10 +58,10 @@ def result_of(run: RunSummary) -> RunResult | None:
 
 
 def report_of(run: RunSummary) -> Report | None:
-    """The report of a run or a comparison; None if it has come to none.
+    """Load the report of a run or a comparison, or None if it ended without a report.
 
     Raises:
-        UsageError: its file is damaged, or of another version of this project.
+        UsageError: the file is damaged, or was written by an incompatible version.
     """
     return _read(Report, run.folder / REPORT_NAME)
 

@@ -1,4 +1,4 @@
-"""``pipeline list``: the runs of a folder in a table that fits the terminal."""
+"""``pipeline list``: a table of runs, fitted to the terminal."""
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -16,7 +16,7 @@ Column = tuple[str, Callable[[RunSummary], str]]
 
 
 def show(runs: Sequence[RunSummary], *, now: datetime, console: rich.console.Console) -> None:
-    """Print the runs. Where the terminal is narrow, the column of the experiment goes first: ids hold its name."""
+    """Print a table of runs; a narrow terminal gets no column "experiment", since ids contain its name."""
     columns: list[Column] = [
         ("run", lambda run: f"  {run.folder.name}" if run.sweep else run.run),
         ("experiment", lambda run: run.experiment),
@@ -32,7 +32,7 @@ def show(runs: Sequence[RunSummary], *, now: datetime, console: rich.console.Con
 
 
 def ago(seconds: float) -> str:
-    """How long ago something was, e.g. "3 h ago"."""
+    """Format an age in seconds, e.g. "3 h ago"."""
     size, unit = next((pair for pair in _UNITS if seconds >= pair[0]), (1, "s"))
     return f"{max(0, int(seconds // size))} {unit} ago"
 

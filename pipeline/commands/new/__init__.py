@@ -1,1 +1,1 @@
-"""``pipeline new``: projects from the templates, and updates of them. See ``docs/templates.md``."""
+"""``pipeline new``: create a project from a template, or update it. See ``docs/templates.md``."""

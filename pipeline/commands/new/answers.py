@@ -1,4 +1,4 @@
-"""Answers to a template's questions: from ``--set``, from an earlier generation, from the user."""
+"""Answers to a template's questions: from ``--set``, from an existing project, or from prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,14 +16,14 @@ from pipeline.wording import did_you_mean
 
 _COOKIECUTTERS = (catalog.CHOICES, "_extensions", "__checked")
 Answers = Mapping[str, str]
-"""By question; what the template derives from them begins with an underscore."""
+"""Answers by question, and values that the template derives from them, whose names begin with an underscore."""
 
 
 def parse(settings: Sequence[str], template: Template) -> dict[str, str]:
-    """The answers given as ``key=value``.
+    """Parse and check answers given as ``key=value``.
 
     Raises:
-        UsageError: everything wrong with them, with the allowed values.
+        UsageError: lists every unknown question and every value that is not allowed.
     """
     questions = template.questions()
     answers, problems = {}, []
@@ -43,10 +43,10 @@ def parse(settings: Sequence[str], template: Template) -> dict[str, str]:
 
 
 def still_asked(answers: Answers, template: Template) -> dict[str, str]:
-    """The answers of an earlier generation, without what the template doesn't ask any more.
+    """Return an existing project's answers to the questions that the template still asks.
 
     Raises:
-        UsageError: an answer isn't allowed any more.
+        UsageError: an answer is no longer allowed.
     """
     questions = template.questions()
     kept = {key: value for key, value in answers.items() if key in questions}
@@ -59,10 +59,10 @@ def still_asked(answers: Answers, template: Template) -> dict[str, str]:
 
 
 def choose(*, no_input: bool) -> Template:
-    """The template that the user chooses, or the first.
+    """Prompt for a template; with ``no_input``, return the first.
 
     Raises:
-        UsageError: there is nobody to ask.
+        UsageError: input ended before an answer.
     """
     known = catalog.titles()
     if no_input or len(known) == 1:
@@ -75,10 +75,10 @@ def choose(*, no_input: bool) -> Template:
 
 
 def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str, str]:
-    """All answers: the user's, or with ``no_input`` those given, and the template's own for the rest.
+    """Prompt for the remaining answers; with ``no_input``, use the template's defaults.
 
     Raises:
-        UsageError: nobody to ask, or answers that don't make a project: all problems at once.
+        UsageError: input ended before an answer, or answers contradict each other; lists all problems.
     """
     try:
         context = generate_context(context_file=str(template.context_file), extra_context=dict(given))
@@ -93,7 +93,7 @@ def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str,
 
 
 def _with_menus(context: Mapping[str, Any], template: Template) -> dict[str, Any]:
-    """The questions with a menu where there are choices, and without what is for cookiecutter itself."""
+    """Add a menu to each question with choices; remove cookiecutter's private variables."""
     asked = {key: value for key, value in context["cookiecutter"].items() if key not in _COOKIECUTTERS}
     prompts = asked.get("__prompts__", {})
     for key, choices in template.choices().items():

@@ -1,4 +1,4 @@
-"""Which templates there are, and what each asks."""
+"""The templates and their questions."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from pipeline.wording import did_you_mean
 _PACKAGE = Path(pipeline.__file__).parent
 _CONTEXT = "cookiecutter.json"
 CHOICES = "_choices"
-"""Where a template says them. Cookiecutter's own lists would answer a wrong choice with a traceback."""
+"""Key with the allowed answers; for a wrong answer to its own lists, cookiecutter prints a traceback."""
 
 
 class Template(NamedTuple):
@@ -26,11 +26,11 @@ class Template(NamedTuple):
 
     @property
     def context_file(self) -> Path:
-        """What it asks."""
+        """Path of the file with the questions."""
         return self.folder / _CONTEXT
 
     def questions(self) -> dict[str, tuple[str, ...]]:
-        """What it asks, with the allowed answers; none where any text may be written.
+        """Return the questions with the allowed answers; an empty tuple allows any text.
 
         Raises:
             UsageError: the template is broken.
@@ -39,7 +39,7 @@ class Template(NamedTuple):
         return {key: tuple(choices.get(key, ())) for key in asked if not key.startswith("_")}
 
     def choices(self) -> dict[str, dict[str, str]]:
-        """The allowed answers to some questions, each with a few words about it; the default is the template's.
+        """Return the allowed answers to each question that has choices, with a short description of each.
 
         Raises:
             UsageError: the template is broken.
@@ -50,7 +50,7 @@ class Template(NamedTuple):
         return choices
 
     def module(self, file: str) -> ModuleType:
-        """One of the template's own Python files, so that its functions can be called without cookiecutter.
+        """Import a Python file of the template, so that its functions can be called without cookiecutter.
 
         Raises:
             UsageError: the template is broken.
@@ -66,7 +66,7 @@ class Template(NamedTuple):
         return module
 
     def problems(self, answers: Mapping[str, str]) -> list[str]:
-        """What is wrong with answers that are allowed one by one.
+        """Return contradictions between answers, each of which is allowed by itself.
 
         Raises:
             UsageError: the template is broken.
@@ -75,7 +75,7 @@ class Template(NamedTuple):
         return found
 
     def finishing(self) -> ModuleType:
-        """What finishes a project.
+        """Import the hook that completes a rendered project.
 
         Raises:
             UsageError: the template is broken.
@@ -84,13 +84,13 @@ class Template(NamedTuple):
 
 
 def root() -> Path:
-    """The folder of the templates: in the installed package, or beside it in a checkout."""
+    """Return the folder of the templates: in the installed package, or next to it in a checkout."""
     installed = _PACKAGE / "_templates"
     return installed if installed.is_dir() else _PACKAGE.parent / "templates"
 
 
 def names() -> tuple[str, ...]:
-    """All templates; the first is the default.
+    """Return the names of all templates; the first is the default.
 
     Raises:
         UsageError: the templates are missing or broken.
@@ -99,7 +99,7 @@ def names() -> tuple[str, ...]:
 
 
 def titles() -> dict[str, str]:
-    """All templates with a line about each.
+    """Return a title for each template, by name.
 
     Raises:
         UsageError: the templates are missing or broken.
@@ -108,10 +108,10 @@ def titles() -> dict[str, str]:
 
 
 def find(name: str) -> Template:
-    """The template of that name.
+    """Return the template with this name.
 
     Raises:
-        UsageError: there is none, or it is broken.
+        UsageError: there is no such template, or it is broken.
     """
     listed = _listed()
     if name not in listed:

@@ -1,4 +1,4 @@
-"""A new project: written beside its place and moved there when it is whole."""
+"""Creating a project: rendered in a temporary folder, then moved to its place."""
 
 import os
 import tempfile
@@ -12,19 +12,19 @@ from pipeline.errors import UsageError
 
 
 class Created(NamedTuple):
-    """A new project."""
+    """A created project, and messages for the user."""
 
     folder: Path
     next_commands: str
     warning: str
-    """Why it isn't a git repository of its own; empty if it is."""
+    """Reason why there is no first commit, or empty."""
 
 
 def create(name: str | None, directory: Path | None, settings: Sequence[str], *, no_input: bool) -> Created:
-    """Generate a project in ``directory``, by default one named after the project.
+    """Create a project in ``directory``, by default in a new folder named after the project.
 
     Raises:
-        UsageError: unknown template, wrong answers, a place that is taken; nothing has been written.
+        UsageError: the template is unknown, an answer is wrong, or the directory is not empty; nothing was written.
     """
     if directory is not None:
         _check_free(directory)

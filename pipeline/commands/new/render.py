@@ -1,4 +1,4 @@
-"""A template and answers -> the files of a project."""
+"""Rendering of a template, shared by ``create`` and ``update``."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from pipeline.errors import UsageError
 
 
 def render(template: Template, answers: Answers, *, into: Path, source: str = "") -> Path:
-    """Write the project's folder into a folder; returns it.
+    """Render the project as a new folder inside ``into``; return that folder.
 
-    ``source`` is what the project installs ddp-pipeline from if that can't be found out.
+    ``source`` is the requirement that the project installs ddp-pipeline from, used if it cannot be detected.
 
     Raises:
         UsageError: the template is broken.

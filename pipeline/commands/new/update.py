@@ -1,8 +1,8 @@
 """Template updates as git merges.
 
-A generated project's history holds each rendering of its template as a commit of its own: the first commit, and one
-beside the main line for each update. So git itself finds the three sides of the merge, also in a clone, from an
-installed wheel, and without the template's own history.
+Each rendering of the template is a commit in the project's history: the first commit, and a commit on a side branch for
+each update. Git finds the merge base from these commits, so an update needs neither the template's history nor the
+machine that created the project.
 """
 
 import json
@@ -22,12 +22,12 @@ from pipeline.errors import UsageError
 
 
 class Updated(NamedTuple):
-    """What an update did."""
+    """Files changed by an update."""
 
     files: tuple[str, ...]
-    """What has changed in the template; nothing if it is the same."""
+    """Files that changed in the template; empty if the template is unchanged."""
     conflicts: tuple[str, ...]
-    """Files in which the user's changes and the template's meet; they hold both, with marks."""
+    """Files with conflict markers."""
 
 
 class _Rendering(NamedTuple):
@@ -36,10 +36,10 @@ class _Rendering(NamedTuple):
 
 
 def update(project: Path, settings: Sequence[str]) -> Updated:
-    """Merge the installed template into the project that it once was generated from.
+    """Merge the installed version of the project's template into the project.
 
     Raises:
-        UsageError: no such project, uncommitted changes, wrong answers; nothing has been changed.
+        UsageError: not a generated project, uncommitted changes, or a wrong answer; nothing was changed.
     """
     template, given = _recorded(project)
     given = answers.still_asked({**given, **answers.parse(settings, template)}, template)
@@ -51,7 +51,9 @@ def update(project: Path, settings: Sequence[str]) -> Updated:
         rendered = render(template, complete, into=Path(folder), source=_source(project / hook.SOURCE))
         tree = _tree(project, rendered)
         local = rendered / hook.LOCAL
-        if local.is_file() and not (project / hook.LOCAL).exists():  # a project of before has it in the committed file
+        if (
+            local.is_file() and not (project / hook.LOCAL).exists()
+        ):  # older projects have its contents in a committed file
             shutil.copy(local, project / hook.LOCAL)
     changed = _git(project, "diff-tree", "-r", "--name-only", last.tree, tree).splitlines()
     if set(changed) <= {hook.METADATA}:
@@ -68,7 +70,7 @@ def update(project: Path, settings: Sequence[str]) -> Updated:
 
 
 def _recorded(project: Path) -> tuple[Template, Answers]:
-    """The template and the answers that the project was generated with."""
+    """Read the template and the answers that the project was created with."""
     file = project / ".cruft.json"
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
@@ -83,10 +85,10 @@ def _recorded(project: Path) -> tuple[Template, Answers]:
 
 
 def _texts(answers: object) -> Answers:
-    """Answers as they were read.
+    """Check that all answers are single lines of text; return them.
 
     Raises:
-        TypeError: they are no texts.
+        TypeError: an answer is not a line of text.
     """
     if not isinstance(answers, dict):
         raise TypeError("the answers are no mapping")
@@ -109,7 +111,7 @@ def _check_clean(project: Path) -> None:
 
 
 def _last_rendering(project: Path, *, mark: str) -> _Rendering:
-    """The newest commit in the history that holds the template's files and nothing else."""
+    """Return the newest commit that contains only the template's files."""
     form = f"--format=%H %T %(trailers:key={mark},valueonly,separator=%x20)"
     log = _git(project, "log", "--topo-order", form).splitlines()
     marked = next((line.split() for line in log if len(line.split()) == 3), None)
@@ -123,7 +125,7 @@ def _last_rendering(project: Path, *, mark: str) -> _Rendering:
 
 
 def _tree(project: Path, rendered: Path) -> str:
-    """The rendered files as a tree in the project's repository; index and working tree stay as they are."""
+    """Write the rendered files as a tree to the project's repository, without touching its index and working tree."""
     with tempfile.TemporaryDirectory() as folder:
         git_dir = _git(project, "rev-parse", "--absolute-git-dir")
         where = {"GIT_DIR": git_dir, "GIT_WORK_TREE": str(rendered), "GIT_INDEX_FILE": str(Path(folder) / "index")}
@@ -132,7 +134,7 @@ def _tree(project: Path, rendered: Path) -> str:
 
 
 def _source(file: Path) -> str:
-    """The value that the project has."""
+    """Read the requirement that the project installs ddp-pipeline from, or ""."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return next((line.split(":=", 1)[1].strip() for line in lines if ":=" in line), "")
 

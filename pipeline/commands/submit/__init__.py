@@ -1,1 +1,1 @@
-"""An experiment sent elsewhere: to a Ray cluster as a job, or as a manifest for Kubernetes or Slurm."""
+"""``pipeline submit``: run an experiment on a Ray cluster as a job, or write a manifest for KubeRay or Slurm."""

@@ -1,4 +1,4 @@
-"""The way to a cluster's job server: its address, our token, and its errors in words."""
+"""Client of a Ray cluster's job server: address, authentication, and errors as messages for the user."""
 
 import logging
 import os
@@ -21,35 +21,35 @@ for _chatty in (
     "ray.dashboard.modules.job.sdk",
     "ray._private.runtime_env.packaging",
 ):
-    logging.getLogger(_chatty).setLevel(logging.WARNING)  # they set themselves to INFO when they are imported
+    logging.getLogger(_chatty).setLevel(logging.WARNING)  # they set their own level to INFO on import
 
 _REACH_S = 10.0
 _AGENT_S = 60.0
 _NO_AGENT = "Request failed with status code 500: No available agent"
-"""How the error begins that Ray's client makes of it: one type for all answers, and no status but in the text."""
+"""Start of the message while a head has no agent; Ray's client raises RuntimeError for every failed request."""
 _PORT = 8265
 
 
 def connect(address: str | None) -> JobSubmissionClient:
-    """A client of the job server at ``address``, by default at RAY_ADDRESS.
+    """Connect to the job server at ``address``, by default at RAY_ADDRESS.
 
     Raises:
-        UsageError: there is no such address, or it isn't that of a job server.
-        ResourceError: nobody answers there, or the token is wrong.
+        UsageError: no address is given, or it is not that of a job server.
+        ResourceError: the job server does not answer or refuses the token.
     """
     url = _url(address or os.environ.get("RAY_ADDRESS") or "")
     _check_reachable(url)
-    # Ray's client would prefer these to what it is told.
+    # These variables would take precedence over the address.
     with explained(url), _without("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         return JobSubmissionClient(url, headers=_authorization())
 
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Errors of the job server in words.
+    """Turn errors of Ray's job client into messages for the user.
 
     Raises:
-        ResourceError: it doesn't answer, refuses our token, or fails.
+        ResourceError: the job server does not answer, refuses the token, or fails.
     """
     try:
         yield
@@ -66,10 +66,10 @@ def explained(url: str) -> Iterator[None]:
 
 
 def once_ready(call: Callable[..., object], **arguments: object) -> None:
-    """Call something that needs the agent of a node: a head that has just been started answers before it has one.
+    """Retry a call that needs a node's agent, for up to a minute: a new head accepts requests before its agent runs.
 
     Raises:
-        RuntimeError: what the call raises, or there is no agent after a minute.
+        RuntimeError: the call failed for another reason, or the agent has not started within a minute.
     """
     deadline = time.monotonic() + _AGENT_S
     while True:
@@ -96,10 +96,10 @@ def _url(address: str) -> str:
 
 
 def _check_reachable(url: str) -> None:
-    """Try the address ourselves: the client would wait for minutes.
+    """Open a TCP connection first, because Ray's client waits for minutes.
 
     Raises:
-        ResourceError: nobody listens there.
+        ResourceError: the connection failed.
     """
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -113,7 +113,7 @@ def _check_reachable(url: str) -> None:
 
 
 def _authorization() -> dict[str, str]:
-    """Ours, where one was given: Ray itself would send none unless RAY_AUTH_MODE is set, too."""
+    """Return the header with the user's token, which Ray's client sends only if RAY_AUTH_MODE is set."""
     token = os.environ.get("RAY_AUTH_TOKEN")
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
     if not token and not path and os.environ.get("RAY_AUTH_MODE") == "token":

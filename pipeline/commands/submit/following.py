@@ -1,4 +1,4 @@
-"""A job's output while it is written, across interruptions of the connection."""
+"""Following a job's output, with reconnects when the connection breaks."""
 
 import asyncio
 import time
@@ -10,16 +10,16 @@ from pipeline.commands.submit.jobs import Job, Jobs
 from pipeline.errors import ResourceError
 
 _PATIENCE_S = 60.0
-"""Longest time without a cluster before it is given up."""
+"""Seconds without an answer from the cluster before following ends with an error."""
 _RETRY_S = 2.0
 
 
 def follow(jobs: Jobs, identity: str, *, show: Callable[[str], None]) -> Job:
-    """Show what a job prints, from its beginning, until it ends; returns how it ended.
+    """Show a job's output from its beginning until the job ends; return the ended job.
 
     Raises:
         UsageError: there is no such job.
-        ResourceError: the cluster can't be reached any more.
+        ResourceError: the cluster has not answered for a minute.
     """
     seen = 0
     answered = time.monotonic()
@@ -30,8 +30,8 @@ def follow(jobs: Jobs, identity: str, *, show: Callable[[str], None]) -> Job:
                 return job
             answered = time.monotonic()
             seen = asyncio.run(_tail(jobs, identity, seen=seen, show=show))
-        except (ResourceError, _Lost) as error:
-            seen = error.seen if isinstance(error, _Lost) else seen
+        except (ResourceError, _Disconnected) as error:
+            seen = error.seen if isinstance(error, _Disconnected) else seen
             if time.monotonic() - answered > _PATIENCE_S:
                 raise ResourceError(
                     f"lost sight of {identity} on {jobs.url}, where it may still be going on"
@@ -39,8 +39,8 @@ def follow(jobs: Jobs, identity: str, *, show: Callable[[str], None]) -> Job:
             time.sleep(_RETRY_S)
 
 
-class _Lost(Exception):
-    """The connection broke after so many characters."""
+class _Disconnected(Exception):
+    """The connection broke after ``seen`` characters of output."""
 
     def __init__(self, seen: int) -> None:
         self.seen = seen
@@ -48,14 +48,14 @@ class _Lost(Exception):
 
 
 async def _tail(jobs: Jobs, identity: str, *, seen: int, show: Callable[[str], None]) -> int:
-    """Show what follows the first ``seen`` characters; returns how many there were."""
-    come = 0
+    """Show the output after the first ``seen`` characters; return the number of characters received."""
+    received = 0
     try:
         async for text in jobs.client.tail_job_logs(identity):
-            fresh = text[max(0, seen - come) :]
-            come += len(text)
+            fresh = text[max(0, seen - received) :]
+            received += len(text)
             if fresh:
                 show(fresh)
     except (aiohttp.ClientError, RuntimeError, OSError) as error:
-        raise _Lost(max(seen, come)) from error
-    return max(seen, come)
+        raise _Disconnected(max(seen, received)) from error
+    return max(seen, received)

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: sent there as Ray jobs, looked at, stopped."""
+"""Runs as Ray jobs: submit, query, stop, and the files of the project that are sent."""
 
 import os
 import secrets
@@ -19,31 +19,31 @@ from pipeline.errors import PipelineError, ResourceError, UsageError
 from pipeline.wording import did_you_mean
 
 RUNS = "$HOME/pipeline-runs"
-"""On the head, for experiments whose ``tracking.directory`` is relative: a job's own folder doesn't last."""
+"""Directory of runs on the head if ``tracking.directory`` is relative; Ray deletes a job's working directory."""
 
 _EXPERIMENT = "pipeline.experiment"
 _NOT_FOUND = 127
-"""A shell's exit code for a command that isn't there; what a job prints may say anything."""
+"""The shell's exit code for "command not found"; a job exits with it if the head has no pipeline."""
 _POLL_S = 0.5
 
 
 class Job(Frozen):
-    """What a cluster knows of a job."""
+    """State of a Ray job."""
 
     id: str
     experiment: str | None
-    """None: it wasn't sent by ``pipeline submit``."""
+    """Name of the experiment, or None for a job that ``pipeline submit`` did not send."""
     status: Literal["PENDING", "RUNNING", "STOPPED", "SUCCEEDED", "FAILED"]
     began: datetime | None = None
-    """When it was sent, in UTC."""
+    """Time of submission, in UTC."""
     ended: datetime | None = None
     exit_code: int | None = None
-    """Of ``pipeline run``; None while it goes on, if it was stopped, or if it never began."""
+    """Exit code of ``pipeline run``; None if the job is running, was stopped, or never started."""
     message: str = ""
 
     @property
     def has_ended(self) -> bool:
-        """Whether its status is final."""
+        """True if the status is final."""
         return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
 
 
@@ -51,21 +51,21 @@ class Jobs:
     """The jobs of one cluster."""
 
     def __init__(self, address: str | None) -> None:
-        """Connects.
+        """Connect to the cluster's job server.
 
         Raises:
-            UsageError: there is no such address.
-            ResourceError: no cluster answers, or not to us.
+            UsageError: no address is given, or it is not that of a job server.
+            ResourceError: the job server does not answer or refuses the token.
         """
         self.client: JobSubmissionClient = cluster.connect(address)
         self.url: str = self.client.get_address()
 
     def submit(self, request: Request, package: Package) -> str:
-        """Send a run; returns the id of its job.
+        """Submit a run; return the id of its job.
 
         Raises:
-            UsageError: a variable that should go along isn't set.
-            ResourceError: the cluster doesn't take it.
+            UsageError: an environment variable to be sent is not set.
+            ResourceError: the cluster refuses the job.
         """
         identity = f"{request.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         values = variables(request.environment)
@@ -80,7 +80,7 @@ class Jobs:
         return identity
 
     def job(self, identity: str) -> Job:
-        """What is known of one job.
+        """Query a job.
 
         Raises:
             UsageError: there is no such job.
@@ -89,24 +89,26 @@ class Jobs:
         with cluster.explained(self.url):
             try:
                 return _job(self.client.get_job_info(identity))
-            except RuntimeError:  # Ray's client has no other type, whatever the server answers
+            except RuntimeError:  # raised by Ray's client for every failed request
                 if identity in (known := [job.id for job in self.all()]):
                     raise
         raise UsageError(f"{self.url} has no job {identity}{did_you_mean(identity, known)}; pipeline status shows all")
 
     def all(self) -> list[Job]:
-        """All that the cluster remembers, the newest last.
+        """Return all jobs that the cluster remembers, newest last.
 
         Raises:
             ResourceError: the cluster doesn't answer.
         """
         with cluster.explained(self.url):
             details = self.client.list_jobs()
-        jobs = [_job(each) for each in details if each.submission_id]  # others are Ray programs run by hand
+        jobs = [
+            _job(each) for each in details if each.submission_id
+        ]  # without an id: Ray programs that were not submitted as jobs
         return sorted(jobs, key=lambda job: job.began or datetime.max.replace(tzinfo=UTC))
 
     def logs(self, identity: str) -> str:
-        """What a job has printed so far.
+        """Return the job's output so far.
 
         Raises:
             UsageError: there is no such job.
@@ -117,7 +119,7 @@ class Jobs:
             return str(self.client.get_job_logs(identity))
 
     def stop(self, identity: str) -> Job:
-        """Ask a job to end with a checkpoint, and wait until it has; one that has ended stays as it is.
+        """Request a checkpoint and the end of a job, and wait for the end; a job that has ended is returned unchanged.
 
         Raises:
             UsageError: there is no such job.
@@ -130,7 +132,7 @@ class Jobs:
         return self.wait(identity)
 
     def wait(self, identity: str) -> Job:
-        """A job once it has ended.
+        """Wait until a job has ended; return it.
 
         Raises:
             ResourceError: the cluster doesn't answer.
@@ -141,11 +143,11 @@ class Jobs:
 
 
 def packed(experiment: Path) -> Package:
-    """The files of the project that go along.
+    """Collect the files of the project that git tracks.
 
     Raises:
-        UsageError: the experiment file is not one of them.
-        ResourceError: there is no git repository, or too much in it.
+        UsageError: the experiment file is not among them.
+        ResourceError: the project is not a git repository, or is too large.
     """
     package = tracked(project_folder())
     root = package.root.resolve()
@@ -161,7 +163,7 @@ def packed(experiment: Path) -> Package:
 
 
 def entrypoint(request: Request, *, folder: Path) -> str:
-    """What the cluster's head runs in a folder of the code."""
+    """Return the shell command of the job; ``folder`` is the working directory, relative to the sent code."""
     more = ["parallel.launcher=ray", "parallel.address=auto"]
     if (directory := run_directory(request)) is not None:
         more.append(f'tracking.directory="{directory}"')
@@ -170,12 +172,12 @@ def entrypoint(request: Request, *, folder: Path) -> str:
 
 
 def run_directory(request: Request) -> str | None:
-    """Where the run's folder lies on the head if the experiment doesn't say; the same for each of its jobs."""
+    """Return the directory on the head for all runs of an experiment; None if the experiment names an absolute one."""
     return f"{RUNS}/{request.name}" if is_relative(request.file.experiment.tracking.directory) else None
 
 
 def failure(job: Job) -> PipelineError | None:
-    """Why ``pipeline run`` never ended by itself; None if it did."""
+    """Return the reason why ``pipeline run`` could not be started, or None."""
     if job.status != "FAILED":
         return None
     if job.exit_code == _NOT_FOUND:
@@ -189,20 +191,20 @@ def failure(job: Job) -> PipelineError | None:
 
 
 def tell(job: Job, *, show: Callable[[str], None]) -> None:
-    """How a job ended, in a line."""
+    """Show the id, status and exit code of a job."""
     code = "" if job.exit_code is None else f" with exit code {job.exit_code}"
     show(f"{job.id}: {job.status}{code}")
 
 
 def _working_folder(package: Package) -> Path:
-    """Where we are, relative to the package's root: the run is to be in the same place."""
+    """Return the current directory relative to the project, in which the job will run, too."""
     return Path(os.path.relpath(Path.cwd().resolve(), package.root.resolve()))
 
 
 def _settings(request: Request) -> dict[str, str]:
-    """SIGKILL would follow 3 s after SIGTERM, before there is a checkpoint."""
-    patience = int(request.file.experiment.parallel.grace_s) + CLOSING_S
-    return {"RAY_JOB_STOP_WAIT_TIME_S": str(patience), "PYTHONUNBUFFERED": "1"}
+    """Extend the wait between SIGTERM and SIGKILL, by default 3 s, so that a checkpoint can be written."""
+    wait_s = int(request.file.experiment.parallel.grace_s) + CLOSING_S
+    return {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s), "PYTHONUNBUFFERED": "1"}
 
 
 def _job(details: Any) -> Job:

@@ -1,4 +1,4 @@
-"""A run as a KubeRay ``RayJob``: a cluster of pods for this run only. The code is in their image."""
+"""The KubeRay manifest: a ``RayJob`` with a cluster of pods for a single run. The image contains the code."""
 
 import re
 import secrets
@@ -11,31 +11,31 @@ from pipeline.errors import Problem, UsageError
 
 _MOUNT = "/etc/pipeline"
 _RUNS = "/runs"
-_LONGEST_NAME = 40  # KubeRay makes names of services from it, of 63 characters at most
+_LONGEST_NAME = 40  # KubeRay derives names of services from it, which may have 63 characters
 _QUANTITY = re.compile(r"[1-9]\d*([KMGT]i?)?")
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pods:
-    """What an experiment doesn't say about the pods that it runs in."""
+    """Settings of the pods, which the experiment file does not contain."""
 
     image: str
-    """Has pipeline, ray[default] and the project; its working directory is the project's folder."""
+    """Image with pipeline, ray[default] and the project; its working directory is the project's folder."""
     memory: str = "8Gi"
-    """Of each worker."""
+    """Memory of each worker, as a Kubernetes quantity."""
     claim: str | None = None
-    """A PersistentVolumeClaim that all pods can write, for runs and checkpoints."""
+    """PersistentVolumeClaim for runs and checkpoints, writable by all pods."""
     secret: str = "pipeline"  # noqa: S105 - a name
-    """The Secret that has the values of ``Request.environment``."""
+    """Secret with the values of the variables in ``Request.environment``."""
 
 
 def manifest(request: Request, pods: Pods) -> str:
-    """The YAML for ``kubectl create``: a ConfigMap with the experiment, and the RayJob.
+    """Return the YAML for ``kubectl create``: a ConfigMap with the experiment, and the RayJob.
 
     Raises:
-        UsageError: a name or an amount that Kubernetes would refuse.
-        ExperimentError: something is missing that pods need.
+        UsageError: Kubernetes would refuse a name or a quantity.
+        ExperimentError: the experiment lacks a setting that pods need.
     """
     _check(request, pods)
     experiment = request.file.experiment

@@ -1,4 +1,4 @@
-"""What is to run elsewhere, and what would go wrong there because it is not here."""
+"""A run to be submitted, and checks of what would fail or differ on another machine."""
 
 import os
 import re
@@ -14,29 +14,29 @@ from pipeline.errors import Problem, UsageError
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 CLOSING_S = 90
-"""To close a run and to send MLflow the rest, once its workers have ended."""
+"""Seconds to close a run and to deliver its remaining events to MLflow, after its workers have ended."""
 _LOOPBACK = re.compile(r"https?://(localhost|127\.|\[::1\])")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A ``pipeline run`` for another machine, in a folder with the same files as this one."""
+    """A ``pipeline run`` on another machine, in a copy of the working directory."""
 
     file: ExperimentFile
     overrides: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     """Options of ``pipeline run``, e.g. "--no-baseline"."""
     environment: tuple[str, ...] = ()
-    """Names of the environment variables that go along."""
+    """Names of environment variables to send."""
 
     @property
     def name(self) -> str:
-        """The experiment's."""
+        """Name of the experiment."""
         return self.file.experiment.name
 
     @property
     def text(self) -> str:
-        """The experiment file as it stands."""
+        """Text of the experiment file."""
         return self.file.path.read_text(encoding="utf-8-sig")
 
     @property
@@ -45,28 +45,28 @@ class Request:
         return tuple(dict.fromkeys(_FROM_ENVIRONMENT.findall("\n".join((self.text, *self.overrides)))))
 
     def command(self, *more: str, path: str | None = None) -> str:
-        """What a shell there is to run; ``exec``, so that SIGTERM and the exit code are those of ``pipeline run``."""
+        """Return the shell command; it uses ``exec``, so that ``pipeline run`` gets SIGTERM and sets the exit code."""
         missing = "set where this job was sent from, but not here: set it here, or add --env {0} there"
         left = [name for name in self.variables if name in os.environ and name not in self.environment]
         guards = [f': "${{{name}?{missing.format(name)}}}"' for name in left]
         return " && ".join((*guards, f"exec python -m pipeline {self.arguments(*more, path=path)}"))
 
     def arguments(self, *more: str, path: str | None = None) -> str:
-        """The arguments of ``pipeline`` in the spelling of a shell.
+        """Return the arguments of ``pipeline``, quoted for a shell.
 
         Args:
-            more: overrides in that spelling already, which win over the user's.
-            path: the experiment file there, in that spelling; default: the same as here.
+            more: quoted overrides, which take precedence over the user's.
+            path: quoted path of the experiment file on the cluster; default: the same path as here.
         """
         file = path or shlex.quote(os.path.relpath(self.file.path))
         return " ".join(("run", file, *map(shlex.quote, self.overrides), *more, *map(shlex.quote, self.options)))
 
 
 def check(request: Request) -> None:
-    """Find what can't work on another machine.
+    """Check the overrides for passwords, and the names of the variables to send.
 
     Raises:
-        UsageError: a secret would be seen by others.
+        UsageError: an override contains a password, or ``--env`` a value.
     """
     for override in request.overrides:
         key, _, value = override.partition("=")
@@ -81,20 +81,20 @@ def check(request: Request) -> None:
 
 
 def check_lasting(request: Request) -> None:
-    """Find results that would go into a folder that is gone when the job ends.
+    """Check that no results go to the job's working directory, which is deleted when the job ends.
 
     Raises:
-        ExperimentError: there are such.
+        ExperimentError: results would be lost.
     """
     if problems := list(_lost(request)):
         raise request.file.explain(problems)
 
 
 def variables(names: Sequence[str]) -> dict[str, str]:
-    """Values of environment variables.
+    """Return the values of environment variables, by name.
 
     Raises:
-        UsageError: one isn't set.
+        UsageError: a variable is not set.
     """
     for name in names:
         if name not in os.environ:
@@ -103,7 +103,7 @@ def variables(names: Sequence[str]) -> dict[str, str]:
 
 
 def notes(request: Request, *, same_environment: bool = False) -> Iterator[str]:
-    """What will be otherwise there than here, in words; ``same_environment``: variables go along by themselves."""
+    """Describe what differs on the cluster; ``same_environment`` is True if the job inherits all variables."""
     experiment = request.file.experiment
     if experiment.parallel.launcher != "ray":
         yield f"parallel.launcher is {experiment.parallel.launcher}; on the cluster it is ray"
@@ -118,10 +118,10 @@ def notes(request: Request, *, same_environment: bool = False) -> Iterator[str]:
 
 
 def cpus_of_worker(request: Request) -> int:
-    """Cores to ask for.
+    """Return the cores to request for each worker.
 
     Raises:
-        ExperimentError: the experiment leaves them to the machine that it runs on.
+        ExperimentError: ``parallel.cpus_per_worker`` is not set.
     """
     cpus = request.file.experiment.parallel.cpus_per_worker
     if cpus is None:
@@ -131,13 +131,13 @@ def cpus_of_worker(request: Request) -> int:
 
 
 def gpus_of_worker(request: Request) -> int:
-    """GPUs to ask for: none unless the experiment names the device."""
+    """Return the GPUs to request for each worker: none unless ``parallel.device`` is cuda."""
     parallel = request.file.experiment.parallel
     return (parallel.gpus_per_worker or 1) if parallel.device == "cuda" else 0
 
 
 def is_relative(path: str) -> bool:
-    """Whether a folder means another place in another working directory."""
+    """Return True if a path depends on the working directory."""
     return "://" not in path and not path.startswith(("/", "~"))
 
 

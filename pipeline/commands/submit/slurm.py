@@ -1,4 +1,4 @@
-"""A run as a script for ``sbatch``: Ray is started on the nodes of the allocation, for this run only."""
+"""The script for ``sbatch``: starts Ray on the nodes of the allocation, for a single run."""
 
 import shlex
 
@@ -11,15 +11,15 @@ _LEAST_NOTICE_S = 120
 
 
 def script(request: Request, *, nodes: int | None = None) -> str:
-    """The script.
+    """Return the text of the script.
 
     Args:
-        request: the run. Its folder is on storage that all nodes share, so no code is sent.
-        nodes: of the allocation; by default one for each worker.
+        request: the run; its folder is on storage that all nodes share, so no code is sent.
+        nodes: number of nodes of the allocation; default: one for each worker.
 
     Raises:
-        UsageError: more nodes than workers, or variables that should go along: Slurm hands on all anyway.
-        ExperimentError: something is missing that an allocation needs.
+        UsageError: there are more nodes than workers, or variables to send, which Slurm does by itself.
+        ExperimentError: the experiment lacks a setting that an allocation needs.
     """
     workers = request.file.experiment.parallel.workers
     nodes = nodes or workers

@@ -1,4 +1,4 @@
-"""Fills in the templates beside this file."""
+"""Rendering of the Jinja templates in this folder."""
 
 import json
 from functools import partial
@@ -8,13 +8,13 @@ from jinja2 import Environment, StrictUndefined
 
 
 def fill(template: str, /, **values: object) -> str:
-    """The text of a template with its values; ``| quoted`` makes a string of YAML."""
+    """Render a template; the filter ``quoted`` writes a value as a YAML string."""
     environment = Environment(  # noqa: S701 - no HTML: values are quoted for YAML or the shell
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        comment_start_string="{%#",  # the shell has {# for something else
+        comment_start_string="{%#",  # {# has a meaning in the shell
         comment_end_string="#%}",
     )
     environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
