@@ -1,4 +1,4 @@
-"""Commands that look at the machine and the cluster."""
+"""The command ``doctor``: checks of the machine and the cluster."""
 
 from typing import Annotated
 
@@ -22,7 +22,7 @@ def doctor(
     address: Annotated[str | None, typer.Option(help="A Ray cluster; default: FILE's, or RAY_ADDRESS.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
 ) -> None:
-    """Say what this machine or a cluster has and lacks, and what mends it."""
+    """Check this machine or a cluster; each problem is shown with its fix."""
     import rich.console
 
     from pipeline.commands.doctor import page

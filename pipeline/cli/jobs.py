@@ -1,4 +1,4 @@
-"""Commands that look at runs on a cluster, and stop them."""
+"""Commands for jobs on a cluster: ``submit``, ``status``, ``logs`` and ``stop``."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ Address = Annotated[
     str | None,
     typer.Option(metavar="URL", help="The cluster's dashboard, http://HOST:8265; default: RAY_ADDRESS."),
 ]
-JobArgument = Annotated[str, typer.Argument(metavar="ID", help="A job, as pipeline status shows it.")]
+JobArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of a job, as shown by pipeline status.")]
 
 
 def submit(
@@ -34,7 +34,9 @@ def submit(
     follow: Annotated[bool, typer.Option(help="Show the run's output until it ends.")] = True,
     env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A variable to take along; whoever reaches the cluster can read it."),
+        typer.Option(
+            metavar="NAME", help="An environment variable to send; everybody with access to the cluster can read it."
+        ),
     ] = None,
     baseline: Annotated[bool, typer.Option(help="Measure the baseline that the speedup is relative to.")] = True,
     resume: Resume = None,
@@ -42,16 +44,18 @@ def submit(
         bool, typer.Option("--allow-changed", help="Resume although the experiment has changed.")
     ] = False,
     kuberay: Annotated[bool, typer.Option("--kuberay", help="Print a RayJob for Kubernetes, send nothing.")] = False,
-    image: Annotated[str | None, typer.Option(help="Of the pods: has pipeline and the project.")] = None,
+    image: Annotated[str | None, typer.Option(help="Image of the pods, with pipeline and the project.")] = None,
     claim: Annotated[str | None, typer.Option(help="PersistentVolumeClaim for runs and checkpoints.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Of each worker's pod; default: 8Gi.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of each worker's pod; default: 8Gi.")] = None,
     secret_name: Annotated[
         str | None, typer.Option("--secret", help="Secret with the values for --env; default: pipeline.")
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch, send nothing.")] = False,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Of the allocation; default: one for each worker.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of the allocation; default: one for each worker.")
+    ] = None,
 ) -> None:
-    """Run an experiment on a cluster; it goes on without this machine."""
+    """Run an experiment on a cluster as a job, independently of this machine."""
     from pipeline.commands.submit import request as requests
     from pipeline.config.load import load
 
@@ -78,9 +82,9 @@ def logs(
     job: JobArgument,
     *,
     address: Address = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Follow the output until the job ends.")] = False,
 ) -> None:
-    """Show what a job on a cluster has printed."""
+    """Show the output of a job on a cluster."""
     from pipeline.commands.submit.jobs import Jobs
 
     jobs = Jobs(address)
@@ -90,14 +94,14 @@ def logs(
 
 
 def stop(job: JobArgument, *, address: Address = None) -> None:
-    """End a job on a cluster, with a checkpoint."""
+    """Stop a job on a cluster after a checkpoint."""
     from pipeline.commands.submit.jobs import Jobs, tell
 
     jobs = Jobs(address)
     if jobs.job(job).has_ended:
         tell(jobs.job(job), show=typer.echo)
         return
-    typer.echo(f"{job}: asked to stop; it writes a checkpoint first", err=True)
+    typer.echo(f"{job}: stop requested; it writes a checkpoint first", err=True)
     with _leaving("stopped waiting", jobs, job):
         tell(jobs.stop(job), show=typer.echo)
 
@@ -109,7 +113,7 @@ def status(
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only.")] = False,
 ) -> None:
-    """Show the jobs of a cluster, or one."""
+    """Show all jobs of a cluster, or one job."""
     from pipeline.commands.submit.jobs import Jobs
 
     jobs = Jobs(address)
@@ -123,7 +127,7 @@ def status(
 
 
 def follow_to_the_end(jobs: "Jobs", job: str, *, first: str = "") -> None:
-    """Show a line, if there is one, and a job's output, and end as it does."""
+    """Show ``first`` and the job's output; exit with the exit code of the job."""
     from pipeline.commands.submit.following import follow
     from pipeline.commands.submit.jobs import failure, tell
 
@@ -139,16 +143,16 @@ def follow_to_the_end(jobs: "Jobs", job: str, *, first: str = "") -> None:
 
 @contextmanager
 def _leaving(what: str, jobs: "Jobs", job: str) -> Iterator[None]:
-    """Ctrl-C ends the wait, not the job."""
+    """End the wait at Ctrl-C, but not the job."""
     try:
         yield
     except KeyboardInterrupt as error:
         code = _STOPPED if isinstance(error, Terminated) else 130
-        raise Interrupted(f"{what}; the job goes on.\n{how_to_go_on(jobs, job)}", exit_code=code) from None
+        raise Interrupted(f"{what}; the job continues.\n{how_to_go_on(jobs, job)}", exit_code=code) from None
 
 
 def how_to_go_on(jobs: "Jobs", job: str) -> str:
-    """The commands for a job that nobody follows."""
+    """Return the commands to follow, query and stop a job."""
     return "\n".join(
         f"{what:<9} pipeline {command} {job} {option}--address {jobs.url}"
         for what, command, option in (("output", "logs", "--follow "), ("state", "status", ""), ("end it", "stop", ""))
@@ -184,16 +188,16 @@ def _options(*, baseline: bool, resume: str | None, allow_changed: bool) -> Iter
 
 
 def _check_options(*, kuberay: bool, slurm: bool, pods: Mapping[str, str | None], nodes: int | None) -> None:
-    """Options that would be ignored are refused."""
+    """Refuse options that would have no effect."""
     if kuberay and slurm:
-        raise UsageError("--kuberay and --slurm are two things; choose one")
+        raise UsageError("--kuberay and --slurm exclude each other; choose one")
     if kuberay and pods["image"] is None:
         raise UsageError("--kuberay needs --image, with pipeline and the project in it")
     given = next((name for name, value in pods.items() if value is not None), None)
     if given and not kuberay:
-        raise UsageError(f"--{given} is for --kuberay; leave it out, or add that")
+        raise UsageError(f"--{given} needs --kuberay; add --kuberay, or leave --{given} out")
     if nodes is not None and not slurm:
-        raise UsageError("--nodes is for --slurm; leave it out, or add that")
+        raise UsageError("--nodes needs --slurm; add --slurm, or leave --nodes out")
 
 
 def _print(request: "Request", *, pods: dict[str, str], nodes: int | None) -> None:
@@ -215,12 +219,14 @@ def _send(request: "Request", *, address: str | None, follow: bool) -> None:
     preflight.check(request.file)
     package = packed(request.file.path)
     for path in package.untracked_code:
-        typer.echo(f"note: git doesn't track {path}: it stays here", err=True)
+        typer.echo(f"note: git doesn't track {path}: it is not sent", err=True)
     jobs = Jobs(address)
     typer.echo(f"sending {package} to {jobs.url}", err=True)
     job = jobs.submit(request, package)
     if (directory := run_directory(request)) is not None:
-        typer.echo(f"its folder will be in {directory} of the head; tracking.directory=FOLDER changes that", err=True)
+        typer.echo(
+            f"the run's folder will be in {directory} on the head; tracking.directory=FOLDER changes that", err=True
+        )
     if follow:
         follow_to_the_end(jobs, job, first=job)
     typer.echo(job)

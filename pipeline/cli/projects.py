@@ -1,4 +1,4 @@
-"""Commands for writing experiments: projects of them, and their schema."""
+"""Commands for writing experiments: ``schema`` and ``new``."""
 
 import json
 from pathlib import Path
@@ -54,9 +54,9 @@ def _update(settings: list[str]) -> None:
 
     updated = update(Path.cwd(), settings)
     if not updated.files:
-        typer.echo("nothing has changed in the template")
+        typer.echo("the template has not changed")
     for file in updated.files:
         typer.echo(f"{'conflict' if file in updated.conflicts else 'updated '}  {file}")
     if updated.conflicts:
-        typer.echo("Mend the conflicts, git add the files and git commit; or undo it all with git merge --abort.")
+        typer.echo("Resolve the conflicts, then git add and git commit; git merge --abort undoes the update.")
         raise typer.Exit(1)

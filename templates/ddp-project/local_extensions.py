@@ -46,7 +46,7 @@ def problems(answers: Mapping[str, str]) -> list[str]:
 def _choices(answers: Mapping[str, Any]) -> Iterator[str]:
     for key, allowed in answers["_choices"].items():
         if answers[key] not in allowed:
-            yield f"{key}: {answers[key]!r} is no choice; write one of {', '.join(allowed)}"
+            yield f"{key}: {answers[key]!r} is not a choice; write one of {', '.join(allowed)}"
 
 
 def _names(answers: Mapping[str, str]) -> Iterator[str]:

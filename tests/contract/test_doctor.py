@@ -101,10 +101,10 @@ def test_no_cluster_at_the_address_ends_in_3(command: Command) -> None:
 @pytest.mark.parametrize(
     ("status", "text", "said", "fix"),
     [
-        (401, "You are not authenticated", "doesn't know us (401: You are not", "MLFLOW_TRACKING_PASSWORD"),
-        (403, "Permission denied", "doesn't let us read experiments (403", "MLFLOW_TRACKING_PASSWORD"),
-        (403, REFUSED, "isn't to be called 127.0.0.1:", "--allowed-hosts 127.0.0.1:"),
-        (404, "<h1>a web page</h1>", "has no MLflow there", "tracking.uri"),
+        (401, "You are not authenticated", "requires a valid login (401: You are not", "MLFLOW_TRACKING_PASSWORD"),
+        (403, "Permission denied", "denies access to experiments (403", "MLFLOW_TRACKING_PASSWORD"),
+        (403, REFUSED, "rejects the host name 127.0.0.1:", "--allowed-hosts 127.0.0.1:"),
+        (404, "<h1>a web page</h1>", "is not an MLflow server", "tracking.uri"),
     ],
 )
 def test_a_server_that_would_never_take_results_is_a_problem(status: int, text: str, said: str, fix: str) -> None:
@@ -123,7 +123,7 @@ def test_a_server_that_is_down_or_fails_is_a_warning_without_its_password() -> N
 
     assert (down.status, failing.status) == ("warning", "warning")
     assert "http://127.0.0.1:1 doesn't answer" in down.what
-    assert "answers with 500" in failing.what
+    assert "answers with status 500" in failing.what
     assert "planted" not in f"{down} {failing}"
 
 

@@ -86,18 +86,18 @@ def test_server_that_is_none_of_ray_or_too_old_is_an_error(answer: bytes, pipeli
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["lab.yaml"], "lab.yaml:8: tracking.uri: is sqlite:///mlflow.db, a file in the job's own folder"),
+        (["lab.yaml"], "lab.yaml:8: tracking.uri: is sqlite:///mlflow.db, a file in the job's working directory"),
         (["lab.yaml", "train.epoch=3"], "command line: train.epoch=3: train.epoch: unknown key"),
-        (["lab.yaml", "tracking.uri=http://me:secret-word@host:5000"], "tracking.uri: has a password in it"),
+        (["lab.yaml", "tracking.uri=http://me:secret-word@host:5000"], "tracking.uri: contains a password"),
         (
             ["lab.yaml", "tracking.uri=http://t:5000", "checkpoint.directory=ckpt"],
-            "checkpoint.directory: is ckpt, a place",
+            "checkpoint.directory: is ckpt, a folder",
         ),
         (["new.yaml", "tracking.uri=http://t:5000"], "new.yaml: git doesn't track this file"),
         (["lab.yaml", "tracking.uri=http://t:5000", "--env", "A=secret-word"], "--env takes the name of a variable"),
         (["lab.yaml", "--kuberay"], "--kuberay needs --image"),
-        (["lab.yaml", "--slurm", "--image", "x"], "--image is for --kuberay"),
-        (["lab.yaml", "--nodes", "2"], "--nodes is for --slurm"),
+        (["lab.yaml", "--slurm", "--image", "x"], "--image needs --kuberay"),
+        (["lab.yaml", "--nodes", "2"], "--nodes needs --slurm"),
         (["lab.yaml", "--kuberay", "--image", "x", "--slurm"], "choose one"),
     ],
 )

@@ -211,7 +211,7 @@ def test_job_outlives_its_sender_stops_with_a_checkpoint_and_is_resumed_into_the
 
 @pytest.mark.parametrize(
     ("token", "said"),
-    [(None, "wants a token; set RAY_AUTH_TOKEN"), ("wrong" * 8, "refuses the token; set RAY_AUTH_TOKEN")],
+    [(None, "requires a token; set RAY_AUTH_TOKEN"), ("wrong" * 8, "refuses the token; set RAY_AUTH_TOKEN")],
 )
 def test_cluster_that_knows_us_not_is_an_error(
     token: str | None,
@@ -292,7 +292,9 @@ def test_cluster_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(following, "_RETRY_S", 0.0)
     monkeypatch.setattr(following, "_PATIENCE_S", 0.0)
     cluster = Flaky(is_gone=True)
-    with pytest.raises(ResourceError, match="lost sight of lab-1 on http://there:8265"):
+    with pytest.raises(
+        ResourceError, match="lost the connection to http://there:8265; lab-1 may still be running there"
+    ):
         following.follow(cast("Jobs", cluster), "lab-1", show=lambda _: None)
 
 
@@ -311,7 +313,7 @@ def test_ctrl_c_ends_the_following_and_the_exit_code_is_that_of_the_run(
     sender.send_signal(signal.SIGINT)
     _, stderr = sender.communicate()
     assert sender.returncode == 130
-    assert "stopped following; the job goes on" in stderr
+    assert "stopped following; the job continues" in stderr
     assert f"pipeline logs {job} --follow --address {head.url}" in stderr
     code, logs, stderr = pipeline("logs", job, "--follow", *address)
     assert code == 1

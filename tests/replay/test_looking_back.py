@@ -112,7 +112,7 @@ def test_a_difference_holds_what_differs_and_nothing_else(there: Any, journal: J
     assert "ddp x 2: samples/s" in found["results"]
     text = there("diff", a, b).stdout
     assert text.splitlines()[0] == f"a  {a}"
-    assert "the same: environment" in text
+    assert "no differences: environment" in text
     failed = json.loads(there("diff", a, journal("failed").folder.name, "--json").stdout)
     assert failed["results"]["status"] == {"a": "FINISHED", "b": "FAILED"}
 

@@ -27,10 +27,10 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["modle=resnet"], "doesn't ask modle; did you mean model?; it asks project_name, package_name, data, model"),
+        (["modle=resnet"], "has no question modle; did you mean model?; its questions are project_name, package_name, data, model"),
         (
             ["model=resnett"],
-            "'resnett' is no choice; did you mean resnet?; choose one of resnet, transformer, mlp, own",
+            "'resnett' is not a choice; did you mean resnet?; choose one of resnet, transformer, mlp, own",
         ),
         (["data=mnist"], "choose one of digits, cifar10, image_folder, text, own"),
         (["strategy=fsdp"], "choose one of ddp, dp, single"),
@@ -280,8 +280,8 @@ class TestCookiecutter:
 
         assert done.returncode == 1
         assert done.stdout.splitlines() == [
-            "error: data: 'csv' is no choice; write one of digits, cifar10, image_folder, text, own",
-            "error: docker: 'maybe' is no choice; write one of no, yes",
+            "error: data: 'csv' is not a choice; write one of digits, cifar10, image_folder, text, own",
+            "error: docker: 'maybe' is not a choice; write one of no, yes",
         ]
         assert done.stderr == ""
         assert not (tmp_path / "my-experiments").exists()

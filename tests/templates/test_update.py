@@ -213,7 +213,7 @@ def test_answers_that_are_not_allowed_any_more(checkout: Path, project: Path) ->
     change(checkout, questions, '      "ray": "Ray Train: this machine or a cluster",\n', "")
     change(checkout, questions, '"launcher": "ray"', '"launcher": "torchrun"')
 
-    with pytest.raises(UsageError, match="'ray' is no choice; choose one of torchrun, inprocess"):
+    with pytest.raises(UsageError, match="'ray' is not a choice; choose one of torchrun, inprocess"):
         update(project, [])
     update(project, ["launcher=torchrun"])
     assert "launcher: torchrun" in (project / "experiments" / "first.yaml").read_text()

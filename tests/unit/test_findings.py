@@ -64,7 +64,7 @@ def test_a_node_that_has_everything_has_no_fault() -> None:
         ({"disks": (Disk(folder="/d", free_mb=9), Disk(folder="/", free_mb=9999))}, "problem", "/d", "TMPDIR"),
         ({"memory_free_mb": 100}, "problem", "100 MiB", "ps "),
         ({"compiler": None}, "warning", "torch.compile", "g++"),
-        ({"git": None}, "warning", "which code", "install git"),
+        ({"git": None}, "warning", "commit of their code", "install git"),
         ({"torch": None}, "problem", "a has no torch, this machine 2.13.0", "pip install torch==2.13.0"),
         ({"python": "3.12.1"}, "problem", "a has Python 3.12, this machine 3.", "use Python 3."),
         ({"clock_ahead_s": -7.0, "clock_error_s": 0.1}, "warning", "7.0 s behind this machine's", "ntp"),
@@ -123,7 +123,7 @@ def test_names_that_lead_to_loopback_are_told_between_nodes() -> None:
 
     assert not [finding for finding in judged(loopback) if finding.subject == "host names"]
     (finding,) = [finding for finding in judged(loopback, fine) if finding.subject == "host names"]
-    assert "names of a (10.0.0.2) lead" in finding.what
+    assert "resolve to loopback: a (10.0.0.2);" in finding.what
 
 
 def test_what_many_nodes_lack_is_said_once() -> None:

@@ -104,7 +104,7 @@ def test_no_secret_is_in_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     ("overrides", "pods", "said"),
     [
         (("parallel.cpus_per_worker=null",), PODS, "parallel.cpus_per_worker: missing"),
-        ((), kuberay.Pods(image="image"), "checkpoint.directory: no place that outlives the pods"),
+        ((), kuberay.Pods(image="image"), "checkpoint.directory: no storage that all pods share"),
     ],
 )
 def test_what_pods_need_is_asked_for(overrides: tuple[str, ...], pods: kuberay.Pods, said: str) -> None:
@@ -126,7 +126,7 @@ def test_allocation_has_room_for_the_workers(nodes: int | None, wanted: tuple[in
 
 
 def test_slurm_refuses_what_it_can_not_do() -> None:
-    with pytest.raises(UsageError, match="only 2 workers"):
+    with pytest.raises(UsageError, match="more nodes than workers"):
         slurm.script(request(), nodes=3)
     with pytest.raises(UsageError, match="leave the option out"):
         slurm.script(request(environment=("TOKEN",)))

@@ -16,7 +16,7 @@ def judged(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
     numbers = {len(node.gpus) for node in nodes}
     if len(kinds) > 1 or len(numbers) > 1:
         each = ", ".join(f"{node.label}: {_counted([node])}" for node in nodes)
-        fix = "pipeline compare FILE shows what the slowest costs; or leave it out"
+        fix = "pipeline compare FILE measures the slowdown; or leave the slowest node out"
         yield CheckResult(subject=_SUBJECT, status="warning", what=f"the nodes' GPUs differ ({each})", fix=fix)
 
 

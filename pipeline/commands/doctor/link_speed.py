@@ -142,5 +142,5 @@ def failed(error: ResourceError, nodes: Sequence[NodeFacts]) -> CheckResult:
         subject="link",
         status="problem",
         what=f"{between} can't exchange gradients: {error}",
-        fix=fix if len(nodes) > 1 else "pipeline run FILE --verbose shows what torch says",
+        fix=fix if len(nodes) > 1 else "pipeline run FILE --verbose shows the messages of torch",
     )

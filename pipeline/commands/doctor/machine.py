@@ -38,7 +38,7 @@ def _shared_memory(node: NodeFacts) -> CheckResult | None:
     subject, size, free = "shared memory", node.shared_memory_mb, node.shared_memory_free_mb
     if size is None or free is None:
         return None
-    loaders = "loader workers (loader.num_workers) and Ray put batches there, and die when it is full"
+    loaders = "loader workers (loader.num_workers) and Ray store batches there and crash when it is full"
     fix = "docker run --shm-size=2g, shm_size: 2gb in compose.yaml, or mount -o remount,size=2G /dev/shm"
     what = f"{_SHM} is {amount(size)}; {loaders}"
     left = f"{amount(free)} of {amount(size)} are free in {_SHM}"
@@ -55,21 +55,21 @@ def _disk(node: NodeFacts) -> CheckResult | None:
 
 
 def _limits(node: NodeFacts) -> CheckResult | None:
-    files = f"a process may open {node.open_files} files; Ray and loader workers want more"
-    processes = f"the user may run {node.processes} processes and threads; Ray and torch want more"
+    files = f"a process may open {node.open_files} files; Ray and loader workers need more"
+    processes = f"the user may run {node.processes} processes and threads; Ray and torch need more"
     return _scarce("limits", _OPEN_FILES, node.open_files, files, fix="ulimit -n 65536") or _scarce(
         "limits", _PROCESSES, node.processes, processes, fix="ulimit -u 65536; docker run --pids-limit=-1"
     )
 
 
 def _compiler(node: NodeFacts) -> CheckResult | None:
-    what = "no C++ compiler; torch.compile needs one, all else doesn't"
+    what = "no C++ compiler; only torch.compile needs it"
     fix = "apt-get install g++, or export CXX=COMPILER"
     return None if node.compiler else CheckResult(subject="compiler", status="warning", what=what, fix=fix)
 
 
 def _git(node: NodeFacts) -> CheckResult | None:
-    what = "no git; runs can't say which code they ran"
+    what = "no git; runs can't record the commit of their code"
     return None if node.git else CheckResult(subject="git", status="warning", what=what, fix="apt-get install git")
 
 
@@ -92,10 +92,9 @@ def _names(nodes: Sequence[NodeFacts]) -> str:
     """Describe which host names resolve to loopback, the address that gloo would bind to by default."""
     astray = [node.label for node in nodes if (node.hostname_address or "127.").startswith("127.")]
     if not astray:
-        return "each node's name leads to an address of the network"
-    leads = "leads" if len(astray) == 1 else "lead"
+        return "each host name resolves to an address of the network"
     return (
-        f"the names of {listed(astray)} {leads} to loopback; runs use the interface of Ray's address instead, or "
+        f"host names that resolve to loopback: {listed(astray)}; runs use the interface of Ray's address instead, or "
         "parallel.interface"
     )
 

@@ -65,7 +65,7 @@ def _print(finding: CheckResult, terminal: rich.console.Console) -> None:
 def _summary(examination: Examination) -> str:
     warnings = sum(finding.status == "warning" for finding in examination.findings)
     counts = list(_counts(len(examination.problems), warnings))
-    return " and ".join(counts) + "." if counts else "Nothing is lacking."
+    return " and ".join(counts) + "." if counts else "No problems and no warnings."
 
 
 def _counts(problems: int, warnings: int) -> Iterator[str]:

@@ -14,9 +14,9 @@ _SUBJECT = "MLflow"
 _TIMEOUT_S = 5
 _LOG_IN = "export MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD"
 _REFUSALS = {
-    401: ("doesn't know us", _LOG_IN),
-    403: ("doesn't let us read experiments", _LOG_IN),
-    404: ("has no MLflow there", "set tracking.uri to the address that shows the MLflow UI"),
+    401: ("requires a valid login", _LOG_IN),
+    403: ("denies access to experiments", _LOG_IN),
+    404: ("is not an MLflow server", "set tracking.uri to the address that shows the MLflow UI"),
 }
 _WRONG_NAME = "Invalid Host"
 
@@ -65,7 +65,7 @@ def _server(uri: str, *, shown: str, client: str | None) -> CheckResult:
         what, fix = _REFUSALS[answer.status]
         if _WRONG_NAME in answer.text:
             host = urlsplit(shown).netloc
-            what, fix = f"isn't to be called {host}", f"mlflow server --allowed-hosts {host} ..., on the server"
+            what, fix = f"rejects the host name {host}", f"mlflow server --allowed-hosts {host} ..., on the server"
         said = " ".join(answer.text.split())[:100]
         return CheckResult(
             subject=_SUBJECT, status="problem", what=f"{shown} {what} ({answer.status}: {said})", fix=fix
@@ -74,7 +74,7 @@ def _server(uri: str, *, shown: str, client: str | None) -> CheckResult:
         return CheckResult(
             subject=_SUBJECT,
             status="warning",
-            what=f"{shown} answers with {answer.status}; results wait in the journal until it doesn't",
+            what=f"{shown} answers with status {answer.status}; results stay in the journal until it accepts them",
             fix="look at the server's log",
         )
     return _versions(version.text.strip() if version.status == 200 else "", shown=shown, client=client)
@@ -82,11 +82,11 @@ def _server(uri: str, *, shown: str, client: str | None) -> CheckResult:
 
 def _versions(server: str, *, shown: str, client: str | None) -> CheckResult:
     if not server or client is None:
-        return CheckResult(subject=_SUBJECT, status="ok", what=f"{shown} takes results; its version is unknown")
-    what = f"{shown} takes results; the server is MLflow {server}, the client here {client}"
+        return CheckResult(subject=_SUBJECT, status="ok", what=f"{shown} accepts results; its version is unknown")
+    what = f"{shown} accepts results; the server is MLflow {server}, the client here {client}"
     if _numbers(server) < _numbers(client):
         fix = f"on the server: pip install mlflow=={client}; mlflow db upgrade DATABASE"
-        return CheckResult(subject=_SUBJECT, status="warning", what=f"{what}, which may want more than it has", fix=fix)
+        return CheckResult(subject=_SUBJECT, status="warning", what=f"{what}, which may need a newer server", fix=fix)
     return CheckResult(subject=_SUBJECT, status="ok", what=what)
 
 

@@ -78,7 +78,7 @@ def show_difference(difference: Difference, *, console: rich.console.Console) ->
             print_table(_table(pairs, console), console=console)
     same = [title.lower() for title, pairs in sections.items() if not pairs]
     if same:
-        console.print(f"\nthe same: {', '.join(same)}", markup=False)
+        console.print(f"\nno differences: {', '.join(same)}", markup=False)
 
 
 def _pairs(a: Mapping[str, str | float], b: Mapping[str, str | float]) -> dict[str, Pair]:

@@ -33,7 +33,8 @@ def parse(settings: Sequence[str], template: Template) -> dict[str, str]:
             problems.append(f"--set {setting}: no value; write --set {key}=VALUE")
         elif key not in questions:
             hint = did_you_mean(key, questions)
-            problems.append(f"--set {setting}: {template.name} doesn't ask {key}{hint}; it asks {', '.join(questions)}")
+            known = ", ".join(questions)
+            problems.append(f"--set {setting}: {template.name} has no question {key}{hint}; its questions are {known}")
         elif problem := _not_allowed(value, questions[key]):
             problems.append(f"--set {setting}: {problem}")
         answers[key] = value
@@ -108,8 +109,8 @@ def _with_menus(context: Mapping[str, Any], template: Template) -> dict[str, Any
 def _not_allowed(value: str, allowed: Sequence[str]) -> str:
     if not allowed or value in allowed:
         return ""
-    return f"{value!r} is no choice{did_you_mean(value, allowed)}; choose one of {', '.join(allowed)}"
+    return f"{value!r} is not a choice{did_you_mean(value, allowed)}; choose one of {', '.join(allowed)}"
 
 
 def _nobody() -> UsageError:
-    return UsageError("the questions weren't answered; add --no-input for the defaults, and --set KEY=VALUE")
+    return UsageError("the questions were not answered; add --no-input for the defaults, and --set KEY=VALUE")

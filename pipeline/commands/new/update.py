@@ -105,7 +105,7 @@ def _what(error: Exception) -> str:
 def _check_clean(project: Path) -> None:
     top = _run(project, "rev-parse", "--show-toplevel")
     if top.returncode or Path(top.stdout.strip()).resolve() != project.resolve():
-        raise UsageError(f"{project} is not the top of a git repository, which updates need; try `cruft update`")
+        raise UsageError(f"{project} is not the top folder of a git repository, which updates need; try `cruft update`")
     if _git(project, "status", "--porcelain", "--untracked-files=no"):
         raise UsageError(f"{project} has uncommitted changes; commit or stash them first, so that nothing can be lost")
 
@@ -116,7 +116,9 @@ def _last_rendering(project: Path, *, mark: str) -> _Rendering:
     log = _git(project, "log", "--topo-order", form).splitlines()
     marked = next((line.split() for line in log if len(line.split()) == 3), None)
     if marked is None:
-        raise UsageError(f"no commit of {project} bears the mark {mark}: its history was rewritten; try `cruft update`")
+        raise UsageError(
+            f"no commit of {project} has the trailer {mark}: its history was rewritten; try `cruft update`"
+        )
     commit, tree, meant = marked
     if tree != meant:
         problem = f"commit {commit[:10]} was amended: it holds more than the template's files"
@@ -153,4 +155,4 @@ def _run(
     try:
         return subprocess.run(line, cwd=folder, env=full, capture_output=True, text=True, check=False)  # noqa: S603 - git
     except FileNotFoundError:
-        raise UsageError("git isn't installed, which updates need") from None
+        raise UsageError("git is not installed; updates need it") from None

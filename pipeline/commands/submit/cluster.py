@@ -54,7 +54,7 @@ def explained(url: str) -> Iterator[None]:
     try:
         yield
     except AuthenticationError as error:
-        said = "refuses the token" if _authorization() else "wants a token"
+        said = "refuses the token" if _authorization() else "requires a token"
         raise ResourceError(
             f"the Ray cluster at {url} {said}; set RAY_AUTH_TOKEN to the cluster's (there: ray get-auth-token), "
             "or RAY_AUTH_TOKEN_PATH to a file with it"
@@ -87,7 +87,7 @@ def _url(address: str) -> str:
     if parts.scheme in ("http", "https") and parts.hostname:
         return address.rstrip("/")
     if not address:
-        raise UsageError(f"where is the cluster? Add --address http://HOST:{_PORT}, or set RAY_ADDRESS to that")
+        raise UsageError(f"no address of a cluster; add --address http://HOST:{_PORT}, or set RAY_ADDRESS to it")
     host = (parts.hostname if "://" in address else address.partition(":")[0]) or "HOST"
     raise UsageError(
         f"{address} is not the address of a job server; write that of the cluster's dashboard, "

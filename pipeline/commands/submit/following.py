@@ -34,7 +34,7 @@ def follow(jobs: Jobs, identity: str, *, show: Callable[[str], None]) -> Job:
             seen = error.seen if isinstance(error, _Disconnected) else seen
             if time.monotonic() - answered > _PATIENCE_S:
                 raise ResourceError(
-                    f"lost sight of {identity} on {jobs.url}, where it may still be going on"
+                    f"lost the connection to {jobs.url}; {identity} may still be running there"
                 ) from error
             time.sleep(_RETRY_S)
 

@@ -153,10 +153,10 @@ def packed(experiment: Path) -> Package:
     root = package.root.resolve()
     path = experiment.resolve()
     if not path.is_relative_to(root):
-        raise UsageError(f"{experiment}: lies outside of {root}, which is what goes to the cluster; move it there")
+        raise UsageError(f"{experiment}: is outside of {root}, the folder that is sent to the cluster; move it there")
     if path.relative_to(root) not in package.files:
         raise UsageError(
-            f"{experiment}: git doesn't track this file, so it wouldn't go along; git add {experiment}, "
+            f"{experiment}: git doesn't track this file, so it would not be sent; git add {experiment}, "
             "a commit isn't needed"
         )
     return package

@@ -67,11 +67,11 @@ def _check(request: Request, pods: Pods) -> None:
         raise UsageError(f"--memory {pods.memory}: write an amount such as 8Gi or 500M")
     for option, name in (("--claim", pods.claim), ("--secret", pods.secret)):
         if name is not None and not _OBJECT.fullmatch(name):
-            raise UsageError(f"{option} {name}: Kubernetes has no such names; lower-case letters, digits, - and .")
+            raise UsageError(f"{option} {name}: no valid name in Kubernetes; use lower-case letters, digits, - and .")
     checkpoint = request.file.experiment.checkpoint
     if pods.claim is None and checkpoint.keep and "://" not in (checkpoint.directory or ""):
         message = (
-            "no place that outlives the pods and that all of them reach; add --claim NAME of a PersistentVolumeClaim "
+            "no storage that all pods share and that outlives them; add --claim NAME of a PersistentVolumeClaim "
             "(ReadWriteMany), or write an address such as checkpoint.directory=s3://bucket/folder"
         )
         raise request.file.explain([Problem("checkpoint.directory", message)])

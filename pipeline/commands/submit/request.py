@@ -72,7 +72,7 @@ def check(request: Request) -> None:
         key, _, value = override.partition("=")
         if without_credentials(value) != value:
             raise UsageError(
-                f"{key}: has a password in it, which would be in the job's command line for all to see; "
+                f"{key}: contains a password, which everybody on the cluster could read in the job's command line; "
                 "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the cluster's nodes"
             )
     for name in request.environment:
@@ -109,12 +109,12 @@ def notes(request: Request, *, same_environment: bool = False) -> Iterator[str]:
         yield f"parallel.launcher is {experiment.parallel.launcher}; on the cluster it is ray"
     for name in request.variables:
         if not (same_environment or name in request.environment):
-            yield f"the experiment reads {name} from the environment: the cluster's is taken, unless --env {name}"
+            yield f"the experiment reads {name} from the cluster's environment; --env {name} sends the value from here"
     uri = experiment.tracking.uri
     if uri.startswith("sqlite:////"):
-        yield f"tracking.uri is {uri}: results stay in that file on the node that the run is driven from"
+        yield f"tracking.uri is {uri}: results stay in that file on the node that runs the driver"
     if _LOOPBACK.match(uri):
-        yield f"tracking.uri is {without_credentials(uri)}: there, that is not this machine"
+        yield f"tracking.uri is {without_credentials(uri)}: on the cluster, that address is not this machine"
 
 
 def cpus_of_worker(request: Request) -> int:
@@ -125,7 +125,7 @@ def cpus_of_worker(request: Request) -> int:
     """
     cpus = request.file.experiment.parallel.cpus_per_worker
     if cpus is None:
-        message = "missing, and needed to ask for cores; write cpus_per_worker: 4"
+        message = "missing, and needed to request cores; write cpus_per_worker: 4"
         raise request.file.explain([Problem("parallel.cpus_per_worker", message)])
     return cpus
 
@@ -147,13 +147,13 @@ def _lost(request: Request) -> Iterator[Problem]:
     if uri.startswith("sqlite:///") and not PurePath(uri.removeprefix("sqlite:///")).is_absolute():
         yield Problem(
             "tracking.uri",
-            f"is {uri}, a file in the job's own folder, which goes with the job; "
+            f"is {uri}, a file in the job's working directory, which is deleted with the job; "
             "write a server's address, e.g. tracking.uri=http://HOST:5000",
         )
     directory = experiment.checkpoint.directory
     if directory is not None and is_relative(directory):
         yield Problem(
             "checkpoint.directory",
-            f"is {directory}, a place in the job's own folder, which goes with the job; "
+            f"is {directory}, a folder in the job's working directory, which is deleted with the job; "
             "write an absolute path on shared storage, or an address such as s3://bucket/folder",
         )

@@ -24,9 +24,11 @@ def script(request: Request, *, nodes: int | None = None) -> str:
     workers = request.file.experiment.parallel.workers
     nodes = nodes or workers
     if nodes > workers:
-        raise UsageError(f"--nodes {nodes}: there are only {workers} workers (parallel.workers) to be put on them")
+        raise UsageError(
+            f"--nodes {nodes}: more nodes than workers (parallel.workers is {workers}); write {workers} or fewer"
+        )
     if request.environment:
-        raise UsageError("--env: sbatch hands on the whole environment that it is called in; leave the option out")
+        raise UsageError("--env: sbatch passes on all environment variables; leave the option out")
     on_each = -(-workers // nodes)
     return fill(
         "slurm.sh.jinja",
