@@ -8,7 +8,8 @@ import ray
 from ray.exceptions import AuthenticationError, RpcError
 
 from pipeline.errors import ResourceError
-from pipeline.system.process import environment, own_signals
+from pipeline.system.process import environment
+from pipeline.system.signals import own_signals
 
 _SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the end of a trial waits for this poll

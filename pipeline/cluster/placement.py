@@ -1,27 +1,38 @@
-"""Which nodes of Ray's a trial's workers fit on, and waiting until they do."""
+"""Placement of a trial's workers on the nodes of a Ray cluster: which nodes are large enough, and when room is free."""
 
+import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node  # a DeveloperAPI; Ray has no other way to ask
 
-from pipeline.cluster import capacity as cluster_capacity
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.protocol.trial import Trial
 
+READERS = 1
+"""Cores per node that are left to Ray Data where it reads the data."""
+_PROBE_TIMEOUT_S = 1.0
+_ROUNDING = 1e-6  # thirds of a custom resource
+_DEATH_NOTICE_S = 60.0
+"""Ray's own checks take 15 s to notice a dead node, and longer if packets are dropped."""
+_POLL_S = 0.2
+
 
 def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
-    """Ray's records of the living nodes that are large enough for a worker, by Ray's id, with Ray connected.
+    """Return Ray's records of the living nodes that are large enough for a worker, by Ray's id. Needs a connection.
 
     Raises:
-        ResourceError: there is none.
+        ResourceError: no node is large enough.
     """
-    alive = [node for node in ray.nodes() if node["Alive"]]
     amounts = {"CPU": float(parallel.cpus_per_worker or 1), **parallel.resources_per_worker}
     if parallel.device == "cuda":
         amounts["GPU"] = 1
+    alive = _alive()
     able = {str(node["NodeID"]): node for node in alive if _covers(node["Resources"], amounts)}
     if not able:
         there = "; ".join(f"{node_name(node)} has {_amounts(node['Resources'], amounts)}" for node in alive)
@@ -30,14 +41,14 @@ def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
 
 
 def node_name(node: Mapping[str, Any]) -> str:
-    """A node of Ray's as it is called in messages."""
+    """Return the host name and address of one of Ray's node records, for messages."""
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 def await_capacity(trial: Trial) -> None:
-    """Wait until the workers fit. Ray itself would wait for ever, with a traceback a minute.
+    """Wait until all workers of a trial fit; Ray itself would wait forever and log a traceback every minute.
 
-    A training that goes on also waits for nodes to come back.
+    A resumed training also waits for lost nodes to return.
 
     Raises:
         ResourceError: the cluster is too small, or not free within ``parallel.start_timeout_s``.
@@ -45,46 +56,82 @@ def await_capacity(trial: Trial) -> None:
     amounts = per_worker(trial)
     patience_s = trial.experiment.parallel.start_timeout_s
     deadline = time.monotonic() + patience_s
-    streams = trial.experiment.is_streamed
     while (fit := free(trial)) < trial.workers:
-        capacity = cluster_capacity.capacity(amounts, apart=apart(trial), streams=streams)
+        total = _fitting(trial, [node["Resources"] for node in _alive()])
         there = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
-        if capacity < trial.workers and not trial.resume:
-            reading = f", each of which keeps {cluster_capacity.READERS} core for reading the data" if streams else ""
-            raise ResourceError(f"{there}: room for {capacity} on its nodes{reading}")
+        if total < trial.workers and not trial.resume:
+            reading = f", each of which keeps {READERS} core for reading the data" if _is_streamed(trial) else ""
+            raise ResourceError(f"{there}: room for {total} on its nodes{reading}")
         if time.monotonic() > deadline:
             raise ResourceError(f"{there}; room for {fit} was free within parallel.start_timeout_s, {patience_s:g} s")
-        time.sleep(0.2)
+        time.sleep(_POLL_S)
+
+
+def await_death_notices(*, timeout_s: float) -> None:
+    """Wait until Ray has noticed its dead nodes, on which it would still place workers."""
+    deadline = time.monotonic() + min(timeout_s, _DEATH_NOTICE_S)
+    while not all(map(_is_reachable, _alive())) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def free(trial: Trial) -> int:
-    """How many workers of a trial fit beside what runs."""
-    return cluster_capacity.free(per_worker(trial), apart=apart(trial), streams=trial.experiment.is_streamed)
+    """Return the number of a trial's workers that fit beside what runs on the cluster."""
+    available = available_resources_per_node()
+    return _fitting(trial, [available.get(node["NodeID"], {}) for node in _alive() if _is_reachable(node)])
 
 
-def apart(trial: Trial) -> bool:
-    """Whether each worker has to have a node of its own."""
+def needs_own_nodes(trial: Trial) -> bool:
+    """Tell if each worker needs a node of its own."""
     return trial.experiment.parallel.placement == "strict_spread"
 
 
 def per_worker(trial: Trial) -> dict[str, float]:
-    """What each worker of a trial occupies, in Ray's terms."""
+    """Return the Ray resources that each worker of a trial occupies."""
     amounts: dict[str, float] = {"CPU": trial.cpus_per_worker, **trial.experiment.parallel.resources_per_worker}
     if trial.device == "cuda":
         amounts["GPU"] = trial.devices_per_worker
     return amounts
 
 
+def asked_for(trial: Trial) -> str:
+    """Return a trial's workers and their resources in words."""
+    return f"{trial.workers} workers with {_amounts(per_worker(trial))} each"
+
+
+def _fitting(trial: Trial, nodes: Iterable[Mapping[str, float]]) -> int:
+    """Return the number of workers that fit on nodes with these resources, each worker on a single node."""
+    most = 1 if needs_own_nodes(trial) else sys.maxsize
+    readers = READERS if _is_streamed(trial) else 0
+    left = ({**node, "CPU": max(0.0, node.get("CPU", 0.0) - readers)} for node in nodes)
+    return sum(min(_fit(node, per_worker(trial)), most) for node in left)
+
+
+def _fit(node: Mapping[str, float], amounts: Mapping[str, float]) -> int:
+    return int(min((node.get(name, 0.0) + _ROUNDING) // amount for name, amount in amounts.items()))
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _is_reachable(node: Mapping[str, Any]) -> bool:
+    """Try to connect to a node's raylet, as the driver must to start workers there."""
+    with suppress(OSError):
+        address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+        socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
+        return True
+    return False
+
+
+def _is_streamed(trial: Trial) -> bool:
+    return trial.experiment.is_streamed
+
+
 def _covers(there: Mapping[str, float], asked: Mapping[str, float]) -> bool:
     return all(there.get(name, 0) >= amount for name, amount in asked.items())
 
 
-def asked_for(trial: Trial) -> str:
-    """The workers of a trial in words."""
-    return f"{trial.workers} workers with {_amounts(per_worker(trial))} each"
-
-
 def _amounts(amounts: Mapping[str, float], asked: Iterable[str] = ()) -> str:
-    """In words: cores, GPUs, and of custom resources those that are asked for, or all without ``asked``."""
+    """Return CPUs, GPUs and custom resources in words; with ``asked``, of custom resources only those."""
     names = dict.fromkeys(["CPU", "GPU", *(asked or amounts)])
     return ", ".join(f"{amounts.get(name, 0):g} {name}" for name in names if name in amounts or name in asked)

@@ -9,8 +9,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from pipeline.data.mapped import Mapped
-from pipeline.data.splits import Splits
-from pipeline.data.table import Table
+from pipeline.data.splits import Splits, Table
 from pipeline.errors import ExperimentError
 
 Transform = Callable[[Tensor], Tensor]

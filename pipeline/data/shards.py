@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from pipeline.data.shard_cache import kept_index_of
 from pipeline.data.shard_files import Decode, decoders, expanded
-from pipeline.data.shard_index import Index
+from pipeline.data.shard_index import Index, kept_index_of
 from pipeline.data.splits import Splits
 
 Files = str | list[str]

@@ -11,8 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from pipeline.data.mapped import Mapped
-from pipeline.data.splits import Splits
-from pipeline.data.table import Table
+from pipeline.data.splits import Splits, Table
 from pipeline.errors import ExperimentError
 
 Files = str | list[str]

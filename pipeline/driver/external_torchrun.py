@@ -7,7 +7,7 @@ from pipeline.launchers.base import NoOutbox
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import AnyEvent, Heartbeat
 from pipeline.protocol.trial import Trial
-from pipeline.system.sigterm import end_after, on_sigterm
+from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training.watch import end_process, stuck
 from pipeline.worker import main
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pipeline.errors import Terminated
-from pipeline.system.sigterm import SAME_S
+from pipeline.system.signals import SAME_S
 
 _log = logging.getLogger(__name__)
 

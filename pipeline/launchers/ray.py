@@ -12,7 +12,6 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 
-from pipeline.cluster import capacity as room
 from pipeline.cluster import join
 from pipeline.cluster import placement as places
 from pipeline.cluster.code import to_send
@@ -76,7 +75,7 @@ class Launcher:
 
     def launch(self, trial: Trial) -> None:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
-        room.await_verdict(timeout_s=trial.experiment.parallel.start_timeout_s)
+        places.await_death_notices(timeout_s=trial.experiment.parallel.start_timeout_s)
         self._joined.look_at_nodes(trial)
         places.await_capacity(trial)
         ingest = self._ingest(trial)

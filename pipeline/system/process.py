@@ -1,10 +1,8 @@
 """This process: its environment variables, its signal handlers, and the rank that an outer launcher gave it."""
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import current_thread, main_thread
 
 
 @contextmanager
@@ -20,21 +18,6 @@ def environment(**values: str | None) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def own_signals() -> Iterator[None]:
-    """Put the signal handlers back that a launcher's library replaces; only the main thread can replace any."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = [(number, signal.getsignal(number)) for number in handled]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def outer_rank() -> int | None:

@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from pipeline.data.table import Table
+from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.order import MicroBatch, mix
 from pipeline.training.randomness import generators_kept, seed_all

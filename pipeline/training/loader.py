@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError
-from pipeline.system.sigterm import held_back, only_from_parent
+from pipeline.system.signals import held_back, only_from_parent
 from pipeline.training.fetch import Collate, fetcher, usable
 from pipeline.training.order import MicroBatch
 

@@ -30,7 +30,7 @@ from pipeline.protocol.events import AnyEvent, BatchSizesFound, Failed, Finished
 from pipeline.protocol.progress import told_to
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.system import allocator
-from pipeline.system.sigterm import end_after, on_sigterm
+from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
 from pipeline.training.loop import train
 from pipeline.training.stream import Streams

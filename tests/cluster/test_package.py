@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from projects import project
 
-from pipeline.cluster import package as shipping
-from pipeline.cluster.code import Code, sent, to_send
-from pipeline.cluster.package import tracked
+from pipeline.cluster import code as shipping
+from pipeline.cluster.code import Code, sent, to_send, tracked
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ExperimentError, ResourceError
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from pipeline.data import cifar10, cifar_download, digits, handwriting
+from pipeline.data import cifar, cifar10, digits, handwriting
 from pipeline.data.text import VOCABULARY_SIZE, characters
 from pipeline.errors import ExperimentError
 
@@ -233,20 +233,20 @@ class TestCifar10:
         (problem,) = caught.value.problems
         assert problem.key == "data"
         assert "cifar-10-batches-bin is missing and download is off" in problem.message
-        assert f"fetch {cifar_download.ADDRESS} and unpack it in {tmp_path}" in problem.message
+        assert f"fetch {cifar.ADDRESS} and unpack it in {tmp_path}" in problem.message
 
     def test_no_network_says_what_to_fetch_and_leaves_nothing_behind(self, tmp_path, monkeypatch):
         def refuse(address, timeout):
             raise URLError("Name or service not known")
 
-        monkeypatch.setattr(cifar_download, "urlopen", refuse)
+        monkeypatch.setattr(cifar, "urlopen", refuse)
         with pytest.raises(ExperimentError, match=r"data: CIFAR-10 can't be downloaded .*Name or.* fetch https"):
             cifar10(directory=str(tmp_path))
 
         assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
 
     def test_another_archive_is_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(cifar_download, "urlopen", lambda address, timeout: Answer(b"<html>Sorry</html>"))
+        monkeypatch.setattr(cifar, "urlopen", lambda address, timeout: Answer(b"<html>Sorry</html>"))
         with pytest.raises(ExperimentError, match=r"MD5 [0-9a-f]{32}, expected c32a1d4a"):
             cifar10(directory=str(tmp_path))
 
@@ -263,8 +263,8 @@ class TestCifar10:
             time.sleep(0.1)  # long enough for the others to start fetching as well, if nothing held them back
             return Answer(archive.getvalue())
 
-        monkeypatch.setattr(cifar_download, "urlopen", serve)
-        monkeypatch.setattr(cifar_download, "_check", lambda archive: None)  # the real MD5 needs the real 170 MB
+        monkeypatch.setattr(cifar, "urlopen", serve)
+        monkeypatch.setattr(cifar, "_check", lambda archive: None)  # the real MD5 needs the real 170 MB
         target = tmp_path / "new" / "data"
         with ThreadPoolExecutor(4) as pool:
             sizes = [len(splits.train) for splits in pool.map(lambda _: cifar10(directory=str(target)), range(4))]

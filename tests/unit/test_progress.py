@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pipeline.data import cifar_download
+from pipeline.data import cifar
 from pipeline.errors import ExperimentError
 from pipeline.protocol import progress
 from pipeline.protocol.events import Advanced
@@ -97,9 +97,9 @@ def test_a_download_says_how_many_bytes_are_there(
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            monkeypatch.setattr(cifar_download, "ADDRESS", f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
+            monkeypatch.setattr(cifar, "ADDRESS", f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
             with pytest.raises(ExperimentError, match="MD5"):  # these are not the images
-                cifar_download.download_to(tmp_path / "cifar-10-batches-bin")
+                cifar.download_to(tmp_path / "cifar-10-batches-bin")
         finally:
             server.shutdown()
             thread.join()

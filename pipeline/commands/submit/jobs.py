@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ray.job_submission import JobSubmissionClient
 
-from pipeline.cluster.package import Package, project_folder, staged, tracked
+from pipeline.cluster.code import Package, project_folder, staged, tracked
 from pipeline.commands.submit import cluster
 from pipeline.commands.submit.request import CLOSING_S, Request, is_relative, variables
 from pipeline.config.values import Frozen

@@ -15,8 +15,8 @@ import ray._private.node
 import ray._private.utils
 from ray._private import ray_constants, services
 
-from pipeline.cluster import capacity
 from pipeline.cluster.connection import connection, first_line
+from pipeline.cluster.placement import READERS
 from pipeline.launchers._ray.private import replaced
 from pipeline.planning import resources
 
@@ -58,7 +58,7 @@ def started(wanted: LocalRayRequest, *, verbose: bool) -> Iterator[None]:
             ray.init(
                 address="local",
                 include_dashboard=False,
-                num_cpus=resources.detect().cpus + capacity.READERS * wanted.streams,
+                num_cpus=resources.detect().cpus + READERS * wanted.streams,
                 object_store_memory=_STREAMED_BYTES if wanted.streams else _OBJECT_STORE_BYTES,
                 _node_ip_address=LOOPBACK,
                 **logs,
