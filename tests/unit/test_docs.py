@@ -74,3 +74,12 @@ def test_every_dependency_is_pinned():
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in pins if "==" in line}
     assert names - pinned == set()
     assert "torch==2.13.0" in pins
+
+
+def test_the_map_in_contributing_is_the_contract():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things go")[2]
+    drawn = re.findall(r"^    (\w[\w |]*?)  ", section.partition("\n| ")[0], re.MULTILINE)
+    assert drawn == layers
+    assert f"{len(layers)} layers" in section.replace("Twelve", "12")
