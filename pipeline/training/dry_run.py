@@ -10,21 +10,21 @@ import torch
 from pipeline.training.context import TrainContext
 from pipeline.training.optimizers import weights_kept
 from pipeline.training.order import MicroBatch
-from pipeline.training.step import MicroBatches, gradients
+from pipeline.training.step import MicroBatches, forward_backward
+from pipeline.training.step_guard import Buffers
 
 
 def rehearse(context: TrainContext, *, with_last: bool = False) -> None:
     """Take the gradients of the first step and forget them; also of an epoch's last, smaller one. Collective."""
-    buffers = [buffer.clone() for buffer in context.whole.buffers()]  # some are in no checkpoint
+    buffers = Buffers(context.whole)  # some are in no checkpoint
     context.wrapped.train()
     micro_batches = _steps(context.micro_batches(0))
     chosen = [micro_batches[0], micro_batches[-1]] if with_last and len(micro_batches) > 1 else [micro_batches[0]]
     stream = context.train_loader.batches([micro_batch for step in chosen for micro_batch in step])
     for _ in chosen:
-        gradients(context, stream)
+        forward_backward(context, stream)
         context.optimizer.zero_grad(set_to_none=True)
-    for buffer, before in zip(context.whole.buffers(), buffers, strict=True):
-        buffer.copy_(before)
+    buffers.restore()
 
 
 def compile_ahead(context: TrainContext) -> None:
@@ -54,7 +54,7 @@ def without_updates(context: TrainContext) -> Iterator[None]:
 
     What the optimizer keeps for itself, such as moments, does change.
     """
-    buffers = [buffer.clone() for buffer in context.whole.buffers()]
+    buffers = Buffers(context.whole)
     rates = [group["lr"] for group in context.optimizer.param_groups]
     scheduler, context.scheduler = context.scheduler, None
     for group in context.optimizer.param_groups:
@@ -67,8 +67,7 @@ def without_updates(context: TrainContext) -> Iterator[None]:
         context.scheduler = scheduler
         for group, rate in zip(context.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        for buffer, before in zip(context.whole.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        buffers.restore()
 
 
 def endless(context: TrainContext) -> MicroBatches:
@@ -101,7 +100,7 @@ def forget_local_steps(context: TrainContext, held: Iterable[tuple[MicroBatch, A
     for parameter in context.whole.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    gradients(context, iter(held))
+    forward_backward(context, iter(held))
     context.optimizer.zero_grad(set_to_none=True)
 
 

@@ -19,8 +19,8 @@ from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.metric_states import merge_lists
 from pipeline.training.metrics import Curve, read
-from pipeline.training.nonfinite import Buffers
 from pipeline.training.optimizers import evaluating
+from pipeline.training.step_guard import Buffers
 from pipeline.training.watch import mark
 from pipeline.training.weighting import weighted
 
@@ -135,7 +135,7 @@ def _over_own_samples(context: TrainContext, module: torch.nn.Module) -> torch.T
 @torch.no_grad()
 def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[Problem]:
     """Update the metrics, one by one, with what the model makes of a batch."""
-    buffers = Buffers(context)
+    buffers = Buffers(context.whole)
     module = context.strategy.evaluation_module(context.wrapped, context.model)
     module.eval()
     output = forward(context, module, context.evaluation_sample())

@@ -1,11 +1,15 @@
 """How the learning rate follows the global batch size, and warms up."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
-from pipeline.config.train import LearningRateScaling
+from pipeline.config.train import LearningRateScaling, Train
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
 
@@ -34,6 +38,34 @@ def warmup_factor(scaling: LearningRateScaling, *, step: int, global_batch_size:
     return start + (1 - start) * (step + 1) / (scaling.warmup_steps + 1)
 
 
+@contextmanager
+def warmup(optimizer: Optimizer, train: Train, *, step: int) -> Iterator[float]:
+    """Set the warm-up's learning rate for a step, counted from 0, and yield that of the first parameter group.
+
+    The scheduler's learning rate is put back afterwards, so any scheduler works with a warm-up.
+    """
+    factor = warmup_factor(train.lr_scaling, step=step, global_batch_size=train.global_batch_size)
+    scheduled = [group["lr"] for group in optimizer.param_groups]
+    if factor != 1:
+        _set_rates(optimizer, [rate * factor for rate in scheduled])
+    yield float(scheduled[0] * factor)
+    if factor != 1:
+        _set_rates(optimizer, scheduled)
+
+
+def advance_scheduler(scheduler: LRScheduler, *, is_skipped: bool) -> None:
+    """Advance the schedule by a step, skipped or not: the learning rate is a function of the steps done (decision 8).
+
+    Args:
+        scheduler: of the learning rate.
+        is_skipped: True if the optimizer left out this step.
+    """
+    with catch_warnings() if is_skipped else nullcontext():
+        if is_skipped:  # torch takes it for a mistake if the very first step of the optimizer is skipped
+            filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        scheduler.step()
+
+
 def with_scaled_rates(scheduler: Component, *, factor: float) -> Component:
     """The scheduler as the file has it, with the rates scaled that it would put over the optimizer's.
 
@@ -57,6 +89,11 @@ def refuse_hidden_rates(scheduler: LRScheduler, *, target: str, factor: float) -
             f"train.lr_scaling would change nothing; name torch.optim.lr_scheduler.{_torchs_name(scheduler)} itself, "
             "or write train.lr_scaling.rule: none and scale the rates there",
         )
+
+
+def _set_rates(optimizer: Optimizer, rates: list[float]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _scaled(value: Any, factor: float, *, name: str) -> Any:

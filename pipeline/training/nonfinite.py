@@ -3,75 +3,25 @@
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from pipeline.errors import NonFiniteError, TrainingError
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
-from pipeline.training.norms import are_finite, total_norm
+from pipeline.training.norms import are_finite
 from pipeline.training.order import SampleOrder
 
 MOST_IN_A_ROW = 10
 HALVINGS = 16
 """With fp16 the scaler's first scale of 2^16 may be too large by all of it, which is no fault of the data."""
 REMEDY = "Try a lower learning rate, train.clip_grad_norm, or train.precision: fp32"
-
-
-def propagate_nonfinite(weight: float | Tensor, loss: Tensor, *, context: TrainContext) -> float | Tensor:
-    """The weight of a loss; NaN if the loss is not finite and such steps are skipped.
-
-    So a loss that is infinite with finite gradients reaches all ranks with the gradients, without another exchange.
-    """
-    return weight + 0 * loss.detach() if skips(context) else weight
-
-
-def skips(context: TrainContext) -> bool:
-    """Whether a step whose loss or gradient is not finite is left out."""
-    return context.experiment.train.on_nonfinite == "skip"
-
-
-def is_finite(context: TrainContext, norm: Tensor | None) -> bool:
-    """Whether the norm of all gradients is finite; ``norm`` if it is known. The host waits for the device."""
-    if norm is None:
-        gradients = [parameter.grad for parameter in context.trained if parameter.grad is not None]
-        norm = total_norm(gradients, device=context.device)
-    return bool(torch.isfinite(norm))
-
-
-class Buffers:
-    """A model's buffers as they were, such as BatchNorm's statistics, which a forward pass changes."""
-
-    def __init__(self, context: TrainContext) -> None:
-        self._buffers = list(context.whole.buffers())
-        self._before = [buffer.clone() for buffer in self._buffers]
-
-    def restore(self) -> None:
-        """Undo what has happened to them."""
-        for buffer, before in zip(self._buffers, self._before, strict=True):
-            buffer.copy_(before)
-
-
-def advance_scheduler(scheduler: LRScheduler, *, is_skipped: bool) -> None:
-    """Advance the schedule by a step, skipped or not: the learning rate is a function of the steps done (decision 8).
-
-    Args:
-        scheduler: of the learning rate.
-        is_skipped: whether the weights were left as they are, because something was not finite or fp16 overflowed.
-    """
-    with catch_warnings() if is_skipped else nullcontext():
-        if is_skipped:  # torch takes it for a mistake if the very first step of the optimizer is skipped
-            filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-        scheduler.step()
 
 
 def check_weights(context: TrainContext, *, step: int) -> None:

@@ -23,7 +23,7 @@ from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import endless, forget_local_steps, held_step, without_updates
-from pipeline.training.step import MicroBatches, gradients, optimizer_step
+from pipeline.training.step import MicroBatches, forward_backward, optimizer_step
 
 ROUNDS = 7
 SLOT_SECONDS = 0.2  # long enough for the clock
@@ -116,7 +116,7 @@ def _slot(context: TrainContext, step: Callable[[], object], *, steps: int) -> f
 
 
 def _without_optimizer(context: TrainContext, stream: MicroBatches, *, exchange: bool) -> None:
-    gradients(context, stream, exchange=exchange)
+    forward_backward(context, stream, exchange=exchange)
     context.optimizer.zero_grad(set_to_none=True)
     if exchange:  # where weights are exchanged instead of gradients
         context.strategy.after_step(context.whole)
@@ -124,7 +124,7 @@ def _without_optimizer(context: TrainContext, stream: MicroBatches, *, exchange:
 
 def unused_parameters(context: TrainContext) -> int:
     """Trainable parameters that a step leaves without gradient. Collective."""
-    gradients(context, iter(held_step(context)))
+    forward_backward(context, iter(held_step(context)))
     unused = sum(parameter.requires_grad and parameter.grad is None for parameter in context.whole.parameters())
     context.optimizer.zero_grad(set_to_none=True)
     return unused

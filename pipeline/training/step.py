@@ -1,4 +1,7 @@
-"""One optimizer step, from top to bottom: forward, backward, exchange, clip, step."""
+"""One optimizer step: forward, backward, exchange, clip, step.
+
+What guards it (random numbers, skipped steps) is in `pipeline.training.step_guard`.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -10,14 +13,15 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from pipeline.protocol.events import Phase
-from pipeline.training import lone_sample, nonfinite
+from pipeline.tasks import StepOutput
+from pipeline.training import lone_sample
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.learned import exchange_gradients
-from pipeline.training.learning_rate import warmup_factor
+from pipeline.training.learning_rate import advance_scheduler, warmup
 from pipeline.training.norms import total_norm
-from pipeline.training.order import MicroBatch, mix
-from pipeline.training.randomness import seed_all
+from pipeline.training.order import MicroBatch
+from pipeline.training.step_guard import StepGuard, skips_nonfinite
 from pipeline.training.watch import mark
 from pipeline.training.weighting import Denominator
 
@@ -26,85 +30,119 @@ MicroBatches = Iterator[tuple[MicroBatch, Any]]
 
 
 class StepResult(NamedTuple):
-    """What came of one optimizer step."""
+    """Result of one optimizer step on this rank."""
 
     loss: Tensor
     """This rank's part of the global batch's mean loss, scalar, on the device."""
     weight: Tensor | None
-    """What the sum of all ranks' parts is to be divided by, this rank's share of it; None: by nothing."""
+    """This rank's part of the divisor of the summed losses, scalar; None if they are means already."""
     norm: Tensor | None
-    """The gradient norm before clipping, if it is clipped."""
+    """Gradient norm before clipping; None without clipping."""
     rate: float
     """Learning rate."""
     is_skipped: bool
-    """Whether the weights were left as they are because something was not finite; the same on all ranks."""
+    """True if the weights were left as they are because of a loss or gradient that isn't finite; equal on all ranks."""
 
 
 def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, exchange: bool = True) -> StepResult:
-    """One optimizer step, counted from 0, on this rank's next micro-batches; without ``exchange`` on its own only."""
-    # Dropout and the like draw from here: the same in a resumed step, different on each rank.
-    seed_all(mix(context.experiment.seed, "step", step, context.rank.rank), device=context.device)
-    left_out = step + 1 in context.trial.left_out  # computed all the same: ranks and loaders keep in step
-    buffers = nonfinite.Buffers(context) if left_out or nonfinite.skips(context) else None
-    loss, weight = gradients(context, stream, exchange=exchange)
-    mark(Phase.UPDATING)
-    norm = _clip(context, left_out=left_out)
-    scale = context.scaler.get_scale()
-    checked = nonfinite.skips(context) and not context.scaler.is_enabled()
-    applies = not left_out and not (checked and not nonfinite.is_finite(context, norm))
-    rate = _step_optimizer(context, step=step, applies=applies)
-    overflowed = context.scaler.get_scale() < scale  # fp16: the optimizer did nothing
-    is_skipped = buffers is not None and (overflowed or not applies)
-    if buffers is not None and is_skipped:
-        buffers.restore()
+    """Train on this rank's next micro-batches and update the weights once.
+
+    Args:
+        context: the model, the optimizer and how they are trained.
+        stream: micro-batches of this rank; those of one step are taken from it.
+        step: number of this step, counted from 0.
+        exchange: False keeps gradients on their rank, for measuring.
+    """
+    with StepGuard(context, step=step) as guard, warmup(context.optimizer, context.experiment.train, step=step) as rate:
+        loss, weight = forward_backward(context, stream, exchange=exchange)
+        mark(Phase.UPDATING)
+        norm = _clip(context, unscales=not guard.is_left_out)
+        if guard.allows_update(norm):
+            context.scaler.step(context.optimizer)
+            context.scaler.update()
+        _forget_gradients(context.optimizer)
     if exchange:
         context.strategy.after_step(context.whole)
     if context.averages is not None:
         context.averages.update(step=step)
     if context.scheduler is not None and context.experiment.train.scheduler_interval == "step":
-        nonfinite.advance_scheduler(context.scheduler, is_skipped=overflowed or not applies)
-    return StepResult(loss, weight, norm, rate, is_skipped)
+        advance_scheduler(context.scheduler, is_skipped=not guard.has_updated)
+    return StepResult(loss, weight, norm, rate, guard.is_skipped)
 
 
-def gradients(context: TrainContext, stream: MicroBatches, *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Forward and backward of one step's micro-batches; the gradients are left in the model.
+def forward_backward(
+    context: TrainContext, stream: MicroBatches, *, exchange: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Run forward and backward on one step's micro-batches, and leave the gradients in the model.
 
     Without ``exchange`` ranks send each other nothing. Returns `StepResult`'s loss and weight.
     """
-    total: Tensor | None = None
-    denominator: Denominator | None = None
+    losses = _StepLoss(context, exchange=exchange)
+    for micro_batch, batch in _one_step(stream):
+        with _communication(context, micro_batch, exchange=exchange):
+            loss = losses.add(_forward(context, micro_batch, batch), micro_batch)
+            mark(Phase.BACKWARD)
+            context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    if context.learned is not None and exchange and context.rank.world_size > 1 and not context.strategy.steps_alone:
+        exchange_gradients(context)
+    return losses.settle()
+
+
+class _StepLoss:
+    """Sum of a step's losses over its micro-batches, each weighted by its share of the global batch.
+
+    So the sum over micro-batches and ranks is the mean over the global batch.
+    """
+
+    def __init__(self, context: TrainContext, *, exchange: bool) -> None:
+        self._context = context
+        self._exchange = exchange
+        self._total: Tensor | None = None
+        self._denominator: Denominator | None = None
+
+    def add(self, output: StepOutput, micro_batch: MicroBatch) -> Tensor:
+        """Add a micro-batch's loss; return the loss to call backward on, scalar."""
+        context = self._context
+        loss: Tensor = output.loss
+        share: float | Tensor = micro_batch.weight
+        if output.weight is not None:
+            self._denominator = self._denominator or Denominator(context, exchange=self._exchange)
+            loss, share = self._denominator.counted(output, micro_batch)
+        part = _times(loss.detach().to(context.input_dtype or torch.float32), share)
+        if context.compiling is not None:  # a CUDA graph that is replayed overwrites what it returned
+            part = part.clone()
+        self._total = part if self._total is None else self._total + part
+        weight = share * context.strategy.gradient_scale
+        if skips_nonfinite(context):  # an infinite loss with finite gradients reaches all ranks as a gradient of NaN
+            weight = weight + 0 * loss.detach()
+        return _times(loss, weight)
+
+    def settle(self) -> tuple[Tensor, Tensor | None]:
+        """Return `StepResult`'s loss and weight, and correct the gradients where the weight was only estimated."""
+        assert self._total is not None  # each step has a micro-batch
+        return (self._total, None) if self._denominator is None else self._denominator.settle(self._total)
+
+
+def _one_step(stream: MicroBatches) -> MicroBatches:
+    """Yield the stream's micro-batches up to the one that the optimizer steps after."""
     mark(Phase.READING)
     for micro_batch, batch in stream:
         mark(Phase.FORWARD)
-        if context.boundary is not None:
-            context.boundary.clear()
-        with _exchanging(context, micro_batch) if exchange else context.strategy.no_communication(context.wrapped):
-            try:
-                output = forward(context, context.wrapped, batch)
-            except ValueError as error:
-                if lone_sample.is_too_small(error, micro_batch):
-                    raise lone_sample.explained(context, micro_batch) from error
-                raise
-            # Weighted by its share of the global batch, the sum over micro-batches and ranks is the global mean.
-            loss: Tensor = output.loss
-            share: float | Tensor = micro_batch.weight
-            if output.weight is not None:
-                denominator = denominator or Denominator(context, exchange=exchange)
-                loss, share = denominator.counted(output, micro_batch)
-            weight = nonfinite.propagate_nonfinite(share * context.strategy.gradient_scale, loss, context=context)
-            mark(Phase.BACKWARD)
-            context.scaler.scale(_times(loss, weight)).backward()  # type: ignore[no-untyped-call]
-        part = _times(loss.detach().to(context.input_dtype or torch.float32), share)
-        if context.compiling is not None:  # a CUDA graph that is replayed writes over what it returned
-            part = part.clone()
-        total = part if total is None else total + part
+        yield micro_batch, batch
         if micro_batch.is_last:
             break
         mark(Phase.READING)
-    assert total is not None  # each step has a micro-batch
-    if context.learned is not None and exchange and context.rank.world_size > 1 and not context.strategy.steps_alone:
-        exchange_gradients(context)
-    return (total, None) if denominator is None else denominator.settle(total)
+
+
+def _forward(context: TrainContext, micro_batch: MicroBatch, batch: Any) -> StepOutput:
+    if context.boundary is not None:
+        context.boundary.clear()
+    try:
+        return forward(context, context.wrapped, batch)
+    except ValueError as error:
+        if lone_sample.is_too_small(error, micro_batch):
+            raise lone_sample.explained(context, micro_batch) from error
+        raise
 
 
 def _times(loss: Tensor, weight: float | Tensor) -> Tensor:
@@ -112,45 +150,29 @@ def _times(loss: Tensor, weight: float | Tensor) -> Tensor:
     return loss if isinstance(weight, float) and weight == 1 else loss * weight
 
 
-def _exchanging(context: TrainContext, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-    """All micro-batches but the last keep their gradients to themselves: one exchange a step, not one each."""
+def _communication(context: TrainContext, micro_batch: MicroBatch, *, exchange: bool) -> AbstractContextManager[object]:
+    """Exchange gradients after a step's last micro-batch only: once per step, not once per micro-batch."""
+    if not exchange:
+        return context.strategy.no_communication(context.wrapped)
     return nullcontext() if micro_batch.is_last else context.strategy.no_sync(context.wrapped)
 
 
-def _clip(context: TrainContext, *, left_out: bool) -> Tensor | None:
-    """Clip the gradients; returns their norm before, or None if they are not to be clipped.
+def _clip(context: TrainContext, *, unscales: bool) -> Tensor | None:
+    """Clip the gradients and return their norm before, or None if they are not to be clipped.
 
-    In a step that is ``left_out`` no step of the optimizer follows, without which the scaler unscales only once.
+    Gradients that no optimizer step follows are measured but neither unscaled nor clipped: the scaler would refuse to
+    unscale them a second time in the next step.
     """
     if (limit := context.experiment.train.clip_grad_norm) is None:
         return None
-    if not left_out:
+    if unscales:
         context.scaler.unscale_(context.optimizer)
     norm = total_norm([one.grad for one in context.trained if one.grad is not None], device=context.device)
-    if left_out:
+    if not unscales:
         return norm / context.scaler.get_scale()
     for parameters in context.trained_by_kind:
         clip_grads_with_norm_(parameters, limit, norm)
     return norm
-
-
-def _step_optimizer(context: TrainContext, *, step: int, applies: bool) -> float:
-    """Step with the warm-up's learning rate, which works with any scheduler since it leaves no trace in it.
-
-    Unless the step ``applies``, weights and the optimizer's state stay as they are.
-    """
-    train = context.experiment.train
-    factor = warmup_factor(train.lr_scaling, step=step, global_batch_size=train.global_batch_size)
-    scheduled = [group["lr"] for group in context.optimizer.param_groups]
-    if factor != 1:
-        _set_rates(context.optimizer, [rate * factor for rate in scheduled])
-    if applies:
-        context.scaler.step(context.optimizer)
-        context.scaler.update()
-    _forget_gradients(context.optimizer)
-    if factor != 1:
-        _set_rates(context.optimizer, scheduled)
-    return float(scheduled[0] * factor)
 
 
 def _forget_gradients(optimizer: Optimizer) -> None:
@@ -161,8 +183,3 @@ def _forget_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def _set_rates(optimizer: Optimizer, rates: list[float]) -> None:
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate

@@ -22,7 +22,7 @@ from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.norms import local
-from pipeline.training.step import gradients, optimizer_step
+from pipeline.training.step import forward_backward, optimizer_step
 from pipeline.worker import main
 
 ROUNDED = 1e-12
@@ -130,7 +130,7 @@ def _measure_in_between(rank: Rank) -> TrainContext:
     optimizer_step(context, stream, step=0)
     if rank.is_first:
         for _ in range(2):
-            gradients(context, context.train_loader.batches(context.micro_batches(0)), exchange=False)
+            forward_backward(context, context.train_loader.batches(context.micro_batches(0)), exchange=False)
         with suppress(MemoryError), context.strategy.no_communication(context.wrapped):
             context.wrapped(torch.zeros(2, 4, dtype=torch.float64))
             raise MemoryError

@@ -50,9 +50,9 @@ FAULTS = (
     Fault(
         "the draws of a step depend on the steps before",
         "a resumed training drops out what an undisturbed one does",
-        "pipeline/training/step.py",
-        '    seed_all(mix(context.experiment.seed, "step", step, context.rank.rank), device=context.device)\n',
-        "",
+        "pipeline/training/step_guard.py",
+        'seed_all(mix(context.experiment.seed, "step", self._step, context.rank.rank), device=context.device)',
+        "pass",
         ("tests/unit/test_training.py",),
     ),
     Fault(
@@ -98,7 +98,7 @@ FAULTS = (
     Fault(
         "a skipped step leaves its batch statistics behind",
         "a step that is skipped leaves no trace",
-        "pipeline/training/nonfinite.py",
+        "pipeline/training/step_guard.py",
         "            buffer.copy_(before)",
         "            del buffer, before",
         ("tests/unit/test_skipped_steps.py",),

@@ -20,7 +20,7 @@ from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import from_first, tensors_from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import rehearse
-from pipeline.training.nonfinite import advance_scheduler
+from pipeline.training.learning_rate import advance_scheduler
 
 Warn = Callable[[str], None]
 _MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")

@@ -1,0 +1,87 @@
+"""Guard around an optimizer step: its random numbers, and steps that are skipped.
+
+Apart from `pipeline.training.step`, which shows a step without it.
+"""
+
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.training.context import TrainContext
+from pipeline.training.norms import total_norm
+from pipeline.training.order import mix
+from pipeline.training.randomness import seed_all
+
+
+class StepGuard:
+    """Context in which one optimizer step is taken: seeds the random numbers, and undoes a step that is skipped.
+
+    A step is skipped if a rollback left it out, or if its loss or a gradient is not finite with ``train.on_nonfinite:
+    skip``. It is computed all the same, so that ranks and loaders keep in step; then the weights and the optimizer's
+    state stay as they are, and buffers such as BatchNorm's statistics are restored.
+    """
+
+    has_updated = False
+    """True if the optimizer has stepped; False in a skipped step or where fp16 gradients overflowed."""
+    is_skipped = False
+    """True if the step was skipped, and buffers restored; equal on all ranks."""
+
+    def __init__(self, context: TrainContext, *, step: int) -> None:
+        self._context, self._step = context, step
+        self.is_left_out = step + 1 in context.trial.left_out
+        self._may_skip = self.is_left_out or skips_nonfinite(context)
+
+    def __enter__(self) -> Self:
+        context = self._context
+        # Dropout and the like draw from here: the same in a resumed step, different on each rank.
+        seed_all(mix(context.experiment.seed, "step", self._step, context.rank.rank), device=context.device)
+        self._buffers = Buffers(context.whole) if self._may_skip else None
+        return self
+
+    def allows_update(self, norm: Tensor | None) -> bool:
+        """Return whether the optimizer is to step; ``norm`` is that of all gradients, if it is known.
+
+        Raises nothing, but the host waits for the device where a norm must be looked at.
+        """
+        context = self._context
+        self._scale = context.scaler.get_scale()
+        checks = skips_nonfinite(context) and not context.scaler.is_enabled()  # the scaler looks at them itself
+        self.has_updated = not self.is_left_out and not (checks and not _is_finite(context, norm))
+        return self.has_updated
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is not None:
+            return
+        if self._context.scaler.get_scale() < self._scale:  # fp16 gradients overflowed: the optimizer did nothing
+            self.has_updated = False
+        if self._buffers is not None and not self.has_updated:
+            self.is_skipped = True
+            self._buffers.restore()
+
+
+class Buffers:
+    """Copy of a module's buffers, such as BatchNorm's statistics, which a forward pass changes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = list(module.buffers())
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    def restore(self) -> None:
+        """Give the buffers their values back."""
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(before)
+
+
+def skips_nonfinite(context: TrainContext) -> bool:
+    """Return whether steps whose loss or gradients are not finite are skipped."""
+    return context.experiment.train.on_nonfinite == "skip"
+
+
+def _is_finite(context: TrainContext, norm: Tensor | None) -> bool:
+    """Return whether the norm of all gradients is finite; it is computed if it isn't known. Collective if sharded."""
+    if norm is None:
+        gradients = [parameter.grad for parameter in context.trained if parameter.grad is not None]
+        norm = total_norm(gradients, device=context.device)
+    return bool(torch.isfinite(norm))
