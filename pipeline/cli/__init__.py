@@ -1,6 +1,7 @@
-"""The command ``pipeline``: parse and print, nothing else.
+"""The command ``pipeline``: its verbs, its entry point and ``--version``.
 
-Commands import what they need when they run, so that ``--help`` answers at once and doesn't load torch.
+The modules of this folder parse arguments and print results, nothing else. Each command imports what it needs when it
+runs, so that ``--help`` answers at once, without loading torch.
 """
 
 import platform
@@ -41,14 +42,14 @@ def _show_versions(asked: bool) -> None:
 def _options(
     *,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_versions, is_eager=True, help="Show versions and exit.")
+        bool, typer.Option("--version", callback=_show_versions, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
     """Declarative experiments for data-parallel PyTorch training, with measured speedups."""
 
 
 def _checkout() -> str:
-    """The commit that this code is of, if it lies in a checkout of its own; nothing for an installed one."""
+    """Return the commit of this code if it runs from a git checkout, or an empty text."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
         return ""
@@ -87,7 +88,7 @@ app.command()(projects.new)
 
 
 def main() -> NoReturn:
-    """Entry point. Errors that are the user's to mend are shown without a traceback."""
+    """Run the command line and exit; print an error that the user can fix without a traceback."""
     signal.signal(signal.SIGTERM, _terminate)
     if completion.is_asked_for(sys.argv[1:]):
         completion.without_space_after_equals()
@@ -101,7 +102,7 @@ def main() -> NoReturn:
 
 
 def _with_latest(arguments: list[str]) -> list[str]:
-    """``--resume`` may stand alone, which its option can't; an override or another option is no run."""
+    """Give ``--resume`` without a value the value ``latest``, since an option of typer can't have an optional value."""
     following = [*arguments[1:], "--"]
     return [
         "--resume=latest" if word == "--resume" and (next_.startswith("-") or "=" in next_) else word

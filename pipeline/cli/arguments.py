@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and how they end."""
+"""Arguments and exit behavior that several commands share."""
 
 import importlib
 import json
@@ -19,38 +19,43 @@ if TYPE_CHECKING:
 
 FileArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="FILE", help="The experiment, a YAML file.", show_default=False, autocompletion=completion.files
-    ),
+    typer.Argument(metavar="FILE", help="Experiment file (YAML).", show_default=False, autocompletion=completion.files),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]...",
-        help="Overrides, e.g. train.epochs=2.",
+        help="Values that replace keys of the file, e.g. train.epochs=2.",
         show_default=False,
         autocompletion=completion.overrides,
     ),
 ]
 Cluster = Annotated[
     str | None,
-    typer.Option("--address", metavar="HOST:PORT", help="Join this Ray cluster: parallel.address, and launcher ray."),
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="Run on this Ray cluster: sets parallel.address, and parallel.launcher to ray.",
+    ),
 ]
 Resume = Annotated[
     str | None,
     typer.Option(
         metavar="[RUN]",
-        help="Go on with an interrupted run: the newest one of this experiment, or RUN.",
+        help="Resume an interrupted run: RUN, or the newest run of this experiment.",
         autocompletion=completion.runs,
     ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Let the workers' and Ray's output through.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only, and warnings on stderr.")]
+Baseline = Annotated[bool, typer.Option(help="Also measure the baseline, which the speedup is relative to.")]
+AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Resume even if the experiment has changed.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without running it.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the output of workers and of Ray.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, everything else on stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result; warnings go to stderr.")]
 
 
 class Scaling(StrEnum):
-    """What stays the same when workers are added."""
+    """Batch size that stays constant as workers are added: global (strong) or per worker (weak)."""
 
     strong = "strong"
     weak = "weak"
@@ -58,14 +63,14 @@ class Scaling(StrEnum):
 
 
 def with_address(overrides: Sequence[str] | None, address: str | None) -> list[str]:
-    """The overrides, and those that ``--address`` stands for; it counts as written last."""
+    """Append the overrides that ``--address`` stands for, which take precedence."""
     joining = [f"parallel.address={json.dumps(address)}", "parallel.launcher=ray"] if address is not None else []
     return [*(overrides or ()), *joining]
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM as errors with their exit codes."""
+    """Turn Ctrl-C and SIGTERM into errors with their exit codes, 130 and 143."""
     try:
         yield
     except Terminated:
@@ -76,12 +81,12 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Iterator[None]:
-    """Start what the experiment will need, interruptibly; an error is shown before that is ended.
+    """Start the processes that the experiment will need while torch is imported; print an error before they end.
 
     Args:
         file: the experiment.
-        verbose: whether to let the launcher's and the workers' output through to the terminal.
-        tracked: whether MLflow will get the results.
+        verbose: show the output of the launcher and of the workers.
+        tracked: results will go to MLflow.
     """
     from pipeline.launchers import _head_start
     from pipeline.recording import mlflow
@@ -101,19 +106,23 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
 
 
 def show(error: PipelineError) -> None:
-    """An error as a user sees it: what went wrong, and of training the failed rank's own traceback."""
+    """Print an error for the user; an error in training comes with the traceback of the failed rank."""
     typer.echo(error.told, err=True)
 
 
 def problems_of(error: PipelineError | None) -> list[dict[str, str]]:
-    """An error for programs: where, which key, what; nothing for none."""
+    """Return an error's problems for JSON, each with key, message and place; an empty list for None."""
     if isinstance(error, ExperimentError):
         return [problem._asdict() for problem in error.problems]
     return [] if error is None else [{"key": "", "message": str(error), "place": ""}]
 
 
 def strategies_of(text: str) -> tuple[str, ...]:
-    """The strategies of a list such as "single,ddp"."""
+    """Parse a list of strategies such as "single,ddp".
+
+    Raises:
+        UsageError: no strategy has such a name.
+    """
     from pipeline import registry
     from pipeline.wording import did_you_mean
 
@@ -127,7 +136,11 @@ def strategies_of(text: str) -> tuple[str, ...]:
 
 
 def counts_of(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of a list such as "1,2,4"."""
+    """Parse the value of ``option``, a list of numbers of workers such as "1,2,4".
+
+    Raises:
+        UsageError: a part is not a positive integer.
+    """
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not (part.isascii() and part.isdecimal() and int(part) > 0):

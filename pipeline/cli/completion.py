@@ -1,4 +1,4 @@
-"""What the shell offers at a press of Tab. It must be quick: nothing here imports torch, ray or MLflow."""
+"""Shell completion. It runs at each press of Tab, so nothing here imports torch, Ray or MLflow."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ _NOSPACE = "    [[ ${#COMPREPLY[@]} -eq 1 && $COMPREPLY == *[=/] ]] && compopt -
 
 
 def files(incomplete: str) -> list[str]:
-    """Experiment files that begin like this, and those in the folders that do."""
+    """Return YAML files whose path begins with ``incomplete``, in this folder and one level below."""
     start = incomplete.rstrip("*?[")
     found = [path for path in Path().glob(f"{start}{_YAML}") if path.is_file()]
     inside = [path for folder in Path().glob(f"{start}*/") if folder.is_dir() for path in folder.glob(_YAML)]
@@ -20,9 +20,9 @@ def files(incomplete: str) -> list[str]:
 
 
 def overrides(context: typer.Context, incomplete: str) -> list[str]:
-    """Keys of the experiment file up to ``=``, and behind it the values that a key can have.
+    """Return keys of the experiment file, or after ``=`` the values that the key can have.
 
-    bash takes a word apart at each =, other shells don't.
+    bash splits words at each ``=``; other shells don't.
     """
     from pipeline.config import vocabulary
 
@@ -38,13 +38,13 @@ def overrides(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def runs(incomplete: str) -> list[str]:
-    """Runs of the folder runs, the newest first."""
+    """Return the runs in the folder ``runs``, newest first."""
     found = sorted((path.parent.name for path in Path("runs").glob("*/events.jsonl")), reverse=True)
     return _beginning(["latest", *found], incomplete)
 
 
 def strategies(incomplete: str) -> list[str]:
-    """Strategies, after others in a list such as "single,ddp"."""
+    """Return strategies for the last name in a list such as "single,ddp"."""
     from pipeline import registry
 
     before, comma, last = incomplete.rpartition(",")
@@ -52,14 +52,14 @@ def strategies(incomplete: str) -> list[str]:
 
 
 def templates(incomplete: str) -> list[str]:
-    """Templates of ``pipeline new``."""
+    """Return the templates of ``pipeline new``."""
     from pipeline.commands.new import catalog
 
     return _beginning(catalog.names(), incomplete)
 
 
 def without_space_after_equals() -> None:
-    """Have ``--show-completion`` and ``--install-completion`` write a bash script that adds no space to ``key=``."""
+    """Make ``--show-completion`` and ``--install-completion`` write a bash script that adds no space after ``key=``."""
     from typer import _completion_shared as shared
 
     script = shared.COMPLETION_SCRIPT_BASH.replace("    return 0", _NOSPACE)
@@ -67,12 +67,12 @@ def without_space_after_equals() -> None:
 
 
 def is_asked_for(arguments: Sequence[str]) -> bool:
-    """Whether the command line wants a completion script."""
+    """Return True if the command line asks for a completion script."""
     return any(word.startswith(("--install-completion", "--show-completion")) for word in arguments)
 
 
 def _one_level(keys: Sequence[str], incomplete: str) -> Iterator[str]:
-    """Keys with their ``=``; of sections that aren't begun yet only ``train.``, so that the list stays short."""
+    """Yield keys with their ``=``, but only the name of a section that isn't typed yet, e.g. ``train.``."""
     depth = incomplete.count(".")
     seen = dict.fromkeys(
         key if key.count(".") <= depth else f"{'.'.join(key.split('.')[: depth + 1])}." for key in keys

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli import completion
-from pipeline.cli.arguments import interruptible
+from pipeline.cli.arguments import Json, interruptible
 
 
 def doctor(
@@ -13,14 +13,16 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[FILE]",
-            help="An experiment, for its tracking store and cluster.",
+            help="Experiment file; its tracking store and cluster are examined, too.",
             show_default=False,
             autocompletion=completion.files,
         ),
     ] = None,
     *,
-    address: Annotated[str | None, typer.Option(help="A Ray cluster; default: FILE's, or RAY_ADDRESS.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, all else on stderr.")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster to examine; default: that of FILE, or RAY_ADDRESS.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Check this machine or a cluster; each problem is shown with its fix."""
     import rich.console

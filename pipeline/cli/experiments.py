@@ -1,4 +1,4 @@
-"""Commands that take an experiment: check it, run it, measure it."""
+"""Commands that check, run and measure an experiment on this machine or on a Ray cluster."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +7,10 @@ import typer
 
 from pipeline.cli import completion
 from pipeline.cli.arguments import (
+    AllowChanged,
+    Baseline,
     Cluster,
+    DryRun,
     FileArgument,
     Json,
     Overrides,
@@ -33,25 +36,25 @@ def run(
     file: FileArgument,
     overrides: Overrides = None,
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
-    baseline: Annotated[bool, typer.Option(help="Measure the baseline that the speedup is relative to.")] = True,
+    dry_run: DryRun = False,
+    baseline: Baseline = True,
     resume: Resume = None,
-    allow_changed: Annotated[
-        bool, typer.Option("--allow-changed", help="Resume although the experiment has changed.")
-    ] = False,
+    allow_changed: AllowChanged = False,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Run an experiment and report its speedup."""
+    """Train an experiment and report its speedup over a baseline."""
     import rich.console
 
     from pipeline.config.load import load
     from pipeline.recording.progress_bars import progress_on
     from pipeline.recording.terminal import Terminal
 
-    experiment = load(file, with_address(overrides, address))  # before torch is imported: a typo is answered at once
+    experiment = load(
+        file, with_address(overrides, address)
+    )  # before torch is imported, so that a typo is reported at once
     if dry_run:
         with undisturbed():
             from pipeline.commands import run as runner
@@ -83,16 +86,17 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Strategies; default: those of the file's compare.",
+            help="Strategies to compare, e.g. single,ddp; default: those in the file's compare.",
             autocompletion=completion.strategies,
         ),
     ] = None,
     workers: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Numbers of workers; default: those of the file's compare.")
+        str | None,
+        typer.Option(metavar="N,...", help="Numbers of workers, e.g. 1,2,4; default: those in the file's compare."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each cell, in turn with the others.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each cell; cells alternate.")] = 3,
     scaling: Annotated[
-        Scaling, typer.Option(help="strong: the same global batch; weak: the same batch for each worker.")
+        Scaling, typer.Option(help="Keep the global batch (strong), the batch of each worker (weak), or measure both.")
     ] = Scaling.strong,
     profile: Annotated[bool, typer.Option("--profile", help="Record a torch.profiler trace of each cell.")] = False,
     as_json: Json = False,
@@ -100,7 +104,7 @@ def compare(
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure strategies and numbers of workers side by side, in short trials taken in turn."""
+    """Compare strategies and numbers of workers in short, alternating measurements."""
     from pipeline.commands.matrix import MatrixRequest
     from pipeline.config.load import load
 
@@ -130,13 +134,13 @@ def tune_batch(
     file: FileArgument,
     overrides: Overrides = None,
     *,
-    most: Annotated[int | None, typer.Option("--max", min=1, help="Largest batch of one device to try.")] = None,
+    most: Annotated[int | None, typer.Option("--max", min=1, help="Largest batch size per device to try.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Find the batch size of a device: the smallest at which throughput stops growing."""
+    """Find the smallest batch size per device at which throughput stops growing."""
     from pipeline.config.load import load
 
     experiment = load(file, with_address(overrides, address))
@@ -154,20 +158,22 @@ def predict(
     file: FileArgument,
     overrides: Overrides = None,
     *,
-    workers: Annotated[int, typer.Option(min=1, max=1024, help="The most workers to predict.")] = 64,
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Largest number of workers to predict.")] = 64,
     link: Annotated[
         str | None,
-        typer.Option(metavar="BANDWIDTH,LATENCY", help="Between workers, e.g. 25Gbit,20us; default: measured here."),
+        typer.Option(
+            metavar="BANDWIDTH,LATENCY", help="Network between workers, e.g. 25Gbit,20us; default: measured here."
+        ),
     ] = None,
     scaling: Annotated[
-        Scaling, typer.Option(help="strong: the same global batch; weak: the same batch for each worker.")
+        Scaling, typer.Option(help="Keep the global batch (strong), the batch of each worker (weak), or predict both.")
     ] = Scaling.both,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Predict speedup and efficiency on more workers than there are, from a few seconds of measuring."""
+    """Predict speedup and efficiency on more workers than there are, from a few seconds of measurement."""
     from pipeline.config.load import load
     from pipeline.recording.terminal import Terminal
     from pipeline.report.link import parse
@@ -192,15 +198,17 @@ def check(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE...", help="Experiments to check.", show_default=False, autocompletion=completion.files
+            metavar="FILE...", help="Experiment files (YAML).", show_default=False, autocompletion=completion.files
         ),
     ],
     *,
-    data: Annotated[bool, typer.Option(help="Load the data; without, on a machine that doesn't have it.")] = True,
+    data: Annotated[
+        bool, typer.Option(help="Also load the data; --no-data for a machine that doesn't have it.")
+    ] = True,
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
 ) -> None:
-    """Check experiments and everything they name, load their data, and start nothing."""
+    """Check experiment files, everything they name and their data, without training."""
     import rich.console
 
     from pipeline.config.load import load
@@ -228,7 +236,7 @@ def check(
 
 
 def _sweep_in(file: "ExperimentFile", allowed: tuple[str, ...]) -> str:
-    """What the file's sweep would do, as far as it is known without asking a cluster."""
+    """Describe the file's sweep, as far as it can be planned without a cluster; empty without a sweep."""
     if file.experiment.sweep is None:
         return ""
     from pipeline.commands.sweep.planning import in_a_line

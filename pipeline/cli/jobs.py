@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.arguments import FileArgument, Json, Overrides, Resume
+from pipeline.cli.arguments import AllowChanged, Baseline, FileArgument, Json, Overrides, Resume
 from pipeline.errors import Interrupted, Terminated, UsageError
 from pipeline.system.imports import undisturbed
 
@@ -21,8 +22,9 @@ _STOPPED = 143
 
 Address = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="The cluster's dashboard, http://HOST:8265; default: RAY_ADDRESS."),
+    typer.Option(metavar="URL", help="Dashboard of the cluster, http://HOST:8265; default: RAY_ADDRESS."),
 ]
+_kuberay_option = partial(typer.Option, rich_help_panel="Options of --kuberay")
 JobArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of a job, as shown by pipeline status.")]
 
 
@@ -31,28 +33,29 @@ def submit(
     overrides: Overrides = None,
     *,
     address: Address = None,
-    follow: Annotated[bool, typer.Option(help="Show the run's output until it ends.")] = True,
+    follow: Annotated[bool, typer.Option(help="Show the job's output until it ends.")] = True,
     env: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME", help="An environment variable to send; everybody with access to the cluster can read it."
         ),
     ] = None,
-    baseline: Annotated[bool, typer.Option(help="Measure the baseline that the speedup is relative to.")] = True,
+    baseline: Baseline = True,
     resume: Resume = None,
-    allow_changed: Annotated[
-        bool, typer.Option("--allow-changed", help="Resume although the experiment has changed.")
+    allow_changed: AllowChanged = False,
+    kuberay: Annotated[
+        bool, typer.Option("--kuberay", help="Print a RayJob manifest for Kubernetes instead of submitting.")
     ] = False,
-    kuberay: Annotated[bool, typer.Option("--kuberay", help="Print a RayJob for Kubernetes, send nothing.")] = False,
-    image: Annotated[str | None, typer.Option(help="Image of the pods, with pipeline and the project.")] = None,
-    claim: Annotated[str | None, typer.Option(help="PersistentVolumeClaim for runs and checkpoints.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of each worker's pod; default: 8Gi.")] = None,
+    image: Annotated[str | None, _kuberay_option(help="Container image with pipeline and the project.")] = None,
+    claim: Annotated[str | None, _kuberay_option(help="Volume claim (PVC) for runs and checkpoints.")] = None,
+    memory: Annotated[str | None, _kuberay_option(help="Memory of each worker's pod; default: 8Gi.")] = None,
     secret_name: Annotated[
-        str | None, typer.Option("--secret", help="Secret with the values for --env; default: pipeline.")
+        str | None, _kuberay_option("--secret", help="Secret with the values for --env; default: pipeline.")
     ] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch, send nothing.")] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of submitting.")] = False,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes of the allocation; default: one for each worker.")
+        int | None,
+        typer.Option(min=1, rich_help_panel="Options of --slurm", help="Number of nodes; default: one per worker."),
     ] = None,
 ) -> None:
     """Run an experiment on a cluster as a job, independently of this machine."""
@@ -107,11 +110,13 @@ def stop(job: JobArgument, *, address: Address = None) -> None:
 
 
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="[ID]", help="A job; default: all.", show_default=False)] = None,
+    job: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="Id of a job; default: all jobs.", show_default=False)
+    ] = None,
     *,
     address: Address = None,
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")] = False,
 ) -> None:
     """Show all jobs of a cluster, or one job."""
     from pipeline.commands.submit.jobs import Jobs
@@ -148,14 +153,18 @@ def _leaving(what: str, jobs: "Jobs", job: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         code = _STOPPED if isinstance(error, Terminated) else 130
-        raise Interrupted(f"{what}; the job continues.\n{how_to_go_on(jobs, job)}", exit_code=code) from None
+        raise Interrupted(f"{what}; the job continues.\n{_commands_for(jobs, job)}", exit_code=code) from None
 
 
-def how_to_go_on(jobs: "Jobs", job: str) -> str:
+def _commands_for(jobs: "Jobs", job: str) -> str:
     """Return the commands to follow, query and stop a job."""
     return "\n".join(
         f"{what:<9} pipeline {command} {job} {option}--address {jobs.url}"
-        for what, command, option in (("output", "logs", "--follow "), ("state", "status", ""), ("end it", "stop", ""))
+        for what, command, option in (
+            ("output", "logs", "--follow "),
+            ("status", "status", ""),
+            ("stop it", "stop", ""),
+        )
     )
 
 
@@ -230,4 +239,4 @@ def _send(request: "Request", *, address: str | None, follow: bool) -> None:
     if follow:
         follow_to_the_end(jobs, job, first=job)
     typer.echo(job)
-    typer.echo(how_to_go_on(jobs, job), err=True)
+    typer.echo(_commands_for(jobs, job), err=True)

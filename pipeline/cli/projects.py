@@ -20,17 +20,21 @@ def schema() -> None:
 def new(
     template: Annotated[
         str | None,
-        typer.Argument(help="ddp-project or dp-prototype.", show_default=False, autocompletion=completion.templates),
+        typer.Argument(
+            help="Template: ddp-project or dp-prototype.", show_default=False, autocompletion=completion.templates
+        ),
     ] = None,
     directory: Annotated[Path | None, typer.Argument(help="Folder of the new project.", show_default=False)] = None,
     *,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Answer a question.")] = None,
-    no_input: Annotated[bool, typer.Option("--no-input", help="Ask nothing: take the defaults for the rest.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Answer to a question of the template.")
+    ] = None,
+    no_input: Annotated[bool, typer.Option("--no-input", help="Ask no questions; answer with the defaults.")] = False,
     update: Annotated[
-        bool, typer.Option("--update", help="Merge template changes into this folder's project.")
+        bool, typer.Option("--update", help="Merge changes of the template into the project in this folder.")
     ] = False,
 ) -> None:
-    """Create a project from a template, or update one."""
+    """Create a project from a template, or update it to the template's changes."""
     if update:
         if template is not None:
             raise UsageError(f"--update works on the project in the working directory; leave out {template}")

@@ -1,4 +1,4 @@
-"""Commands that look at results."""
+"""Commands that show and send the results of runs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,13 +16,13 @@ RunArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="A run: latest, a unique part of its id, or its folder.",
+        help="Run: its id or a unique part of it, its folder, or latest.",
         show_default=False,
         autocompletion=completion.runs,
     ),
 ]
 Directory = Annotated[
-    Path, typer.Option("--directory", metavar="FOLDER", help="Where the runs are, tracking.directory.")
+    Path, typer.Option("--directory", metavar="FOLDER", help="Folder with the runs (tracking.directory).")
 ]
 
 
@@ -30,9 +30,9 @@ def list_(
     *,
     directory: Directory = Path("runs"),
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")] = False,
 ) -> None:
-    """List the runs of this folder, the newest last."""
+    """List the runs in a folder, newest last."""
     from datetime import UTC, datetime
 
     import rich.console
@@ -52,7 +52,7 @@ def list_(
 
 
 def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json = False) -> None:
-    """Show a run's report again."""
+    """Show the report of a run."""
     import rich.console
 
     from pipeline.commands.history.run_result import result_of
@@ -79,7 +79,7 @@ def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json
 def diff(
     first: RunArgument, second: RunArgument, *, directory: Directory = Path("runs"), as_json: Json = False
 ) -> None:
-    """Show what two runs don't have in common: configuration, environment, results."""
+    """Show the differences between two runs: configuration, environment, results."""
     import rich.console
 
     from pipeline.commands.history.difference import difference, show_difference
@@ -93,11 +93,11 @@ def diff(
 
 def ui(
     store: Annotated[
-        str, typer.Option(envvar="MLFLOW_TRACKING_URI", help="The tracking store to show.")
+        str, typer.Option(envvar="MLFLOW_TRACKING_URI", help="Tracking store to show.")
     ] = "sqlite:///mlflow.db",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on loopback.")] = 5000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on localhost.")] = 5000,
 ) -> None:
-    """Browse results in the MLflow UI, on loopback."""
+    """Serve the MLflow UI with the results on localhost."""
     from pipeline.recording.store import resolve_uri
     from pipeline.recording.ui import serve
 
@@ -108,11 +108,12 @@ def sync(
     run: RunArgument,
     *,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="URI", help="Another store than the run's, e.g. sqlite:///mlflow.db.")
+        str | None,
+        typer.Option("--to", metavar="URI", help="Store to send to, e.g. sqlite:///mlflow.db; default: the run's."),
     ] = None,
     directory: Directory = Path("runs"),
 ) -> None:
-    """Send a run's journal, and those of a sweep's trials, to its tracking store; adds nothing twice."""
+    """Send what is missing of a run, or of a sweep and its trials, to the tracking store."""
     import rich.console
 
     from pipeline.recording import runs
@@ -137,13 +138,13 @@ def _store(to: str) -> str:
 
 
 def _open(address: str) -> None:
-    """Say what there is to see: without its view of runs, MLflow opens with pages for GenAI."""
+    """Print a link to the runs of each experiment, since MLflow opens with its pages for GenAI."""
     from pipeline.recording.ui_pages import pages
 
     try:
         links = [f"{page.experiment}: {page.link}" for page in pages(address)]
-    except (OSError, ValueError) as error:  # a server that asks for a password, or a page that isn't MLflow's
-        links = [f"which experiments it has isn't known here: {error}"]
+    except (OSError, ValueError) as error:  # a server that asks for a password, or one that isn't MLflow
+        links = [f"its experiments can't be listed: {error}"]
     typer.echo("\n".join([f"MLflow UI: {address}", *links]))
 
 
@@ -152,14 +153,14 @@ def _found(run: str, directory: Path) -> "RunSummary":
 
     folder = runs.find(run, directory)
     if (summary := runs.summarized(folder)) is None:
-        raise UsageError(f"{folder}: this run ended before it began; there is nothing to show")
+        raise UsageError(f"{folder}: this run ended before it started; there is nothing to show")
     return summary
 
 
 def _state(run: "RunSummary") -> str:
-    """How a run that hasn't finished stands, in words."""
+    """Describe the state of a run that hasn't finished."""
     if run.status == "RUNNING":
-        return "it is still going on"
+        return "it is still running"
     if run.status == "STOPPED":
         return f"it was {run.message}"
     return f"it was {run.status.lower()}" + (f": {run.message}" if run.message else "")

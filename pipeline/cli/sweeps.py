@@ -1,4 +1,4 @@
-"""``pipeline sweep``: train with other values, side by side."""
+"""``pipeline sweep``: hyperparameter search."""
 
 from typing import Annotated
 
@@ -7,6 +7,7 @@ import typer
 from pipeline.cli import completion
 from pipeline.cli.arguments import (
     Cluster,
+    DryRun,
     FileArgument,
     Json,
     Overrides,
@@ -22,7 +23,7 @@ ResumeSweep = Annotated[
     typer.Option(
         "--resume",
         metavar="[RUN]",
-        help="Go on with an interrupted sweep: the newest one of this experiment, or RUN.",
+        help="Resume an interrupted sweep: RUN, or the newest sweep of this experiment.",
         autocompletion=completion.runs,
     ),
 ]
@@ -32,19 +33,19 @@ def sweep(
     file: FileArgument,
     overrides: Overrides = None,
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
+    dry_run: DryRun = False,
     resume: ResumeSweep = None,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Train with the values of the file's sweep, trials side by side, and find the best."""
+    """Search hyperparameters: train the trials of the file's sweep in parallel and find the best."""
     from pipeline.config.load import load
     from pipeline.recording.terminal import Terminal
 
     given = with_address(overrides, address)
-    experiment = load(file, given)  # before torch is imported: a typo is answered at once
+    experiment = load(file, given)  # before torch is imported, so that a typo is reported at once
     with undisturbed():
         from pipeline.commands.sweep import planning
 
