@@ -265,7 +265,7 @@ def test_local_sgd_goes_on_to_the_bit_while_workers_differ(root: Path) -> None:
 def test_another_number_of_workers_goes_on_from_the_average(root: Path) -> None:
     (warning,) = events(root, "local to one", Warned)
 
-    assert warning.message.startswith("the weights of 2 workers, each of which had its own in local SGD, are averaged")
+    assert warning.message.startswith("the weights of 2 workers, which differed in local SGD, were averaged")
     assert list(series(root, "local to one", "train/loss", after=STOPPED)) == [6, 7, 8]
 
 

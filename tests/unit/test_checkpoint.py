@@ -197,8 +197,8 @@ def _change_step(folder: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (_truncate, "bytes instead of"),
-    "flipped in the tensors": (_flip(TENSORS, at=-3), "state.safetensors has another checksum"),
-    "flipped in the values": (_flip(VALUES, at=20), "values.json has another checksum"),
+    "flipped in the tensors": (_flip(TENSORS, at=-3), "the checksum of state.safetensors has changed"),
+    "flipped in the values": (_flip(VALUES, at=20), "the checksum of values.json has changed"),
     "a file is missing": (lambda folder: (folder / TENSORS).unlink(), "state.safetensors is missing"),
     "no manifest": (lambda folder: (folder / FILE_NAME).unlink(), "no valid manifest"),
     "half a manifest": (lambda folder: os.truncate(folder / FILE_NAME, 200), "no valid manifest"),
@@ -239,7 +239,9 @@ class TestDamage:
     def test_no_checkpoint_leads_to_the_beginning(self, tmp_path: Path) -> None:
         outbox = run(tmp_path / "none", resume=True)
 
-        assert [f"no whole checkpoint in {tmp_path / 'none'}: training starts from the beginning"] == warnings(outbox)
+        assert [f"no complete checkpoint in {tmp_path / 'none'}: training starts from the beginning"] == warnings(
+            outbox
+        )
 
     def test_leftovers_go_with_the_next_whole_one(self, tmp_path: Path) -> None:
         (tmp_path / folder_name(77)).mkdir()
@@ -404,7 +406,7 @@ class TestStorage:
         assert saved(outbox) == [1, STEPS]
         (warning,) = warnings(outbox)
         assert warning.startswith(
-            f"{folder_name(2)} is left out: the checkpoint before is still on its way to gated://"
+            f"skipped checkpoint {folder_name(2)}: the previous one is still being written to gated://"
         )
         assert steps(f"gated://{tmp_path.name}") == [1, STEPS]
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what a rank needs to go on as if it had never stopped. Start at `pipeline.training.checkpoints.manager`.
+"""Checkpoints: the state that a rank needs to continue exactly. Start at `pipeline.training.checkpoints.manager`.
 
-`manifest`, `storage` and `catalog` know nothing of torch: the driver lists and verifies checkpoints with them.
+`manifest`, `storage` and `inventory` import no torch: the driver lists and verifies checkpoints with them.
 """

@@ -1,6 +1,6 @@
-"""State as two parts that need no pickle: tensors by name, and JSON for all the rest, exact to the bit.
+"""Encoding of state without pickle, exact to the bit: tensors by name, and JSON for all other values.
 
-Mappings with other keys than strings and counters (MultiStepLR has one) keep their type.
+Tuples, counters (MultiStepLR has one) and mappings with keys other than strings keep their type.
 """
 
 from collections import Counter
@@ -17,20 +17,20 @@ _TENSOR, _TUPLE, _COUNTER, _PAIRS = "$tensor", "$tuple", "$counter", "$pairs"
 _COMPLEX, _SPARSE = "$complex", "$sparse"
 
 Json = Any
-"""What `json` writes and reads; floats come back as they were, infinity and NaN, too."""
+"""Values that `json` writes and reads; floats, infinity and NaN included, are restored exactly."""
 
 
 def split(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Json:
-    """The JSON of any state; its tensors go into ``tensors``, named after their place: "optimizer/layer.weight/step".
+    """Encode any state as JSON; move its tensors into ``tensors``, named by path: "optimizer/layer.weight/step".
 
     Raises:
-        ExperimentError: there is something that JSON can't hold; names the part of the experiment.
+        ExperimentError: a value has no JSON form; names the part of the experiment.
     """
     if isinstance(value, Tensor):
         return _split_tensor(value, name=name, tensors=tensors)
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, Real):  # Python's numbers and NumPy's
+    if isinstance(value, Real):  # numbers of Python and NumPy
         return int(value) if isinstance(value, Integral) else float(value)
 
     def inner(item: Any, key: object) -> Json:
@@ -50,7 +50,7 @@ def split(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def join(value: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """The state again."""
+    """Decode a state that `split` has encoded."""
     if isinstance(value, list):
         return [join(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -59,7 +59,7 @@ def join(value: Json, tensors: Mapping[str, Tensor]) -> Any:
         case {"$tensor": name}:
             return tensors[name]
         case {"$complex": name}:
-            return torch.view_as_complex(tensors[name].clone())  # whose place in a file is aligned for reals only
+            return torch.view_as_complex(tensors[name].clone())  # a file aligns its tensors for real numbers only
         case {"$sparse": {"indices": indices, "values": values, "shape": shape, "coalesced": coalesced}}:
             parts = join(indices, tensors), join(values, tensors)
             return torch.sparse_coo_tensor(*parts, shape, is_coalesced=coalesced, check_invariants=False)
@@ -73,12 +73,12 @@ def join(value: Json, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _split_tensor(tensor: Tensor, *, name: str, tensors: dict[str, Tensor]) -> Json:
-    """As tensors that a safetensors file can hold: real (it knows no complex128) and dense."""
+    """Encode a tensor as ones that a safetensors file can hold: real (it has no complex128) and dense."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.detach()
         return {
             _SPARSE: {
-                # Not coalesced, which would add in another order than the training does that isn't interrupted.
+                # Not coalesced: that would add in a different order than an uninterrupted training.
                 "indices": _split_tensor(tensor._indices(), name=f"{name}/indices", tensors=tensors),
                 "values": _split_tensor(tensor._values(), name=f"{name}/values", tensors=tensors),
                 "shape": list(tensor.shape),
@@ -96,6 +96,6 @@ def _unsaveable(name: str, value: Any) -> ExperimentError:
     part, _, place = name.partition("/")
     return ExperimentError.of(
         part,
-        f"its state holds a {type(value).__name__} ({place}), which a checkpoint can't hold without executing code "
-        "when it is loaded; give it a state_dict() of numbers, texts and tensors, or write checkpoint.keep: 0",
+        f"its state holds a {type(value).__name__} ({place}), which a checkpoint can't store without executing code "
+        "on loading; give it a state_dict() of numbers, strings and tensors, or write checkpoint.keep: 0",
     )

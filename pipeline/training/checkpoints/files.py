@@ -1,7 +1,7 @@
-"""A state's files. Safetensors and JSON: loading them never executes code.
+"""Files of a state: safetensors and JSON, so that loading never executes code.
 
-One file with all tensors where every rank holds all of them, else a file from each rank, written by
-torch.distributed.checkpoint. Its reader reads both, at any world size.
+Unsharded tensors are written by rank 0 into a single file; sharded ones by each rank into its own, with
+torch.distributed.checkpoint, whose reader reads both layouts at any world size.
 """
 
 import json
@@ -21,10 +21,10 @@ _TENSORS = "state.safetensors"
 
 
 def write_whole(state: State, folder: Path) -> tuple[StoredFile, ...]:
-    """Write a state of which this rank holds all; returns what was written.
+    """Write a complete, unsharded state and return its files.
 
     Raises:
-        OSError: the disk is full or gone (safetensors has an error of its own for that, too).
+        OSError: the disk is full or gone (or safetensors' own error for that).
     """
     save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, folder / _TENSORS)
     _sync(folder / _TENSORS)
@@ -33,12 +33,12 @@ def write_whole(state: State, folder: Path) -> tuple[StoredFile, ...]:
 
 
 def write_shards(state: State, folder: Path, *, group: dist.ProcessGroup) -> tuple[StoredFile, ...]:
-    """Write this rank's part of a state; returns what was written. Collective.
+    """Write this rank's shard of a state and return its files. Collective.
 
     Raises:
-        OSError: some rank couldn't write; raised on all of them.
+        OSError: a rank couldn't write; raised on all ranks.
     """
-    # These take more than a second to import, and only sharded strategies need them.
+    # These imports take more than a second, and only sharded strategies need them.
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -46,7 +46,7 @@ def write_shards(state: State, folder: Path, *, group: dist.ProcessGroup) -> tup
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         save(dict(state.tensors), storage_writer=writer, process_group=group)
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # a BaseException
         raise OSError(str(error)) from error
     rank = dist.get_rank(group)
     names = [path.name for path in folder.glob(f"shard-{rank + 1:05d}-*")]
@@ -62,7 +62,7 @@ def _write_values(state: State, folder: Path) -> None:
 
 
 def read(context: TrainContext, folder: Path) -> State:
-    """The state in a folder; of a sharded model this rank's part of it. Collective for a sharded model."""
+    """Read the state in a folder; of a sharded model this rank's shard only. Collective for a sharded model."""
     values = json.loads((folder / VALUES).read_text(encoding="utf-8"))
     if (folder / _TENSORS).exists() and not is_sharded(context):
         with safe_open(folder / _TENSORS, framework="pt") as file:
@@ -82,7 +82,7 @@ def _read_shards(context: TrainContext, folder: Path, values: object) -> State:
         if isinstance(meta, TensorStorageMetadata)
     }
     tensors = empty_like(context, shapes)
-    with warnings.catch_warnings():  # that one process loads is meant
+    with warnings.catch_warnings():  # loading in a single process is intended
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not is_sharded(context))
     return State(tensors, values)
@@ -98,6 +98,6 @@ def _described(path: Path) -> StoredFile:
 
 
 def _sync(path: Path) -> None:
-    """On the disk, not only in the system's memory."""
+    """Flush a file from the system's cache to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, whether they are whole, and which to keep."""
+"""The checkpoints in a storage: listed, verified, and chosen to be kept."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,17 +10,17 @@ from pipeline.training.checkpoints.storage import Storage
 
 
 class Entry(NamedTuple):
-    """A checkpoint's folder; one that isn't complete has no manifest."""
+    """A checkpoint's folder, and its manifest; None if the checkpoint is incomplete."""
 
     name: str
     manifest: Manifest | None
 
 
 def entries(storage: Storage) -> list[Entry]:
-    """All checkpoints, the newest first. Reads manifests only, so what lies beside them may still be damaged.
+    """List all checkpoints, newest first. Reads manifests only, so their files may still be damaged.
 
     Raises:
-        OSError: the storage can't be read (or an exception of its own kind).
+        OSError: the storage can't be read (or the file system's own exception).
     """
     steps = {name: step for name in storage.folders() if (step := step_of(name)) is not None}
     names = sorted(steps, key=steps.__getitem__, reverse=True)
@@ -28,7 +28,7 @@ def entries(storage: Storage) -> list[Entry]:
 
 
 def damage(manifest: Manifest, folder: Path) -> str | None:
-    """What is wrong with a checkpoint whose files lie in a local folder; None if it is whole."""
+    """Describe the damage of a checkpoint in a local folder; None if it is intact."""
     for file in manifest.files:
         path = folder / file.name
         if not path.is_file():
@@ -37,31 +37,31 @@ def damage(manifest: Manifest, folder: Path) -> str | None:
             return f"{file.name} has {size} bytes instead of {file.size}"
         with path.open("rb") as content:
             if sha256(content) != file.sha256:
-                return f"{file.name} has another checksum than when it was written"
+                return f"the checksum of {file.name} has changed since it was written"
     return None
 
 
 def verify(storage: Storage, entry: Entry) -> str | None:
-    """What is wrong with a checkpoint, wherever it lies; None if it is whole. Reads all of it.
+    """Describe the damage of a checkpoint in any storage; None if it is intact. Reads all of its files.
 
     Raises:
-        OSError: the storage can't be read (or an exception of its own kind).
+        OSError: the storage can't be read (or the file system's own exception).
     """
     if entry.manifest is None:
-        return "it has no valid manifest, so it was never completed, or was damaged"
+        return "it has no valid manifest, so it was never completed or is damaged"
     with storage.fetched(entry.name) as folder:
         return damage(entry.manifest, folder)
 
 
 def best(manifests: Iterable[Manifest], direction: Direction) -> Manifest | None:
-    """The one with the best value of ``checkpoint.best``, the earliest of several; None if none has one."""
-    rated = [one for one in manifests if one.metric is not None and one.metric == one.metric]  # NaN is not
+    """Return the manifest with the best value of ``checkpoint.best``, the earliest of equals; None without values."""
+    rated = [one for one in manifests if one.metric is not None and one.metric == one.metric]  # without NaN
     sign = 1 if direction == "min" else -1
     return min(rated, key=lambda one: (sign * (one.metric or 0.0), one.step), default=None)
 
 
 def kept(manifests: Iterable[Manifest], *, newest: int, direction: Direction | None) -> set[str]:
-    """Names of those to keep: the newest, and the best if there is a ``direction`` in which values are better."""
+    """Return the names of the checkpoints to keep: the newest, and the best if ``direction`` says what is better."""
     ordered = sorted(manifests, key=lambda one: one.step, reverse=True)
     names = {one.name for one in ordered[:newest]}
     top = best(ordered, direction) if direction else None

@@ -1,4 +1,4 @@
-"""When the loop saves a checkpoint, and how it goes on from one."""
+"""The checkpoint manager that the loop calls: decides when to save, starts the writer, and resumes."""
 
 import time
 from types import TracebackType
@@ -26,27 +26,26 @@ from pipeline.training.metrics import direction
 from pipeline.training.order import StreamOrder
 
 _PATIENCE_S = 30.0
-"""How long training waits for a checkpoint that is being written when the next one is due."""
+"""Seconds that training waits for the checkpoint being written when the next one is due."""
 
 
 def placed(trial: Trial, *, rank: Rank) -> Trial:
-    """The trial with rank 0's place for checkpoints and what else it alone may know of a resumed run. Collective."""
+    """Give every rank rank 0's checkpoint address, resume flag and steps to leave out. Collective."""
     if trial.is_measurement:
         return trial
-    device_of(trial, rank=rank)  # chooses the GPU through which ranks talk
+    device_of(trial, rank=rank)  # selects the GPU that the broadcast uses
     known = {"checkpoints": trial.checkpoints, "resume": trial.resume, "left_out": trial.left_out}
     return trial.model_copy(update=from_first(lambda: known, rank=rank))
 
 
 class CheckpointManager:
-    """Saves one training and resumes it; does nothing in a trial without an address for checkpoints.
+    """Saving and resuming of one training; does nothing in a trial without an address for checkpoints.
 
-    All ranks call the same methods in the same order. As a context manager it waits for what is being written, which
-    is collective, too.
+    All ranks call the same methods in the same order. Leaving the context waits for pending writes, and is collective.
     """
 
     def __init__(self, context: TrainContext, *, meter: Meter, outbox: Outbox) -> None:
-        """Collective for a sharded model.
+        """Prepare to save. Collective for a sharded model.
 
         Raises:
             ExperimentError: the address can't be used, or a part of the experiment has state that can't be saved.
@@ -79,22 +78,22 @@ class CheckpointManager:
             self._saver.close()
 
     def resume(self) -> int:
-        """Go on from the newest whole checkpoint if the trial asks for it; returns the steps done. Collective.
+        """Restore the newest complete checkpoint if the trial resumes, and return the steps done. Collective.
 
         Raises:
-            ExperimentError: it is the checkpoint of another experiment.
+            ExperimentError: the checkpoint belongs to a different experiment.
             TrainingError: the storage can't be read.
         """
         if self._storage is None or not self._context.trial.resume:
             return 0
         found = resuming.newest(self._context, self._storage, warn=self._warn)
         if found is None:
-            self._warn_once(f"no whole checkpoint in {self._storage.address}: training starts from the beginning")
+            self._warn_once(f"no complete checkpoint in {self._storage.address}: training starts from the beginning")
             return 0
         if self._context.rank.world_size > 2 or self._context.strategy.state_dict() is not None:
             resuming.settle(self._context)
         if trainable(self._context.learned) and found.state.values.get("task") is None:
-            self._warn_once(f"{found.manifest.name} has nothing of what the loss learns: that begins anew")
+            self._warn_once(f"{found.manifest.name} has no parameters of the loss or task: they start untrained")
         written = Overrides.of(self._context)
         self._context.strategy.set_step(steps=found.manifest.step)
         restore(self._context, found.state)
@@ -107,27 +106,27 @@ class CheckpointManager:
         order = self._context.order
         if isinstance(order, StreamOrder) and order.deals_evenly and found.manifest.step % order.steps_per_epoch:
             self._warn_once(
-                "this epoch goes on with other rows than it would have had, of which some come twice: with data.order: "
-                "free they come as they are read; data.order: kept resumes exactly"
+                "the rest of this epoch may repeat some rows and miss others: with data.order: free, rows come in the "
+                "order in which they are read; data.order: kept resumes exactly"
             )
         return found.manifest.step
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after ``step`` steps, in the middle of an epoch. Collective if time matters."""
+        """Return True if a checkpoint is due after ``step`` steps, within an epoch. Collective if ``every_minutes``."""
         if self._storage is None:
             return False
         if self._context.is_checkpoint_step(step):
             return True
         if (minutes := self._options.every_minutes) is None:
             return False
-        # Clocks differ, so rank 0's counts.
+        # Clocks differ between ranks; rank 0 decides.
         return from_first(lambda: time.monotonic() - self._saved_at >= 60 * minutes, rank=self._context.rank)
 
     def save(self, *, step: int, metric: float | None = None) -> None:
-        """Copy the state after ``step`` steps and begin to write it, once the one before is written. Collective.
+        """Copy the state after ``step`` steps and write it in the background. Collective.
 
-        A storage that hangs must not hold up training: it gets some time, then this checkpoint is left out, unless it
-        is the last one.
+        A storage that hangs must not block training: after a timeout for the checkpoint before, this checkpoint is
+        skipped, unless it is the last.
 
         Args:
             step: optimizer steps done; all of them reported.
@@ -157,30 +156,30 @@ class CheckpointManager:
         self._saver.start(CheckpointJob(state=state, manifest=manifest, began=began, blocked_s=blocked))
 
     def wait(self) -> None:
-        """Until nothing is being written. Collective."""
+        """Wait until no checkpoint is being written. Collective."""
         while self._storage is not None and not self._is_idle():
-            """Other ranks would give up if rank 0 didn't say now and then that it waits."""
+            """Each round is an exchange: a longer wait of rank 0 would time out on the other ranks."""
 
     def _is_idle(self) -> bool:
-        """Whether nothing is being written, or won't be soon. Collective."""
+        """Wait for the checkpoint being written, within the patience; return True once it is done. Collective."""
         patience_s = min(_PATIENCE_S, self._context.experiment.parallel.timeout_s / 2)
         idle = from_first(lambda: self._saver is None or self._saver.wait(patience_s), rank=self._context.rank)
         if idle and self._saver is not None:
-            self._saver.wait()  # a part of another rank, which rank 0 has waited for
+            self._saver.wait()  # this rank's shard: rank 0 is done, so all shards are written
         return idle
 
     def _tell_left_out(self, step: int) -> None:
         if self._storage is not None and not self._is_behind:
             self._is_behind = True
             self._warn_once(
-                f"{folder_name(step)} is left out: the checkpoint before is still on its way to "
-                f"{self._storage.address}; training goes on, others may be left out, too"
+                f"skipped checkpoint {folder_name(step)}: the previous one is still being written to "
+                f"{self._storage.address}; training continues, later checkpoints may be skipped, too"
             )
 
     def _new_saver(self, storage: Storage) -> AsyncCheckpointWriter | None:
-        """On ranks that have something to write."""
+        """Create a writer on ranks that have something to write; None elsewhere. Collective for a sharded model."""
         sharded = is_sharded(self._context)
-        # A group of our own: its messages may not get between those of training. Made by all ranks together.
+        # A separate group, so that its messages can't interleave with those of training. All ranks create it.
         group = dist.new_group(backend="gloo") if sharded else None
         if not (sharded or self._context.rank.is_first):
             return None
@@ -195,12 +194,12 @@ class CheckpointManager:
         )
 
     def _direction(self) -> Direction | None:
-        """The direction in which values of ``checkpoint.best`` are better; None without one."""
+        """Return the direction in which values of ``checkpoint.best`` are better; None without a best checkpoint."""
         context, options = self._context, self._options
         if options.best is None:
             return None
         asks = options.mode == "auto" and source_of(options.best, ()) != "loss"
-        collection = context.metrics if asks else None  # building them takes time
+        collection = context.metrics if asks else None  # building metrics takes time
         judges = dict(collection.items()) if collection is not None else {}
         return direction(options.best, options.mode, key="checkpoint.best", judges=judges)
 
@@ -211,7 +210,7 @@ class CheckpointManager:
             self._outbox.event(event)
 
     def _warn_once(self, message: str) -> None:
-        """What all ranks find out alike, rank 0 tells."""
+        """Warn on rank 0 of something that all ranks find."""
         if self._context.rank.is_first:
             self._warn(message)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself. One without a manifest, or with another content than it lists, is not whole."""
+"""The manifest of a checkpoint, written last. A checkpoint without one, or with different files, is incomplete."""
 
 import hashlib
 import re
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "manifest.json"
 VALUES = "values.json"
-"""All of the state that is no tensor."""
+"""File of all state but tensors."""
 _ASIDE: Mapping[str, Any] = {
     **dict.fromkeys(("name", "tracking", "compare", "measure", "checkpoint", "loader", "parallel", "sweep"), True),
     "train": {"compile", "activation_checkpointing"},
@@ -36,7 +36,7 @@ class StoredFile(Frozen):
 
 
 class Manifest(Frozen):
-    """Written last; its presence and `digest` make a checkpoint a checkpoint."""
+    """Description and file list of a checkpoint; the checkpoint is complete if this exists and `digest` matches."""
 
     format: int = 1
     step: int
@@ -46,11 +46,11 @@ class Manifest(Frozen):
     steps_per_epoch: int
     global_batch_size: int
     world_size: int
-    """Workers that trained until here."""
+    """Number of workers that trained up to this step."""
     time: float
     """Seconds since the epoch."""
     versions: Mapping[str, str]
-    """Of torch and of this project."""
+    """Versions of torch and of this project."""
     experiment: Mapping[str, Any]
     """The part of the experiment file that decides what is trained, see `trained`."""
     data_digest: str
@@ -58,29 +58,29 @@ class Manifest(Frozen):
     """The value of ``checkpoint.best`` at this step, if it was evaluated here."""
     files: tuple[StoredFile, ...]
     digest: str = Field(default="", repr=False)
-    """Of all the rest."""
+    """SHA-256 of all other fields."""
 
     @property
     def name(self) -> str:
-        """The checkpoint's folder."""
+        """Name of the checkpoint's folder."""
         return folder_name(self.step)
 
     @property
     def megabytes(self) -> float:
-        """Size of all files."""
+        """Total size of the files, in MiB."""
         return sum(file.size for file in self.files) / 2**20
 
     @property
     def config_hash(self) -> str:
-        """Two runs with the same hash train the same."""
+        """Hash of what is trained; equal for runs that train the same."""
         return config_hash(self.experiment)
 
     def sealed(self) -> "Manifest":
-        """With its digest."""
+        """Return a copy with its digest."""
         return self.model_copy(update={"digest": self._digest()})
 
     def is_sealed(self) -> bool:
-        """Whether nothing has changed since it was sealed."""
+        """Return True if the digest matches the other fields."""
         return self.digest == self._digest()
 
     def _digest(self) -> str:
@@ -88,7 +88,7 @@ class Manifest(Frozen):
 
 
 def parse(content: bytes) -> Manifest | None:
-    """The manifest, or None if it isn't a whole one."""
+    """Parse a manifest; None if it is invalid or its digest doesn't match."""
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError:
@@ -97,23 +97,23 @@ def parse(content: bytes) -> Manifest | None:
 
 
 def folder_name(step: int) -> str:
-    """Where the checkpoint of a step lies, e.g. "step-00000123"."""
+    """Return the folder name of a step's checkpoint, e.g. "step-00000123"."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's folder; None for other names."""
+    """Return the step that a checkpoint's folder name stands for; None for any other name."""
     match = _FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def trained(experiment: Experiment) -> Mapping[str, Any]:
-    """The part of an experiment that decides what is trained: not how it is spread, measured, tracked or kept."""
+    """Dump the part of an experiment that decides what is trained, without parallelism, measuring and tracking."""
     return experiment.model_dump(mode="json", exclude=dict(_ASIDE))
 
 
 def config_hash(part: Mapping[str, Any]) -> str:
-    """12 hex digits of `trained`'s part of an experiment; the order of keys doesn't matter."""
+    """Return a hash of 12 hex digits of `trained`'s result, whatever the order of its keys."""
     return hashlib.sha256(repr(_sorted(part)).encode()).hexdigest()[:12]
 
 
@@ -124,15 +124,15 @@ def _sorted(value: Any) -> Any:
 
 
 def sha256(file: BufferedReader) -> str:
-    """Of a file's content, from where it stands."""
+    """Return the SHA-256 of a file's content from its current position."""
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe(context: "TrainContext", *, step: int, metric: float | None) -> Manifest:
-    """The manifest, without files, of a checkpoint after ``step`` steps.
+    """Make the manifest, without files, of a checkpoint after ``step`` steps.
 
     Args:
-        context: what trains.
+        context: the training's context.
         step: optimizer steps done.
         metric: the value of ``checkpoint.best``, if it was measured at this step.
     """

@@ -1,7 +1,7 @@
-"""What each rank has by itself: gathered for a checkpoint, given back.
+"""Rank-local state: gathered on rank 0 for a checkpoint, and returned to its rank on resuming.
 
-That is what its strategy remembers, such as PowerSGD's errors, and where ranks step by themselves (local SGD) all of
-its state. It means something only to as many ranks with the same options.
+It is the strategy's state, such as PowerSGD's errors, and in local SGD, where ranks step independently, all of the
+training state. It is valid only for the same number of ranks and the same strategy options.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ from pipeline.training.checkpoints.state import State, restore, view
 from pipeline.training.context import TrainContext
 
 KEY, OWN = "memory", "own"
-"""Names in a checkpoint."""
+"""Keys in a checkpoint."""
 
 
 def collect(context: TrainContext) -> State:
-    """What all ranks remember, on rank 0, on the CPU; nothing elsewhere, or if nobody does. Collective."""
+    """Gather the rank-local state on rank 0, on the CPU; empty on other ranks, or if there is none. Collective."""
     state = view(context) if context.strategy.diverges else State({}, None)
     tensors = {f"{OWN}/{name}": tensor for name, tensor in state.tensors.items()}
     if (remembered := context.strategy.state_dict()) is None and not tensors:
@@ -34,21 +34,21 @@ def collect(context: TrainContext) -> State:
 
 
 def hand_out(context: TrainContext, state: State, *, warn: Callable[[str], None]) -> None:
-    """Give each rank its own back, or say that it begins without. Call it after a backward pass."""
+    """Load each rank's own state, or warn that it is dropped. Call it after a backward pass."""
     saved: Mapping[str, Json] | None = state.values.get(KEY)
     if context.strategy.state_dict() is None and not (saved and saved.get(OWN)):
         return
     if saved is not None and saved.get(OWN) and saved["of"] != _owner(context):
         warn(
-            f"the weights of {saved['of']['workers']} workers, each of which had its own in local SGD, are averaged: "
-            "the losses won't be those of a run that wasn't interrupted"
+            f"the weights of {saved['of']['workers']} workers, which differed in local SGD, were averaged: "
+            "the losses will differ from those of an uninterrupted run"
         )
         return
     if saved is None or saved["of"] != _owner(context):
         before = f"{saved['of']['workers']} workers" if saved else "a run without it"
         warn(
-            f"what {context.trial.strategy} had left to send is forgotten: the checkpoint is that of {before}, or of "
-            "other parallel.options; the losses won't be those of a run that wasn't interrupted"
+            f"the rank-local state of {context.trial.strategy} was dropped: the checkpoint comes from {before} or "
+            "from different parallel.options; the losses will differ from those of an uninterrupted run"
         )
         return
     rank = context.rank.rank
@@ -61,17 +61,17 @@ def hand_out(context: TrainContext, state: State, *, warn: Callable[[str], None]
 
 
 def _gathered(tensor: Tensor, *, context: TrainContext) -> list[Tensor]:
-    """Each rank's tensor, on rank 0."""
+    """Gather each rank's tensor on rank 0; empty on other ranks."""
     if context.rank.world_size == 1:
         return [tensor]
-    sent = tensor.to(context.device).contiguous()  # not every backend sends from everywhere
+    sent = tensor.to(context.device).contiguous()  # NCCL sends from GPUs only
     parts = [torch.empty_like(sent) for _ in range(context.rank.world_size)] if context.rank.is_first else None
     dist.gather(sent, parts)
     return parts or []
 
 
 def _of(rank: int, name: str) -> str:
-    """The name of a rank's tensor; rank 0's has the one that the value refers to."""
+    """Return the name of a rank's tensor; rank 0's is the name that the JSON value refers to."""
     return f"{name}@{rank}" if rank else name
 
 

@@ -1,4 +1,4 @@
-"""The way back to the newest whole checkpoint."""
+"""Resuming: find and read the newest complete checkpoint, and apply settings that the experiment file has changed."""
 
 import copy
 import inspect
@@ -24,34 +24,33 @@ from pipeline.training.learning_rate import advance_scheduler
 
 Warn = Callable[[str], None]
 _MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
-"""What a plateau scheduler has seen, as against how it was set up."""
+"""State of a plateau scheduler, as opposed to its settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A whole checkpoint, and what is in it."""
+    """A complete checkpoint and its state."""
 
     manifest: Manifest
     older: tuple[Manifest, ...]
-    """Those before it; whole as far as their manifests tell."""
+    """Manifests of the checkpoints before it, whose files are not verified."""
     state: State
 
 
 def newest(context: TrainContext, storage: Storage, *, warn: Warn) -> Found | None:
-    """Read the newest whole checkpoint; None if there is none. Collective.
+    """Read the newest complete checkpoint; None if there is none. Collective.
 
-    Where every rank holds the whole state, rank 0 alone reads it and sends it to the others: their nodes needn't
-    reach the folder.
+    An unsharded state is read by rank 0 alone and broadcast: the other nodes needn't reach the folder.
 
     Raises:
-        ExperimentError: it counts other steps than this experiment, so its position in the data means nothing here.
+        ExperimentError: its steps differ from this experiment's, so that its position in the data is meaningless here.
         TrainingError: the storage can't be read.
     """
     states: list[State] = []
 
     def choose() -> tuple[Manifest, tuple[Manifest, ...]] | None:
         def read(folder: Path) -> None:
-            if not is_sharded(context):  # which all ranks would have to do together
+            if not is_sharded(context):  # reading shards is collective, and this runs on rank 0 alone
                 states.append(files.read(context, folder))
 
         return _choose(storage, warn=warn, use=read)
@@ -62,16 +61,16 @@ def newest(context: TrainContext, storage: Storage, *, warn: Warn) -> Found | No
     manifest, older = chosen
     _check(context, manifest)
     if context.rank.is_first and manifest.data_digest != context.data_digest:
-        warn(f"the data is not the same as when {manifest.name} was saved: other arguments, sizes or first sample")
+        warn(f"the data has changed since {manifest.name} was saved: its arguments, sizes or first sample differ")
     return Found(manifest=manifest, older=older, state=_shared(context, storage, manifest, states))
 
 
 def settle(context: TrainContext) -> None:
-    """Take a step's gradients once and forget them, before a state is restored. Collective.
+    """Compute and discard a step's gradients, before a state is restored. Collective.
 
-    DistributedDataParallel lays out its buckets anew after its first backward pass, and over three or more ranks the
-    rounding of a sum depends on the bucket. So the first step of a resumed training gets the buckets that it would
-    have had without the interruption.
+    DistributedDataParallel rebuilds its buckets after its first backward pass, and with three or more ranks the
+    rounding of a sum depends on its bucket. This gives the first resumed step the buckets that an uninterrupted
+    training would have.
     """
     rehearse(context)
 
@@ -86,9 +85,9 @@ def _choose(
             if damage is None and entry.manifest is not None:
                 older = tuple(other.manifest for other in found[number + 1 :] if other.manifest is not None)
                 return entry.manifest, older
-            warn(f"{storage.place(entry.name)} can't be used: {damage}; looking for the one before")
+            warn(f"{storage.place(entry.name)} can't be used: {damage}; trying the previous checkpoint")
     except PipelineError:
-        raise  # it says itself what is wrong
+        raise  # already has a message for the user
     except Exception as error:  # whatever a storage raises
         raise TrainingError(
             f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}; "
@@ -98,7 +97,7 @@ def _choose(
 
 
 def _damage(storage: Storage, entry: Entry, *, use: Callable[[Path], None]) -> str | None:
-    """What is wrong with a checkpoint; its files are handed on if nothing is."""
+    """Describe the damage of a checkpoint; call ``use`` with its folder and return None if it is intact."""
     if entry.manifest is None:
         return inventory.verify(storage, entry)
     with storage.fetched(entry.name) as folder:
@@ -120,7 +119,7 @@ def _shared(context: TrainContext, storage: Storage, manifest: Manifest, states:
 
 
 def _check(context: TrainContext, manifest: Manifest) -> None:
-    """The step is the position in the data only if steps are the same."""
+    """Refuse a checkpoint whose steps have a different meaning: a step is a position in the data."""
     if manifest.global_batch_size != context.order.global_batch_size:
         raise ExperimentError.of(
             "train.global_batch_size",
@@ -137,16 +136,16 @@ def _check(context: TrainContext, manifest: Manifest) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """The settings of optimizer and scheduler as the experiment has them, before a checkpoint's are put over them."""
+    """Settings of optimizer, scheduler and task from the experiment file, kept while a checkpoint is restored."""
 
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any] | None
     constants: dict[str, Tensor]
-    """Buffers of loss or task."""
+    """Buffers of the loss or task."""
 
     @classmethod
     def of(cls, context: TrainContext) -> "Overrides":
-        """Those of what was just built."""
+        """Copy the settings of a context before a checkpoint is restored into it."""
         groups = [
             {key: own for key, own in group.items() if key != "params"} for group in context.optimizer.param_groups
         ]
@@ -157,9 +156,9 @@ class Overrides:
         )
 
     def put_back(self, context: TrainContext, *, manifest: Manifest, warn: Callable[[str], None]) -> None:
-        """Put them over those of a checkpoint that has been restored, if the experiment differs from it.
+        """Apply the settings over those of the restored checkpoint, if the experiment file has changed since.
 
-        The scheduler is stepped to where training is: a learning rate is a function of the steps done.
+        A changed scheduler is advanced to the restored step: a learning rate is a function of the steps done.
         """
         now, then = trained(context.experiment), manifest.experiment
         if any(now.get(key) != then.get(key) for key in ("loss", "task")):
@@ -174,7 +173,7 @@ class Overrides:
             group.update({key: copy.deepcopy(own) for key, own in written.items() if key not in counters})
         if is_another:
             context.optimizer.state.clear()
-            warn(f"optimizer is another one than in {manifest.name}: it begins without memory of earlier gradients")
+            warn(f"the optimizer class differs from {manifest.name}; its state was reset")
         if context.scheduler is not None and self.scheduler is not None:
             self._reschedule(context, manifest=manifest)
 
@@ -182,7 +181,7 @@ class Overrides:
         assert context.scheduler is not None
         assert self.scheduler is not None
         restored = context.scheduler.state_dict()
-        if isinstance(context.scheduler, ReduceLROnPlateau):  # it follows a metric, whose past isn't here
+        if isinstance(context.scheduler, ReduceLROnPlateau):  # it follows a metric, whose history isn't saved
             seen = {key: restored[key] for key in _MEMORY}
             context.scheduler.load_state_dict({**self.scheduler, **seen})
             return
@@ -193,7 +192,7 @@ class Overrides:
 
 
 def _counters(optimizer: Optimizer) -> set[str]:
-    """What an optimizer counts in its groups, such as steps in schedule-free ones: no argument can set it."""
+    """Return the group entries that no argument sets, such as the step count of a schedule-free optimizer."""
     return optimizer.defaults.keys() - inspect.signature(type(optimizer)).parameters.keys()
 
 
@@ -206,5 +205,5 @@ def _settings(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _length(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What schedulers are often told."""
+    """Return the settings that determine the length of a schedule."""
     return experiment["train"].get("epochs"), experiment["train"].get("scheduler_interval")

@@ -1,8 +1,8 @@
-"""The state of training: taken from what trains, and put back.
+"""The state of a training: taken from its `TrainContext` and loaded into one.
 
-Parameters of the optimizer are known by their names in the model, so any strategy and any world size can go on from
-it. torch's own `get_state_dict` names them, too, but takes an optimizer step whenever the optimizer has no state yet
-(plain SGD never has any) and refuses parameters that have none (unused ones), so names are given here.
+The optimizer's state is keyed by parameter names in place of numbers, so that any strategy and any world size can
+resume from it. torch's own `get_state_dict` does the same, but takes an optimizer step whenever the optimizer has no
+state yet (plain SGD never has any) and refuses parameters without state (unused ones).
 """
 
 from collections.abc import Mapping
@@ -17,32 +17,32 @@ from pipeline.training.context import TrainContext
 from pipeline.training.learned import kept, trainable
 
 _IMPLEMENTATION = ("fused", "foreach")
-"""Of an optimizer's settings those that say how it computes, which another strategy may do in another way."""
+"""Settings of an optimizer that select its implementation, which the strategy decides on resuming."""
 
 
 class State(NamedTuple):
-    """Tensors by name, which may be DTensors, and all the rest."""
+    """Tensors by name, which may be DTensors, and all other values."""
 
     tensors: Mapping[str, Tensor]
     values: Json
 
 
 def snapshot(context: TrainContext) -> State:
-    """The state of one rank, copied to the CPU, where training can't change it. The device is waited for.
+    """Copy the state of this rank to the CPU, where training can't change it. Waits for the device.
 
     Raises:
         ExperimentError: a part has state that can't be saved.
     """
     state = view(context)
     tensors = state.tensors
-    if is_sharded(context) and not context.rank.is_first:  # what is whole, such as buffers, is rank 0's
+    if is_sharded(context) and not context.rank.is_first:  # rank 0 saves unsharded tensors, such as buffers
         tensors = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")}
     copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return State(copies, state.values)
 
 
 def check(context: TrainContext) -> None:
-    """Find out early what can't be saved.
+    """Refuse state that can't be saved, before training begins.
 
     Raises:
         ExperimentError: a part has state that can't be saved.
@@ -51,7 +51,7 @@ def check(context: TrainContext) -> None:
 
 
 def view(context: TrainContext) -> State:
-    """The state of one rank, with the tensors that training goes on to change.
+    """Return the state of this rank without copying: training changes these tensors.
 
     Raises:
         ExperimentError: a part has state that can't be saved.
@@ -72,14 +72,14 @@ def view(context: TrainContext) -> State:
 
 
 def restore(context: TrainContext, state: State) -> None:
-    """Put a state back.
+    """Load a state into the context.
 
     Raises:
-        ExperimentError: model, optimizer or scheduler are others than those of the checkpoint.
+        ExperimentError: model, optimizer or scheduler don't match those of the checkpoint.
     """
     parts = join(state.values, state.tensors)
     _load("model", context.model, parts["model"])
-    _load_buffers(context.model, parts.get("buffers") or {})  # of before they were saved
+    _load_buffers(context.model, parts.get("buffers") or {})  # older checkpoints have none
     _load_learned(context, parts.get("task"))
     _load("optimizer", context.optimizer, _numbered(context, parts["optimizer"]))
     if (context.scheduler is None) != (parts["scheduler"] is None):
@@ -89,30 +89,32 @@ def restore(context: TrainContext, state: State) -> None:
     if context.scaler.is_enabled() and parts["scaler"]:
         _load("scaler", context.scaler, parts["scaler"])
     if context.averages is not None:
-        context.averages.load(parts.get("averages") or context.model.state_dict())  # of before it was allowed to change
+        context.averages.load(parts.get("averages") or context.model.state_dict())  # saved by a run without averages
 
 
 @torch.no_grad()
 def _load_learned(context: TrainContext, saved: Mapping[str, Tensor] | None) -> None:
-    """Put back what the task has learned; a checkpoint of before has nothing of it."""
+    """Load the parameters and buffers of the task; older checkpoints have none."""
     own = kept(context.learned) if context.learned is not None else {}
     if saved is None:
         return
     if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
         key = "loss" if context.experiment.task is None else "task"
-        raise ExperimentError.of(key, "has other parameters or buffers than in the checkpoint; bring back what it was")
+        raise ExperimentError.of(
+            key, "has different parameters or buffers than in the checkpoint; restore the earlier definition"
+        )
     for name, tensor in own.items():
         tensor.copy_(saved[name])
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers by name; a state_dict leaves out those with ``persistent=False``, which may change in training."""
+    """Return all buffers by name; a state_dict lacks those with ``persistent=False``, which may change in training."""
     return dict(model.named_buffers(remove_duplicate=False))
 
 
 @torch.no_grad()
 def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Put buffers back. One that training first made in a later step, or in another shape, is registered."""
+    """Load buffers; register those that training created or reshaped in a later step."""
     present = _buffers(model)
     modules = dict(model.named_modules())
     device = next(model.parameters()).device
@@ -125,7 +127,7 @@ def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def is_sharded(context: TrainContext) -> bool:
-    """Whether each rank holds a part of the parameters (FSDP's DTensors), instead of all of them."""
+    """Return True if each rank holds only a shard of the parameters (FSDP's DTensors)."""
     return any(hasattr(parameter, "device_mesh") for parameter in context.model.parameters())
 
 
@@ -134,11 +136,11 @@ def _load(key: str, part: Any, state: Any) -> None:
         part.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:  # what torch raises if it doesn't fit
         place = "train.precision" if key == "scaler" else key
-        raise ExperimentError.of(place, f"is another one than in the checkpoint: {error}") from error
+        raise ExperimentError.of(place, f"doesn't match the one in the checkpoint: {error}") from error
 
 
 def _named(context: TrainContext) -> dict[str, Any]:
-    """The optimizer's state with names for its numbers; its numbers count the parameters of all groups."""
+    """Return the optimizer's state keyed by parameter names; torch numbers the parameters across all groups."""
     state = context.optimizer.state_dict()
     names = _names(context)
     return {
@@ -156,10 +158,10 @@ def _numbered(context: TrainContext, state: Mapping[str, Any]) -> dict[str, Any]
     saved = {name for group in state["param_groups"] for name in group["params"]}
     if missing := sorted(saved ^ numbers.keys()):
         raise ExperimentError.of(
-            "model", f"has other parameters than in the checkpoint, for instance {', '.join(missing[:3])}"
+            "model", f"has different parameters than in the checkpoint, for instance {', '.join(missing[:3])}"
         )
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    # If there aren't as many, it is for torch to say.
+    # torch raises if the number of groups differs.
     for group, own in zip(groups, context.optimizer.param_groups, strict=False):
         group.update({key: own[key] for key in _IMPLEMENTATION if key in own})
     return {
@@ -170,20 +172,20 @@ def _numbered(context: TrainContext, state: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _groups_since(context: TrainContext, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The group of what the task learns, for a checkpoint of before there was one."""
+    """Return the parameter group of the task if an older checkpoint lacks it."""
     groups = _named(context)["param_groups"]
     is_new = trainable(context.learned) and len(state["param_groups"]) == len(groups) - 1
     return groups[-1:] if is_new else []
 
 
 def _names(context: TrainContext) -> list[str]:
-    """Of the optimizer's parameters, in its order."""
+    """Return the names of the optimizer's parameters, in its order."""
     names = {id(parameter): name for name, parameter in context.named_parameters().items()}
     return [names[id(parameter)] for group in context.optimizer.param_groups for parameter in group["params"]]
 
 
 def empty_like(context: TrainContext, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Tensors to load into, by name: sharded as the parameter that they belong to, if they have its shape."""
+    """Allocate tensors to load into, by name: sharded like the parameter they belong to, if they have its shape."""
     parameters = dict(context.model.named_parameters())
     direct = ("model/", "buffers/", "task/", "averages/")
 

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a folder, or any address that fsspec knows (s3://bucket/x, gs://..., memory://...)."""
+"""Storage of checkpoints: a folder, or any address that fsspec knows (s3://bucket/x, gs://..., memory://...)."""
 
 import os
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from pipeline.protocol.progress import ProgressReporter
 
 _KEY = "checkpoint.directory"
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""This project's extra with the package for a protocol."""
+"""The extra of this project that installs the package for a protocol."""
 
 
 def address_of(directory: str | None, *, run: Path) -> str:
-    """Where the checkpoints of a run lie.
+    """Return the address of a run's checkpoints.
 
     Args:
-        directory: ``checkpoint.directory``; None for the run's own folder.
-        run: the run's folder, whose name is its id.
+        directory: ``checkpoint.directory``; None for a folder inside the run's folder.
+        run: the run's folder, named by the run's id.
     """
     if directory is None:
         return str(run.resolve() / "checkpoints")
@@ -36,22 +36,22 @@ def address_of(directory: str | None, *, run: Path) -> str:
 
 
 class Storage:
-    """A place for checkpoints, one folder each; all names are relative to it.
+    """Checkpoints at one address, each in a folder; all names are relative to the address.
 
-    Whatever goes wrong with the storage itself comes out as the file system's own exception.
+    Errors of the storage itself are raised as the file system's own exceptions.
     """
 
     def __init__(self, address: str) -> None:
-        """Open an address; nothing is created or contacted.
+        """Parse an address, without creating or contacting anything.
 
         Raises:
-            ExperimentError: there is no such protocol, its package isn't installed, or it holds a password.
+            ExperimentError: the protocol is unknown, its package isn't installed, or the address holds a password.
         """
         self.address = address
         if urlsplit(address).password is not None:
             raise ExperimentError.of(
                 _KEY,
-                f"{without_credentials(address)}: a password in the address would be written down with it; put it "
+                f"{without_credentials(address)}: a password in the address would be recorded with it; put it "
                 "where the protocol's package looks, e.g. AWS_SECRET_ACCESS_KEY in the environment",
             )
         try:
@@ -65,12 +65,12 @@ class Storage:
         self.is_local = isinstance(self._fs, LocalFileSystem)
 
     def place(self, name: str) -> str:
-        """The address of a file or folder."""
+        """Return the address of a file or folder."""
         return f"{self.address.rstrip('/')}/{name}"
 
     def folders(self) -> list[str]:
-        """Names of all folders."""
-        self._fs.invalidate_cache()  # others write here, too
+        """List the names of all folders."""
+        self._fs.invalidate_cache()  # other processes write here, too
         try:
             entries = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
@@ -78,13 +78,13 @@ class Storage:
         return [entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory"]
 
     def open(self, name: str) -> BinaryIO:
-        """A file to read from."""
+        """Open a file for reading."""
         return cast(BinaryIO, self._fs.open(self._path(name), "rb"))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file whole or not at all."""
+        """Write a small file atomically."""
         if not self.is_local:
-            self._fs.pipe_file(self._path(name), content)  # one object, which appears when it is complete
+            self._fs.pipe_file(self._path(name), content)  # a single object, visible once it is complete
             return
         path = Path(self._path(name))
         partial = path.with_name(f".{path.name}.partial")
@@ -96,13 +96,13 @@ class Storage:
         _sync(path.parent)
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder, if it is there."""
+        """Remove a file or a folder, if it exists."""
         with suppress(FileNotFoundError):
             self._fs.rm(self._path(name), recursive=True)
 
     @contextmanager
     def staging(self, folder: str) -> Iterator[Path]:
-        """A local folder whose files are in ``folder`` after the block."""
+        """Provide a local folder whose files are stored in ``folder`` after the block."""
         if self.is_local:
             path = Path(self._path(folder))
             path.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ class Storage:
 
     @contextmanager
     def fetched(self, folder: str) -> Iterator[Path]:
-        """A local folder with the files of ``folder``; for reading."""
+        """Provide a local, read-only copy of ``folder``; the folder itself if the storage is local."""
         if self.is_local:
             yield Path(self._path(folder))
             return
@@ -138,7 +138,7 @@ class Storage:
 
 
 class _File(Callback):  # type: ignore[misc] # fsspec has no types
-    """One file of several on its way: file systems tell how far it is, or nothing."""
+    """Transfer progress of one file among several; some file systems report nothing until it ends."""
 
     def __init__(self, progress: ProgressReporter, size: int) -> None:
         super().__init__()
@@ -152,14 +152,14 @@ class _File(Callback):  # type: ignore[misc] # fsspec has no types
 
 
 def _install(address: str, error: ImportError) -> str:
-    """How to get what is missing."""
+    """Return the command that installs the missing package."""
     extra = _EXTRAS.get(urlsplit(address).scheme)
     command = f"pip install 'ddp-pipeline[{extra}]'" if extra else str(error).rstrip(".")
     return f"{command} (on every node)"
 
 
 def _sync(folder: Path) -> None:
-    """Names in a folder survive a power failure, too."""
+    """Make the names in a folder survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

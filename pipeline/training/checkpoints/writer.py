@@ -1,4 +1,4 @@
-"""Writes checkpoints in a thread of its own, one at a time, while training goes on."""
+"""The asynchronous checkpoint writer: a thread that writes one checkpoint at a time while training continues."""
 
 import logging
 import time
@@ -31,14 +31,15 @@ class CheckpointJob:
     state: State
     manifest: Manifest
     began: float
-    """When it was decided, in `time.perf_counter`'s seconds."""
+    """Start of the save, in `time.perf_counter`'s seconds."""
     blocked_s: float
+    """Seconds for which training was blocked."""
 
 
 class AsyncCheckpointWriter:
-    """Stands on each rank that writes: on rank 0, or on all of them if each holds a part.
+    """The writer thread of a rank: of rank 0 only, or of every rank if the model is sharded.
 
-    Trouble with the storage ends in a warning, never in an exception: training goes on, the next one may succeed.
+    Errors of the storage become warnings, never exceptions: training continues, and the next checkpoint may succeed.
     """
 
     def __init__(
@@ -52,19 +53,19 @@ class AsyncCheckpointWriter:
         tell: Callable[[AnyEvent], None],
         trial: str,
     ) -> None:
-        """Begin with no checkpoints.
+        """Start the thread, with no known checkpoints.
 
         Args:
-            storage: where they are written.
-            keep: how many of the newest stay.
-            direction: in which values of ``checkpoint.best`` are better; None if there is no best one to keep.
-            rank: of this process.
-            group: given if each rank writes a part; serves nothing else.
-            tell: gets events.
-            trial: the name that they have.
+            storage: destination of the checkpoints.
+            keep: number of newest checkpoints to keep.
+            direction: direction in which values of ``checkpoint.best`` are better; None to keep no best checkpoint.
+            rank: rank of this process.
+            group: process group of the writers if each rank writes a shard, used for nothing else; else None.
+            tell: receives events.
+            trial: name of the trial in the events.
         """
         self.whole: list[Manifest] = []
-        """The checkpoints there are."""
+        """Manifests of the complete checkpoints."""
         self._storage = storage
         self._keep = keep
         self._direction = direction
@@ -77,11 +78,11 @@ class AsyncCheckpointWriter:
         self._in_trouble = False
 
     def start(self, job: CheckpointJob) -> None:
-        """Begin to write. Call `wait` before."""
+        """Write a checkpoint in the background. Call `wait` first."""
         self._pending = self._thread.submit(self._save, job)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until nothing is being written, or for so long; returns whether nothing is."""
+        """Wait until nothing is being written, at most ``timeout_s`` seconds; return True if nothing is."""
         if self._pending is not None:
             if not wait((self._pending,), timeout_s).done:
                 return False
@@ -90,7 +91,7 @@ class AsyncCheckpointWriter:
         return True
 
     def close(self) -> None:
-        """Wait, and end the thread."""
+        """Wait for the pending checkpoint and end the thread."""
         self._thread.shutdown()
 
     def _save(self, job: CheckpointJob) -> None:
@@ -110,7 +111,7 @@ class AsyncCheckpointWriter:
             self._warn(f"old checkpoints in {self._storage.address} can't be removed: {_reason(error)}")
 
     def _write(self, job: CheckpointJob) -> tuple[StoredFile, ...]:
-        """Write all files but the manifest; collective if each rank has a part."""
+        """Write all files but the manifest. Collective if the model is sharded."""
         name = job.manifest.name
         agreed(lambda: self._discard(name) if self._rank.is_first else None, group=self._group)
         with ExitStack() as stack:
@@ -131,7 +132,7 @@ class AsyncCheckpointWriter:
         self.whole = [one for one in self.whole if one.step != manifest.step] + [manifest]
         if self._in_trouble:
             self._in_trouble = False
-            self._warn(f"checkpoints can be saved again: {manifest.name} is whole")
+            self._warn(f"checkpoints can be saved again: {manifest.name} is complete")
         seconds = time.perf_counter() - job.began
         saved = CheckpointSaved(
             time=time.time(),
@@ -145,20 +146,20 @@ class AsyncCheckpointWriter:
         self._tell(saved)
 
     def _failed(self, name: str, error: Exception) -> None:
-        _log.warning("%s could not be saved", name, exc_info=error)  # each rank its own, into its log
+        _log.warning("%s could not be saved", name, exc_info=error)  # in the log of each rank
         if not self._rank.is_first:
             return
         if not self._in_trouble:
             self._in_trouble = True
             self._warn(
                 f"{name} could not be saved in {self._storage.address}: {_reason(error)}; "
-                "training goes on, the next checkpoint is tried as usual"
+                "training continues, and the next checkpoint will be tried as usual"
             )
         with suppress(Exception):  # the storage is in trouble; the next checkpoint that is saved removes it
             self._discard(name)
 
     def _prune(self) -> None:
-        """Remove what isn't to be kept, half-written ones too. Only ever called with a new whole one there."""
+        """Remove old and incomplete checkpoints. Called only once a newer one is complete."""
         names = kept(self.whole, newest=self._keep, direction=self._direction)
         for name in self._storage.folders():
             if step_of(name) is not None and name not in names:
@@ -166,7 +167,7 @@ class AsyncCheckpointWriter:
         self.whole = [one for one in self.whole if one.name in names]
 
     def _discard(self, name: str) -> None:
-        """The manifest first: what is left if this stops half-way must not pass for whole."""
+        """Remove a checkpoint, its manifest first: an interrupted removal must not leave one that looks complete."""
         self._storage.remove(f"{name}/{FILE_NAME}")
         self._storage.remove(name)
 
