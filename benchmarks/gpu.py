@@ -205,10 +205,10 @@ def ours(name: str, case: Case, *, device: str, compiled: bool, tiny: bool) -> F
     with tempfile.TemporaryDirectory() as folder, closing(Recorder(Path(folder), subscribers=[])) as recorder:
         session = Session(folder=Path(folder), receive=recorder.receive, parallel=trial.experiment.parallel)
         with Launcher(session) as launcher:
-            launcher.launch(trial)
-        if recorder.failures:
-            raise RuntimeError(f"{recorder.failures[0].error}\n{recorder.failures[0].traceback}")
-        result: TrialResult = recorder.finished[0].result
+            outcome = launcher.launch(trial)
+    if outcome.finished is None:
+        raise outcome.error
+    result: TrialResult = outcome.finished.result
     speed = result.samples_per_second  # of three windows: these are all of them
     return Figures(
         case=name,

@@ -51,28 +51,34 @@ def sized(trial: Trial, *, launcher: Launcher) -> Trial:
 
 
 class Pace:
-    """How fast the trial that was opened last trains, and how long it took to start. A recorder's subscriber."""
+    """How far and how fast a trial trains, over all its attempts. A recorder's subscriber."""
 
     def __init__(self) -> None:
+        self.has_started = False
+        """True once rank 0 of this attempt is about to take its first step."""
+        self.idle_s: float | None = None
+        """Seconds without new steps until this attempt reported its first one; None before that, or without others."""
         self.checkpoint = 0
         """The step of the newest checkpoint of this process's run."""
         self.in_vain = False
-        """Whether starting anew has brought no more workers."""
+        """True if resizing has brought no more workers."""
         self._opened_at = 0.0
         self._total = 0
         self._reports: list[tuple[float, int]] = []
+        self._reported_at: float | None = None
 
     def receive(self, event: AnyEvent) -> None:
         """Take note of an event."""
         match event:
             case TrialOpened():
                 self._opened_at, self._reports = time.monotonic(), []
+                self.has_started, self.idle_s = False, None
             case Started():
-                self._total = event.total_steps
+                self.has_started, self._total = True, event.total_steps
             case Resumed() | CheckpointSaved():
                 self.checkpoint = event.step
             case Metrics():
-                self._reports = [*self._reports[:1], (time.monotonic(), event.step)]
+                self._report(event.step, at=time.monotonic())
 
     def is_worth(self, gain: float) -> bool:
         """Whether starting anew, which saves that part of the time that is left, takes less than it saves."""
@@ -83,6 +89,12 @@ class Pace:
             return False
         left_s = (self._total - last) * (last_at - first_at) / (last - first)
         return left_s * gain > first_at - self._opened_at
+
+    def _report(self, step: int, *, at: float) -> None:
+        if not self._reports and self._reported_at is not None:
+            self.idle_s = at - self._reported_at
+        self._reports = [*self._reports[:1], (at, step)]
+        self._reported_at = at
 
 
 class Growth:
@@ -116,7 +128,7 @@ class Growth:
             more = min(self._most, self._launcher.capacity(self._trial))
             looks = looks + 1 if more > self._trial.workers else 0
             if looks > 1 and self._pace.is_worth(1 - self._trial.workers / more):
-                self._launcher.session.resize.ask()
+                self._launcher.resize.ask()
                 return
 
 

@@ -1,17 +1,24 @@
-"""What a launcher is: who starts a trial's workers and carries their events back."""
+"""The interface of a launcher, which starts a trial's workers, and what all launchers share: events, hangs, stops."""
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 from pipeline.config.parallel import Parallel
+from pipeline.launchers._hang_detector import HangDetector
 from pipeline.launchers._shutdown import StopRequest
 from pipeline.planning.resources import Resources
-from pipeline.protocol.channel.inbox import Receive, inside, not_kept
-from pipeline.protocol.events import AnyEvent
+from pipeline.protocol.channel.inbox import Inbox, Receive, inside, not_kept
+from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.events import AnyEvent, Finished, FirstStep
 from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial_outcome import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +35,6 @@ class Session:
     """Whether the launcher reads the data and sends it to the workers."""
     verbose: bool = False
     """Whether to let the launcher's and the workers' output through to the terminal."""
-    stop: StopRequest = field(default_factory=StopRequest)
-    """Asks the workers to end early."""
-    resize: StopRequest = field(default_factory=StopRequest)
-    """Asks the workers to end early because more of them can go on."""
 
     def log_folder(self, trial: Trial) -> Path:
         """Where the workers of a trial write what they print."""
@@ -41,15 +44,16 @@ class Session:
 
 
 class DirectOutbox:
-    """The way to the driver of a worker that lives in the same process."""
+    """Outbox of a worker in the driver's own process."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, is_stopping: Callable[[], bool] = lambda: False) -> None:
         self._session = session
+        self._is_stopping = is_stopping
 
     @property
     def stop_asked(self) -> bool:
-        """Whether the run's own process was asked to stop."""
-        return self._session.stop.asked
+        """True if the run's own process was asked to stop."""
+        return self._is_stopping()
 
     def event(self, event: AnyEvent) -> None:
         """Hand the event over."""
@@ -64,61 +68,109 @@ class DirectOutbox:
 
 
 class NoOutbox:
-    """For ranks whose driver hears everything from rank 0."""
+    """Outbox of a rank whose driver hears everything from rank 0."""
 
     stop_asked = False
 
     def event(self, event: AnyEvent) -> None:
-        """Nobody listens."""
+        """Drop the event."""
 
     def file(self, path: Path, name: str) -> None:
-        """Nobody listens."""
+        """Drop the file."""
 
 
-class WorkersLost(Exception):
-    """Workers ended without a word, e.g. killed for want of memory. ``losses`` says how, by rank."""
+class Attempt:
+    """One launch of a trial: forwards its workers' events to the run, and keeps what its outcome consists of."""
 
-    def __init__(self, losses: Mapping[int, str]) -> None:
-        self.losses = dict(losses)
-        super().__init__("; ".join(f"rank {rank}: {how}" for rank, how in sorted(self.losses.items())))
+    def __init__(self, trial: Trial, *, session: Session, stop: StopRequest, resize: StopRequest) -> None:
+        self.outbox = DirectOutbox(replace(session, receive=self.receive), is_stopping=lambda: stop.asked)
+        """Outbox for a worker in this process."""
+        self.silent: Mapping[int, str] = {}
+        """How ranks of other nodes became silent, by rank."""
+        self._trial = trial
+        self._session = session
+        self._stop, self._resize = stop, resize
+        self._opened_at = time.monotonic()
+        self._time_to_first_step: float | None = None
+        self._outcome = Outcome()
+        self._lock = threading.Lock()
+
+    def receive(self, event: AnyEvent) -> None:
+        """Take an event from a worker; may be called from any thread."""
+        if isinstance(event, FirstStep):
+            self._time_to_first_step = time.monotonic() - self._opened_at
+        elif isinstance(event, Finished):
+            event = event.model_copy(update={"time_to_first_step_s": self._time_to_first_step})
+        with self._lock:
+            self._outcome = self._outcome.after(event)
+        self._session.receive(event)
+
+    @contextmanager
+    def listening(self, host: str) -> Iterator[Address]:
+        """Open an inbox on an address of this machine; yield where workers connect to it.
+
+        Meanwhile hanging ranks are detected and stop requests are passed on to the workers.
+        """
+        detector = HangDetector(self._trial, receive=self.receive)
+        inbox = Inbox(host=host, receive=detector.receive, folder=self._session.folder)
+        with detector, inbox, self._stop.telling(inbox.ask_to_stop), self._resize.telling(inbox.ask_to_stop):
+            yield inbox.address
+        self.silent = detector.lost
+
+    def outcome(self, losses: Mapping[int, str] | None = None) -> Outcome:
+        """Return the outcome, with how workers ended that were lost, by rank."""
+        return replace(self._outcome, losses=dict(losses or {}), was_resized=self._resize.asked)
 
 
-class Launcher(Protocol):
-    """Launches trials one after the other, as a context manager that cleans up behind itself.
+class Launcher(ABC):
+    """Launches trials one after another; a context manager that leaves nothing behind.
 
-    The contract, held by tests/contract/test_launchers.py for every file in this folder: each trial's events arrive
-    through ``session.receive`` before `launch` ends, a rank's own error is kept, no process is left behind.
+    A launcher implements `resources`, `capacity` and `launch`. The contract, held by tests/contract/test_launchers.py
+    for every file in this folder: each trial's events arrive through ``session.receive`` before `launch` ends, a rank's
+    own error is kept, no process is left behind.
     """
 
-    many_processes: ClassVar[bool]
-    """Whether it can run more than one worker."""
+    many_processes: ClassVar[bool] = True
+    """True if it can run more than one worker."""
 
-    session: Session
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.stop = StopRequest()
+        """Asks the workers of this and all later trials to save a checkpoint and end."""
+        self.resize = StopRequest()
+        """Asks the workers of the running trial to save a checkpoint and end because more of them can continue."""
 
-    def __init__(self, session: Session) -> None: ...
+        self.held = ExitStack()
+        """What is kept for all trials together; released in the end."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.held.close()
 
     @staticmethod
+    @abstractmethod
     def resources(parallel: Parallel) -> Resources:
-        """Cores and GPUs that its workers can be placed on.
+        """Return the cores and GPUs that workers can be placed on.
 
         Raises:
             ResourceError: they can't be reached.
         """
-        ...
 
+    @abstractmethod
     def capacity(self, trial: Trial) -> int:
-        """How many workers of a trial there is room for now, those that run counted; may be called from any thread."""
-        ...
+        """Return the number of a trial's workers that fit now, running ones included; called from any thread."""
 
-    def launch(self, trial: Trial) -> None:
-        """Run a trial to its end, well or badly: a failed rank has reported its error as an event.
+    @abstractmethod
+    def launch(self, trial: Trial) -> Outcome:
+        """Run a trial to its end, within an `attempt`, and return what came of it, also if ranks failed or were lost.
 
         Raises:
-            WorkersLost: a worker ended without reporting, or is not heard any more because its node is cut off.
             ResourceError: the workers can't be placed.
         """
-        ...
+
+    def attempt(self, trial: Trial) -> Attempt:
+        """Begin an attempt at a trial: the first thing that `launch` does."""
+        self.resize = StopRequest()
+        return Attempt(trial, session=self.session, stop=self.stop, resize=self.resize)

@@ -2,40 +2,33 @@
 
 import socket
 from contextlib import suppress
-from typing import Self
 
 from pipeline.config.parallel import Parallel
-from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.launchers import base
 from pipeline.planning import resources
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial_outcome import Outcome
 from pipeline.worker import main
 
 
-class Launcher:
+class Launcher(base.Launcher):
     """Runs the worker function where it stands."""
 
     many_processes = False
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing was started."""
-
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
-        """This machine."""
+        """Return this machine's."""
         return resources.detect()
 
     def capacity(self, trial: Trial) -> int:
-        """This process."""
+        """Return 1: this process."""
         return 1
 
-    def launch(self, trial: Trial) -> None:
+    def launch(self, trial: Trial) -> Outcome:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
+        attempt = self.attempt(trial)
         with suppress(main.WorkerFailed):  # it has been reported
-            main.run(trial, rank=Rank(node=socket.gethostname()), outbox=DirectOutbox(self.session))
+            main.run(trial, rank=Rank(node=socket.gethostname()), outbox=attempt.outbox)
+        return attempt.outcome()

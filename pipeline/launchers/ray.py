@@ -5,7 +5,7 @@ A local Ray is started unless ``parallel.address`` or RAY_ADDRESS names a cluste
 
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Mapping
 from typing import Self
 
 import ray
@@ -18,20 +18,19 @@ from pipeline.cluster.code import to_send
 from pipeline.cluster.connection import first_line
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
-from pipeline.launchers._hang_detector import HangDetector
+from pipeline.launchers import base
 from pipeline.launchers._ray import local
 from pipeline.launchers._ray.ingest import Ingest
 from pipeline.launchers._ray.network import Meeting
 from pipeline.launchers._ray.session import Joined
 from pipeline.launchers._ray.trainer import Trainer
 from pipeline.launchers._ray.work import work
-from pipeline.launchers.base import Session, WorkersLost
 from pipeline.planning import resources
 from pipeline.planning.resources import Resources
-from pipeline.protocol.channel.inbox import Inbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.process import environment
 from pipeline.wording import counted
 
@@ -39,25 +38,18 @@ _AFTER_OTHERS_S = 30.0
 """Ranks that wait for a lost one give up by themselves, and Ray may find out that its node is gone."""
 
 
-class Launcher:
+class Launcher(base.Launcher):
     """Runs each trial with Ray Train V2."""
 
-    many_processes = True
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, session: base.Session) -> None:
+        super().__init__(session)
         self._address = join.cluster_address(session.parallel)
         self._running = 0  # workers
         self._ingests: dict[str, Ingest] = {}
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            self._joined = stack.enter_context(Joined.session(self.session, address=self._address))
-            self._stack = stack.pop_all()
+        self._joined = self.held.enter_context(Joined.session(self.session, address=self._address))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
@@ -73,27 +65,17 @@ class Launcher:
         except RayError:  # the head doesn't answer, which ends what runs
             return self._running
 
-    def launch(self, trial: Trial) -> None:
+    def launch(self, trial: Trial) -> Outcome:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
+        attempt = self.attempt(trial)
         places.await_death_notices(timeout_s=trial.experiment.parallel.start_timeout_s)
         self._joined.look_at_nodes(trial)
         places.await_capacity(trial)
         ingest = self._ingest(trial)
         host = local.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
-        vigil = HangDetector(trial, receive=self.session.receive)
-        inbox = Inbox(host=host, receive=vigil.receive, folder=self.session.folder)
-        stop, resize = (ask.telling(inbox.ask_to_stop) for ask in (self.session.stop, self.session.resize))
-        with vigil, inbox, stop, resize, environment(**_patience(trial)):
-            error = self._train(trial, inbox.address, ingest)
-        if isinstance(error, WorkerGroupError) or (error is not None and vigil.lost):
-            failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
-            raise WorkersLost({rank: _how(failure) for rank, failure in failures.items()} | vigil.lost)
-        if isinstance(error, TrainingFailedError):
-            # The controller's own error says in its first line only that it is one.
-            cause = error.controller_failure if isinstance(error, ControllerError) else error
-            raise ResourceError(f"Ray could not start {places.asked_for(trial)}: {first_line(cause)}")
-        if error is not None:
-            raise error
+        with attempt.listening(host) as address, environment(**_patience(trial)):
+            error = self._train(trial, address, ingest)
+        return attempt.outcome(_losses(error, trial, silent=attempt.silent))
 
     def _train(self, trial: Trial, address: Address, ingest: Ingest | None) -> BaseException | None:
         self._running = trial.workers
@@ -170,6 +152,26 @@ def _fit(trainer: Trainer) -> BaseException | None:
     thread.start()
     thread.join()
     return errors[0] if errors else None
+
+
+def _losses(error: BaseException | None, trial: Trial, *, silent: Mapping[int, str]) -> Mapping[int, str]:
+    """Return how workers ended, by rank, from the trainer's error and the ranks of other nodes that became silent.
+
+    Raises:
+        ResourceError: Ray could not start the workers.
+        BaseException: the trainer's error, if it says nothing of workers.
+    """
+    if error is None:
+        return {}
+    if isinstance(error, WorkerGroupError):
+        return {rank: _how(failure) for rank, failure in error.worker_failures.items()} | dict(silent)
+    if silent:
+        return silent
+    if isinstance(error, TrainingFailedError):
+        # The controller's own error says in its first line only that it is one.
+        cause = error.controller_failure if isinstance(error, ControllerError) else error
+        raise ResourceError(f"Ray could not start {places.asked_for(trial)}: {first_line(cause)}")
+    raise error
 
 
 def _how(failure: BaseException) -> str:

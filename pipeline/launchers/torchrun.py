@@ -17,15 +17,13 @@ from typing import NoReturn, Self
 
 from pipeline.config.parallel import Parallel
 from pipeline.errors import Terminated
-from pipeline.launchers import _head_start
+from pipeline.launchers import _head_start, base
 from pipeline.launchers._forks import Forks, Process
-from pipeline.launchers._hang_detector import HangDetector
-from pipeline.launchers.base import DirectOutbox, Session, WorkersLost
 from pipeline.planning import resources
 from pipeline.planning.resources import Resources
-from pipeline.protocol.channel.inbox import Inbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.process import outer_rank
 from pipeline.worker import main as worker
 from pipeline.worker import rendezvous
@@ -37,63 +35,53 @@ _END_S = 30.0
 """How long workers may take to end when they are interrupted, and when they are told to; then they are killed."""
 
 
-class Launcher:
+class Launcher(base.Launcher):
     """Has `pipeline.worker.main` run once for each rank."""
 
-    many_processes = True
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, session: base.Session) -> None:
+        super().__init__(session)
         self._forks: Forks | None = None
 
     def __enter__(self) -> Self:
         if outer_rank() is None:
-            self._forks = _head_start.forks()
+            self._forks = self.held.enter_context(_head_start.forks())
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._forks is not None:
-            self._forks.__exit__(*exception)
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
-        """This machine."""
+        """Return this machine's."""
         return resources.detect()
 
     def capacity(self, trial: Trial) -> int:
-        """As many as this machine has cores and GPUs for, whoever uses them; those there are under ``torchrun``."""
+        """Return how many workers this machine has cores and GPUs for; under ``torchrun``, how many there are."""
         if outer_rank() is not None:
             return int(os.environ["WORLD_SIZE"])
         there = resources.detect()
         fit = there.cpus // trial.cpus_per_worker
         return min(fit, len(there.gpus) // trial.devices_per_worker) if trial.device == "cuda" else fit
 
-    def launch(self, trial: Trial) -> None:
+    def launch(self, trial: Trial) -> Outcome:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
+        attempt = self.attempt(trial)
         if self._forks is None:
             rank = worker.rank_from_environment() if trial.workers > 1 else Rank()
             with suppress(worker.WorkerFailed):  # it has been reported
-                worker.run(trial, rank=rank, outbox=DirectOutbox(self.session))
-            return
+                worker.run(trial, rank=rank, outbox=attempt.outbox)
+            return attempt.outcome()
         folder = self.session.folder / "trials"
         folder.mkdir(exist_ok=True)
         assignment, channel = folder / f"{trial.name}.json", folder / f"{trial.name}.channel"
         assignment.write_text(trial.model_dump_json(indent=1))
-        vigil = HangDetector(trial, receive=self.session.receive)
-        inbox = Inbox(host=_LOOPBACK, receive=vigil.receive, folder=self.session.folder)
         try:
-            with vigil, inbox, self.session.stop.telling(inbox.ask_to_stop):
-                _write_secret(channel, inbox.address)
-                self._run(trial, [str(assignment), "--channel", str(channel)], self._forks)
+            with attempt.listening(_LOOPBACK) as address:
+                _write_secret(channel, address)
+                losses = self._run(trial, [str(assignment), "--channel", str(channel)], self._forks)
         finally:
             channel.unlink(missing_ok=True)
+        return attempt.outcome(losses)
 
-    def _run(self, trial: Trial, arguments: Sequence[str], forks: Forks) -> None:
-        """Have all ranks run to their end.
-
-        Raises:
-            WorkersLost: one has ended badly; the others are ended then.
-        """
+    def _run(self, trial: Trial, arguments: Sequence[str], forks: Forks) -> dict[int, str]:
+        """Start all ranks and wait for their end; end all when one ends badly, and return how those ended, by rank."""
         timeout = timedelta(seconds=trial.experiment.parallel.start_timeout_s)
         store = rendezvous.opened(_LOOPBACK, 0, timeout=timeout)
         ranks: list[Process] = []
@@ -109,7 +97,7 @@ class Launcher:
                 raise
         if losses:
             _end(ranks)
-            raise WorkersLost(losses)
+        return losses
 
     def _variables(self, trial: Trial, *, rank: int, port: int) -> dict[str, str]:
         """What ``torchrun`` tells a worker."""

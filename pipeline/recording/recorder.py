@@ -2,8 +2,8 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -11,12 +11,8 @@ from pipeline.protocol.events import (
     Advanced,
     AnyEvent,
     BatchSizesFound,
-    Failed,
     Finished,
-    FirstStep,
-    Metrics,
     Started,
-    Trained,
     TrialOpened,
     Warned,
 )
@@ -59,20 +55,10 @@ class Recorder:
         self.folder = folder
         self.finished: list[Finished] = []
         """The ends of the trials so far."""
-        self.failures: list[Failed] = []
-        """The failures of the trial that was opened last, in the order of their arrival."""
         self.started: Started | None = None
         """The start of the trial that was opened last."""
         self.batch_sizes: BatchSizes | None = None
         """What the trial that was opened last found, if that is what it looked for."""
-        self.trained: Trained | None = None
-        """The result of the trial that was opened last, before what is measured after the training."""
-        self.has_ended = False
-        """Whether the trial that was opened last has come to its end."""
-        self.last_progress: float | None = None
-        """When steps were last reported that were new, in seconds of the monotonic clock."""
-        self.first_progress: float | None = None
-        """The same, for the first time since a trial was opened."""
         self.summary = ""
         """What came out, in Markdown; set once it is known."""
         self.known = 0
@@ -84,8 +70,6 @@ class Recorder:
         self._told = ""
         self._subjects: set[str] = set()
         self._lock = threading.Lock()
-        self._opened_at = 0.0
-        self._time_to_first_step: float | None = None
 
     @property
     def missing(self) -> int:
@@ -97,18 +81,28 @@ class Recorder:
         with self._lock:
             self._subscribers.append(subscriber)
 
+    @contextmanager
+    def subscribed(self, subscriber: Subscriber) -> Iterator[None]:
+        """Hand the events to one more inside the block."""
+        self.subscribe(subscriber)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._subscribers.remove(subscriber)
+
     def receive(self, event: AnyEvent) -> None:
         """Record an event."""
         with self._lock:
             new = self._progress.new(event)
             if new is None or self._is_told(new):
                 return
-            noted = self._noted(new)
-            if not isinstance(noted, Advanced):
-                self._journal.append(noted)
+            self._note(new)
+            if not isinstance(new, Advanced):
+                self._journal.append(new)
                 self._tell_trouble()
             for subscriber in self._subscribers:
-                subscriber.receive(noted)
+                subscriber.receive(new)
 
     def close(self) -> None:
         """No more events."""
@@ -151,31 +145,16 @@ class Recorder:
             self._warn(f"{self.folder / FILE_NAME} is written again{lost}")
         self._told = trouble
 
-    def _noted(self, event: AnyEvent) -> AnyEvent:
-        """The event, completed by what only the driver's clock knows."""
+    def _note(self, event: AnyEvent) -> None:
         match event:
             case TrialOpened():
-                self._opened_at, self._time_to_first_step = time.monotonic(), None
-                self.failures, self.started, self.batch_sizes, self.has_ended = [], None, None, False
-                self.first_progress, self.trained = None, None
+                self.started, self.batch_sizes = None, None
                 self._subjects = set()
                 again = (event.trial, event.repeat)
                 self.finished = [end for end in self.finished if (end.result.trial, end.result.repeat) != again]
             case Started():
                 self.started = event
-            case Metrics():
-                self.last_progress = time.monotonic()
-                self.first_progress = self.first_progress or self.last_progress
-            case FirstStep():
-                self._time_to_first_step = time.monotonic() - self._opened_at
-            case Failed():
-                self.failures.append(event)
-            case Trained():
-                self.trained = event
             case Finished():
-                event = event.model_copy(update={"time_to_first_step_s": self._time_to_first_step})
                 self.finished.append(event)
-                self.has_ended = True
             case BatchSizesFound():
-                self.batch_sizes, self.has_ended = event.sizes, True
-        return event
+                self.batch_sizes = event.sizes

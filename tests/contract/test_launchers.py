@@ -8,7 +8,6 @@ import pytest
 
 from pipeline import registry
 from pipeline.protocol.events import Failed, Finished, FirstStep, Metrics, ModelSaved, Started, Trained, TrialOpened
-from pipeline.protocol.failures import cause, only_lost_workers
 
 pytestmark = pytest.mark.parametrize("launcher", registry.names("launchers"))
 
@@ -16,8 +15,11 @@ Session = Callable[[str], Any]
 
 
 def test_a_trial_returns_its_result(launched: Session, launcher: str) -> None:
-    *_, finished = launched(launcher).events["fp32"]
+    session = launched(launcher)
+    *_, finished = session.events["fp32"]
 
+    assert session.outcomes["fp32"].finished == finished
+    assert not session.outcomes["fp32"].has_failed
     assert isinstance(finished, Finished)
     assert finished.result.steps == 23
     assert finished.result.samples_per_second.median > 0
@@ -64,29 +66,25 @@ def test_a_user_exception_keeps_its_own_traceback(launched: Session, launcher: s
 
 
 def test_the_rank_that_failed_is_to_blame(launched: Session, launcher: str) -> None:
-    session = launched(launcher)
-    failures = [event for event in session.events["raises"] if isinstance(event, Failed)]
+    outcome = launched(launcher).outcomes["raises"]
 
-    losses = session.losses.get("raises", {})
-
-    assert str(cause(failures, losses)).endswith("ZeroDivisionError: the model's own mistake")
-    assert not only_lost_workers(failures, losses)
+    assert str(outcome.error).endswith("ZeroDivisionError: the model's own mistake")
+    assert not outcome.has_only_lost_workers
+    assert not outcome.has_ended
 
 
 def test_a_killed_worker_is_named(launched: Session, launcher: str) -> None:
     session = launched(launcher)
-    if "killed" not in session.events:
+    if "killed" not in session.outcomes:
         pytest.skip(f"{launcher} runs in the driver's process, which can't survive it")
-    failures = [event for event in session.events["killed"] if isinstance(event, Failed)]
+    outcome = session.outcomes["killed"]
 
-    error = cause(failures, session.losses["killed"])
-
-    assert only_lost_workers(failures, session.losses["killed"])
-    assert 1 not in {failure.rank.rank for failure in failures}
-    assert "rank 1 ended without a word" in str(error)
-    assert "killed" in str(error)
-    assert ("SIGKILL" in str(error)) == (launcher != "ray")  # Ray doesn't know how its processes end
-    assert "rank 0" not in str(error)
+    assert outcome.has_only_lost_workers
+    assert 1 not in {failure.rank.rank for failure in outcome.failures}
+    assert "rank 1 ended without a word" in str(outcome.error)
+    assert "killed" in str(outcome.error)
+    assert ("SIGKILL" in str(outcome.error)) == (launcher != "ray")  # Ray doesn't know how its processes end
+    assert "rank 0" not in str(outcome.error)
 
 
 def test_everything_is_as_before(launched: Session, launcher: str) -> None:

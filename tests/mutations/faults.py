@@ -74,10 +74,10 @@ FAULTS = (
     Fault(
         "the traceback is that of whoever spoke first",
         "the first failing rank's own traceback",
-        "pipeline/protocol/failures.py",
-        '    first = next((failure for failure in failures if failure.origin == "rank"), None)',
-        "    first = next(iter(failures), None)",
-        ("tests/unit/test_failures.py",),
+        "pipeline/protocol/trial_outcome.py",
+        '        first = next((failure for failure in self.failures if failure.origin == "rank"), None)',
+        "        first = next(iter(self.failures), None)",
+        ("tests/unit/test_trial_outcome.py",),
     ),
     Fault(
         "all micro-batches count as the last one",

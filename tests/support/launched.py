@@ -14,22 +14,23 @@ from pipeline import registry
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
 from pipeline.launchers import _head_start
-from pipeline.launchers.base import Session, WorkersLost
+from pipeline.launchers.base import Session
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording import journal
 from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.recorder import Recorder
 
 
 class Launched(NamedTuple):
-    """What one session of a launcher left behind: the journal, and how its workers were lost, by trial."""
+    """What one session of a launcher left behind: the journal, and the outcome of each trial."""
 
     folder: Path
     events: dict[str, list[AnyEvent]]
-    losses: dict[str, dict[int, str]]
+    outcomes: dict[str, Outcome]
     leaks: list[str]
 
 
@@ -53,20 +54,17 @@ def _launched(name: str, folder: Path) -> Launched:
     trials = list(_trials(name, workers=2 if launcher.many_processes else 1))
     recorder = Recorder(folder, subscribers=[])
     session = Session(folder=folder, receive=recorder.receive, parallel=trials[0].experiment.parallel)
-    losses: dict[str, dict[int, str]] = {}
+    outcomes: dict[str, Outcome] = {}
     before = State.now()
     with closing(recorder), _head_start.given(trials[0].experiment), launcher(session) as ready:
         for trial in trials:
             open_trial(trial, recorder)
-            try:
-                ready.launch(trial)
-            except WorkersLost as lost:
-                losses[trial.name] = lost.losses
+            outcomes[trial.name] = ready.launch(trial)
     leaks = before.leaks()
     events: dict[str, list[AnyEvent]] = {trial.name: [] for trial in trials}
     for event in journal.read(folder / journal.FILE_NAME):
         events.setdefault(event.trial, []).append(event)  # a node's load belongs to no trial
-    return Launched(folder, events, losses, leaks)
+    return Launched(folder, events, outcomes, leaks)
 
 
 def _trials(launcher: str, *, workers: int) -> Iterator[Trial]:

@@ -224,9 +224,8 @@ def test_workers_are_asked_to_make_way_for_more(pace: Paced, workers, room, look
     running = trial(1, 4).model_copy(update={"workers": workers})
     with elastic.Growth(running, launcher=launcher, pace=pace(10, 20)):
         assert all(launcher.looks.acquire(timeout=20) for _ in range(looks)), "it stopped to look for room"
-    assert launcher.session.resize.withdraw() == asks
-    assert not launcher.session.resize.asked
-    assert not launcher.session.stop.asked
+    assert launcher.resize.asked == asks
+    assert not launcher.stop.asked
 
 
 def test_a_measurement_keeps_its_size() -> None:

@@ -1,8 +1,9 @@
 """A training whose workers fail while they are measured afterwards: it ends with the result that it had."""
 
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import toys
@@ -11,42 +12,57 @@ from samples import finished, spread
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.execute import execute
 from pipeline.errors import PipelineError, Problem, TrainingError
-from pipeline.launchers.base import Session, WorkersLost
-from pipeline.protocol.events import AnyEvent, Failed, Trained, Warned
+from pipeline.launchers import inprocess
+from pipeline.launchers.base import Session
+from pipeline.protocol.events import AnyEvent, Failed, Finished, Metrics, Point, Trained, Warned
 from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial_outcome import Outcome
+from pipeline.recording import journal
 from pipeline.recording.recorder import Recorder
 
 RESULT = finished("main", spread(190.0)).result
 
 
-class Launcher:
-    """Sends what workers would, and loses them."""
+class Launcher(inprocess.Launcher):
+    """Sends what workers would, and loses them; attempt after attempt, the last one again and again."""
 
-    def __init__(self, session: Session, sent: list[AnyEvent], *, lost: dict[int, str]) -> None:
-        self.session, self._sent, self._lost = session, sent, lost
+    def __init__(self, session: Session, *attempts: tuple[list[AnyEvent], dict[int, str]]) -> None:
+        super().__init__(session)
+        self._attempts = list(attempts)
 
-    def launch(self, trial: Trial) -> None:
-        for event in self._sent:
-            self.session.receive(event)
-        if self._lost:
-            raise WorkersLost(self._lost)
+    def launch(self, trial: Trial) -> Outcome:
+        sent, lost = self._attempts.pop(0) if len(self._attempts) > 1 else self._attempts[0]
+        attempt = self.attempt(trial)
+        for event in sent:
+            attempt.receive(event)
+        return attempt.outcome(lost)
 
 
-def carried_out(folder: Path, sent: list[AnyEvent], *, lost: dict[int, str] | None = None) -> Recorder:
-    trial = toys.trial()
-    recorder = Recorder(folder, subscribers=[])
-    session = Session(folder=folder, receive=recorder.receive, parallel=trial.experiment.parallel)
+class Run(NamedTuple):
+    outcome: Outcome
+    journal: list[AnyEvent]
+
+    @property
+    def warnings(self) -> list[str]:
+        return [event.message for event in self.journal if isinstance(event, Warned)]
+
+
+def carried_out(folder: Path, *attempts: tuple[list[AnyEvent], dict[int, str]], trial: Trial | None = None) -> Run:
+    trial = trial or toys.trial()
     file = SimpleNamespace(explain=lambda problems: PipelineError(str(problems[0])))
-    try:
-        launcher: Any = Launcher(session, sent, lost=lost or {})
-        execute(trial, launcher=launcher, recorder=recorder, file=cast(ExperimentFile, file))
-    finally:
-        recorder.close()
-    return recorder
+    with closing(Recorder(folder, subscribers=[])) as recorder:
+        session = Session(folder=folder, receive=recorder.receive, parallel=trial.experiment.parallel)
+        launcher = Launcher(session, *attempts)
+        outcome = execute(trial, launcher=launcher, recorder=recorder, file=cast(ExperimentFile, file))
+    return Run(outcome, list(journal.read(folder / journal.FILE_NAME)))
 
 
 def failed(**more: Any) -> Failed:
     return Failed(time=1.0, rank=Rank(rank=1, world_size=2), error="RuntimeError: no room", traceback="", **more)
+
+
+def reported(step: int) -> Metrics:
+    return Metrics(time=1.0, step=step, epoch=1, points=(Point("train/loss", step, 1.0),))
 
 
 TRAINED = Trained(time=1.0, result=RESULT)
@@ -56,19 +72,34 @@ TRAINED = Trained(time=1.0, result=RESULT)
 def test_what_fails_after_the_training_leaves_its_result(
     tmp_path: Path, sent: list[AnyEvent], lost: dict[int, str]
 ) -> None:
-    recorder = carried_out(tmp_path, sent, lost=lost)
-    assert [end.result for end in recorder.finished] == [RESULT]
-    assert recorder.has_ended
+    run = carried_out(tmp_path, (sent, lost))
+    assert run.outcome.finished is not None
+    assert run.outcome.finished.result == RESULT
+    assert [event for event in run.journal if isinstance(event, Finished)] == [run.outcome.finished]
+    assert "the training had ended, what is measured after it is missing" in run.warnings[0]
+
+
+def test_a_trial_that_loses_workers_goes_on_as_often_as_it_may(tmp_path: Path) -> None:
+    lost: tuple[list[AnyEvent], dict[int, str]] = ([reported(3)], {1: "killed by SIGKILL"})
+    whole: tuple[list[AnyEvent], dict[int, str]] = ([reported(3), reported(4), finished("main", spread(190.0))], {})
+    trial = toys.trial(parallel={"max_failures": 1}).model_copy(update={"checkpoints": str(tmp_path)})
+    (tmp_path / "once").mkdir()
+    run = carried_out(tmp_path / "once", lost, whole, trial=trial)
+    assert run.outcome.has_ended
+    assert "killed by SIGKILL; going on from the newest checkpoint (failure 1 of 1)" in run.warnings[0]
+    assert "training stood still for 0 s" in run.warnings[1]
+    with pytest.raises(TrainingError, match="killed by SIGKILL"):
+        carried_out(tmp_path, lost, trial=trial)
 
 
 def test_what_fails_in_the_training_fails_it(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="no room"):
-        carried_out(tmp_path, [failed()])
+        carried_out(tmp_path, ([failed()], {}))
 
 
 def test_an_experiment_that_can_t_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="is a stream"):
-        carried_out(tmp_path, [TRAINED, failed(problems=(Problem("data", "is a stream"),))])
+        carried_out(tmp_path, ([TRAINED, failed(problems=(Problem("data", "is a stream"),))], {}))
 
 
 def test_ranks_that_fail_in_each_other_s_wake_are_one_line(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from samples import finished, spread
@@ -11,16 +10,12 @@ from samples import finished, spread
 from pipeline.errors import UsageError
 from pipeline.protocol.events import (
     AnyEvent,
-    Failed,
-    Finished,
-    FirstStep,
     Metrics,
     Point,
     SystemMetrics,
     TrialOpened,
     Warned,
 )
-from pipeline.protocol.trial import Rank
 from pipeline.recording.journal import FILE_NAME, is_open, read
 from pipeline.recording.recorder import Recorder
 
@@ -42,10 +37,6 @@ def opened(name: str) -> TrialOpened:
     return TrialOpened(time=0.0, trial=name, role="main", title=name, tags={}, params={})
 
 
-def failed(error: str) -> Failed:
-    return Failed(time=0.0, rank=Rank(), error=error, traceback="")
-
-
 def test_an_event_is_in_the_journal_before_anyone_hears_of_it(tmp_path: Path) -> None:
     listener = Listener(tmp_path)
     recorder = Recorder(tmp_path, subscribers=[listener])
@@ -63,38 +54,6 @@ def test_what_the_journal_refuses_nobody_hears(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="closed file"):
         recorder.receive(Warned(time=1.0, message="too late"))
     assert not listener.events
-
-
-def test_the_time_to_the_first_step_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("pipeline.recording.recorder.time.monotonic", lambda: now)
-    recorder = Recorder(tmp_path, subscribers=[])
-    end = finished("main", spread(1.0)).model_copy(update={"time_to_first_step_s": None})
-    recorder.receive(opened("baseline"))
-    now = 107.5
-    recorder.receive(FirstStep(time=0.0))
-    now = 110.0
-    recorder.receive(finished("baseline", spread(1.0)))
-    recorder.receive(opened("main"))
-    recorder.receive(end)
-    recorder.close()
-
-    ends: list[Any] = [event for event in read(tmp_path / FILE_NAME) if isinstance(event, Finished)]
-    assert [event.time_to_first_step_s for event in ends] == [7.5, None]  # the second trial never took a step
-    assert recorder.finished == ends
-
-
-def test_failures_are_those_of_the_last_trial(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, subscribers=[])
-    recorder.receive(opened("baseline"))
-    recorder.receive(failed("one"))
-    recorder.receive(failed("two"))
-    first = recorder.failures
-    recorder.receive(opened("main"))
-    recorder.close()
-
-    assert [failure.error for failure in first] == ["one", "two"]
-    assert recorder.failures == []
 
 
 def test_events_come_from_any_thread_one_at_a_time(tmp_path: Path) -> None:
@@ -207,6 +166,17 @@ def test_a_damaged_journal_is_not_continued_and_not_locked(tmp_path: Path) -> No
     with pytest.raises(UsageError, match="damaged"):
         Recorder(tmp_path, subscribers=[])
     assert not is_open(path)
+
+
+def test_who_subscribes_to_a_block_hears_what_happens_in_it(tmp_path: Path) -> None:
+    listener = Listener(tmp_path)
+    recorder = Recorder(tmp_path, subscribers=[])
+    recorder.receive(Warned(time=1.0, message="before"))
+    with recorder.subscribed(listener):
+        recorder.receive(Warned(time=1.0, message="inside"))
+    recorder.receive(Warned(time=1.0, message="after"))
+    recorder.close()
+    assert listener.events == [Warned(time=1.0, message="inside")]
 
 
 def test_trouble_with_the_journal_is_told_once(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 from pipeline.config.parallel import Parallel
-from pipeline.launchers.base import Session
+from pipeline.launchers import base
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import (
     AnyEvent,
@@ -31,6 +30,7 @@ from pipeline.protocol.events import (
     Warned,
 )
 from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording import journal
 
 _WORKERS = (
@@ -39,21 +39,13 @@ _WORKERS = (
 """What workers say; all else is the driver's."""
 
 
-class Launcher:
+class Launcher(base.Launcher):
     """Says again what the workers of a run have said."""
 
-    many_processes = True
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, session: base.Session) -> None:
+        super().__init__(session)
         self._folder = Path(os.environ["PLAYED"])
         self._launched: Counter[tuple[str, int]] = Counter()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing was started."""
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
@@ -64,18 +56,20 @@ class Launcher:
         """As many as were recorded."""
         return trial.workers
 
-    def launch(self, trial: Trial) -> None:
+    def launch(self, trial: Trial) -> Outcome:
         """Play one attempt of a trial; see `pipeline.launchers.base.Launcher`."""
-        attempt = self._launched[trial.name, trial.repeat]
+        attempt = self.attempt(trial)
+        number = self._launched[trial.name, trial.repeat]
         self._launched[trial.name, trial.repeat] += 1
-        for event in self._said(trial, attempt=attempt):
+        for event in self._said(trial, attempt=number):
             if isinstance(event, ModelSaved):
                 if not trial.experiment.tracking.log_model:
                     continue
                 shutil.copytree(self._folder / "model", self.session.folder / "model", dirs_exist_ok=True)
-            self.session.receive(event)
+            attempt.receive(event)
         if self._was_interrupted:
             raise KeyboardInterrupt
+        return attempt.outcome()
 
     def _said(self, trial: Trial, *, attempt: int) -> Iterator[AnyEvent]:
         opened = -1

@@ -1,0 +1,92 @@
+"""Outcome of a launched trial: its result, or which rank is to blame when one fails and takes the others with it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from pipeline.errors import ExperimentError, PipelineError, TrainingError
+from pipeline.protocol.events import AnyEvent, BatchSizesFound, Failed, Finished, Started, Trained
+from pipeline.protocol.trial import BatchSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Everything that one launch of a trial came to."""
+
+    started: Started | None = None
+    trained: Trained | None = None
+    finished: Finished | None = None
+    batch_sizes: BatchSizes | None = None
+    """Result of a trial whose role is tuning, in place of ``finished``."""
+    failures: tuple[Failed, ...] = ()
+    """Failures that ranks reported, in the order of their arrival."""
+    losses: Mapping[int, str] = field(default_factory=dict)
+    """How workers ended, by rank, as the launcher saw it; ranks that reported a failure may be among them."""
+    was_resized: bool = False
+    """True if the workers were asked to save and end because more of them can continue."""
+
+    def after(self, event: AnyEvent) -> "Outcome":
+        """Return the outcome with what an event of a worker adds to it."""
+        match event:
+            case Started():
+                return replace(self, started=event)
+            case Trained():
+                return replace(self, trained=event)
+            case Finished():
+                return replace(self, finished=event)
+            case BatchSizesFound():
+                return replace(self, batch_sizes=event.sizes)
+            case Failed():
+                return replace(self, failures=(*self.failures, event))
+        return self
+
+    @property
+    def has_ended(self) -> bool:
+        """True if rank 0 has sent its result."""
+        return self.finished is not None or self.batch_sizes is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a rank has failed or a worker was lost."""
+        return bool(self.failures or self.losses)
+
+    @property
+    def has_only_lost_workers(self) -> bool:
+        """True if workers ended without reporting, and the other ranks failed only because of that."""
+        return bool(self.losses) and all(failure.origin != "rank" for failure in self.failures)
+
+    @property
+    def is_experiment_wrong(self) -> bool:
+        """True if a rank has found problems in the experiment file."""
+        return any(failure.problems for failure in self.failures)
+
+    @property
+    def nonfinite_step(self) -> int | None:
+        """The step, counted from 1, whose loss, gradients or weights are not finite, if that is what failed."""
+        steps = (failure.nonfinite_step for failure in self.failures)
+        return next((step for step in steps if step is not None), None)
+
+    @property
+    def error(self) -> PipelineError:
+        """The error to show for a failed trial: that of the first rank that failed by itself."""
+        first = next((failure for failure in self.failures if failure.origin == "rank"), None)
+        if first is None and (unreported := self._unreported()):
+            return TrainingError(unreported)
+        if first is None:
+            first = next(iter(self.failures), None)
+        if first is None:
+            return TrainingError("the workers ended without a result; their logs are in the run's folder")
+        if first.problems:
+            return ExperimentError(first.problems)
+        where = f"rank {first.rank.rank} on {first.rank.node}: " if first.rank.world_size > 1 else ""
+        return TrainingError(where + first.error, first.traceback)
+
+    def _unreported(self) -> str:
+        """Name the ranks that ended without reporting a failure, and their nodes if there are several."""
+        reported = {failure.rank.rank for failure in self.failures}
+        nodes = [device.split()[0] for device in self.started.devices] if self.started else []
+        places = {rank: f" on {node}" for rank, node in enumerate(nodes) if len(set(nodes)) > 1}
+        return "\n".join(
+            f"rank {rank}{places.get(rank, '')} ended without a word: {how}"
+            for rank, how in self.losses.items()
+            if rank not in reported
+        )

@@ -1,0 +1,180 @@
+"""What is kept of a trial's launch, and which rank's error is shown."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import toys
+from samples import finished, spread
+
+from pipeline.errors import ExperimentError, PipelineError, Problem, TrainingError
+from pipeline.launchers import inprocess
+from pipeline.launchers.base import Session
+from pipeline.protocol.events import (
+    AnyEvent,
+    BatchSizesFound,
+    Failed,
+    Finished,
+    FirstStep,
+    Origin,
+    Started,
+    Trained,
+    Warned,
+    event_from_json,
+)
+from pipeline.protocol.trial import BatchSizes, Rank
+from pipeline.protocol.trial_outcome import Outcome
+
+BY_PEER = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:51423"
+OWN = "ConnectionResetError: [Errno 104] Connection reset by peer"
+KILLED = "killed by SIGKILL (out of memory?)"
+
+
+def failed(
+    rank: int, error: str, *, origin: Origin = "rank", world_size: int = 2, problems: tuple[Problem, ...] = ()
+) -> Failed:
+    where = Rank(rank=rank, world_size=world_size, node=f"node-{rank}")
+    traceback = "" if problems else f"traceback of rank {rank}"
+    return Failed(time=0.0, rank=where, error=error, traceback=traceback, problems=problems, origin=origin)
+
+
+def lost(rank: int) -> Failed:
+    return failed(rank, BY_PEER, origin="lost_peer")
+
+
+def started(*nodes: str) -> Started:
+    devices = tuple(f"{node} cpu, 1 thread" for node in nodes)
+    counts = dict.fromkeys(
+        ("total_steps", "steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"), 1
+    )
+    return Started(time=0.0, devices=devices, data_name="", data_digest="", **counts)
+
+
+def error_of(failures: list[Failed], losses: dict[int, str], *, nodes: tuple[str, ...] = ()) -> PipelineError:
+    return Outcome(started=started(*nodes), failures=tuple(failures), losses=losses).error
+
+
+def test_the_first_that_failed_by_itself_is_to_blame() -> None:
+    error = error_of([failed(1, "ValueError: mine"), failed(0, "KeyError: later")], {})
+    assert isinstance(error, TrainingError)
+    assert (str(error), error.details) == ("rank 1 on node-1: ValueError: mine", "traceback of rank 1")
+
+
+@pytest.mark.parametrize("origin", ["lost_peer", "peer_timeout"])
+def test_those_that_only_lost_another_rank_are_not(origin: Origin) -> None:
+    own, collateral = failed(1, "ValueError: mine"), failed(0, "whatever it says", origin=origin)
+    assert str(error_of([collateral, own], {})) == "rank 1 on node-1: ValueError: mine"
+    assert str(error_of([collateral], {1: KILLED})) == f"rank 1 ended without a word: {KILLED}"
+
+
+def test_a_rank_that_lost_a_connection_of_its_own_is_no_lost_worker() -> None:
+    both = {0: "ended with exit code 1", 1: "ended with exit code 1"}
+    assert Outcome(failures=(lost(0),), losses=both).has_only_lost_workers
+    assert not Outcome(failures=(lost(0), failed(1, OWN)), losses=both).has_only_lost_workers
+    assert str(error_of([lost(0), failed(1, OWN)], both)) == f"rank 1 on node-1: {OWN}"
+
+
+def test_failures_of_journals_before_are_read() -> None:
+    line = lost(0).model_dump_json(exclude={"origin"})
+    assert event_from_json(line) == failed(0, BY_PEER)
+
+
+def test_a_rank_that_reported_did_not_end_without_a_word() -> None:
+    losses = {0: "ended with exit code 1", 1: "ended with exit code 1"}
+    error = error_of([lost(0), failed(1, "ValueError: mine")], losses)
+    assert str(error) == "rank 1 on node-1: ValueError: mine"
+
+
+def test_an_own_error_is_more_than_a_loss() -> None:
+    """The launcher kills the others once one has failed."""
+    error = error_of([failed(0, "ValueError: mine")], {0: "ended with exit code 1", 1: "killed by SIGTERM"})
+    assert str(error) == "rank 0 on node-0: ValueError: mine"
+
+
+def test_all_that_ended_without_a_word_are_named() -> None:
+    error = error_of([], {0: KILLED, 3: "ended with exit code 7"})
+    assert str(error) == f"rank 0 ended without a word: {KILLED}\nrank 3 ended without a word: ended with exit code 7"
+
+
+def test_if_all_lost_each_other_the_first_is_shown() -> None:
+    error = error_of([lost(1), lost(0)], {})
+    assert str(error) == f"rank 1 on node-1: {BY_PEER}"
+
+
+def test_nobody_said_anything() -> None:
+    assert str(error_of([], {})) == "the workers ended without a result; their logs are in the run's folder"
+
+
+def test_a_single_process_needs_no_rank() -> None:
+    assert str(error_of([failed(0, "ValueError: mine", world_size=1)], {})) == "ValueError: mine"
+
+
+def test_a_mistake_in_the_experiment_is_no_training_error() -> None:
+    problems = (Problem("model", "wrong"),)
+    error = error_of([failed(1, "model: wrong", problems=problems)], {1: "ended with exit code 1"})
+    assert isinstance(error, ExperimentError)
+    assert error.problems == problems
+
+
+def test_a_lost_rank_is_named_with_its_node_where_there_are_several() -> None:
+    assert str(error_of([], {1: KILLED}, nodes=("a", "b"))) == f"rank 1 on b ended without a word: {KILLED}"
+    assert str(error_of([], {1: KILLED}, nodes=("a", "a"))) == f"rank 1 ended without a word: {KILLED}"
+
+
+def test_an_outcome_is_what_the_events_say() -> None:
+    end = finished("main", spread(1.0))
+    trained = Trained(time=0.0, result=end.result)
+    outcome = Outcome()
+    for event in (started("a"), Warned(time=0.0, message="careful"), lost(1), failed(0, OWN), trained, end):
+        outcome = outcome.after(event)
+    assert outcome == Outcome(started=started("a"), trained=trained, finished=end, failures=(lost(1), failed(0, OWN)))
+    assert outcome.has_ended
+    assert outcome.has_failed
+    assert not Outcome(started=started("a"), trained=trained).has_ended
+
+
+def test_batch_sizes_are_an_end() -> None:
+    sizes = BatchSizes(candidates=(), largest_that_fits=0, recommended=None, train_samples=8)
+    outcome = Outcome().after(BatchSizesFound(time=0.0, sizes=sizes))
+    assert (outcome.has_ended, outcome.batch_sizes) == (True, sizes)
+
+
+def test_the_time_to_the_first_step_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("pipeline.launchers.base.time.monotonic", lambda: now)
+    received: list[AnyEvent] = []
+    trial = toys.trial()
+    session = Session(folder=tmp_path, receive=received.append, parallel=trial.experiment.parallel)
+    launcher = inprocess.Launcher(session)
+    first, second = launcher.attempt(trial), launcher.attempt(trial)
+    now = 107.5
+    first.receive(FirstStep(time=0.0))
+    now = 110.0
+    for attempt in (first, second):  # the second one never took a step
+        attempt.receive(finished("main", spread(1.0)))
+
+    ends = [event for event in received if isinstance(event, Finished)]
+    assert [end.time_to_first_step_s for end in ends] == [7.5, None]
+    assert [first.outcome().finished, second.outcome().finished] == ends
+
+
+def test_failures_from_any_thread_are_kept(tmp_path: Path) -> None:
+    trial = toys.trial()
+    session = Session(folder=tmp_path, receive=lambda _: None, parallel=trial.experiment.parallel)
+    attempt = inprocess.Launcher(session).attempt(trial)
+    threads = [threading.Thread(target=attempt.receive, args=(failed(rank, OWN),)) for rank in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {failure.rank.rank for failure in attempt.outcome().failures} == set(range(16))
+
+
+def test_a_request_to_resize_is_for_one_attempt(tmp_path: Path) -> None:
+    trial = toys.trial()
+    session = Session(folder=tmp_path, receive=lambda _: None, parallel=trial.experiment.parallel)
+    launcher = inprocess.Launcher(session)
+    first = launcher.attempt(trial)
+    launcher.resize.ask()
+    assert first.outcome().was_resized
+    assert not launcher.attempt(trial).outcome().was_resized
