@@ -25,32 +25,32 @@ class LocalSGD:
         )
 
     @property
-    def is_next(self) -> bool:
-        """Whether the next step's gradients stay with their ranks."""
+    def is_local_step(self) -> bool:
+        """True if the gradients of the next step stay on their ranks."""
         return self._steps >= self._start_step
 
     @property
-    def has_begun(self) -> bool:
-        """Whether ranks may have weights, or a state of the optimizer, of their own."""
+    def has_diverged(self) -> bool:
+        """True if ranks may hold different weights and optimizer states."""
         return self._steps > self._start_step
 
     def set_step(self, *, steps: int) -> None:
-        """So many steps have been taken."""
+        """Set the number of steps taken so far."""
         self._steps = steps
         self.hook_state.iter = steps  # torch counts backward passes, of which there are more
 
     def after_step(self, model: nn.Module) -> None:
         """Average the weights if it is time to. Collective."""
         self.set_step(steps=self._steps + 1)
-        if self.has_begun and (self._steps - self._start_step) % self._period == 0:
+        if self.has_diverged and (self._steps - self._start_step) % self._period == 0:
             average(model)
 
     @contextmanager
     def averaged_weights(self, model: nn.Module) -> Iterator[None]:
-        """The average of all ranks' weights, for a while. Buffers, too, are as before afterwards.
-
-        Collective.
-        """
+        """Put the average of all ranks' weights into the model, and restore weights and buffers on exit. Collective."""
+        if not self.has_diverged:
+            yield
+            return
         changed = [*_trained(model), *model.buffers()]
         own = [tensor.detach().clone() for tensor in changed]
         average(model)

@@ -3,12 +3,11 @@
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
@@ -60,7 +59,6 @@ class Strategy(base.Strategy):
     needs_process_group = True
     _knows_graph = False
     _powersgd: PowerSGDState | None = None
-    _local: LocalSGD | None = None
 
     @override
     @classmethod
@@ -95,8 +93,9 @@ class Strategy(base.Strategy):
             self._powersgd, hook = _hook(options, device=self.device)
             wrapped.register_comm_hook(self._powersgd, hook)
         if options.local_sgd_period is not None:
-            self._local = LocalSGD(period=options.local_sgd_period, start_step=options.local_sgd_start_step or 0)
-            wrapped.register_comm_hook(self._local.hook_state, post_localSGD_hook)
+            local = LocalSGD(period=options.local_sgd_period, start_step=options.local_sgd_start_step or 0)
+            wrapped.register_comm_hook(local.hook_state, post_localSGD_hook)
+            self.local_updates = local
         return wrapped
 
     @property
@@ -120,36 +119,8 @@ class Strategy(base.Strategy):
         return cast(AbstractContextManager[None], cast(DistributedDataParallel, wrapped).no_sync())
 
     @override
-    def compiled(self, wrapped: nn.Module, model: nn.Module) -> Sequence[nn.Module]:
-        return [cast(nn.Module, cast(DistributedDataParallel, wrapped).module)]
-
-    @override
-    def after_step(self, model: nn.Module) -> None:
-        if self._local is not None:
-            self._local.after_step(model)
-
-    @override
-    def set_step(self, *, steps: int) -> None:
-        if self._local is not None:
-            self._local.set_step(steps=steps)
-
-    @property
-    @override
-    def steps_alone(self) -> bool:
-        return self._local is not None and self._local.is_next
-
-    @property
-    @override
-    def diverges(self) -> bool:
-        return self._local is not None and self._local.has_begun
-
-    @override
-    def averaged_weights(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._local.averaged_weights(model) if self._local is not None and self.diverges else nullcontext()
-
-    @override
     def state_dict(self) -> Mapping[str, Any] | None:
-        """By bucket what PowerSGD hasn't sent yet, which each rank has its own of, and its factors, which are equal."""
+        """Return PowerSGD's state by bucket: rank-local error feedback and the shared low-rank factors."""
         if (state := self._powersgd) is None:
             return None
         _, keys, *rest = cast(tuple[Any, ...], state.rng.get_state(legacy=True))
@@ -162,26 +133,17 @@ class Strategy(base.Strategy):
         }
 
     @override
-    def load_state_dict(self, memory: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         if (state := self._powersgd) is None:
             return
-        state.iter = memory["steps"]
+        state.iter = saved["steps"]
         tables = ((state.error_dict, "errors"), (state.p_memory_dict, "p"), (state.q_memory_dict, "q"))
         for table, name in tables:
             table.clear()
-            table.update({bucket: tensor.to(self.device) for bucket, tensor in memory[name].items()})
-        generator = memory["generator"]
+            table.update({bucket: tensor.to(self.device) for bucket, tensor in saved[name].items()})
+        generator = saved["generator"]
         keys = generator["keys"].numpy().astype("uint32")
         state.rng.set_state(("MT19937", keys, *generator["rest"]))
-
-    @override
-    def evaluation_module(self, wrapped: nn.Module, model: nn.Module) -> nn.Module:
-        # Buffers such as BatchNorm's running statistics are rank 0's in DDP, but each rank has its own until the next
-        # training step. The wrapper itself must not be called here: it would wait for ranks that have no batch left.
-        module = cast(nn.Module, cast(DistributedDataParallel, wrapped).module)
-        for buffer in module.buffers():
-            dist.broadcast(buffer, src=0)
-        return module
 
 
 def _refuse_sparse(model: nn.Module, options: Options) -> None:

@@ -44,14 +44,12 @@ class Options(Section):
     """A parameter that a rank doesn't use gets a gradient of zero there; needed where ranks use different ones."""
 
 
-class Strategy(base.Strategy):
+class Strategy(base.Sharded):
     """``fully_shard``, over NCCL on GPUs and gloo on CPU."""
 
     Options = Options
     processes = "many"
     needs_process_group = True
-    shards = True
-    casts = True
     _description = ""
     _groups: Sequence[nn.Module] = ()
 
@@ -107,10 +105,10 @@ class Strategy(base.Strategy):
         unused = cast(Options, self.options).zero_unused_gradients
         module.set_reduce_scatter_unused_params(unused, recurse=False)
 
+    @property
     @override
-    def compiled(self, wrapped: nn.Module, model: nn.Module) -> Sequence[nn.Module]:
-        # What is gathered and let go between groups can't be in the graph of a whole model.
-        return self._groups or [model]
+    def groups(self) -> Sequence[nn.Module]:
+        return self._groups
 
     @override
     def describe(self) -> str:
@@ -133,19 +131,12 @@ class Strategy(base.Strategy):
                 raise
 
     @override
-    def evaluation_module(self, wrapped: nn.Module, model: nn.Module) -> nn.Module:
-        for buffer in model.buffers():  # such as BatchNorm's running statistics: each rank has its own
-            dist.broadcast(buffer, src=0)
-        return wrapped
-
-    @override
-    def weights(self, wrapped: nn.Module, model: nn.Module) -> Mapping[str, torch.Tensor]:
+    def full_state_dict(self, wrapped: nn.Module) -> Mapping[str, torch.Tensor]:
         # It takes more than a second to import, and is needed once, at the end.
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        module = self.evaluation_module(wrapped, model)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast(Mapping[str, torch.Tensor], get_model_state_dict(module, options=options))
+        return cast(Mapping[str, torch.Tensor], get_model_state_dict(wrapped, options=options))
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:

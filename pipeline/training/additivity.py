@@ -61,7 +61,7 @@ def examine(context: TrainContext) -> None:
         return
     if context.gives_weight and not is_known(context.task):
         context.boundary = Boundary(context.wrapped)
-    tolerance = _TOLERANCE_16_BITS if context.strategy.casts and context.strategy.compute_dtype else _TOLERANCE
+    tolerance = _TOLERANCE_16_BITS if context.sharded is not None and context.strategy.compute_dtype else _TOLERANCE
     if not isfinite(whole.sum) or not _close(whole.sum, again.sum, tolerance):
         return
     if not _is_mean(whole, parts, tolerance=tolerance):
@@ -99,7 +99,7 @@ def _part(context: TrainContext, batch: Any, indices: range) -> Any:
 @contextmanager
 def _as_it_was(context: TrainContext) -> Iterator[nn.Module]:
     """The model without dropout and the like; afterwards modes, buffers and generators are as they were."""
-    module = context.wrapped if context.strategy.shards else context.model
+    module = context.wrapped if context.sharded is not None else context.model
     modes = {one: one.training for one in module.modules()}
     buffers = [(one, one.clone()) for part in (module, held_by(context.task)) for one in part.buffers()]
     module.eval()

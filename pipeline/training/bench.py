@@ -145,7 +145,7 @@ class TrialBench:
 
 def _without_agreement(context: TrainContext) -> TrainContext:
     """Without what ranks that hold parts of the gradients would have to find out together."""
-    if not context.strategy.shards:
+    if context.sharded is None:
         return context
     train = context.experiment.train.model_copy(update={"clip_grad_norm": None, "on_nonfinite": "stop"})
     trial = context.trial.model_copy(update={"experiment": context.experiment.model_copy(update={"train": train})})

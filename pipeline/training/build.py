@@ -7,6 +7,7 @@ import torch
 from pipeline.config import components
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank, Trial
+from pipeline.strategies.base import Sharded
 from pipeline.training import compilation, optimizers, parts, rank_equality, recomputation
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
@@ -34,15 +35,16 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainC
         runtime=runtime(trial, order=order, rank=rank),
     )
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
-    model = parts.model(create, experiment, device=torch.device("cpu") if strategy.shards else device)
-    rank_equality.check_module(model, key="model", rank=rank, is_sharded=strategy.shards)
+    is_sharded = isinstance(strategy, Sharded)
+    model = parts.model(create, experiment, device=torch.device("cpu") if is_sharded else device)
+    rank_equality.check_module(model, key="model", rank=rank, is_sharded=is_sharded)
     how, recomputed = experiment.train.compile, experiment.train.activation_checkpointing
     recomputation.apply(model, recomputed, is_compiled=how is not None)
     wrapped = strategy.wrap(model)
     stopwatch = None
     if how is not None:
         stopwatch = compilation.compile_parts(
-            strategy.compiled(wrapped, model),
+            (strategy.groups if isinstance(strategy, Sharded) else ()) or [model],
             how,
             device=device,
             threads=trial.cpus_per_worker,
@@ -51,10 +53,10 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainC
     task = parts.task(create, experiment, device=device)
     learned = learned_by(task)
     if learned is not None:
-        if strategy.shards and trainable(learned) and experiment.train.precision == "fp16":
+        if is_sharded and trainable(learned) and experiment.train.precision == "fp16":
             raise ExperimentError.of("train.precision", "fp16 with fsdp takes no loss that has parameters; write bf16")
         take_from_first(learned, rank=rank)
-    optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=strategy.shards)
+    optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=is_sharded)
     optimizers.check_averaging(optimizer, trial=trial)
     context = TrainContext(
         trial=trial,

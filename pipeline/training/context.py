@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipeline.config.schema import Experiment
 from pipeline.protocol.events import Started
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.strategies.base import Strategy
+from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training import metrics, parts
 from pipeline.training.averages import Averages
@@ -91,6 +91,16 @@ class TrainContext:
         return MetricCollection(dict(metrics.build(self.create, self.experiment.metrics))).to(self.device)
 
     @cached_property
+    def sharded(self) -> Sharded | None:
+        """The strategy, if each rank holds a part of the weights."""
+        return self.strategy if isinstance(self.strategy, Sharded) else None
+
+    @property
+    def is_local_step(self) -> bool:
+        """True if the gradients of the next step stay on this rank."""
+        return self.strategy.local_updates is not None and self.strategy.local_updates.is_local_step
+
+    @cached_property
     def whole(self) -> nn.Module:
         """The model, and what the task has learned besides: whatever training changes."""
         return self.model if self.learned is None else nn.ModuleList([self.model, self.learned])
@@ -157,7 +167,9 @@ class TrainContext:
     def evaluation_micro_batches(self) -> Iterator[MicroBatch]:
         """The rank's part of the validation set."""
         micro_batches = self._evaluation_draws(self.rank.rank)
-        return padded_evaluation(micro_batches, self._evaluation_draws(0)) if self.strategy.shards else micro_batches
+        return (
+            padded_evaluation(micro_batches, self._evaluation_draws(0)) if self.sharded is not None else micro_batches
+        )
 
     def evaluation_sample(self) -> Any:
         """A batch as large as those of evaluation, on the CPU; of a stream, rows that are at hand."""
@@ -197,7 +209,7 @@ class TrainContext:
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision where the experiment asks for it."""
         precision = self.experiment.train.precision
-        if precision not in DTYPES or self.strategy.casts:
+        if precision not in DTYPES or self.sharded is not None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=DTYPES[precision])
 

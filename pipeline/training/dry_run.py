@@ -33,7 +33,8 @@ def compile_ahead(context: TrainContext) -> None:
         return
     memory = context.strategy.state_dict()
     rehearse(context, with_last=context.steps >= context.order.steps_per_epoch)
-    context.strategy.set_step(steps=0)
+    if context.strategy.local_updates is not None:
+        context.strategy.local_updates.set_step(steps=0)
     if memory is not None:
         context.strategy.load_state_dict(memory)
 

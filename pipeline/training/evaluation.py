@@ -3,11 +3,12 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipeline.config.reported import PREFIX, mlflow_name, source_of
 from pipeline.errors import ExperimentError, Problem
@@ -63,7 +64,7 @@ def evaluate(context: TrainContext, *, show: Show | None = None) -> dict[str, fl
         return {}
     mark(Phase.EVALUATING)
     with resulting_weights(context):
-        module = context.strategy.evaluation_module(context.wrapped, context.model)
+        module = evaluation_module(context)
         module.eval()
         if context.learned is not None:
             learned.take_from_first(context.learned, rank=context.rank, buffers_only=True)
@@ -95,7 +96,7 @@ def resulting_weights(context: TrainContext) -> Iterator[None]:
 
     That of averages, or of the optimizer's evaluation mode, if there is either.
     """
-    with evaluating(context.optimizer), context.strategy.averaged_weights(context.whole):
+    with evaluating(context.optimizer), averaged_weights(context):
         if context.averages is not None:
             context.averages.exchange()
         try:
@@ -103,6 +104,30 @@ def resulting_weights(context: TrainContext) -> Iterator[None]:
         finally:
             if context.averages is not None:
                 context.averages.exchange()
+
+
+def averaged_weights(context: TrainContext) -> AbstractContextManager[None]:
+    """Return a context in which all ranks have the same weights, where they have diverged. Collective."""
+    local = context.strategy.local_updates
+    return nullcontext() if local is None else local.averaged_weights(context.whole)
+
+
+def evaluation_module(context: TrainContext) -> nn.Module:
+    """Return the module that evaluation calls, with the buffers of rank 0 on all ranks. Collective.
+
+    Buffers such as BatchNorm's running statistics are those of each rank's own share. A wrapper such as DDP's must not
+    be called here: it would wait for ranks that have no batch left.
+    """
+    if context.rank.world_size > 1:
+        for buffer in context.model.buffers():
+            dist.broadcast(buffer, src=0)
+    return context.model if context.sharded is None else context.wrapped
+
+
+def full_state_dict(context: TrainContext) -> Mapping[str, torch.Tensor]:
+    """Return all weights and buffers by their names in the model, on rank 0; ignored elsewhere. Collective."""
+    module = evaluation_module(context)
+    return module.state_dict() if context.sharded is None else context.sharded.full_state_dict(module)
 
 
 @torch.no_grad()
@@ -136,7 +161,7 @@ def _over_own_samples(context: TrainContext, module: torch.nn.Module) -> torch.T
 def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[Problem]:
     """Update the metrics, one by one, with what the model makes of a batch."""
     buffers = Buffers(context.whole)
-    module = context.strategy.evaluation_module(context.wrapped, context.model)
+    module = evaluation_module(context)
     module.eval()
     output = forward(context, module, context.evaluation_sample())
     context.wrapped.train()

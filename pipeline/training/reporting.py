@@ -16,7 +16,7 @@ from pipeline.protocol.events import ArtifactSaved, FirstStep, ModelSaved, Outbo
 from pipeline.protocol.trial import Held
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
-from pipeline.training.evaluation import resulting_weights
+from pipeline.training.evaluation import full_state_dict, resulting_weights
 from pipeline.training.learned import kept, trainable
 from pipeline.training.loader import to_device
 from pipeline.training.metrics import Curve
@@ -78,7 +78,9 @@ def held(context: TrainContext) -> Held:
     averages = context.averages.tensors.values() if context.averages is not None else ()
     tensors = [*parameters, *gradients, *averages, *(value for value in states if isinstance(value, torch.Tensor))]
     own = sum(part.numel() * part.element_size() for part in map(local, tensors)) / 2**20
-    return Held(mb=tuple(gather(own, rank=context.rank)), cut=context.strategy.describe())
+    return Held(
+        mb=tuple(gather(own, rank=context.rank)), cut=context.sharded.describe() if context.sharded is not None else ""
+    )
 
 
 def gradient_mb(model: nn.Module) -> float:
@@ -105,7 +107,7 @@ def model(context: TrainContext, outbox: Outbox) -> None:
         weights = Path(folder) / "weights.pt"
         beside = "loss.pt" if context.experiment.task is None else "task.pt"
         with resulting_weights(context):
-            state = context.strategy.weights(context.wrapped, context.model)
+            state = full_state_dict(context)
             if context.rank.is_first:
                 torch.save({name: value.cpu() for name, value in state.items()}, weights)
                 _save_learned(context, Path(folder) / beside)

@@ -61,8 +61,8 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
             context.scaler.step(context.optimizer)
             context.scaler.update()
         _forget_gradients(context.optimizer)
-    if exchange:
-        context.strategy.after_step(context.whole)
+    if exchange and (local := context.strategy.local_updates) is not None:
+        local.after_step(context.whole)
     if context.averages is not None:
         context.averages.update(step=step)
     if context.scheduler is not None and context.experiment.train.scheduler_interval == "step":
@@ -83,7 +83,7 @@ def forward_backward(
             loss = losses.add(_forward(context, micro_batch, batch), micro_batch)
             mark(Phase.BACKWARD)
             context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    if context.learned is not None and exchange and context.rank.world_size > 1 and not context.strategy.steps_alone:
+    if context.learned is not None and exchange and context.rank.world_size > 1 and not context.is_local_step:
         exchange_gradients(context)
     return losses.settle()
 
@@ -152,9 +152,9 @@ def _times(loss: Tensor, weight: float | Tensor) -> Tensor:
 
 def _communication(context: TrainContext, micro_batch: MicroBatch, *, exchange: bool) -> AbstractContextManager[object]:
     """Exchange gradients after a step's last micro-batch only: once per step, not once per micro-batch."""
-    if not exchange:
-        return context.strategy.no_communication(context.wrapped)
-    return nullcontext() if micro_batch.is_last else context.strategy.no_sync(context.wrapped)
+    if not exchange and context.sharded is not None:
+        return context.sharded.no_communication(context.wrapped)
+    return nullcontext() if exchange and micro_batch.is_last else context.strategy.no_sync(context.wrapped)
 
 
 def _clip(context: TrainContext, *, unscales: bool) -> Tensor | None:

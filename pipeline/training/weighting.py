@@ -30,7 +30,7 @@ class Denominator:
 
     def __init__(self, context: "TrainContext", *, exchange: bool) -> None:
         self._context = context
-        self._is_shared = exchange and context.rank.world_size > 1 and not context.strategy.steps_alone
+        self._is_shared = exchange and context.rank.world_size > 1 and not context.is_local_step
         self._weights: list[Tensor] = []
         self._samples = 0.0
         self._likely = torch.ones(())
@@ -50,7 +50,7 @@ class Denominator:
 
         Weights only where ranks step by themselves: elsewhere the sum of losses is already divided by those of all.
         """
-        steps_alone = self._context.strategy.steps_alone
+        steps_alone = self._context.is_local_step
         if self._context.accumulation == 1 and not steps_alone:
             return loss, None
         own = torch.stack(self._weights).sum()

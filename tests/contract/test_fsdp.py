@@ -30,6 +30,7 @@ from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
+from pipeline.training.evaluation import evaluation_module, full_state_dict
 from pipeline.training.norms import local
 from pipeline.training.step import forward_backward, optimizer_step
 from pipeline.worker import main
@@ -116,7 +117,7 @@ def _take_steps(trial: Trial, rank: Rank) -> TrainContext:
 
 
 def _keep(context: TrainContext, path: Path, rank: Rank) -> None:
-    weights = context.strategy.weights(context.wrapped, context.model)
+    weights = full_state_dict(context)
     if rank.is_first:
         torch.save(dict(weights), f"{path}.pt")
 
@@ -152,7 +153,8 @@ def _measure_in_between(rank: Rank) -> TrainContext:
     if rank.is_first:
         for _ in range(2):
             forward_backward(context, context.train_loader.batches(context.micro_batches(0)), exchange=False)
-        with suppress(MemoryError), context.strategy.no_communication(context.wrapped):
+        assert context.sharded is not None
+        with suppress(MemoryError), context.sharded.no_communication(context.wrapped):
             context.wrapped(torch.zeros(2, 4, dtype=torch.float64))
             raise MemoryError
     context.optimizer.zero_grad(set_to_none=True)
@@ -202,7 +204,7 @@ def test_half_precision_is_off_by_its_rounding(root: Path, precision: str, norme
 def _holds(folder: Path, rank: Rank) -> None:
     context = _take_steps(_plain("one sample left", {}), rank)
     with torch.no_grad():
-        context.strategy.evaluation_module(context.wrapped, context.model)(torch.zeros(1, 4, dtype=torch.float64))
+        evaluation_module(context)(torch.zeros(1, 4, dtype=torch.float64))
     torch.save([tuple(local(one).shape) for one in context.model.parameters()], folder / f"shapes {rank.rank}.pt")
 
 

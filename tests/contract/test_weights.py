@@ -23,7 +23,7 @@ from pipeline.protocol.trial import Rank, Trial
 from pipeline.tasks import LanguageModel
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext
-from pipeline.training.evaluation import evaluate
+from pipeline.training.evaluation import evaluate, full_state_dict
 from pipeline.training.learned import held_by
 from pipeline.training.order import mix
 from pipeline.training.step import optimizer_step
@@ -150,7 +150,7 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
         dist.all_reduce(sums)
     total = sums[:, 0] / torch.where(sums[:, 1] != 0, sums[:, 1], 1.0)
     validation = evaluate(context)["validation/loss"]
-    weights = {name: value.clone() for name, value in context.strategy.weights(context.wrapped, context.model).items()}
+    weights = {name: value.clone() for name, value in full_state_dict(context).items()}
     return Reached(total.tolist(), validation, weights, _learned(context))
 
 

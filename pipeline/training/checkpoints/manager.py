@@ -20,6 +20,7 @@ from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
+from pipeline.training.evaluation import averaged_weights
 from pipeline.training.learned import trainable
 from pipeline.training.meter import Meter
 from pipeline.training.metrics import direction
@@ -95,7 +96,8 @@ class CheckpointManager:
         if trainable(self._context.learned) and found.state.values.get("task") is None:
             self._warn_once(f"{found.manifest.name} has no parameters of the loss or task: they start untrained")
         written = Overrides.of(self._context)
-        self._context.strategy.set_step(steps=found.manifest.step)
+        if (local := self._context.strategy.local_updates) is not None:
+            local.set_step(steps=found.manifest.step)
         restore(self._context, found.state)
         rank_state.hand_out(self._context, found.state, warn=self._warn_once)
         written.put_back(self._context, manifest=found.manifest, warn=self._warn_once)
@@ -145,7 +147,7 @@ class CheckpointManager:
             self._tell_left_out(step)
             return
         remembered = rank_state.collect(self._context)
-        with self._context.strategy.averaged_weights(self._context.whole):
+        with averaged_weights(self._context):
             state = snapshot(self._context) if self._saver is not None else None
         if self._saver is None or state is None:
             return

@@ -21,7 +21,8 @@ KEY, OWN = "memory", "own"
 
 def collect(context: TrainContext) -> State:
     """Gather the rank-local state on rank 0, on the CPU; empty on other ranks, or if there is none. Collective."""
-    state = view(context) if context.strategy.diverges else State({}, None)
+    local = context.strategy.local_updates
+    state = view(context) if local is not None and local.has_diverged else State({}, None)
     tensors = {f"{OWN}/{name}": tensor for name, tensor in state.tensors.items()}
     if (remembered := context.strategy.state_dict()) is None and not tensors:
         return State({}, {})
