@@ -1,4 +1,4 @@
-"""The exponential moving average of the weights."""
+"""Exponential moving average (EMA) of the weights."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,23 +13,23 @@ from pipeline.training.norms import local
 
 
 class Averages:
-    """Averages of a model's real and complex parameters and of its layers' running statistics.
+    """Averages of a model's real and complex parameters and of the running statistics of its normalization layers.
 
-    Other buffers, such as masks, are the model's own. The arithmetic is torch's; its AveragedModel, which copies the
-    model, would make the host wait for the device in each step, and can't copy a sharded one.
+    Other buffers, such as masks, are not averaged. The arithmetic is torch's. Its AveragedModel copies the model, which
+    would make the host wait for the device in each step, and fails for a sharded model.
     """
 
     def __init__(self, model: nn.Module, ema: Ema, *, learned: nn.Module | None = None) -> None:
-        """``learned`` is what a task has learned besides, whose parameters are averaged, too."""
+        """Begin with a copy of the current weights, including those of a task (``learned``)."""
         self._ema = ema
         self._update = get_ema_multi_avg_fn(ema.decay)  # type: ignore[no-untyped-call]
         self._averaged = {**dict(_averaged(model)), **_named(learned)}
         self.tensors: Mapping[str, Tensor] = {name: own.detach().clone() for name, own in self._averaged.items()}
-        """By their names in the model, sharded as they are there."""
+        """Averages by parameter name, sharded like the model."""
 
     @torch.no_grad()
     def update(self, *, step: int) -> None:
-        """Take in the weights after a step, counted from 0; the first of them are copied."""
+        """Update the averages after a step, counted from 0; until ``start_step`` they are copies of the weights."""
         if not self._averaged:
             return
         averages, own = ([local(one) for one in group.values()] for group in (self.tensors, self._averaged))
@@ -42,7 +42,7 @@ class Averages:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Put the averages in the model's place, and what it had in theirs; a second time undoes it."""
+        """Swap the averages with the model's weights; a second call undoes it."""
         for name, own in self._averaged.items():
             average = local(self.tensors[name])
             kept = average.clone()
@@ -51,12 +51,12 @@ class Averages:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from averages that were saved."""
+        """Load saved averages; take the model's weights where an older checkpoint has none."""
         for name, tensor in self.tensors.items():
-            tensor.copy_(tensors.get(name, self._averaged[name]))  # there may be less in one of before
+            tensor.copy_(tensors.get(name, self._averaged[name]))
 
     def share_of_start(self, steps: int) -> float:
-        """How much of the averages after that many steps is the first weights that they took in."""
+        """Return the weight of the initial values in the averages after ``steps`` steps, between 0 and 1."""
         return float(self._ema.decay ** max(0, steps - max(1, self._ema.start_step)))
 
 

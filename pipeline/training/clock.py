@@ -1,4 +1,4 @@
-"""Throughput in steady state: warm-up, evaluation and checkpoints excluded, the device synchronised."""
+"""Timing of a training: laps in steady state, without warm-up, evaluation and saving, and the wait for batches."""
 
 import time
 from collections.abc import Iterator
@@ -15,30 +15,30 @@ Instant = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class Lap:
-    """A timed stretch of training."""
+    """A timed interval of training steps."""
 
     steps: int
     samples: int
     seconds: float
     data_wait_ms: float = 0.0
-    """What a step waited for its batches on the rank that waited longest, in the mean over the steps."""
+    """Wait for batches in a step, in milliseconds: the longest of any rank, averaged over the steps."""
     own_wait_ms: float = 0.0
-    """The same of this rank."""
+    """Wait for batches in a step on this rank, in milliseconds, averaged over the steps."""
 
     @property
     def samples_per_second(self) -> float:
-        """Throughput over all workers."""
+        """Samples per second over all workers."""
         return self.samples / self.seconds
 
     @property
     def step_ms(self) -> float:
-        """Milliseconds of one optimizer step."""
+        """Mean duration of an optimizer step, in milliseconds."""
         return 1000 * self.seconds / self.steps
 
 
 @dataclass
 class Clock:
-    """Times training in laps: `lap` ends one stretch and begins the next, `resume` begins one anew."""
+    """Stopwatch of a training, in laps; the device is synchronized at the end of each."""
 
     device: torch.device
     warmup_steps: int
@@ -50,14 +50,14 @@ class Clock:
     _cold: Lap | None = None
 
     def resume(self) -> None:
-        """Start, or go on after a pause."""
+        """Start a lap, at the beginning or after a pause."""
         synchronize(self.device)
         self._compiled_s = self.compiling.seconds if self.compiling else 0.0
         self._since = time.perf_counter()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leave what happens inside out of the lap."""
+        """Exclude the block from the lap."""
         synchronize(self.device)
         begin = time.perf_counter()
         yield
@@ -65,11 +65,11 @@ class Clock:
 
     @property
     def has_compiled(self) -> bool:
-        """Whether something was compiled since a lap was last counted, or since resume."""
+        """True if something was compiled since the last `count` or `resume`."""
         return self.compiling is not None and self.compiling.seconds > self._compiled_s
 
     def lap(self, *, steps: int, samples: int) -> Lap:
-        """The stretch since the last lap or resume; the next one begins."""
+        """End the lap and begin the next."""
         synchronize(self.device)
         now = time.perf_counter()
         lap = Lap(steps, samples, now - self._since)
@@ -77,7 +77,7 @@ class Clock:
         return lap
 
     def count(self, lap: Lap, *, is_disturbed: bool = False) -> None:
-        """Count a lap as steady if it began after the warm-up and wasn't disturbed, by a compiler on any rank."""
+        """Count a lap as steady if it began after the warm-up and no rank compiled anything (``is_disturbed``)."""
         if self._steps >= self.warmup_steps and not is_disturbed:
             self.laps.append(lap)
         elif not self.laps:
@@ -87,9 +87,9 @@ class Clock:
 
     @property
     def steady(self) -> list[Lap]:
-        """The laps that count: those at the end of an epoch may be too short to say anything.
+        """Laps that count, without the short ones at the end of an epoch.
 
-        Training that ends within its warm-up has only a cold lap, which is better than nothing.
+        A training that ends within its warm-up has only a cold lap, which is used instead.
         """
         if not self.laps:
             return [self._cold] if self._cold else []
@@ -98,16 +98,16 @@ class Clock:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class DataWait:
-    """Times what a stream of micro-batches takes to give the next one, step by step.
+    """Time that steps wait for their batches, measured during training.
 
-    On a GPU the host runs ahead of what is computed, so its own waiting may cost nothing. There the device's clock
-    counts: from the end of all that was queued before a batch was asked for until the batch is there.
+    On a GPU the host runs ahead of the device, so that a wait of the host may cost nothing. There the time is taken
+    by CUDA events: from the end of the work queued before a batch was requested until the batch has arrived.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,7 +116,7 @@ class DataWait:
         self._steps: list[list[tuple[Instant, Instant]]] = []
 
     def timed(self, stream: MicroBatches) -> MicroBatches:
-        """The same micro-batches."""
+        """Yield the same micro-batches, and record the wait for each."""
         while True:
             begin = self._now()
             if (pair := next(stream, None)) is None:
@@ -125,12 +125,12 @@ class DataWait:
             yield pair
 
     def end_step(self) -> None:
-        """Count all that was waited for since the last one as one step's."""
+        """Assign the waits since the last call to one step."""
         self._steps.append(self._spans)
         self._spans = []
 
     def take(self) -> list[float]:
-        """Milliseconds that each step since the last call has waited; the device must have come to the end of them."""
+        """Return the milliseconds that each step since the last call has waited. Synchronize the device first."""
         steps, self._steps = self._steps, []
         return [sum(_milliseconds(begin, end) for begin, end in spans) for spans in steps]
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def gather(value: T, *, rank: Rank) -> list[T]:
-    """Each rank's value, in rank order, on every rank."""
+    """Gather each rank's value, in rank order, on every rank."""
     if rank.world_size == 1:
         return [value]
     mark(Phase.WAITING)
@@ -36,10 +36,10 @@ def barrier(rank: Rank) -> None:
 
 
 def from_first(produce: Callable[[], T], *, rank: Rank) -> T:
-    """What rank 0 makes, on every rank. Its error is raised on every rank.
+    """Call ``produce`` on rank 0, and return its result or raise its error on every rank.
 
     Raises:
-        PipelineError: rank 0's own; anything else comes as a TrainingError on the other ranks.
+        PipelineError: rank 0's error; errors of other types become a TrainingError on the other ranks.
     """
     if rank.world_size == 1:
         return produce()
@@ -61,7 +61,7 @@ def from_first(produce: Callable[[], T], *, rank: Rank) -> T:
 
 
 def tensors_from_first(tensors: Mapping[str, Tensor], *, rank: Rank, device: torch.device) -> Mapping[str, Tensor]:
-    """Rank 0's tensors, on the CPU, on every rank; sent through ``device``, one at a time."""
+    """Broadcast rank 0's tensors to the CPU of every rank, through ``device``, one at a time."""
     if rank.world_size == 1:
         return tensors
     shapes = from_first(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, rank=rank)
@@ -69,7 +69,7 @@ def tensors_from_first(tensors: Mapping[str, Tensor], *, rank: Rank, device: tor
     for name, (shape, dtype) in shapes.items():
         tensor = tensors[name] if rank.is_first else torch.empty(shape, dtype=dtype)
         if tensor.numel():
-            # As bytes: not every backend knows every type.
+            # As bytes, since not every backend supports every type.
             content = tensor.contiguous().reshape(-1).view(torch.uint8).to(device)
             dist.broadcast(content, src=0)
             tensor = content.cpu().view(dtype).reshape(shape)
@@ -78,17 +78,17 @@ def tensors_from_first(tensors: Mapping[str, Tensor], *, rank: Rank, device: tor
 
 
 def agreed(do: Callable[[], T], *, group: dist.ProcessGroup | None) -> list[T]:
-    """Do something on each rank of the group; what comes of it on each.
+    """Call ``do`` on each rank of the group and return the results of all ranks.
 
     Raises:
-        OSError: it failed on some rank; raised on all of them.
+        OSError: a rank failed; raised on all ranks.
     """
     if group is None:
         return [do()]
     own: Exception | None = None
     try:
         outcome: tuple[T | None, str] = (do(), "")
-    except Exception as error:  # noqa: BLE001 (told to all ranks, and raised below)
+    except Exception as error:  # noqa: BLE001 (sent to all ranks, and raised below)
         own = error
         outcome = (None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     outcomes: list[Any] = [None] * dist.get_world_size(group)

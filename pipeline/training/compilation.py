@@ -1,7 +1,7 @@
-"""torch.compile: what is compiled, when, and how long it takes.
+"""torch.compile of a model's parts, before the first step, and the time that it takes.
 
-Each part's ``forward`` is compiled in place, so names, hooks and wrappers of strategies stay as they are. It is all
-done before the first step, on batches of the sizes that training has, so that no measurement has a compiler in it.
+Each part's ``forward`` is compiled in place, which leaves names, hooks and wrappers of strategies unchanged. All batch
+sizes of the training are compiled before the first step, so that no measurement includes a compilation.
 """
 
 import time
@@ -23,42 +23,42 @@ if TYPE_CHECKING:
 
 _KEY = "train.compile"
 _SIZES = 64
-"""Of inputs. Torch gives up after 8 and goes on without compiling; predictions and batch sizes are measured at more."""
+"""Sizes of inputs that may be compiled; torch's own limit of 8 is too few to predict and to search batch sizes."""
 
 
 class Stopwatch:
-    """How long this process has spent compiling."""
+    """Seconds that this process has spent compiling."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._since = 0.0
 
     def start(self, _: "CallbackArgs") -> None:
-        """A compiler starts, which may take longer than any batch."""
+        """Start timing, and mark a phase in which the watchdog allows any duration."""
         mark(Phase.BUILDING)
         self._since = time.perf_counter()
 
     def stop(self, _: "CallbackArgs") -> None:
-        """No compiler is running any more."""
+        """Stop timing."""
         self.seconds += time.perf_counter() - self._since
 
 
 def compile_parts(
     parts: Iterable[nn.Module], how: Compile, *, device: torch.device, threads: int, overlaps: bool
 ) -> Stopwatch:
-    """Have modules compiled when they are called; the stopwatch runs meanwhile.
+    """Compile modules at their first call, and return the stopwatch of these compilations.
 
     Args:
         parts: the modules, changed in place.
-        how: the experiment's.
-        device: where they compute.
-        threads: compilers that may run side by side.
-        overlaps: whether to cut the graph where DistributedDataParallel's buckets are full.
+        how: the section ``train.compile``.
+        device: the modules' device.
+        threads: compiler threads to use.
+        overlaps: true to split the graph at the buckets of DistributedDataParallel, to overlap communication.
 
     Raises:
         ExperimentError: there is no C++ compiler.
     """
-    # These take seconds to import, and only those who compile need them.
+    # These imports take seconds.
     import torch._dynamo
     import torch._inductor.config
     from torch._dynamo.callback import callback_handler
@@ -87,10 +87,10 @@ def compile_parts(
 
 @contextmanager
 def explained(how: Compile | None) -> Iterator[None]:
-    """What the compiler can't do, in words.
+    """Translate the compiler's exceptions in the block.
 
     Raises:
-        ExperimentError: in place of the compiler's own.
+        ExperimentError: the compiler can't compile the model; says what to write.
     """
     if how is None:
         yield
@@ -100,9 +100,13 @@ def explained(how: Compile | None) -> Iterator[None]:
     try:
         yield
     except FailOnRecompileLimitHit as error:
-        message = f"inputs have more than {_SIZES} sizes, and each is compiled; write train.compile: {{dynamic: true}}"
+        message = (
+            f"inputs have more than {_SIZES} sizes, each compiled separately; write train.compile: {{dynamic: true}}"
+        )
         raise ExperimentError.of(_KEY, message) from error
     except TorchDynamoException as error:
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        message = f"torch can't compile this model: {said[:300]}; the rank's log has more; write train.compile: false"
+        message = (
+            f"torch can't compile this model: {said[:300]}; see the rank's log for more, or write train.compile: false"
+        )
         raise ExperimentError.of(_KEY, message) from error

@@ -1,4 +1,4 @@
-"""Forward and backward passes that leave nothing behind, before the first step or before a state is restored."""
+"""Passes and steps that leave the training unchanged, to compile ahead, to prepare resuming and to measure."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,8 +15,8 @@ from pipeline.training.step_guard import Buffers
 
 
 def rehearse(context: TrainContext, *, with_last: bool = False) -> None:
-    """Take the gradients of the first step and forget them; also of an epoch's last, smaller one. Collective."""
-    buffers = Buffers(context.whole)  # some are in no checkpoint
+    """Compute and discard the gradients of the first step, and of an epoch's last (``with_last``). Collective."""
+    buffers = Buffers(context.whole)  # checkpoints lack some of them
     context.wrapped.train()
     micro_batches = _steps(context.micro_batches(0))
     chosen = [micro_batches[0], micro_batches[-1]] if with_last and len(micro_batches) > 1 else [micro_batches[0]]
@@ -28,7 +28,7 @@ def rehearse(context: TrainContext, *, with_last: bool = False) -> None:
 
 
 def compile_ahead(context: TrainContext) -> None:
-    """Meet all sizes of training batches before the first step, so that nothing is compiled later. Collective."""
+    """Compile for all sizes of training batches before the first step. Collective."""
     if context.compiling is None:
         return
     memory = context.strategy.state_dict()
@@ -40,7 +40,7 @@ def compile_ahead(context: TrainContext) -> None:
 
 
 def _steps(micro_batches: Iterable[MicroBatch]) -> list[list[MicroBatch]]:
-    """Draws by the step that they belong to."""
+    """Group micro-batches by step."""
     steps: list[list[MicroBatch]] = [[]]
     for micro_batch in micro_batches:
         steps[-1].append(micro_batch)
@@ -51,9 +51,9 @@ def _steps(micro_batches: Iterable[MicroBatch]) -> list[list[MicroBatch]]:
 
 @contextmanager
 def without_updates(context: TrainContext) -> Iterator[None]:
-    """Inside, steps take as long as ever, but weights, buffers and the schedule of the learning rate stay as they are.
+    """Restore weights, buffers and learning rate schedule after the block, in which steps take their usual time.
 
-    What the optimizer keeps for itself, such as moments, does change.
+    The optimizer's state, such as moments, does change.
     """
     buffers = Buffers(context.whole)
     rates = [group["lr"] for group in context.optimizer.param_groups]
@@ -62,7 +62,7 @@ def without_updates(context: TrainContext) -> Iterator[None]:
         group["lr"] = 0.0
     context.wrapped.train()
     try:
-        with weights_kept(context.optimizer):  # which move at a learning rate of zero, too
+        with weights_kept(context.optimizer):  # optimizers with modes change them at a learning rate of zero, too
             yield
     finally:
         context.scheduler = scheduler
@@ -72,7 +72,7 @@ def without_updates(context: TrainContext) -> Iterator[None]:
 
 
 def endless(context: TrainContext) -> MicroBatches:
-    """Micro-batches for ever, without the smaller last global batch of an epoch."""
+    """Yield micro-batches endlessly, without the smaller last global batch of an epoch."""
     full_batches = max(1, context.order.samples // context.order.global_batch_size)
     for epoch in count():
         yield from context.prefetched(
@@ -81,20 +81,19 @@ def endless(context: TrainContext) -> MicroBatches:
 
 
 def held_step(context: TrainContext) -> list[tuple[MicroBatch, Any]]:
-    """The micro-batches of one step, in memory.
+    """Load the micro-batches of one step into memory.
 
-    No more are asked for, and loader processes are done with what they had fetched ahead: they take no core from what
-    is measured next.
+    Loader processes are idle afterwards, and take no core from what is measured next.
     """
     micro_batches = first_steps(1, context.micro_batches(0))
     return list(context.prefetched(context.train_loader.batches(micro_batches)))
 
 
 def forget_local_steps(context: TrainContext, held: Iterable[tuple[MicroBatch, Any]]) -> None:
-    """Take a step with exchange after steps without, where ddp searches for unused parameters. Collective.
+    """Take a step with exchange after steps without, if ddp searches for unused parameters. Collective.
 
-    It remembers which parameters those steps used, and takes it for an error if the next exchange has no gradient of
-    one of them, since another branch of the model was taken.
+    DDP remembers the parameters that those steps used, and raises if the next exchange lacks a gradient of any of
+    them, which happens where the model takes a different branch.
     """
     if not context.trial.options.get("find_unused_parameters"):
         return
@@ -106,7 +105,7 @@ def forget_local_steps(context: TrainContext, held: Iterable[tuple[MicroBatch, A
 
 
 def first_steps(steps: int, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    """The draws of so many steps."""
+    """Yield the micro-batches of the first ``steps`` steps."""
     for micro_batch in micro_batches:
         yield micro_batch
         steps -= micro_batch.is_last

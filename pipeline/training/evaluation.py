@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 Show = Callable[[str, Curve], None]
-"""Gets a curve with its metric's name."""
+"""Receives the metric's name and its curve."""
 
 
 def prepare(context: TrainContext) -> None:
@@ -45,7 +45,7 @@ def prepare(context: TrainContext) -> None:
     if context.validation_loader is None or context.trial.is_measurement or context.metrics is None:
         return
     collection = context.metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
-    with warnings.catch_warnings(action="ignore"):  # about what a batch lacks, such as samples of each class
+    with warnings.catch_warnings(action="ignore"):  # e.g. that the batch lacks samples of a class
         problems = list(_updated(context, collection))
         problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
         if not problems:
@@ -56,9 +56,9 @@ def prepare(context: TrainContext) -> None:
 
 
 def evaluate(context: TrainContext, *, show: Show | None = None) -> dict[str, float]:
-    """Loss and metrics over the whole validation set, by name ("validation/loss"). Collective; empty without a set.
+    """Compute loss and metrics over the validation set, by name ("validation/loss"); empty without one. Collective.
 
-    ``show`` gets the curves, on all ranks.
+    ``show`` receives the curves, on all ranks.
     """
     if context.validation_loader is None:
         return {}
@@ -76,7 +76,7 @@ def evaluate(context: TrainContext, *, show: Show | None = None) -> dict[str, fl
     mark(Phase.EVALUATING)
     loss, weight = sums.tolist()
     if context.gives_weight:
-        loss = loss / weight if weight else math.nan  # the mean over nothing
+        loss = loss / weight if weight else math.nan  # the mean of an empty set
     values = {f"{PREFIX}loss": loss}
     if (collection := context.metrics) is not None:
         merge_lists(collection, rank=context.rank)
@@ -92,9 +92,9 @@ def evaluate(context: TrainContext, *, show: Show | None = None) -> dict[str, fl
 
 @contextmanager
 def resulting_weights(context: TrainContext) -> Iterator[None]:
-    """Inside, the model is the one that training has for its result. Collective.
+    """Give the model its resulting weights inside the block. Collective.
 
-    That of averages, or of the optimizer's evaluation mode, if there is either.
+    They are the averaged weights, or those of the optimizer's evaluation mode, if the training has either.
     """
     with evaluating(context.optimizer), averaged_weights(context):
         if context.averages is not None:
@@ -132,10 +132,10 @@ def full_state_dict(context: TrainContext) -> Mapping[str, torch.Tensor]:
 
 @torch.no_grad()
 def _over_own_samples(context: TrainContext, module: torch.nn.Module) -> torch.Tensor:
-    """A rank's sums, shape (2,), float64 on the device; metrics are updated.
+    """Evaluate this rank's samples, update the metrics, and return two sums, shape (2,), float64, on the device.
 
-    They are those of losses times weights, and of the weights; of losses without weights the first is its part of the
-    mean over the samples.
+    The sums are those of weighted losses and of weights. Without weights the first is this rank's share of the mean
+    over all samples.
     """
     assert context.validation_loader is not None
     total = torch.zeros(2, dtype=torch.float64, device=context.device)
@@ -159,7 +159,7 @@ def _over_own_samples(context: TrainContext, module: torch.nn.Module) -> torch.T
 
 @torch.no_grad()
 def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[Problem]:
-    """Update the metrics, one by one, with what the model makes of a batch."""
+    """Update each metric with the model's outputs for a batch; yield the problems."""
     buffers = Buffers(context.whole)
     module = evaluation_module(context)
     module.eval()
@@ -169,7 +169,7 @@ def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[
     for name, metric in collection.items(copy_state=False):
         try:
             metric.update(output.outputs, output.targets)
-        except Exception as error:  # noqa: BLE001 - whatever a metric raises, it can't take this
+        except Exception as error:  # noqa: BLE001 - a metric may raise anything
             said = " ".join(str(error).split())[:300]
             yield Problem(f"metrics.{name}", f"{type(metric).__name__} raised {type(error).__name__}: {said}")
 
@@ -186,7 +186,7 @@ def _judged(collection: "MetricCollection", *, best: str | None) -> Iterator[Pro
             continue
         for value in values:
             if (written := mlflow_name(value)) in taken:
-                message = f"reports {PREFIX}{value}, as {taken[written]} does; give one of them another name"
+                message = f"reports {PREFIX}{value}, as {taken[written]} does; rename one of them"
                 yield Problem(f"metrics.{name}", message)
             if not isinstance(result, Mapping):  # torchmetrics tells those of several mappings apart
                 taken[written] = f"metrics.{name}"
@@ -197,8 +197,8 @@ def _judged(collection: "MetricCollection", *, best: str | None) -> Iterator[Pro
 
 
 def _computed(metric: "Metric") -> Iterator[Any]:
-    """The result, if one batch is enough for it."""
+    """Yield the metric's result, if it can be computed from one batch."""
     try:
         yield metric.compute()
-    except Exception:  # noqa: BLE001 - such as R2Score's of one sample
+    except Exception:  # noqa: BLE001 - e.g. R2Score needs two samples
         return

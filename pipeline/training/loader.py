@@ -1,4 +1,8 @@
-"""From the order of samples to batches on the device."""
+"""Batch loading: from the order of samples to batches on the device.
+
+On a GPU the next micro-batch is read and copied while the current one is computed, on a separate CUDA stream: on the
+computing stream its copy would wait for the step before.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -17,11 +21,11 @@ from pipeline.training.order import MicroBatch
 
 Pair = tuple[MicroBatch, Any]
 Copy = Callable[[Any], Callable[[], Any]]
-"""Begins to copy a batch; what it returns waits for the copy and gives it."""
+"""Function that starts to copy a batch, and returns a function that waits for the copy and returns it."""
 
 
 class BatchLoader:
-    """A DataLoader that serves any sequence of draws, epoch after epoch, with the same loader processes."""
+    """A DataLoader for any sequence of micro-batches, which keeps its loader processes from epoch to epoch."""
 
     def __init__(
         self, dataset: Dataset[Any], *, options: Loader, collate: Collate | None, seed: int, device: torch.device
@@ -30,28 +34,28 @@ class BatchLoader:
         self._fetcher = fetcher(dataset, collate=collate, seed=seed)
         workers = options.num_workers
         pins = device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory
-        # Reading in this process needs no DataLoader, which takes some 30 us a batch: much of a short step.
+        # Reading in this process needs no DataLoader, whose 30 us a batch are much of a short step.
         self._loader: DataLoader[Any] | None = None
         if not workers and not pins:
             return
         self._loader = DataLoader(
             self._fetcher,
-            batch_sampler=cast(Any, self._served),  # torch wants index lists, but only hands on what it is given
+            batch_sampler=cast(Any, self._served),  # typed as index lists, but torch passes on any object
             collate_fn=_as_is,
             num_workers=workers,
             pin_memory=pins,
             persistent_workers=options.persistent_workers and workers > 0,
             prefetch_factor=options.prefetch_factor if workers else None,
             worker_init_fn=only_from_parent,
-            generator=torch.Generator(),  # each iteration draws a number, which the model's generator would lack
+            generator=torch.Generator(),  # each iteration draws a number, which must not come from the model's
         )
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Each draw with its batch, on the CPU.
+        """Yield each micro-batch with its data, on the CPU.
 
         Raises:
-            ExperimentError: samples that can't be stacked into a batch.
-            TrainingError: the dataset raised; names the sample and holds the dataset's own traceback.
+            ExperimentError: samples can't be stacked into a batch.
+            TrainingError: the dataset raised; names the sample and has the dataset's traceback.
         """
         if self._loader is None:
             for micro_batch in micro_batches:
@@ -64,19 +68,19 @@ class BatchLoader:
             yield served.popleft(), usable(batch)
 
     def read(self, indices: list[int]) -> Any:
-        """A few samples as one batch, on the CPU, read in this process as in epoch 0; raises as `batches` does."""
+        """Read samples as one batch, on the CPU, in this process, as in epoch 0; raises as `batches` does."""
         return usable(self._fetcher.__getitems__(MicroBatch(0, indices, weight=1.0, is_last=True)))
 
 
 class _Replay:
-    """The batch sampler: hands out the loader's current draws, and keeps those whose batches are on their way.
+    """Batch sampler that serves the current micro-batches, and queues those whose data is still being read.
 
-    It doesn't know the loader: in a cycle of references, loader processes would go on until Python's collector finds
-    it, which may happen in a process that was forked since and whose files are others.
+    It holds no reference to the loader: a reference cycle would keep loader processes alive until garbage collection,
+    which may happen in a process forked since, with different open files.
     """
 
     def begin(self, micro_batches: Iterable[MicroBatch]) -> deque[MicroBatch]:
-        """Hand out these from now on; returns the queue of those handed out."""
+        """Serve these micro-batches from now on; return the queue of those served."""
         self._draws, self._served = micro_batches, deque[MicroBatch]()
         return self._served
 
@@ -97,19 +101,19 @@ def to_device(
     dtype: torch.dtype | None,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Any:
-    """The batch on the device; real and complex tensors in ``dtype`` if one is given. Copies don't block the host.
+    """Move a batch to the device without blocking the host; cast real and complex tensors to ``dtype``, if given.
 
-    ``channels_last`` is for tensors of four dimensions, which are taken for images; all others stay as they are.
+    ``channels_last`` applies to tensors of four dimensions only, which are taken for images.
     """
     if device.type == "cpu" and dtype is None and memory_format is torch.contiguous_format:
-        return batch  # where it is
+        return batch
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         wanted = dtype if tensor.is_floating_point() else None
         if tensor.is_complex() and dtype is not None:
             wanted = dtype.to_complex()
         moved = tensor.to(device, wanted, non_blocking=True)
-        if memory_format is torch.channels_last and tensor.ndim == 4:  # on the device, which is quicker at it
+        if memory_format is torch.channels_last and tensor.ndim == 4:  # faster on the device
             return moved.contiguous(memory_format=memory_format)
         return moved
 
@@ -117,17 +121,17 @@ def to_device(
 
 
 def length(dataset: Dataset[Any], *, what: str) -> int:
-    """Samples in a map-style dataset.
+    """Return the number of samples in a map-style dataset.
 
     Raises:
-        ExperimentError: it is empty, or not map-style.
+        ExperimentError: the dataset is empty, or not map-style.
     """
-    # The first inherits a __getitem__.
+    # An IterableDataset inherits a __getitem__.
     streams = isinstance(dataset, IterableDataset) or type(dataset).__module__.startswith("ray.data.")
     if streams or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         instead = (
-            ". A stream has no order that can be dealt to any number of workers and resumed exactly, so none is taken; "
-            "give each sample an index and read it when it is asked for, or use pipeline.data.streamed"
+            ". A stream has no order that can be divided among any number of workers and resumed exactly; give each "
+            "sample an index and read it on request, or use pipeline.data.streamed"
         )
         raise ExperimentError.of(
             "data",
@@ -144,14 +148,14 @@ def _article(noun: str) -> str:
 
 
 def prefetched(batches: Iterator[Pair], *, place: Callable[[Any], Any], device: torch.device) -> Iterator[Pair]:
-    """Batches as ``place`` puts them on the device, one ahead of those asked for. On CPU all stays as it is."""
+    """Move batches to the device with ``place``, one ahead of the consumer. On CPU, return them unchanged."""
     return batches if device.type == "cpu" else one_ahead(batches, copy=_SideStream(device, place))
 
 
 def one_ahead(batches: Iterator[Pair], *, copy: Copy) -> Iterator[Pair]:
-    """Each batch's copy, once that of the next batch has begun; the first one doesn't wait for a second.
+    """Yield each batch's copy once the copy of the next has started; the first batch is yielded at once.
 
-    What reading a batch raises is raised when it is that batch's turn: those before it are trained.
+    An error in reading a batch is raised in place of that batch, after those before it.
     """
     following = None
     for number, read in enumerate(_or_error(batches)):
@@ -169,7 +173,7 @@ def one_ahead(batches: Iterator[Pair], *, copy: Copy) -> Iterator[Pair]:
 def _or_error(batches: Iterator[Pair]) -> Iterator[Pair | Exception]:
     try:
         yield from batches
-    except Exception as error:  # noqa: BLE001 - raised again when it is its turn
+    except Exception as error:  # noqa: BLE001 - raised again in place of its batch
         yield error
 
 
@@ -181,7 +185,7 @@ def _arrived(begun: tuple[MicroBatch, Callable[[], Any]] | Exception) -> Pair:
 
 
 class _SideStream:
-    """Copies batches beside what a GPU computes."""
+    """CUDA stream that copies batches while the GPU computes."""
 
     def __init__(self, device: torch.device, place: Callable[[Any], Any]) -> None:
         self._device, self._place = device, place
@@ -195,7 +199,7 @@ class _SideStream:
         def arrived() -> Any:
             computes = torch.cuda.current_stream(self._device)
             computes.wait_event(copied)
-            # Else the allocator might give the memory to the next copy while it is still computed with.
+            # Otherwise the allocator might reuse the memory for the next copy while it is still in use.
             apply_to_collection(copy, Tensor, lambda tensor: tensor.record_stream(computes))
             return copy
 

@@ -1,4 +1,4 @@
-"""The loss of every step without waiting for the device in every step."""
+"""The meter of a training: every step's loss, reported without waiting for the device in every step."""
 
 import time
 from collections import deque
@@ -19,21 +19,21 @@ from pipeline.training.watch import mark
 
 SKIPPED = "train/skipped_steps"
 WINDOWS = ("throughput/", "time/")
-"""How the names of metrics of single windows begin."""
+"""Prefixes of the names of metrics that describe a single window."""
 _SENT_AGAIN = 100
-"""Latest reports that a checkpoint keeps: a driver that was killed may not have written down what it was sent. It knows
-what it has."""
+"""Number of latest reports that a checkpoint keeps, to be sent again: a driver that was killed may not have recorded
+them. It ignores those that it has."""
 SHORTEST_MS = 100.0
-"""Between two reports, unless something else makes one due. The ranks exchange what they report: that takes as long as
-a short step does, and nobody reads faster."""
+"""Milliseconds between two regular reports, at least. Ranks exchange what they report, which takes as long as a short
+step."""
 
 
 @dataclass(kw_only=True)
 class Meter:
-    """Collects each step's share of the loss on the device; a flush adds them up over all ranks in one exchange.
+    """Collector of each step's loss on the device; a flush sums the losses over all ranks in one exchange.
 
-    So the loss in the report is the mean over the global batch, exact at any world size, and the host waits for the
-    device once in a flush instead of once in a step.
+    The reported loss is the mean over the global batch, exact at any world size, and the host waits for the device
+    once a flush instead of once a step.
     """
 
     context: TrainContext
@@ -42,9 +42,9 @@ class Meter:
     latest: dict[str, float] = field(default_factory=dict)
     """The latest value of every metric."""
     first_losses: tuple[float, ...] = ()
-    """Of as many steps as a measurement takes."""
+    """Losses of the first steps, as many as a measurement has."""
     stop_agreed: bool = False
-    """Whether the driver has asked any rank to stop, as of the last flush: all ranks know it after the same step."""
+    """True if the driver had asked any rank to stop by the last flush; equal on all ranks."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _weights: list[torch.Tensor | None] = field(default_factory=list)
     _norms: list[torch.Tensor] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Meter:
         self.finiteness = Finiteness(trial=context.trial, rank=context.rank, order=context.order, outbox=self.outbox)
 
     def add(self, result: StepResult, *, samples: int) -> None:
-        """One step, and the size of its global batch."""
+        """Add the result of a step; ``samples`` is the size of its global batch."""
         self.waits.end_step()
         self._losses.append(result.loss)
         self._weights.append(result.weight)
@@ -80,7 +80,7 @@ class Meter:
         flags = [self.outbox.stop_asked, self.clock.has_compiled, lap.step_ms]
         own = torch.stack(self._losses)
         ranks = self._of_all_ranks(torch.cat([own, *self._divisors(), own.new_tensor([*flags, *waits])]))
-        # Not an all-reduce: its rounding would depend on how many steps are reported together.
+        # Gathered, since the rounding of an all-reduce would depend on how many steps are reported together.
         slowest = float(ranks[:, -len(waits) :].amax(0).mean())
         *sums, stop_asked, has_compiled, step_ms = ranks[:, : -len(waits)].sum(0).tolist()
         losses = _divided(sums[: len(own)], sums[len(own) :])
@@ -107,11 +107,11 @@ class Meter:
         self.send(points, step=step, epoch=epoch)
         norms = columns.get("train/gradient_norm", [])
         self.finiteness.judge(losses, norms=norms, own=own, first=first)
-        if self.trial.is_measurement:  # whose windows are short: this would be a large part of them
+        if self.trial.is_measurement:  # its windows are short, and reporting would be a large part of them
             self.clock.resume()
 
     def _of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
-        """Each rank's values, shape (ranks, values), in double precision on the CPU."""
+        """Gather each rank's values, shape (ranks, values), in double precision on the CPU."""
         if self.rank.world_size == 1:
             return own.double().cpu()[None]
         mark(Phase.WAITING)
@@ -121,18 +121,18 @@ class Meter:
 
     @property
     def reached(self) -> dict[str, float]:
-        """The latest value of every metric but those of single windows, which the result has as figures of all."""
+        """Latest value of every metric, without those of single windows, which the result summarizes itself."""
         return {name: value for name, value in self.latest.items() if not name.startswith(WINDOWS)}
 
     def _divisors(self) -> list[torch.Tensor]:
-        """This rank's part of what each step's loss is to be divided by, if that of any is."""
+        """Stack this rank's shares of the divisors of the losses, if any step has one."""
         if not any(weight is not None for weight in self._weights):
             return []
         one = self._losses[0].new_tensor(float(self.rank.is_first))
         return [torch.stack([one if weight is None else weight for weight in self._weights])]
 
     def send(self, points: list[Point], *, step: int, epoch: int) -> None:
-        """Report points of any metrics; ``step`` and ``epoch`` (counted from 1) say how far training is."""
+        """Report points of any metrics at ``step`` of ``epoch``, both counted from 1."""
         self.latest.update({point.name: point.value for point in points})
         if self.rank.is_first and points:
             event = Metrics(
@@ -147,7 +147,7 @@ class Meter:
             self.outbox.event(event)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed training can't know: numbers and texts. Call it after a flush."""
+        """Return the state to checkpoint, numbers and strings. Call it after a flush."""
         lap = self.clock.steady[-1]
         return {
             "latest": dict(self.latest),
@@ -157,7 +157,7 @@ class Meter:
         }
 
     def restore(self, state: Mapping[str, Any], *, is_over: bool) -> None:
-        """Go on from `state`; a training that is over has no more steps to time, so the saved pace is the one."""
+        """Load `state` and send its reports again; a finished training (``is_over``) takes its saved lap, too."""
         self.latest = dict(state["latest"])
         self.first_losses = tuple(state["first_losses"])
         for event in map(Metrics.model_validate, state["sent"] if self.rank.is_first else ()):
@@ -169,14 +169,14 @@ class Meter:
 
 
 def _divided(losses: list[float], weights: list[float]) -> list[float]:
-    """The losses by their weights, if there are any; of nothing it is 0."""
+    """Divide losses by weights, if there are any; a loss of weight 0 is 0."""
     return (
         [loss / weight if weight else 0.0 for loss, weight in zip(losses, weights, strict=True)] if weights else losses
     )
 
 
 class Cadence:
-    """Knows when the next report is due. All ranks agree: what it goes by is the same on all of them."""
+    """Schedule of reports: every ``train.log_every_steps``, at most one in `SHORTEST_MS`. Equal on all ranks."""
 
     def __init__(self, context: TrainContext) -> None:
         self._context = context
@@ -185,7 +185,7 @@ class Cadence:
         self._intervals = 1
 
     def is_due(self, steps: int) -> bool:
-        """Whether to report after that many steps: in regular intervals, at the end of an epoch, before a checkpoint.
+        """Return True if a report is due after ``steps`` steps: regularly, at an epoch's end, before a checkpoint.
 
         A measurement reports after its warm-up and after each of its windows.
         """
@@ -200,28 +200,28 @@ class Cadence:
         return context.is_checkpoint_step(steps)
 
     def reported(self, steps: int, *, step_ms: float) -> None:
-        """A report was made after that many steps, the last of which took ``step_ms`` in the mean over all ranks."""
+        """Note a report after ``steps`` steps; ``step_ms`` is the step's duration averaged over ranks."""
         self._last = steps
         self._intervals = max(1, int(SHORTEST_MS / (step_ms * self._log_every)))
 
 
 @dataclass
 class GpuGauge:
-    """Reads the utilization of some GPUs now and then; without GPUs it reads nothing."""
+    """Utilization of a rank's GPUs during training, from the driver's management library (NVML)."""
 
     devices: list[int]
-    """CUDA indices; empty on CPU."""
+    """CUDA indices; empty on CPU or where utilization isn't available."""
     _readings: list[list[float]] = field(default_factory=list)
 
     def read(self) -> None:
-        """One reading: the share of the last fraction of a second in which a kernel ran."""
+        """Sample the utilization: the share of the last fraction of a second in which a kernel ran."""
         if not self.devices:
             return
         try:
             self._readings.append([float(torch.cuda.utilization(device)) for device in self.devices])
-        except (RuntimeError, ModuleNotFoundError):  # NVML's errors are RuntimeErrors; a MIG slice isn't counted
+        except (RuntimeError, ModuleNotFoundError):  # NVML's errors are RuntimeErrors; MIG slices have no utilization
             self.devices = []
 
     def means(self) -> list[float]:
-        """Mean percentage of each device; empty without a reading."""
+        """Return the mean utilization of each device in percent; empty without samples."""
         return [mean(column) for column in zip(*self._readings, strict=True)] if self.devices else []

@@ -1,4 +1,4 @@
-"""Merge what ranks have collected in metrics' list states, before the metrics are computed."""
+"""Merging of metrics' list states over the ranks, which torchmetrics itself gathers only for equal lengths."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -20,7 +20,7 @@ Place = tuple[int, str]
 
 
 class _Shape(NamedTuple):
-    """What bytes are to be a tensor again."""
+    """Type and shape to restore a tensor from bytes."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -30,14 +30,14 @@ class _Shape(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self, data: Tensor) -> Tensor:
-        return data.clone().view(self.dtype).reshape(self.shape)  # a copy, since a view begins at any byte
+        return data.clone().view(self.dtype).reshape(self.shape)  # a copy, for its alignment
 
 
 def merge_lists(metrics: "MetricCollection", *, rank: Rank) -> None:
-    """Give every rank the elements of all ranks, in rank order. Collective.
+    """Give every rank the list elements of all ranks, in rank order. Collective.
 
-    torchmetrics gathers element by element, so a rank with fewer batches than another, or with none, would end in an
-    abort or wait for ever. Tensor states, which are sums and the like, it still gathers itself.
+    torchmetrics gathers element by element: ranks with different numbers of batches would abort or hang. Tensor
+    states, such as sums, are left to it.
     """
     if rank.world_size == 1:
         return
@@ -60,7 +60,7 @@ def merge_lists(metrics: "MetricCollection", *, rank: Rank) -> None:
 def _gathered_lists(
     places: Mapping[Place, int], shared: Mapping[int, list[Any]], each: "list[Metric]", *, rank: Rank
 ) -> dict[Place, list[Any]]:
-    """The elements of all ranks by place; structure and texts are sent as objects, tensors as bytes."""
+    """Gather the elements of all ranks by place; structure and strings are sent as objects, tensors as bytes."""
     leaves, spec = tree_flatten(dict(shared))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
     told = [_Shape(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -78,7 +78,7 @@ def _gathered_lists(
 
 
 def _bytes(tensors: list[Tensor], *, device: torch.device, sizes: list[int]) -> list[Tensor]:
-    """Each rank's tensors as bytes, one after the other."""
+    """Gather each rank's tensors, concatenated as bytes."""
     flat = [one.to(device).contiguous().reshape(-1).view(torch.uint8) for one in tensors]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     if flat:
@@ -90,11 +90,11 @@ def _bytes(tensors: list[Tensor], *, device: torch.device, sizes: list[int]) -> 
 
 
 def _each(metrics: "MetricCollection") -> "list[Metric]":
-    """All metrics, those inside of wrappers too, in the same order on all ranks."""
+    """List all metrics, also those inside wrappers, in the same order on all ranks."""
     from torchmetrics import Metric
 
     for _ in metrics.items(copy_state=False):
-        """Metrics that share their states see the newest."""
+        """Iterating updates the metrics that share states."""
     return [module for module in metrics.modules() if isinstance(module, Metric)]
 
 
@@ -103,7 +103,7 @@ def _lists(metric: "Metric") -> Mapping[str, list[Any]]:
 
 
 def _gather_the_rest(metric: "Metric", *, is_all: bool) -> None:
-    """Tell a metric to gather nothing, if ``is_all`` that it has, or its tensor states only."""
+    """Make a metric gather its tensor states only; nothing if all of its states are lists (``is_all``)."""
     if is_all:
         metric.distributed_available_fn = _is_not_distributed
     else:
@@ -115,7 +115,7 @@ def _is_not_distributed() -> bool:
 
 
 def _gathered(metric: "Metric", tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """All ranks' values of a tensor state; of a merged list, which all ranks have, the tensor itself."""
+    """Gather a tensor state from all ranks; return the tensor itself if it belongs to a merged list."""
     from torchmetrics.utilities.distributed import gather_all_tensors
 
     if any(tensor is state for state in metric.metric_state.values()):

@@ -1,4 +1,4 @@
-"""The metrics of the validation set: built, read, and which of their values are good."""
+"""Metrics of the validation set: building them, the direction that is better, and the numbers and curves they give."""
 
 import csv
 from collections.abc import Iterator, Mapping
@@ -20,10 +20,10 @@ _MOST_LABELLED = 20
 
 
 def build(create: Create, components: Mapping[str, Component]) -> "dict[str, Metric]":
-    """Build metrics, by name; without any, torchmetrics is not imported.
+    """Build metrics by name. Without metrics, torchmetrics is not imported.
 
     Raises:
-        ExperimentError: some can't be built, or are no torchmetrics metrics; all of them.
+        ExperimentError: some can't be built or are not of torchmetrics; lists all of these.
     """
     built: dict[str, Metric] = {}
     problems: list[Problem] = []
@@ -38,16 +38,16 @@ def build(create: Create, components: Mapping[str, Component]) -> "dict[str, Met
 
 
 def direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -> Direction:
-    """Resolve ``mode: auto``: torchmetrics' ``higher_is_better`` decides; a loss is to be small.
+    """Resolve ``mode: auto`` by torchmetrics' ``higher_is_better``; a smaller loss is better.
 
     Args:
-        metric: a reported name, e.g. "validation/accuracy", or "validation/accuracy_0" of the first class.
-        mode: of the section.
-        key: where the metric is named, e.g. "checkpoint.best".
-        judges: metrics, or their classes, by name.
+        metric: reported name, e.g. "validation/accuracy", or "validation/accuracy_0" for the first class.
+        mode: the section's ``mode``.
+        key: key that names the metric, e.g. "checkpoint.best".
+        judges: metrics or their classes, by name.
 
     Raises:
-        ExperimentError: the metric doesn't say what is good.
+        ExperimentError: the metric doesn't say which direction is better.
     """
     if mode != "auto":
         return mode
@@ -59,7 +59,7 @@ def direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -
     if not isinstance(higher_is_better, bool):
         kind = judge.__name__ if isinstance(judge, type) else type(judge).__name__
         section = key.partition(".")[0]
-        message = f"is {metric}, and {kind} doesn't say whether large or small values are good; write {section}.mode: "
+        message = f"is {metric}, and {kind} doesn't say whether larger or smaller is better; write {section}.mode: "
         raise ExperimentError.of(key, f"{message}max, or min")
     return "max" if higher_is_better else "min"
 
@@ -70,21 +70,21 @@ def _checked(metric: Any, *, name: str) -> "Metric":
     if not isinstance(metric, Metric):
         raise ExperimentError.of(
             f"metrics.{name}",
-            f"is a {type(metric).__name__}; metrics come from torchmetrics, whose sums are right across ranks",
+            f"is a {type(metric).__name__}; write a metric of torchmetrics, which is correct across ranks",
         )
     return metric
 
 
 class Curve(NamedTuple):
-    """Points of one line for each class, or of one line alone."""
+    """Points of a curve, such as ROC: one line, or one line for each class."""
 
     columns: tuple[str, str, str]
-    """Across, up, and what both depend on."""
+    """Names of x, y and the threshold."""
     lines: tuple[tuple[list[float], list[float], list[float]], ...]
-    """In the order of the columns; the last one may be shorter by one."""
+    """For each line x, y and thresholds, which may be one fewer."""
 
     def write(self, path: Path) -> None:
-        """Write the table as CSV, a row for each point; ``class`` is empty where there is one line."""
+        """Write the points as CSV, a row for each; ``class`` is empty for a single line."""
         with path.open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             rows.writerow(("class", *self.columns))
@@ -92,7 +92,7 @@ class Curve(NamedTuple):
 
     def draw(self, path: Path, *, title: str) -> None:
         """Draw the lines as a PNG."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second; only where there is a curve
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second, needed for curves only
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6, 5), layout="constrained")
@@ -105,7 +105,7 @@ class Curve(NamedTuple):
         axes.grid(alpha=0.3)
         if 1 < len(self.lines) <= _MOST_LABELLED:
             axes.legend()
-        FigureCanvasAgg(figure)  # not pyplot's choice, which may be a window
+        FigureCanvasAgg(figure)  # pyplot might choose a backend with a window
         figure.savefig(path)
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
@@ -116,19 +116,19 @@ class Curve(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """What metrics have computed."""
+    """Computed results of metrics."""
 
     values: dict[str, float]
-    """Numbers, by the names that are reported after "validation/"."""
+    """Numbers by reported name, without "validation/"."""
     curves: dict[str, Curve]
-    """By the metric's name."""
+    """Curves by name of the metric."""
 
 
 def read(results: Mapping[str, Any], metrics: "Mapping[str, Metric]") -> Readings:
-    """Sort results into numbers and curves: a number, one for each class, or one with its threshold.
+    """Sort results into numbers (one, one for each class, or one with its threshold) and curves.
 
     Raises:
-        ExperimentError: some are neither.
+        ExperimentError: some results are neither.
     """
     readings = Readings({}, {})
     problems: list[Problem] = []
@@ -162,7 +162,7 @@ def _without_number(name: str, result: object, metric: "Metric | None") -> Probl
 
 
 def curve_of(metric: "Metric", result: Any) -> Curve | None:
-    """The curve that a metric has computed; None if it is none, or of a kind that isn't known."""
+    """Return the curve that a metric has computed; None if the result is no curve of a known kind."""
     from torchmetrics.classification import BinaryROC, MulticlassROC, MultilabelROC
 
     if not (_is_tuple(metric, result) and len(result) == 3):
@@ -176,12 +176,12 @@ def curve_of(metric: "Metric", result: Any) -> Curve | None:
 
 
 def has_threshold(metric: "Metric", result: Any) -> bool:
-    """Whether a metric has computed a point of its curve: a value and its threshold, as RecallAtFixedPrecision does."""
+    """Return True if a metric has computed a value and its threshold, as RecallAtFixedPrecision does."""
     return _is_tuple(metric, result) and len(result) == 2
 
 
 def _is_tuple(metric: "Metric", result: Any) -> bool:
-    """Whether it is what torchmetrics' curves compute, whose many descendants compute other things, too."""
+    """Return True for a tuple from one of torchmetrics' curves, whose subclasses also compute other results."""
     from torchmetrics.classification import (
         BinaryPrecisionRecallCurve,
         MulticlassPrecisionRecallCurve,
@@ -193,7 +193,7 @@ def _is_tuple(metric: "Metric", result: Any) -> bool:
 
 
 def _by_class(part: Any) -> list[list[float]]:
-    """Tensors of (points) or (classes, points), or a list with a tensor for each class."""
+    """Convert a tensor of shape (points,) or (classes, points), or a list of tensors, to a list for each class."""
     if isinstance(part, Tensor):
         part = part if part.ndim == 2 else [part]
     return [values.tolist() for values in part]

@@ -21,22 +21,22 @@ from pipeline.strategies.base import sparse_modules
 from pipeline.training.norms import local
 
 _FUSED = {"torch.optim.Adam": True, "torch.optim.AdamW": True, "torch.optim.SGD": False}
-"""Those that torch has fused for CPU and for GPUs, and whether also for sharded parameters and scaled losses: a first
-step that the scaler leaves out gives SGD a momentum that nobody has written."""
+"""Optimizers that torch has fused for CPU and GPU; True if sharded parameters and scaled losses work, too. SGD's
+momentum would be uninitialized after a first step that the gradient scaler skips."""
 _CHOICES = ("fused", "foreach", "differentiable")
-"""Arguments by which a file chooses an implementation itself, or one that can't be fused."""
+"""Arguments with which a file chooses an implementation itself, or one that can't be fused."""
 
 
 def check(optimizer: Optimizer, *, again: Callable[[list[nn.Parameter]], Any], model: nn.Module) -> None:
-    """Refuse an optimizer that calls the model itself, or that doesn't take the kinds of gradients that it will get.
+    """Refuse an optimizer that needs a closure, or that doesn't take the model's kinds of gradients (dense, sparse).
 
     Args:
-        optimizer: of the model's parameters.
-        again: builds such an optimizer of other parameters.
-        model: with all its parameters.
+        optimizer: the optimizer of the model's parameters.
+        again: builds the same optimizer for other parameters.
+        model: the model with all its parameters.
 
     Raises:
-        ExperimentError: training can't begin with it.
+        ExperimentError: the optimizer can't train this model.
     """
     _refuse_closure(optimizer)
     if sparse_modules(model) or isinstance(optimizer, SparseAdam):
@@ -44,37 +44,37 @@ def check(optimizer: Optimizer, *, again: Callable[[list[nn.Parameter]], Any], m
 
 
 def check_averaging(optimizer: Optimizer, *, trial: Trial) -> None:
-    """Refuse averages of weights beside an optimizer that has its own, such as a schedule-free one.
+    """Refuse averaging of weights with an optimizer that averages them itself, such as a schedule-free one.
 
     Raises:
-        ExperimentError: both would be averaged.
+        ExperimentError: the weights would be averaged twice.
     """
     if not has_modes(optimizer):
         return
     name = type(optimizer).__name__
     if trial.experiment.train.ema is not None:
-        raise ExperimentError.of("train.ema", f"averages the weights once more: {name} does so itself; remove it")
+        raise ExperimentError.of("train.ema", f"averages the weights, as {name} does itself; remove train.ema")
     if trial.options.get("local_sgd_period") is not None:
         raise ExperimentError.of(
             "optimizer",
-            f"{name} keeps weights of its own on each worker, which local SGD doesn't average; use another optimizer, "
-            "or remove local_sgd_period",
+            f"{name} keeps a second set of weights on each worker, which local SGD doesn't average; use a different "
+            "optimizer, or remove local_sgd_period",
         )
 
 
 def _refuse_closure(optimizer: Optimizer) -> None:
-    """LBFGS and the like compute the loss several times in a step, on the same batch, in a function that they get."""
+    """Refuse LBFGS and the like, which evaluate the loss several times in a step through a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ExperimentError.of(
             "optimizer",
-            f"{type(optimizer).__name__} computes the loss several times in a step (its step() needs a closure), but a "
-            "step here has one forward and backward pass over the global batch; use another, such as torch.optim.AdamW",
+            f"{type(optimizer).__name__} evaluates the loss several times in a step (its step() needs a closure), but "
+            "a step here has one forward and backward pass over the global batch; use e.g. torch.optim.AdamW",
         )
 
 
 def _refuse_gradients(again: Callable[[list[nn.Parameter]], Any], *, model: nn.Module) -> None:
-    """Take a step with gradients of the same kinds, of two toy parameters."""
+    """Take a step on toy parameters with the model's kinds of gradients, to see whether the optimizer accepts them."""
     names = sparse_modules(model)
     owned = {id(model.get_submodule(name).weight) for name in names}
     gradients: list[Tensor] = []
@@ -89,30 +89,30 @@ def _refuse_gradients(again: Callable[[list[nn.Parameter]], Any], *, model: nn.M
     train(optimizer)
     try:
         optimizer.step()
-    except Exception as error:  # whatever an optimizer raises for gradients that it doesn't take
+    except Exception as error:  # an optimizer may raise anything
         whose = f"{', '.join(names[:3])} of the model (sparse: true)" if names else "no module of the model"
         raise ExperimentError.of(
             "optimizer",
             f"{type(optimizer).__name__} can't take the model's gradients: {' '.join(str(error).split())}. Those of "
-            f"{whose} are sparse; write torch.optim.SGD or Adagrad without weight_decay, which take both kinds, or "
-            "sparse: false",
+            f"{whose} are sparse; write torch.optim.SGD or Adagrad without weight_decay, which take dense and sparse "
+            "ones, or sparse: false",
         ) from error
 
 
 def has_modes(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has ``train()`` and ``eval()``."""
+    """Return True if the optimizer has ``train()`` and ``eval()``."""
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
 
 def train(optimizer: Optimizer) -> None:
-    """Put the optimizer into its training mode, if it has modes."""
+    """Put the optimizer into training mode, if it has modes."""
     if has_modes(optimizer):
         cast(Any, optimizer).train()
 
 
 @contextmanager
 def evaluating(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the weights are those that the optimizer has for its result."""
+    """Put the optimizer into evaluation mode inside the block, if it has modes."""
     if not has_modes(optimizer):
         yield
         return
@@ -126,9 +126,9 @@ def evaluating(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def weights_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Put the weights of an optimizer with modes back, to the bit: computing them from the others again would round.
+    """Restore the weights of an optimizer with modes after the block, exactly: switching modes back would round.
 
-    So a training doesn't depend on when it was evaluated.
+    Otherwise a training would depend on when it was evaluated.
     """
     weights = [one for group in optimizer.param_groups for one in group["params"]] if has_modes(optimizer) else []
     kept = [local(one.detach()).clone() for one in weights]
@@ -141,13 +141,13 @@ def weights_kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def prefer_fused(optimizer: Component, *, model: nn.Module, is_sharded: bool, is_scaled: bool) -> Component:
-    """The optimizer with ``fused: true``, if that can be done and the file doesn't choose for itself.
+    """Return the optimizer with ``fused: true``, if torch supports it and the file doesn't choose an implementation.
 
     Args:
-        optimizer: as the file has it.
-        model: whose parameters it gets.
-        is_sharded: whether each rank has a part of each parameter only.
-        is_scaled: whether a scaler keeps gradients from underflowing, as for fp16.
+        optimizer: the section of the file.
+        model: the model that it will train.
+        is_sharded: true if each rank holds only a shard of each parameter.
+        is_scaled: true if a gradient scaler is used, as for fp16.
     """
     arguments = optimizer.arguments
     if optimizer.target not in _FUSED or any(choice in arguments for choice in _CHOICES):
@@ -164,9 +164,9 @@ def prefer_fused(optimizer: Component, *, model: nn.Module, is_sharded: bool, is
 
 
 def complete(optimizer: Optimizer) -> None:
-    """Let a fused SGD begin with a momentum of 0 for every parameter, which without dampening is what it begins with.
+    """Initialize the momentum of a fused SGD to 0, which is equivalent as long as there is no dampening.
 
-    By itself it makes them when gradients come, and fails on a parameter whose first gradient comes later than others'.
+    By itself it creates momentum with the first gradients, and fails on a parameter that gets one in a later step.
     """
     if isinstance(optimizer, SGD) and any(group["fused"] and group["momentum"] for group in optimizer.param_groups):
         optimizer.register_step_pre_hook(_with_all_momenta)

@@ -1,4 +1,4 @@
-"""The three global generators that user code draws from: torch's, Python's and NumPy's."""
+"""Global random number generators that user code draws from: torch's, Python's and NumPy's."""
 
 import random
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ import torch
 
 
 def seed_all(seed: int, *, device: torch.device | None = None) -> None:
-    """Seed the three generators, torch's on the CPU and on ``device``; on all devices if none is given.
+    """Seed all three generators, torch's on the CPU and on ``device``; on all devices if none is given.
 
-    With a device it takes 8 us: torch.manual_seed formats a stack trace for each kind of device that is not there.
+    With a device this takes 8 us: torch.manual_seed formats a stack trace for each kind of device that is missing.
     """
     if device is None:
         torch.manual_seed(seed)
@@ -25,7 +25,7 @@ def seed_all(seed: int, *, device: torch.device | None = None) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the generators of the CPU back as they were: a model may draw its dropout from the ones that data used."""
+    """Restore the CPU generators after the block: the model's dropout may draw from them."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield

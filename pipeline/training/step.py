@@ -51,7 +51,7 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
         context: the model, the optimizer and how they are trained.
         stream: micro-batches of this rank; those of one step are taken from it.
         step: number of this step, counted from 0.
-        exchange: False keeps gradients on their rank, for measuring.
+        exchange: false keeps gradients on their rank, for measuring.
     """
     with StepGuard(context, step=step) as guard, warmup(context.optimizer, context.experiment.train, step=step) as rate:
         loss, weight = forward_backward(context, stream, exchange=exchange)

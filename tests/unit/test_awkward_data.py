@@ -59,5 +59,5 @@ def test_other_errors_of_the_first_forward_pass_keep_their_name() -> None:
 
 @pytest.mark.parametrize("name", ["stream", "sized_stream"])
 def test_a_stream_is_refused_with_what_to_do_instead(name: str) -> None:
-    with pytest.raises(ExperimentError, match="resumed exactly, so none is taken; give each sample an index"):
+    with pytest.raises(ExperimentError, match="resumed exactly; give each sample an index"):
         toys.trained(data={"_target_": f"toys.{name}"})

@@ -240,7 +240,7 @@ class TestWhatMetricsCompute:
             ),
             (
                 {"metrics": {"f": metric("MulticlassF1Score", average="none"), "f_1": metric("MulticlassF1Score")}},
-                ["metrics.f_1: reports validation/f_1, as metrics.f does; give one of them another name"],
+                ["metrics.f_1: reports validation/f_1, as metrics.f does; rename one of them"],
             ),
             (
                 {

@@ -205,8 +205,8 @@ class TestSparseGradients:
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     assert _refused(optimizer=_optimizer("LBFGS")) == (
         "optimizer",
-        "LBFGS computes the loss several times in a step (its step() needs a closure), but a step here has one forward "
-        "and backward pass over the global batch; use another, such as torch.optim.AdamW",
+        "LBFGS evaluates the loss several times in a step (its step() needs a closure), but a step here has one "
+        "forward and backward pass over the global batch; use e.g. torch.optim.AdamW",
     )
 
 
@@ -287,7 +287,7 @@ class TestOptimizersWithModes:
     def test_are_not_averaged_twice(self) -> None:
         assert _refused(optimizer=self.FREE, train={"ema": True}) == (
             "train.ema",
-            "averages the weights once more: ScheduleFree does so itself; remove it",
+            "averages the weights, as ScheduleFree does itself; remove train.ema",
         )
         local = _trial(optimizer=self.FREE).model_copy(update={"options": {"local_sgd_period": 2}})
         with pytest.raises(ExperimentError, match="which local SGD doesn't average"):
