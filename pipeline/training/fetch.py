@@ -1,4 +1,4 @@
-"""From a draw to a batch: reads the samples, in the training process or in a loader process."""
+"""Reading of a micro-batch's samples, in the training process or in a loader process."""
 
 import traceback
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 
 def fetcher(dataset: Dataset[Any], *, collate: Collate | None, seed: int) -> "Rows | Samples":
-    """What reads the batches of a dataset."""
+    """Return the reader of a dataset's batches: whole rows for tables of tensors, else sample by sample."""
     if type(dataset) is TensorDataset and collate is None:
         return Rows(partial(_indexed, dataset.tensors))
     if isinstance(dataset, Table) and collate is None:
@@ -29,7 +29,7 @@ def fetcher(dataset: Dataset[Any], *, collate: Collate | None, seed: int) -> "Ro
 
 
 class Rows(Dataset[Any]):
-    """A dataset without randomness, indexed once for a whole batch instead of once for each sample."""
+    """Reader of a dataset without randomness, indexed once for a whole batch instead of once for each sample."""
 
     def __init__(self, read: Callable[[list[int]], tuple[torch.Tensor, ...]]) -> None:
         self._read = read
@@ -44,14 +44,14 @@ def _indexed(tensors: tuple[torch.Tensor, ...], indices: list[int]) -> tuple[tor
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``tensor[index]``, quicker where rows can be copied whole: in a quarter of the time for rows of 48 kB."""
+    """Return ``tensor[index]``; contiguous rows of 48 kB take a quarter of the time."""
     return tensor.index_select(0, index) if tensor.is_contiguous() else tensor[index]
 
 
 class Samples(Dataset[Any]):
-    """Any map-style dataset, with the randomness of each sample keyed by (seed, epoch, sample).
+    """Reader of any map-style dataset, with random numbers keyed by (seed, epoch, sample).
 
-    So an augmentation draws the same numbers for a sample whichever rank or loader process computes it.
+    An augmentation draws the same numbers for a sample on any rank and in any loader process.
     """
 
     def __init__(self, dataset: Dataset[Any], *, collate: Collate | None, seed: int) -> None:
@@ -68,7 +68,7 @@ class Samples(Dataset[Any]):
                     samples.append(self._dataset[index])
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
                     return _Unusable(_failed(f"sample {index} of the data can't be read", error))
-            return self._batch(micro_batch.indices, samples)  # random numbers of a collate follow the last sample's
+            return self._batch(micro_batch.indices, samples)  # a collate function draws after the last sample
 
     def _batch(self, indices: list[int], samples: list[Any]) -> Any:
         try:
@@ -87,12 +87,12 @@ def _failed(what: str, error: Exception) -> TrainingError:
 
 def _not_a_batch(indices: list[int], samples: list[Any], error: Exception) -> ExperimentError:
     shapes = sorted({_shape(sample) for sample in samples})
-    ragged = isinstance(error, RuntimeError) and len(shapes) > 1  # else torch says it better
+    ragged = isinstance(error, RuntimeError) and len(shapes) > 1  # otherwise torch's message is better
     seen = f"they are {' and '.join(shapes[:3])}" if ragged else f"{type(error).__name__}: {error}".splitlines()[0]
     return ExperimentError.of(
         "data",
         f"samples {_some(indices)} can't be stacked into a batch: {seen}; "
-        "make all samples alike, or write loader.collate for samples of different sizes",
+        "give all samples the same shape, or write a loader.collate for different sizes",
     )
 
 
@@ -107,16 +107,15 @@ def _some(indices: list[int]) -> str:
 
 
 class _Unusable:
-    """An error instead of a batch. An exception would lose its type on its way out of a loader process."""
+    """An error in place of a batch; a raised exception would lose its type between processes."""
 
     def __init__(self, error: ExperimentError | TrainingError) -> None:
-        self.errors: list[ExperimentError | TrainingError] = [
-            error
-        ]  # popped when raised: see `pipeline.training.loader` on cycles
+        # Popped when raised, which avoids a reference cycle, see `pipeline.training.loader`.
+        self.errors: list[ExperimentError | TrainingError] = [error]
 
 
 def usable(batch: Any) -> Any:
-    """The batch, unless it is the error that came in its place: then that is raised."""
+    """Return the batch, or raise the error in its place."""
     if isinstance(batch, _Unusable):
         raise batch.errors.pop()
     return batch

@@ -1,8 +1,8 @@
-"""Which sample when: a pure function of (seed, epoch, step), never of the number of workers.
+"""The order of samples: a pure function of (seed, epoch, step), independent of the number of workers.
 
 A permutation for each epoch is cut into global batches, and each global batch is dealt to the ranks like cards. So
-any number of workers trains on the same global batches in the same order, and the position in the data is one
-number, the step. MosaicML Streaming has the idea for its own shard format; here it serves any map-style dataset.
+any number of workers trains on the same global batches in the same order, and the position in the data is a single
+number, the step. MosaicML Streaming does the same for its own shard format; here it works for any map-style dataset.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ import torch
 from typing_extensions import override
 
 Indices = npt.NDArray[np.int64]
-"""Of samples, shape (samples,)."""
+"""Indices of samples, shape (samples,)."""
 
 
 def mix(*parts: int | str) -> int:
-    """A seed that depends on all parts, a purpose among them; neighbouring numbers give unrelated seeds (63 bits)."""
+    """Hash parts, such as seed, purpose and epoch, to a seed of 63 bits; adjacent numbers give unrelated seeds."""
     text = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -30,16 +30,16 @@ def mix(*parts: int | str) -> int:
 class MicroBatch(NamedTuple):
     """The samples of one micro-batch of one rank.
 
-    ``weight`` is their part of the global batch, so that the weighted losses of all micro-batches of all ranks add up
-    to the mean over the global batch. It is 0 for a rank that has no sample left in an uneven last batch: that rank
-    computes one sample for nothing, because it has to take part in the exchange of gradients.
+    ``weight`` is their share of the global batch, so that the weighted losses of all micro-batches of all ranks add up
+    to the mean over the global batch. It is 0 for a rank without samples in an uneven last batch: that rank computes
+    one sample only to take part in the exchange of gradients.
     """
 
     epoch: int
     indices: list[int]
     weight: float
     is_last: bool
-    """Whether the optimizer steps after this micro-batch."""
+    """True if the optimizer steps after this micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class SampleOrder:
     seed: int
 
     noun = "samples"
-    """What a number of the order stands for."""
+    """Plural of the items that are ordered, for messages."""
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -59,24 +59,24 @@ class SampleOrder:
         return -(-self.samples // self.global_batch_size)
 
     def batch_size(self, step: int) -> int:
-        """Samples in the global batch of that step of an epoch, counted from 0."""
+        """Return the samples in the global batch of an epoch's step, counted from 0."""
         return min(self.global_batch_size, self.samples - step * self.global_batch_size)
 
     def permutation(self, epoch: int) -> torch.Tensor:
-        """All sample indices in the order of that epoch, shape (samples,), int64."""
+        """Return all sample indices in the order of an epoch, shape (samples,), int64."""
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
         return torch.randperm(self.samples, generator=generator)
 
     def share(self, batch: Indices, *, rank: int, world_size: int) -> Indices:
-        """What one rank gets of a global batch."""
+        """Return a rank's share of a global batch."""
         return batch[rank::world_size]
 
     def largest_share(self, step: int, *, world_size: int) -> int:
-        """Samples that the rank with the most gets in that step of an epoch."""
+        """Return the size of the largest rank's share in an epoch's step."""
         return -(-self.batch_size(step) // world_size)
 
     def global_batch(self, epoch: int, step: int) -> list[int]:
-        """The sample indices of one global batch."""
+        """Return the sample indices of a global batch."""
         start = step * self.global_batch_size
         indices: list[int] = self.permutation(epoch)[start : start + self.global_batch_size].tolist()
         return indices
@@ -84,8 +84,8 @@ class SampleOrder:
     def micro_batches(
         self, epoch: int, *, rank: int, world_size: int, accumulation: int = 1, first: int = 0
     ) -> Iterator[MicroBatch]:
-        """The micro-batches of one rank over an epoch from step ``first`` on, at least one for each step."""
-        order = self.permutation(epoch).numpy()  # slices take a tenth of the time that a tensor's do
+        """Yield a rank's micro-batches of an epoch from step ``first`` on, at least one for each step."""
+        order = self.permutation(epoch).numpy()  # slicing takes a tenth of a tensor's time
         for start in range(first * self.global_batch_size, self.samples, self.global_batch_size):
             batch = order[start : start + self.global_batch_size]
             share = self.share(batch, rank=rank, world_size=world_size)
@@ -99,16 +99,16 @@ class SampleOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOrder(SampleOrder):
-    """The order of a stream: a global batch is consecutive rows, each rank's share a block of them.
+    """The order of a stream: a global batch is consecutive rows, and each rank's share is a block of them.
 
-    Blocks are all alike, so that the rows before them needn't be known; of an uneven last batch the first ranks get
-    whole blocks and the others nothing, or all the same if the stream deals them so.
+    All blocks have the same size. In an uneven last batch the first ranks get full blocks and the last ranks nothing,
+    unless the stream deals its rows evenly.
     """
 
     share_size: int
-    """Rows in a block: what a rank gets of a whole global batch."""
+    """Rows in a block: a rank's share of a full global batch."""
     deals_evenly: bool
-    """Whether an uneven last batch is divided evenly."""
+    """True if an uneven last batch is divided evenly."""
 
     noun = "rows"
 
@@ -129,14 +129,14 @@ class StreamOrder(SampleOrder):
         return batch_size // world_size if self.deals_evenly else self.share_size
 
     def evaluation_micro_batches(self, *, rank: int, world_size: int, accumulation: int = 1) -> Iterator[MicroBatch]:
-        """One rank's part of the rows, weighted by all of them: over all ranks each occurs exactly once."""
+        """Yield a rank's validation rows, weighted by their share of all; over all ranks each row occurs once."""
         for micro_batch in self.micro_batches(0, rank=rank, world_size=world_size, accumulation=accumulation):
             if micro_batch.weight:
                 yield micro_batch._replace(weight=len(micro_batch.indices) / self.samples)
 
 
 def evaluation_micro_batches(samples: int, *, rank: int, world_size: int, batch_size: int) -> Iterator[MicroBatch]:
-    """One rank's part of the validation set: over all ranks each sample occurs exactly once, without padding."""
+    """Yield a rank's micro-batches of the validation set; over all ranks each sample occurs exactly once."""
     for share in torch.split(torch.arange(samples)[rank::world_size], batch_size):
         if len(share):  # a rank may have none
             yield MicroBatch(0, share.tolist(), weight=len(share) / samples, is_last=True)
@@ -145,7 +145,10 @@ def evaluation_micro_batches(samples: int, *, rank: int, world_size: int, batch_
 def padded(
     micro_batches: Iterable[MicroBatch], *, order: SampleOrder, world_size: int, accumulation: int, first: int
 ) -> Iterator[MicroBatch]:
-    """A rank's training draws of an epoch from step ``first`` on, with those of zero weight before the others."""
+    """Pad every rank to the same number of micro-batches; sharded strategies communicate in each forward pass.
+
+    The padding is one of the rank's samples with zero weight, before the other micro-batches of its step.
+    """
     step, own = first, list[MicroBatch]()
     for micro_batch in micro_batches:
         own.append(micro_batch)
@@ -159,6 +162,6 @@ def padded(
 
 
 def padded_evaluation(micro_batches: Iterable[MicroBatch], most: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    """A rank's draws of the validation set, with those of zero weight after the others; ``most`` are rank 0's."""
+    """Pad a rank's validation micro-batches with ones of zero weight to as many as ``most``, those of rank 0."""
     for own, _ in zip_longest(micro_batches, most):
         yield own or MicroBatch(0, [0], weight=0.0, is_last=True)

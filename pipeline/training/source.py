@@ -1,4 +1,4 @@
-"""Where the batches of one rank come from: data of which any sample can be read, or a stream of rows."""
+"""The data source of a rank: a map-style dataset, read by index, or a stream of rows."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,21 +14,21 @@ from pipeline.training.stream import RowStream, StreamLoader, Streams
 
 
 class Source(NamedTuple):
-    """The data of one rank."""
+    """The data of a rank."""
 
     train: BatchLoader | StreamLoader
     validation: BatchLoader | StreamLoader | None
     order: SampleOrder
     validation_samples: int
     first: Any
-    """What tells it from other data of that size."""
+    """First sample or schema, which tells the data from other data of the same size."""
 
 
 def read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
-    """The data that the experiment names. Collective.
+    """Build the datasets of the experiment and their loaders. Collective.
 
     Raises:
-        ExperimentError: it can't be built, is not map-style, or is not the same on all ranks.
+        ExperimentError: a dataset can't be built, is not map-style, or differs between ranks.
     """
     experiment = trial.experiment
     train, validation = parts.data(experiment, allowed=trial.allowed)
@@ -49,7 +49,7 @@ def read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
 
 
 def dealt(trial: Trial, streams: Streams, *, rank: Rank, device: torch.device) -> Source:
-    """The rows that the launcher sends."""
+    """Build loaders of the streams that the launcher sends."""
     batch_size, pin = trial.experiment.train.global_batch_size, trial.experiment.loader.pin_memory
     order = StreamOrder(
         samples=streams.train.rows,
@@ -68,7 +68,7 @@ def dealt(trial: Trial, streams: Streams, *, rank: Rank, device: torch.device) -
 
 
 def runtime(trial: Trial, *, order: SampleOrder, rank: Rank) -> Mapping[str, int]:
-    """The numbers for ${total_steps} and its like."""
+    """Return the values of ${total_steps}, ${steps_per_epoch} and ${world_size}."""
     return {
         "total_steps": order.steps_per_epoch * trial.experiment.train.epochs,
         "steps_per_epoch": order.steps_per_epoch,

@@ -1,4 +1,4 @@
-"""Batches of a stream: rows that come one after the other and can't be asked for by number."""
+"""Batches of a stream, whose rows come in sequence and can't be read by index."""
 
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -13,34 +13,34 @@ from pipeline.errors import TrainingError
 from pipeline.training.order import MicroBatch, StreamOrder
 
 Pass = Generator[Any, None, None]
-"""One rank's blocks of an epoch: batches of its share of each global batch, on the CPU."""
+"""A rank's blocks of an epoch: for each global batch its share as a batch, on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowStream:
-    """What a launcher hands a rank instead of a dataset."""
+    """The rows that a launcher sends to a rank, in place of a dataset."""
 
     rows: int
-    """In an epoch, over all ranks."""
+    """Rows in an epoch, over all ranks."""
     keeps_order: bool
-    """Whether a global batch is consecutive rows, or whatever rows came to its ranks."""
+    """True if a global batch is consecutive rows, rather than any rows that reach its ranks."""
     schema: str
-    """Columns and their types, to tell data sets apart."""
+    """Columns and their types, to tell datasets apart."""
     open: Callable[[int], Pass]
-    """Begins the next pass, in blocks of that many rows. Collective once the first block is asked for."""
+    """Start the next pass, in blocks of that many rows. Collective once the first block is requested."""
 
 
 class Streams(NamedTuple):
-    """The data of a training."""
+    """The streams of a training."""
 
     train: RowStream
     validation: RowStream | None
 
 
 class StreamLoader:
-    """Serves the draws of a `StreamOrder`, like `pipeline.training.loader.BatchLoader`.
+    """Loader of a `StreamOrder`'s micro-batches, with the interface of `pipeline.training.loader.BatchLoader`.
 
-    All ranks ask for the same epochs and steps, and so begin their passes together.
+    All ranks request the same epochs and steps, and so start their passes together.
     """
 
     def __init__(self, stream: RowStream, *, order: StreamOrder, pin_memory: bool) -> None:
@@ -51,16 +51,16 @@ class StreamLoader:
         self._pass: Pass = _nothing()
         self._at = (-1, -1)  # epoch and step of the block
         self._block: Any = None
-        self._is_unserved = False  # the block was only looked at
+        self._is_unserved = False  # the block was only read ahead, by `read`
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Each draw with its rows, on the CPU.
+        """Yield each micro-batch with its rows, on the CPU.
 
         Raises:
-            TrainingError: a row can't be read, or there are fewer than were counted.
+            TrainingError: a row can't be read, or there are fewer rows than were counted.
         """
         micro_batches = iter(micro_batches)
-        if (first := next(micro_batches, None)) is None:  # the other ranks wait for this one to begin the pass
+        if (first := next(micro_batches, None)) is None:  # the other ranks wait for this rank to start the pass
             self._begin(0)
             next(self._pass, None)
             return
@@ -76,7 +76,7 @@ class StreamLoader:
             taken = 0 if micro_batch.is_last else rows.stop if micro_batch.weight else taken
 
     def read(self, indices: list[int]) -> Any:
-        """As many rows as there are indices, whichever are at hand, again and again. Collective if none are."""
+        """Return as many rows as indices, repeating those of the current block. Collective before the first block."""
         if self._block is None:
             self._begin(0)
             self._advance(0)
@@ -88,7 +88,7 @@ class StreamLoader:
         return micro_batch.indices[0] // self._order.global_batch_size
 
     def _begin(self, epoch: int) -> None:
-        """Begin the pass of an epoch. A pipeline that shuffles anew in each pass counts those that were begun."""
+        """Start an epoch's pass after those of all epochs before: a pipeline may shuffle by the number of passes."""
         while True:
             self._end()
             self._pass = self._stream.open(self._order.share_size)
@@ -99,7 +99,7 @@ class StreamLoader:
             next(self._pass, None)
 
     def _end(self) -> None:
-        """End the pass; one that got to the end of its epoch must have no more rows."""
+        """End the pass; raise if rows remain at the end of an epoch."""
         last = -(-self._stream.rows // self._order.global_batch_size) - 1
         if self._at[1] == last and next(self._pass, None) is not None:
             raise self._miscounted("there are more of them")
@@ -108,7 +108,7 @@ class StreamLoader:
     def _miscounted(self, how: str) -> TrainingError:
         where = f"but {how} in step {self._at[1] + 1} of an epoch"
         return TrainingError(
-            f"{self._stream.rows} rows were counted, {where}; does the pipeline yield the same each time?"
+            f"{self._stream.rows} rows were counted, {where}; does the pipeline yield the same rows each time?"
         )
 
     def _reached(self, micro_batch: MicroBatch) -> Any:
@@ -118,7 +118,7 @@ class StreamLoader:
         return self._block
 
     def _advance(self, epoch: int) -> bool:
-        """Go on to the next step; False, and the block stays, if there are no more rows for this rank."""
+        """Read the next step's block; return False and keep the block if this rank has no more rows."""
         self._at = (epoch, self._at[1] + 1)
         try:
             block = next(self._pass, None)

@@ -124,7 +124,7 @@ def test_ragged_samples_are_named_with_their_shapes(workers: int, kind: Callable
 
     assert str(failure(ragged, 2, 1, workers=workers)) == (
         "data: samples 2, 1 can't be stacked into a batch: they are (2, 3) and (2, 4); "
-        "make all samples alike, or write loader.collate for samples of different sizes"
+        "give all samples the same shape, or write a loader.collate for different sizes"
     )
 
 
