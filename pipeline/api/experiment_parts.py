@@ -1,7 +1,6 @@
 """An experiment's parts in this process: its tests ask them instead of repeating what the file says."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from pipeline.config import components
 from pipeline.config.load import ExperimentFile
+from pipeline.driver.execute import explained
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.system.imports import importable
@@ -29,7 +29,7 @@ class Parts:
         """
         from torchmetrics import MetricCollection
 
-        with _explained(file), importable(Path.cwd()), generators_kept():
+        with explained(file), importable(Path.cwd()), generators_kept():
             trial = Trial(
                 name="main",
                 role="main",
@@ -77,12 +77,3 @@ class Parts:
         """Return loss, outputs and targets of the model on a batch, by the experiment's loss or task."""
         with self._setup.autocast():
             return self._setup.task(self.model, batch)
-
-
-@contextmanager
-def _explained(file: ExperimentFile) -> Iterator[None]:
-    """Give problems their lines in the file."""
-    try:
-        yield
-    except ExperimentError as error:
-        raise file.explain(error.problems) from None

@@ -5,18 +5,14 @@ from statistics import median
 from typing import Literal
 
 from pipeline import registry
+from pipeline.commands.invocation import Invocation, invoked, planning, refuse_torchrun
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Experiment
-from pipeline.driver.execute import execute, explained, launcher_of, prepare
-from pipeline.errors import ExperimentError, ResourceError, TrainingError, UsageError
+from pipeline.errors import ExperimentError, ResourceError, TrainingError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Costs, Link, Scaling, TrialResult
-from pipeline.recording import provenance
-from pipeline.recording.console import print_report
-from pipeline.recording.recorded_run import artifact, recorded
-from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
 from pipeline.report.forecast import FILE_NAME, Check, Forecast
 from pipeline.report.link import fit
@@ -24,7 +20,6 @@ from pipeline.report.scaling import at_pace
 from pipeline.report.scaling import predict as predicted
 from pipeline.report.simulation import Workload
 from pipeline.strategies import ddp
-from pipeline.system.process import outer_rank
 
 _HALVED = {"none": 1.0, "fp16": 2.0, "bf16": 2.0}
 
@@ -45,29 +40,23 @@ def predict(
         file: the experiment.
         workers: the largest number of workers to predict.
         link: between the workers; None measures it between those that fit here.
-        scaling: what to predict.
-        verbose: whether to let the workers' output through.
-        terminal: where progress and the prediction are shown.
+        scaling: the kinds of scaling to predict.
+        verbose: True to show the workers' output.
+        terminal: shows progress, warnings and the report.
         show: gets the prediction, e.g. to print it as JSON.
 
     Raises:
-        PipelineError: what went wrong, ready to be shown.
+        PipelineError: ready to be shown.
     """
-    if outer_rank() is not None:
-        raise UsageError("pipeline predict starts its workers itself: call it without torchrun")
-    allowed, resources = prepare(file)
-    with explained(file):
+    refuse_torchrun("predict")
+    with planning(file) as (allowed, resources):
         plan = make_plan(file.experiment, resources, allowed=allowed, link=link)
-    with recorded(plan, terminal=terminal, tracked=False) as recorder:
-        with launcher_of(plan, recorder, verbose=verbose) as launcher:
-            for trial in plan.trials:
-                execute(trial, launcher=launcher, recorder=recorder, file=file)
-        forecast = _forecast(
-            plan, recorder, link=link, workers=workers, scalings=("strong", "weak") if scaling == "both" else (scaling,)
-        )
-        (recorder.folder / FILE_NAME).write_text(forecast.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        artifact(FILE_NAME, recorder)
-        print_report(forecast, stdout=terminal.result)
+    scalings: tuple[Scaling, ...] = ("strong", "weak") if scaling == "both" else (scaling,)
+    with invoked(plan, file=file, terminal=terminal, verbose=verbose, tracked=False) as invocation:
+        invocation.execute(plan.trials)
+        forecast = _forecast(invocation, link=link, workers=workers, scalings=scalings)
+        invocation.save({FILE_NAME: forecast.model_dump_json(indent=1) + "\n"})
+        invocation.show(forecast)
         show(forecast)
 
 
@@ -151,10 +140,8 @@ def _slowdown(alone: Costs, together: Costs) -> float:
     return max(1.0, median(ratios)) if ratios else 1.0
 
 
-def _forecast(
-    plan: Plan, recorder: Recorder, *, link: Link | None, workers: int, scalings: tuple[Scaling, ...]
-) -> Forecast:
-    results = {end.result.trial: end.result for end in recorder.finished}
+def _forecast(invocation: Invocation, *, link: Link | None, workers: int, scalings: tuple[Scaling, ...]) -> Forecast:
+    plan, results = invocation.plan, invocation.results
     alone, together = results["alone"], results.get("together")
     if alone.costs is None:
         raise TrainingError("nothing can be predicted: what a prediction needs could not be measured, see the warning")
@@ -174,7 +161,7 @@ def _forecast(
         workers=workers,
         scalings=scalings,
         name=plan.experiment.name,
-        hardware=provenance.hardware(plan),
+        hardware=invocation.hardware,
         compute_ms_per_sample=(largest.forward_ms + largest.backward_ms) / largest.samples,
         link_from="measured" if check else "given",
         measured_workers=check.workers if check else 0,

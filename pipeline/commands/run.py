@@ -1,37 +1,27 @@
 """The whole story of ``pipeline run`` on one screen: check, plan, launch, report."""
 
-import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from pipeline.commands.invocation import Invocation, invoked, planning
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import preflight
 from pipeline.driver import resume as recovery
 from pipeline.driver.elastic import as_ended, course, is_elastic, remark
-from pipeline.driver.execute import execute, explained, launcher_of, prepare
+from pipeline.driver.execute import explained
 from pipeline.driver.external_torchrun import follow
-from pipeline.errors import PipelineError, UsageError
+from pipeline.errors import UsageError
 from pipeline.planning.describe import describe, record
 from pipeline.planning.plan import Plan, make_plan
-from pipeline.protocol.events import Metrics, Point
 from pipeline.protocol.trial import Trial
-from pipeline.recording import provenance
-from pipeline.recording.console import print_report
 from pipeline.recording.journal import FILE_NAME, read
-from pipeline.recording.recorded_run import Membership, artifact, recorded
-from pipeline.recording.recorder import Recorder
+from pipeline.recording.recorded_run import Membership
 from pipeline.recording.terminal import Terminal
-from pipeline.report import publish
-from pipeline.report.advise import advise
 from pipeline.report.report import Report
 from pipeline.system.process import outer_rank
 from pipeline.training.checkpoints.storage import Storage, address_of
-
-_log = logging.getLogger(__name__)
 
 
 def run(
@@ -49,16 +39,16 @@ def run(
 
     Args:
         file: the experiment.
-        with_baseline: whether to measure what the speedup is relative to.
-        verbose: whether to let the workers' output through.
-        terminal: where progress and the report are shown.
+        with_baseline: True to measure the baseline of the speedup, too.
+        verbose: True to show the workers' output.
+        terminal: shows progress, warnings and the report.
         show: gets the report and the folder of the run, e.g. to print it as JSON.
-        resume: the run to go on with, see `pipeline.driver.resume.earlier`; None starts a new one.
-        allow_changed: whether that run may have had another experiment.
+        resume: the run to resume, see `pipeline.driver.resume.earlier`; None starts a new one.
+        allow_changed: True if the experiment of the resumed run may differ.
         member: given for a run that is a trial of a sweep.
 
     Raises:
-        PipelineError: what went wrong, ready to be shown.
+        PipelineError: ready to be shown.
     """
     if outer_rank():  # rank 0 is the driver
         follow(_as_started(make(file, with_baseline=with_baseline)))
@@ -67,34 +57,25 @@ def run(
     changes = recovery.changes(file, earlier, allowed=allow_changed) if earlier else []
     left_out = recovery.left_out(file, earlier) if earlier else {}
     plan = _as_started(make(file, with_baseline=with_baseline))
-    for note in (*plan.notes, *changes, *map(_stays_left_out, left_out.values())):
-        terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
+    notes = (*plan.notes, *changes, *map(_stays_left_out, left_out.values()))
+    plan = plan.model_copy(update={"notes": notes})
     folder = earlier.folder if earlier else None
-    with recorded(plan, terminal=terminal, folder=folder, member=member, source=file.source) as recorder:
-        done = {end.result.trial for end in recorder.finished}
+    with invoked(plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member) as invocation:
+        done = invocation.results
         try:
-            with launcher_of(plan, recorder, verbose=verbose) as launcher:
-                for trial in (trial for trial in plan.trials if trial.name not in done):
-                    placed = _placed(trial, recorder.folder, resume=earlier is not None)
-                    placed = placed.model_copy(update={"left_out": left_out.get(trial.name, ())})
-                    execute(placed, launcher=launcher, recorder=recorder, file=file)
+            place = partial(_placed, folder=invocation.folder, resume=earlier is not None, left_out=left_out)
+            invocation.execute(place(trial) for trial in plan.trials if trial.name not in done)
         finally:
-            if any(end.result.trial == plan.main.name for end in recorder.finished):
-                with unharmed(terminal, "the report"):
-                    measured = report(plan, recorder, terminal=terminal)
+            if plan.main.name in invocation.results:
+                with invocation.unharmed("the report"):
+                    measured = report(invocation)
                     if show is not None:
-                        show(measured, recorder.folder)
+                        show(measured, invocation.folder)
 
 
 def make(file: ExperimentFile, *, with_baseline: bool) -> Plan:
-    """Check what the file names and plan what will run; starts nothing.
-
-    Raises:
-        ExperimentError: the file is wrong.
-        ResourceError: the machine or the cluster is too small.
-    """
-    allowed, resources = prepare(file)
-    with explained(file):
+    """Check the file and plan the trials; for the errors see `planning`."""
+    with planning(file) as (allowed, resources):
         if file.experiment.checkpoint.directory is not None:
             Storage(file.experiment.checkpoint.directory)  # tells whether there is such a protocol
         return make_plan(file.experiment, resources, allowed=allowed, with_baseline=with_baseline)
@@ -116,61 +97,30 @@ def dry_run(file: ExperimentFile, *, with_baseline: bool, as_json: bool = False)
     return shown(plan, steps_per_epoch=steps, train_samples=train, validation_samples=validation)
 
 
-def report(plan: Plan, recorder: Recorder, *, terminal: Terminal) -> Report:
-    """Set the trials side by side: terminal, files, tracker."""
-    trials = [as_ended(trial, recorder.finished) for trial in plan.trials]
-    measured = Report.of(trials, recorder.finished, hardware=provenance.hardware(plan))
+def report(invocation: Invocation) -> Report:
+    """Compare the trials in a report: printed, recorded, saved."""
+    plan, finished = invocation.plan, invocation.recorder.finished
+    trials = [as_ended(trial, finished) for trial in plan.trials]
+    measured = Report.of(trials, finished, hardware=invocation.hardware)
     if is_elastic(plan.main):
-        told = remark(course(read(recorder.folder / FILE_NAME), trial=plan.main.name))
+        told = remark(course(read(invocation.folder / FILE_NAME), trial=plan.main.name))
         measured = measured.model_copy(update={"remarks": (*measured.remarks, *told)})
-    result = advised(measured, plan)
-    print_report(result, stdout=terminal.result)
-    recorder.summary = result.markdown()
+    result = invocation.advised(measured)
+    invocation.show(result, summary=result.markdown())
     if result.speedup is not None and result.efficiency is not None:
-        step = next(end.result.steps for end in recorder.finished if end.result.trial == plan.main.name)
-        points = (Point("speedup", step, result.speedup), Point("efficiency", step, result.efficiency))
-        epochs = plan.experiment.train.epochs
-        recorder.receive(Metrics(time=time.time(), trial=plan.main.name, step=step, epoch=epochs, points=points))
-    warn = partial(warned, terminal)
-    for name in publish.save(result, recorder.folder, warn=warn):  # last, since a disk may be full
-        artifact(name, recorder)
+        figures = {"speedup": result.speedup, "efficiency": result.efficiency}
+        steps, epochs = invocation.results[plan.main.name].steps, plan.experiment.train.epochs
+        invocation.log(figures, trial=plan.main.name, step=steps, epoch=epochs)
+    invocation.save_report(result)
     return result
 
 
-def warned(terminal: Terminal, message: str) -> None:
-    """Tell of something that is missing."""
-    terminal.warnings.print(message, style="yellow", markup=False, highlight=False)
-
-
-@contextmanager
-def unharmed(terminal: Terminal, what: str) -> Iterator[None]:
-    """Tell of a failure inside, and go on: what was measured is in the journal.
-
-    Raises:
-        PipelineError: it is meant for the user.
-        OSError: nothing can be written.
-    """
-    try:
-        yield
-    except (PipelineError, OSError):
-        raise
-    except Exception as error:  # noqa: BLE001 - a mistake of ours that must not cost a training
-        _log.warning("%s failed", what, exc_info=error)
-        warned(terminal, f"{what} could not be made: {type(error).__name__}: {error}; what was measured is kept")
-
-
-def advised(report: Report, plan: Plan) -> Report:
-    """The report with what to change."""
-    cores = plan.resources.cpus // plan.resources.nodes
-    return report.model_copy(update={"advice": advise(report, experiment=plan.experiment, cores=cores)})
-
-
-def _placed(trial: Trial, folder: Path, *, resume: bool) -> Trial:
-    """The trial with the place of its checkpoints; measurements have none."""
+def _placed(trial: Trial, *, folder: Path, resume: bool, left_out: Mapping[str, tuple[int, ...]]) -> Trial:
+    """Return the trial with the address of its checkpoints; measurements have none."""
     if trial.is_measurement:
         return trial
     address = address_of(trial.experiment.checkpoint.directory, run=folder)
-    return trial.model_copy(update={"checkpoints": address, "resume": resume})
+    return trial.model_copy(update={"checkpoints": address, "resume": resume, "left_out": left_out.get(trial.name, ())})
 
 
 def _stays_left_out(steps: Sequence[int]) -> str:

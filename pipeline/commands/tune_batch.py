@@ -1,18 +1,14 @@
 """The whole story of ``pipeline tune-batch``: one trial that looks for a batch size, and what to write in the file."""
 
+from pipeline.commands.invocation import invoked, planning, refuse_torchrun
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison
-from pipeline.driver.execute import execute, explained, launcher_of, prepare
-from pipeline.errors import ResourceError, UsageError
+from pipeline.errors import ResourceError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
 from pipeline.protocol.trial import BatchSizes, Trial
-from pipeline.recording import provenance
-from pipeline.recording.console import print_report
-from pipeline.recording.recorded_run import artifact, recorded
 from pipeline.recording.terminal import Terminal
 from pipeline.report.tuned import FILE_NAME, TunedReport, advise_batch
-from pipeline.system.process import outer_rank
 
 
 def tune_batch(file: ExperimentFile, *, most: int | None, verbose: bool, terminal: Terminal) -> TunedReport:
@@ -21,43 +17,33 @@ def tune_batch(file: ExperimentFile, *, most: int | None, verbose: bool, termina
     Args:
         file: the experiment.
         most: the largest batch of one device to try; None goes as far as memory or data allow.
-        verbose: whether to let the workers' output through.
-        terminal: where progress and the result are shown.
+        verbose: True to show the workers' output.
+        terminal: shows progress, warnings and the report.
 
     Raises:
-        PipelineError: what went wrong, ready to be shown.
+        PipelineError: ready to be shown.
     """
-    if outer_rank() is not None:
-        raise UsageError("pipeline tune-batch starts its workers itself: call it without torchrun")
+    refuse_torchrun("tune-batch")
     plan = make(file, most=most)
     (trial,) = plan.trials
-    with recorded(plan, terminal=terminal, tracked=False) as recorder:
-        with launcher_of(plan, recorder, verbose=verbose) as launcher:
-            execute(trial, launcher=launcher, recorder=recorder, file=file)
-        sizes = recorder.batch_sizes
+    with invoked(plan, file=file, terminal=terminal, verbose=verbose, tracked=False) as invocation:
+        (outcome,) = invocation.execute(plan.trials)
+        sizes = outcome.batch_sizes
         assert sizes is not None  # the trial has ended well
         if sizes.recommended is None:
             raise ResourceError(_too_small(trial, sizes))
         advice = advise_batch(trial, sizes, recommended=sizes.recommended)
-        recorder.summary = "\n".join([advice.reason, *advice.change])
-        report = TunedReport.of(trial, sizes, advice, hardware=provenance.hardware(plan))
-        (recorder.folder / FILE_NAME).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        artifact(FILE_NAME, recorder)
-        print_report(report, stdout=terminal.result)
+        report = TunedReport.of(trial, sizes, advice, hardware=invocation.hardware)
+        invocation.save({FILE_NAME: report.model_dump_json(indent=1) + "\n"})
+        invocation.show(report, summary="\n".join([advice.reason, *advice.change]))
     return report
 
 
 def make(file: ExperimentFile, *, most: int | None) -> Plan:
-    """Check what the file names and plan the one trial; starts nothing.
-
-    Raises:
-        ExperimentError: the file is wrong.
-        ResourceError: the machine or the cluster is too small.
-    """
-    allowed, resources = prepare(file)
+    """Check the file and plan the one trial; for the errors see `planning`."""
     parallel = file.experiment.parallel
     own = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
-    with explained(file):
+    with planning(file) as (allowed, resources):
         trial = Planner(file.experiment, resources, allowed).trial(own, role="tuning")
     trial = trial.model_copy(update={"max_batch_size": most})
     return Plan(command="tune-batch", experiment=file.experiment, resources=resources, trials=(trial,))

@@ -1,4 +1,4 @@
-"""What every command that starts workers does: check, launch, try again when workers were lost."""
+"""One trial from launch to outcome: launched again from its newest checkpoint when workers were lost."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,15 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from pipeline import registry
 from pipeline.config.load import ExperimentFile
-from pipeline.driver import preflight
 from pipeline.driver.elastic import Growth, Pace, is_elastic, sized
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.launchers._shutdown import gracefully
-from pipeline.launchers.base import Launcher, Session
-from pipeline.planning.plan import Plan
-from pipeline.planning.resources import Resources
+from pipeline.launchers.base import Launcher
 from pipeline.protocol.events import Finished, Warned
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
@@ -24,18 +20,6 @@ from pipeline.recording.recorder import Recorder
 
 MOST_ROLLBACKS = 3
 """A training that is not finite again and again won't be mended by leaving out batches."""
-
-
-def prepare(file: ExperimentFile) -> tuple[tuple[str, ...], Resources]:
-    """Check what the file names; the packages that it may name, and what there is to run it on.
-
-    Raises:
-        ExperimentError: the file is wrong.
-        ResourceError: the cluster can't be reached.
-    """
-    allowed = preflight.check(file)
-    parallel = file.experiment.parallel
-    return allowed, registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
 
 
 @contextmanager
@@ -185,17 +169,3 @@ def _rolled_back(trial: Trial, outcome: Outcome) -> _Again | None:
 
 def _warn(recorder: Recorder, trial: str, message: str) -> None:
     recorder.receive(Warned(time=time.time(), trial=trial, message=message))
-
-
-def launcher_of(plan: Plan, recorder: Recorder, *, verbose: bool) -> Launcher:
-    """The plan's launcher, a context manager, whose workers talk to the recorder."""
-    parallel = plan.experiment.parallel
-    kind: type[Launcher] = registry.load("launchers", parallel.launcher).Launcher
-    session = Session(
-        folder=recorder.folder,
-        receive=recorder.receive,
-        parallel=parallel,
-        streams=plan.experiment.is_streamed,
-        verbose=verbose,
-    )
-    return kind(session)

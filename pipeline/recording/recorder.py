@@ -10,13 +10,10 @@ from typing import Protocol
 from pipeline.protocol.events import (
     Advanced,
     AnyEvent,
-    BatchSizesFound,
     Finished,
-    Started,
     TrialOpened,
     Warned,
 )
-from pipeline.protocol.trial import BatchSizes
 from pipeline.recording.deduplicate import Deduplicator
 from pipeline.recording.journal import FILE_NAME, Journal, read
 
@@ -55,10 +52,6 @@ class Recorder:
         self.folder = folder
         self.finished: list[Finished] = []
         """The ends of the trials so far."""
-        self.started: Started | None = None
-        """The start of the trial that was opened last."""
-        self.batch_sizes: BatchSizes | None = None
-        """What the trial that was opened last found, if that is what it looked for."""
         self.summary = ""
         """What came out, in Markdown; set once it is known."""
         self.known = 0
@@ -148,13 +141,8 @@ class Recorder:
     def _note(self, event: AnyEvent) -> None:
         match event:
             case TrialOpened():
-                self.started, self.batch_sizes = None, None
                 self._subjects = set()
                 again = (event.trial, event.repeat)
                 self.finished = [end for end in self.finished if (end.result.trial, end.result.repeat) != again]
-            case Started():
-                self.started = event
             case Finished():
                 self.finished.append(event)
-            case BatchSizesFound():
-                self.batch_sizes = event.sizes

@@ -1,23 +1,20 @@
 """A sweep in the terminal: a line when a trial begins, when it is evaluated, and when it has ended."""
 
-import time
-
+from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep import sweep_report
 from pipeline.commands.sweep.assignment import Suggestion
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.commands.sweep.sampling import titled
-from pipeline.protocol.events import Metrics, Point
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.terminal import Terminal, write
+from pipeline.recording.terminal import write
 
 
 class SweepDisplay:
     """Tells how far a sweep is, and the tracking store the best value so far."""
 
-    def __init__(self, plan: SweepPlan, recorder: Recorder, *, terminal: Terminal) -> None:
+    def __init__(self, plan: SweepPlan, invocation: Invocation) -> None:
         self._plan = plan
-        self._recorder = recorder
-        self._terminal = terminal
+        self._invocation = invocation
+        self._terminal = invocation.terminal
         self._ended = 0
         self._best: float | None = None
         self._over: set[int] = set()
@@ -29,7 +26,7 @@ class SweepDisplay:
 
     def began(self, suggestion: Suggestion) -> None:
         """See `pipeline.commands.sweep.tuner.Watcher`."""
-        found = sweep_report.trial(self._recorder.folder, suggestion, metric=self._plan.sweep.metric)
+        found = sweep_report.trial(self._invocation.folder, suggestion, metric=self._plan.sweep.metric)
         if found.state in ("finished", "stopped early"):
             self._over.add(suggestion.number)
             return
@@ -43,7 +40,7 @@ class SweepDisplay:
 
     def ended(self, suggestion: Suggestion) -> None:
         """See `pipeline.commands.sweep.tuner.Watcher`."""
-        found = sweep_report.trial(self._recorder.folder, suggestion, metric=self._plan.sweep.metric)
+        found = sweep_report.trial(self._invocation.folder, suggestion, metric=self._plan.sweep.metric)
         self._ended += 1
         before = " before" if suggestion.number in self._over else ""
         why = f": {found.message}" if found.state == "failed" else ""
@@ -58,6 +55,4 @@ class SweepDisplay:
         """The best value so far, by the number of trials that have ended."""
         metric, better = self._plan.sweep.metric, min if self._plan.direction == "min" else max
         self._best = value if self._best is None else better(self._best, value)
-        points = (Point(metric, self._ended, self._best),)
-        event = Metrics(time=time.time(), step=self._ended, epoch=self._ended, points=points)
-        self._recorder.receive(event)
+        self._invocation.log({metric: self._best}, step=self._ended, epoch=self._ended)

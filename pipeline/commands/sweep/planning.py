@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.commands.invocation import planning
 from pipeline.commands.sweep.assignment import Suggestion
 from pipeline.commands.sweep.sampling import draws, titled
 from pipeline.config.load import ExperimentFile
@@ -10,7 +11,6 @@ from pipeline.config.summary import config_hash
 from pipeline.config.sweep import Sweep
 from pipeline.config.values import Direction, Frozen
 from pipeline.driver import preflight
-from pipeline.driver.execute import explained, prepare
 from pipeline.errors import ExperimentError, Problem, ResourceError
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
@@ -54,16 +54,10 @@ class SweepPlan(Frozen):
 
 
 def make(file: ExperimentFile) -> SweepPlan:
-    """Check what the file names and all values of its sweep, and plan the trials; starts nothing.
-
-    Raises:
-        ExperimentError: the file is wrong, or has no sweep.
-        ResourceError: the machine or the cluster is too small.
-    """
+    """Check the file and all values of its sweep, and plan the trials; for the errors see `planning`."""
     sweep = sweep_of(file)
-    allowed, resources = prepare(file)
     common: dict[str, Any] = {}
-    with explained(file):
+    with planning(file) as (allowed, resources):
         direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
         concurrent, cpus = _side_by_side(file, resources, allowed)
         common[_CPUS] = cpus

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.commands.invocation import Invocation, invoked, refuse_torchrun
 from pipeline.commands.sweep import deliver_trials
 from pipeline.commands.sweep import processes as members
 from pipeline.commands.sweep import resume_sweep as earlier
@@ -13,12 +14,9 @@ from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Suggestion, TrialJ
 from pipeline.commands.sweep.display_sweep import SweepDisplay
 from pipeline.commands.sweep.planning import SweepPlan, identified, make
 from pipeline.config.load import ExperimentFile
-from pipeline.errors import TrainingError, UsageError
-from pipeline.recording.recorded_run import recorded
-from pipeline.recording.recorder import Recorder
+from pipeline.errors import TrainingError
 from pipeline.recording.terminal import Terminal, write
 from pipeline.report.swept import Swept, SweptReport
-from pipeline.system.process import outer_rank
 
 if TYPE_CHECKING:
     from ray.tune.search import Searcher
@@ -36,41 +34,38 @@ def sweep(
     """Train an experiment with other values, side by side, and find the best; what is known is reported in any case.
 
     Args:
-        file: the experiment, with its overrides.
-        overrides: the same as they were written: each trial's process reads the file again.
-        resume: the sweep to go on with: "latest", an id or a folder; None starts a new one.
-        verbose: whether to let Ray's output through.
-        terminal: where progress and the result are shown.
+        file: the experiment.
+        overrides: those of the file as they were written: each trial's process reads the file again.
+        resume: the sweep to resume: "latest", an id or a folder; None starts a new one.
+        verbose: True to show Ray's output.
+        terminal: shows progress, warnings and the report.
         show: gets the report, e.g. to print it as JSON.
 
     Raises:
-        PipelineError: what went wrong, ready to be shown; TrainingError if all trials failed.
+        PipelineError: ready to be shown; TrainingError if all trials failed.
     """
-    if outer_rank() is not None:
-        raise UsageError("pipeline sweep starts its workers itself: call it without torchrun")
+    refuse_torchrun("sweep")
     plan = make(file)
     before = earlier.find(file, plan, resume) if resume is not None else None
-    for note in plan.plan.notes:
-        terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
-    with recorded(plan.plan, terminal=terminal, folder=before, source=file.source) as recorder:
-        job = _job(file, plan, recorder.folder, overrides=overrides, verbose=verbose)
+    with invoked(plan.plan, file=file, terminal=terminal, verbose=verbose, folder=before) as invocation:
+        job = _job(plan, invocation, overrides=overrides)
         try:
-            _search(file, plan, job, recorder=recorder, terminal=terminal)
+            _search(plan, job, invocation)
             deliver_trials.send(
-                recorder.folder,
+                invocation.folder,
                 patience_s=job.grace_s + AFTER_GRACE_S,
                 tell=lambda message: write(terminal.progress, message),
                 warn=lambda message: write(terminal.warnings, message, style="yellow"),
             )
         finally:
-            report = outcome.report(file, plan, recorder, overrides=overrides, terminal=terminal)
+            report = outcome.report(plan, invocation, overrides=overrides)
             show(report)
-            if lacking := deliver_trials.missing(recorder.folder):
+            if lacking := deliver_trials.missing(invocation.folder):
                 write(terminal.warnings, lacking, style="yellow")
         _check(report.swept)
 
 
-def _search(file: ExperimentFile, plan: SweepPlan, job: TrialJob, *, recorder: Recorder, terminal: Terminal) -> None:
+def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
     """Run the trials that are left.
 
     Raises:
@@ -79,8 +74,8 @@ def _search(file: ExperimentFile, plan: SweepPlan, job: TrialJob, *, recorder: R
     from pipeline.commands.sweep.tuner import Halt, search
     from pipeline.launchers._ray.local import LocalRayRequest, started
 
-    searcher = _searcher(file, plan, recorder.folder)  # before Ray is started: Optuna may be missing
-    progress = SweepDisplay(plan, recorder, terminal=terminal)
+    searcher = _searcher(plan, invocation)  # before Ray is started: Optuna may be missing
+    progress = SweepDisplay(plan, invocation)
     halt = Halt()
     try:
         with started(LocalRayRequest(), verbose=job.verbose):
@@ -94,29 +89,29 @@ def _search(file: ExperimentFile, plan: SweepPlan, job: TrialJob, *, recorder: R
         halt.end()
 
 
-def _searcher(file: ExperimentFile, plan: SweepPlan, folder: Path) -> "Searcher":
+def _searcher(plan: SweepPlan, invocation: Invocation) -> "Searcher":
     from pipeline.commands.sweep.searchers import Learning, Listed
 
     def complete(suggestion: Suggestion) -> tuple[Suggestion, str]:
-        return identified(file, suggestion, common=plan.common)
+        return identified(invocation.file, suggestion, common=plan.common)
 
     if plan.sweep.search == "random":
         return Listed(plan.suggestions, complete, metric=plan.sweep.metric, mode=plan.direction)
-    begun = [record.values for record in outcome.records(folder)]
+    begun = [record.values for record in outcome.records(invocation.folder)]
     return Learning(plan.sweep, begun, complete, direction=plan.direction, seed=plan.seed)
 
 
-def _job(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequence[str], verbose: bool) -> TrialJob:
+def _job(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str]) -> TrialJob:
     return TrialJob(
-        file=str(file.path),
+        file=str(invocation.file.path),
         overrides=tuple(overrides),
         common=plan.common,
         cwd=str(Path.cwd()),
-        folder=str(folder.absolute()),
+        folder=str(invocation.folder.absolute()),
         metric=plan.sweep.metric,
         logs_models=plan.logs_models,
-        grace_s=file.experiment.parallel.grace_s,
-        verbose=verbose,
+        grace_s=invocation.file.experiment.parallel.grace_s,
+        verbose=invocation.verbose,
         variables=tuple(os.environ),
     )
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import Record, Suggestion, folder_name
 from pipeline.commands.sweep.journals import Evaluation, Follower, Unmeasurable, model_of, state_of
 from pipeline.commands.sweep.planning import SweepPlan
@@ -14,12 +15,7 @@ from pipeline.config.load import ExperimentFile
 from pipeline.config.overrides import override
 from pipeline.config.values import Direction
 from pipeline.protocol.events import ModelSaved, Tagged
-from pipeline.recording import provenance
-from pipeline.recording.console import print_report
 from pipeline.recording.folder import id_of
-from pipeline.recording.recorded_run import artifact
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.terminal import Terminal
 from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial
 
 
@@ -67,22 +63,17 @@ def records(sweep: Path) -> Iterator[Record]:
         number += 1
 
 
-def report(
-    file: ExperimentFile, plan: SweepPlan, recorder: Recorder, *, overrides: Sequence[str], terminal: Terminal
-) -> SweptReport:
-    """Set the trials side by side."""
-    swept = _swept(file, plan, recorder.folder, overrides=overrides)
-    model = _model_of_best(swept, recorder.folder, plan=plan)
-    result = SweptReport(swept=swept, hardware=provenance.hardware(plan.plan), logs_model=model is not None)
-    print_report(result, stdout=terminal.result)
+def report(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str]) -> SweptReport:
+    """Compare the trials in a report: printed, recorded, saved."""
+    swept = _swept(invocation.file, plan, invocation.folder, overrides=overrides)
+    model = _model_of_best(swept, invocation.folder, plan=plan)
+    result = SweptReport(swept=swept, hardware=invocation.hardware, logs_model=model is not None)
+    invocation.show(result, summary=result.markdown())
     if result.command:
-        terminal.result.print(result.command, markup=False, highlight=False, soft_wrap=True)
-    recorder.summary = result.markdown()
+        invocation.terminal.result.print(result.command, markup=False, highlight=False, soft_wrap=True)
     for event in (*_tags(swept), *([model] if model else ())):
-        recorder.receive(event)
-    for name, text in _files(result).items():  # last, since a disk may be full
-        (recorder.folder / name).write_text(text, encoding="utf-8")
-        artifact(name, recorder)
+        invocation.recorder.receive(event)
+    invocation.save(_files(result))
     return result
 
 

@@ -1,0 +1,167 @@
+"""The path shared by run, compare, predict, tune-batch and sweep; what they plan and report is in their own files."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pipeline import registry
+from pipeline.config.load import ExperimentFile
+from pipeline.driver import preflight
+from pipeline.driver.execute import execute, explained
+from pipeline.errors import PipelineError, UsageError
+from pipeline.launchers.base import Launcher, Session
+from pipeline.planning.plan import Plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import Metrics, Point
+from pipeline.protocol.trial import Trial, TrialResult
+from pipeline.protocol.trial_outcome import Outcome
+from pipeline.recording import provenance
+from pipeline.recording.console import Printable, print_report
+from pipeline.recording.recorded_run import Membership, artifact, recorded
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.terminal import Terminal
+from pipeline.report import publish
+from pipeline.report.advise import advise
+from pipeline.report.report import Report
+from pipeline.system.process import outer_rank
+
+_log = logging.getLogger(__name__)
+
+
+def refuse_torchrun(command: str) -> None:
+    """Raise UsageError in a process that ``torchrun`` started."""
+    if outer_rank() is not None:
+        raise UsageError(f"pipeline {command} starts its workers itself: call it without torchrun")
+
+
+@contextmanager
+def planning(file: ExperimentFile) -> Iterator[tuple[tuple[str, ...], Resources]]:
+    """Check the file, yield the packages that it may name and the resources; give problems their line in the file.
+
+    Raises:
+        ExperimentError: the file is wrong.
+        ResourceError: the machine or the cluster is too small, or can't be reached.
+    """
+    allowed, parallel = preflight.check(file), file.experiment.parallel
+    resources = registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
+    with explained(file):
+        yield allowed, resources
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A command under way."""
+
+    file: ExperimentFile
+    plan: Plan
+    recorder: Recorder
+    terminal: Terminal
+    """Console for progress, warnings and the report."""
+    verbose: bool
+    """True if the workers' output is passed through to the terminal."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run."""
+        return self.recorder.folder
+
+    @property
+    def hardware(self) -> str:
+        """Hardware of the run in one line."""
+        return provenance.hardware(self.plan)
+
+    @property
+    def results(self) -> dict[str, TrialResult]:
+        """Results of the finished trials by name; of repeats, the last."""
+        return {end.result.trial: end.result for end in self.recorder.finished}
+
+    @contextmanager
+    def launching(self) -> Iterator[Callable[[Trial], Outcome]]:
+        """Hold the plan's launcher; yield a function that runs one trial to its end, see `execute`."""
+        parallel = self.plan.experiment.parallel
+        kind: type[Launcher] = registry.load("launchers", parallel.launcher).Launcher
+        session = Session(
+            folder=self.folder,
+            receive=self.recorder.receive,
+            parallel=parallel,
+            streams=self.plan.experiment.is_streamed,
+            verbose=self.verbose,
+        )
+        with kind(session) as launcher:
+            yield partial(execute, launcher=launcher, recorder=self.recorder, file=self.file)
+
+    def execute(self, trials: Iterable[Trial]) -> list[Outcome]:
+        """Run trials to their end, one after another."""
+        with self.launching() as execute_trial:
+            return [execute_trial(trial) for trial in trials]
+
+    def warn(self, message: str) -> None:
+        """Print a warning."""
+        self.terminal.warnings.print(message, style="yellow", markup=False, highlight=False)
+
+    def log(self, figures: Mapping[str, float | None], *, trial: str = "main", step: int, epoch: int) -> None:
+        """Record the figures that are known as metrics of a trial."""
+        points = tuple(Point(name, step, value) for name, value in figures.items() if value is not None)
+        self.recorder.receive(Metrics(time=time.time(), trial=trial, step=step, epoch=epoch, points=points))
+
+    def show(self, report: Printable, *, summary: str = "") -> None:
+        """Print a report; ``summary``, in Markdown, describes the run in the tracking store."""
+        print_report(report, stdout=self.terminal.result)
+        self.recorder.summary = summary
+
+    def save(self, files: Mapping[str, str]) -> None:
+        """Write texts by file name into the run's folder, as artifacts. Call it last: the disk may be full."""
+        for name, text in files.items():
+            (self.folder / name).write_text(text, encoding="utf-8")
+            artifact(name, self.recorder)
+
+    def save_report(self, report: Report) -> None:
+        """Write JSON, table, chart and page of a report into the run's folder, as artifacts."""
+        for name in publish.save(report, self.folder, warn=self.warn):
+            artifact(name, self.recorder)
+
+    def advised(self, report: Report) -> Report:
+        """Return the report with advice."""
+        resources = self.plan.resources
+        advice = advise(report, experiment=self.plan.experiment, cores=resources.cpus // resources.nodes)
+        return report.model_copy(update={"advice": advice})
+
+    @contextmanager
+    def unharmed(self, what: str) -> Iterator[None]:
+        """Turn an unexpected error inside into a warning: the measurements are in the journal.
+
+        Raises:
+            PipelineError: meant for the user.
+            OSError: nothing can be written.
+        """
+        try:
+            yield
+        except (PipelineError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 - a mistake of ours that must not cost a training
+            _log.warning("%s failed", what, exc_info=error)
+            self.warn(f"{what} could not be made: {type(error).__name__}: {error}; what was measured is kept")
+
+
+@contextmanager
+def invoked(
+    plan: Plan,
+    *,
+    file: ExperimentFile,
+    terminal: Terminal,
+    verbose: bool,
+    tracked: bool = True,
+    folder: Path | None = None,
+    member: Membership | None = None,
+) -> Iterator[Invocation]:
+    """Print a plan's notes and record what happens inside; for the arguments see `recorded`."""
+    for note in plan.notes:
+        terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
+    with recorded(
+        plan, terminal=terminal, tracked=tracked, folder=folder, member=member, source=file.source
+    ) as recorder:
+        yield Invocation(file=file, plan=plan, recorder=recorder, terminal=terminal, verbose=verbose)
