@@ -7,9 +7,8 @@ from pipeline.launchers.base import NoOutbox
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import AnyEvent, Heartbeat
 from pipeline.protocol.trial import Trial
+from pipeline.system.imports import undisturbed
 from pipeline.system.signals import end_after, on_sigterm
-from pipeline.training.watch import end_process, stuck
-from pipeline.worker import main
 
 
 class _Standing(NoOutbox):
@@ -28,7 +27,7 @@ class _Standing(NoOutbox):
         if event.is_stuck and not self._has_told:
             self._has_told = True
             where = f"rank {event.rank.rank} on {event.rank.node}"
-            sys.stderr.write(f"{where}: {stuck(event)}\nStack of rank {event.rank.rank}:\n{event.stack}")
+            sys.stderr.write(f"{where}: {event.stall}\nStack of rank {event.rank.rank}:\n{event.stack}")
             sys.stderr.flush()
 
     def ask_to_stop(self, trial: Trial) -> None:
@@ -45,11 +44,14 @@ def follow(plan: Plan) -> None:
         Exception: this rank failed by it; ``torchrun`` shows what is printed.
         SystemExit: it was stopped, after a checkpoint if there was something to save.
     """
+    with undisturbed():
+        from pipeline.worker import main  # imports torch, which takes seconds
+
     for trial in plan.trials:
         if trial.workers > 1:
             outbox = _Standing()
             on_sigterm(partial(outbox.ask_to_stop, trial))
-            end = partial(end_process, _quietly)
+            end = partial(main.end_process, _quietly)
             try:
                 main.run(trial, rank=main.rank_from_environment(), outbox=outbox, end=end)
             except main.WorkerFailed as error:

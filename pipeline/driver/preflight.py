@@ -1,4 +1,7 @@
-"""Everything that can be wrong with an experiment before a process is started, all at once."""
+"""Everything that can be wrong with an experiment before a process is started, all at once.
+
+What needs torch imports it where it is called: it takes seconds, and most mistakes are found without it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -11,11 +14,9 @@ from pipeline.config import components, deferred, messages
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.sweep import Sweep, check_each
-from pipeline.config.values import Direction
+from pipeline.config.values import Direction, Mode
 from pipeline.errors import ExperimentError, Problem
-from pipeline.training import metrics, parts
-from pipeline.training.loader import length
-from pipeline.training.order import SampleOrder
+from pipeline.system.imports import undisturbed
 
 
 def check(file: ExperimentFile, *, with_data: bool = False) -> tuple[str, ...]:
@@ -52,6 +53,9 @@ def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any
     Raises:
         ExperimentError: some can't be built.
     """
+    with undisturbed():
+        from pipeline.training import metrics
+
     late = {name for name, one in experiment.metrics.items() if deferred.runtime_values_in(one.model_dump_json())}
     early = {name: one for name, one in experiment.metrics.items() if name not in late}
     built: dict[str, Any] = dict(metrics.build(partial(components.build, allowed=allowed), early))
@@ -66,7 +70,7 @@ def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
     Raises:
         ExperimentError: nothing says which values are good.
     """
-    return metrics.direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
+    return _direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
 
 
 def dataset_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[int, int]:
@@ -75,12 +79,19 @@ def dataset_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[
     Raises:
         ExperimentError: the data can't be loaded, or is empty.
     """
+    with undisturbed():
+        from pipeline.training import loader, parts
+
     train, validation = parts.data(experiment, allowed=allowed)
-    return length(train, what="training"), 0 if validation is None else length(validation, what="validation")
+    samples = loader.length(train, what="training")
+    return samples, 0 if validation is None else loader.length(validation, what="validation")
 
 
 def steps_per_epoch(experiment: Experiment, *, train_samples: int) -> int:
     """Optimizer steps in an epoch over that many samples."""
+    with undisturbed():
+        from pipeline.training.order import SampleOrder
+
     order = SampleOrder(
         samples=train_samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed
     )
@@ -91,11 +102,18 @@ def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:
     built, checkpoint, sweep = judges(experiment, allowed=allowed), experiment.checkpoint, experiment.sweep
     problems: list[Problem] = []
     if (best := checkpoint.best) is not None:
-        problems += _refusals(lambda: metrics.direction(best, checkpoint.mode, key="checkpoint.best", judges=built))
+        problems += _refusals(lambda: _direction(best, checkpoint.mode, key="checkpoint.best", judges=built))
     if sweep is not None:
         problems += _refusals(lambda: sweep_direction(sweep, built))
     if problems:
         raise ExperimentError(problems)
+
+
+def _direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -> Direction:
+    with undisturbed():
+        from pipeline.training import metrics
+
+    return metrics.direction(metric, mode, key=key, judges=judges)
 
 
 def _refusals(look: Callable[[], object]) -> list[Problem]:

@@ -15,9 +15,8 @@ from typing import Self
 import psutil
 
 from pipeline.protocol.channel.inbox import Receive
-from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Phase
+from pipeline.protocol.events import HEARTBEAT_S, AnyEvent, Failed, Heartbeat, Phase
 from pipeline.protocol.trial import Trial
-from pipeline.training.watch import INTERVAL_S, doing, stuck
 
 _TICK_S = 0.5
 _SILENCE = 3  # missing heartbeats
@@ -46,7 +45,7 @@ class HangDetector:
     def __init__(self, trial: Trial, *, receive: Receive) -> None:
         self._trial = trial
         self._timeout_s = trial.experiment.parallel.timeout_s
-        self._silence_s = _SILENCE * min(INTERVAL_S, self._timeout_s / 10)
+        self._silence_s = _SILENCE * min(HEARTBEAT_S, self._timeout_s / 10)
         self._receive = receive
         self.lost: dict[int, str] = {}
         """How silent workers of other nodes were lost, by rank."""
@@ -126,7 +125,7 @@ class HangDetector:
             time=time.time(),
             trial=self._trial.name,
             rank=last.rank,
-            error=self._stopped(last) if self._is_silent(culprit) else stuck(last),
+            error=self._stopped(last) if self._is_silent(culprit) else last.stall,
             traceback=f"Stack of rank {last.rank.rank} (most recent call last):\n{last.stack}",
         )
         self._receive(failed)
@@ -140,12 +139,12 @@ class HangDetector:
 
     def _stopped(self, last: Heartbeat) -> str:
         return (
-            f"its process stopped while {doing(last)}: nothing was heard of it for parallel.timeout_s "
+            f"its process stopped while {last.activity}: nothing was heard of it for parallel.timeout_s "
             f"({self._timeout_s:g} s). A signal stopped it"
         )
 
     def _cut_off(self, last: Heartbeat) -> str:
-        return f"its node hangs or is cut off, or a signal stopped it while {doing(last)}"
+        return f"its node hangs or is cut off, or a signal stopped it while {last.activity}"
 
 
 def _is_here(heartbeat: Heartbeat) -> bool:

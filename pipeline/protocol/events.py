@@ -157,6 +157,22 @@ class Phase(IntEnum):
     ENDED = 9
 
 
+_DOING = {
+    Phase.BUILDING: "building the experiment",
+    Phase.READING: "reading data",
+    Phase.FORWARD: "in the forward pass",
+    Phase.BACKWARD: "in the backward pass",
+    Phase.UPDATING: "updating the weights",
+    Phase.REPORTING: "reporting metrics",
+    Phase.EVALUATING: "evaluating",
+    Phase.SAVING: "saving",
+    Phase.WAITING: "waiting for other ranks",
+    Phase.ENDED: "ending",
+}
+HEARTBEAT_S = 1.0
+"""Seconds between two heartbeats of a rank."""
+
+
 class Heartbeat(Event):
     """A rank lives; sent about once a second. For the launcher alone: it is neither journaled nor shown."""
 
@@ -174,6 +190,19 @@ class Heartbeat(Event):
     """Whether that is too long, by its own judgement."""
     stack: str
     """Where its training thread is, from user code up, as in a traceback."""
+
+    @property
+    def activity(self) -> str:
+        """What the rank is doing and where, e.g. "reading data in step 7"."""
+        return f"{_DOING[self.phase]}{f' in step {self.step}' if self.step else ''}"
+
+    @property
+    def stall(self) -> str:
+        """A sentence on a rank that makes no progress, and on what to do about it."""
+        return (
+            f"no progress for {self.idle_s:.0f} s: {self.activity}; "
+            "if a batch may take that long, raise parallel.timeout_s"
+        )
 
 
 class Advanced(Event):

@@ -24,25 +24,12 @@ import torch
 
 import pipeline
 from pipeline.errors import Stopped
-from pipeline.protocol.events import Heartbeat, Outbox, Phase, Warned
+from pipeline.protocol.events import HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
 from pipeline.protocol.trial import Rank, Trial
 
-INTERVAL_S = 1.0
 GRACE_S = 2.0
 """A rank that waits for a stuck one gets an error from its collective; it may end by that instead."""
 
-DOING = {
-    Phase.BUILDING: "building the experiment",
-    Phase.READING: "reading data",
-    Phase.FORWARD: "in the forward pass",
-    Phase.BACKWARD: "in the backward pass",
-    Phase.UPDATING: "updating the weights",
-    Phase.REPORTING: "reporting metrics",
-    Phase.EVALUATING: "evaluating",
-    Phase.SAVING: "saving",
-    Phase.WAITING: "waiting for other ranks",
-    Phase.ENDED: "ending",
-}
 _MUST_GO_ON = frozenset((Phase.READING, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATING, Phase.EVALUATING))
 _MACHINERY = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pipeline, torch))
 _FEW = 3  # frames
@@ -89,7 +76,7 @@ class Watchdog:
         self._outbox = outbox
         self._end = end
         self._timeout_s = trial.experiment.parallel.timeout_s
-        self._interval_s = min(INTERVAL_S, self._timeout_s / 10)
+        self._interval_s = min(HEARTBEAT_S, self._timeout_s / 10)
         self._idle_s = 0.0
         self._warned = False
         self._done = threading.Event()
@@ -130,7 +117,7 @@ class Watchdog:
             if self._idle_s >= self._timeout_s and _now.phase in _MUST_GO_ON and not self._warned:
                 self._warn()
         elif self._is_stuck() and self._idle_s >= self._timeout_s + GRACE_S:
-            sys.stderr.write(f"{stuck(self._heartbeat())}\n{self._stack()}")
+            sys.stderr.write(f"{self._heartbeat().stall}\n{self._stack()}")
             self._end()
 
     def _is_stuck(self) -> bool:
@@ -138,7 +125,7 @@ class Watchdog:
 
     def _warn(self) -> None:
         self._warned = True
-        message = f"{stuck(self._heartbeat())}; it goes on waiting, Ctrl-C ends it. It is at\n{self._stack()}"
+        message = f"{self._heartbeat().stall}; it goes on waiting, Ctrl-C ends it. It is at\n{self._stack()}"
         self._outbox.event(Warned(time=time.time(), trial=self._trial.name, message=message.rstrip()))
 
     def _heartbeat(self) -> Heartbeat:
@@ -158,27 +145,6 @@ class Watchdog:
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._watched)
         return _from_user_code(frame) if frame is not None else ""
-
-
-def end_process(close: Callable[[], None]) -> None:
-    """End this process, whatever its other threads do; ``close`` sends what the driver has yet to hear."""
-    close()
-    for child in psutil.Process().children(recursive=True):  # a loader process that hangs would outlive it
-        child.kill()
-    os._exit(1)
-
-
-def stuck(heartbeat: Heartbeat) -> str:
-    """A sentence on a rank that stands still."""
-    return (
-        f"no progress for {heartbeat.idle_s:.0f} s: {doing(heartbeat)}; "
-        "if a batch may take that long, raise parallel.timeout_s"
-    )
-
-
-def doing(heartbeat: Heartbeat) -> str:
-    """What a rank does and where, e.g. "reading data in step 7"."""
-    return f"{DOING[heartbeat.phase]}{f' in step {heartbeat.step}' if heartbeat.step else ''}"
 
 
 def _from_user_code(frame: FrameType) -> str:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -34,7 +35,7 @@ from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
 from pipeline.training.loop import train
 from pipeline.training.stream import Streams
-from pipeline.training.watch import Watchdog, end_process
+from pipeline.training.watch import Watchdog
 from pipeline.worker import rendezvous
 from pipeline.worker.system_metrics import SystemSampler
 
@@ -87,6 +88,14 @@ def run(
         raise WorkerFailed from error
     if rank.is_first:
         outbox.event(outcome)
+
+
+def end_process(close: Callable[[], None]) -> None:
+    """End this process, whatever its other threads do; ``close`` sends what the driver has yet to hear."""
+    close()
+    for child in psutil.Process().children(recursive=True):  # a loader process that hangs would outlive it
+        child.kill()
+    os._exit(1)
 
 
 def rank_from_environment() -> Rank:

@@ -59,8 +59,8 @@ def test_a_rank_that_stands_still_says_where_and_ends() -> None:
     assert last.idle_s >= TIMEOUT_S
     assert "in the_users_own_code" in last.stack
     assert psutil.Process().create_time() == last.process_started
-    assert "timeout_s" in watch.stuck(last)
-    assert "reading data in step 3" in watch.stuck(last)
+    assert "timeout_s" in last.stall
+    assert "reading data in step 3" in last.stall
 
 
 def test_a_rank_is_heard_before_anything_can_stop_it() -> None:

@@ -19,7 +19,6 @@ def work(config: dict[str, Any]) -> None:
     """Be one rank of a trial, in the process that Ray Train gave it."""
     from pipeline.cluster.code import Code
     from pipeline.launchers._ray.logs import kept_output
-    from pipeline.training.watch import end_process
     from pipeline.worker import main
 
     if config["stream"] is not None:
@@ -40,4 +39,4 @@ def work(config: dict[str, Any]) -> None:
         kept_output(config["logs"], rank=rank, outbox=outbox),
     ):
         streams = received(Facts.model_validate_json(config["stream"])) if config["stream"] is not None else None
-        main.run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close), streams=streams)
+        main.run(trial, rank=rank, outbox=outbox, end=partial(main.end_process, outbox.close), streams=streams)
