@@ -51,6 +51,7 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
         TrainingError: a rank failed; carries the first one's own error.
         ResourceError: the workers can't be placed.
         Terminated: SIGTERM, after a checkpoint.
+        OSError: the journal can't be written; after a checkpoint.
     """
     failures, pace = 0, Pace()
     warn = partial(_warn, recorder, trial.name)

@@ -1,4 +1,4 @@
-"""Ending a training in an orderly way when the system asks for it by SIGTERM: Slurm, Kubernetes, a spot machine."""
+"""Graceful shutdown of a training: at SIGTERM (Slurm, Kubernetes, a spot machine) or when it can't be recorded."""
 
 import logging
 import os
@@ -21,12 +21,17 @@ class StopRequest:
         self.asked = False
         self.asked_at = 0.0
         """When, in `time.monotonic`'s seconds."""
+        self.why: BaseException = Terminated()
+        """What the run ends with."""
         self._tell: list[Callable[[], None]] = []
 
-    def ask(self) -> None:
-        """Tell the workers there are, and those that come."""
+    def ask(self, why: BaseException | None = None) -> None:
+        """Tell the workers there are, and those that come; only the first call counts."""
+        if self.asked:
+            return
         self.asked = True
         self.asked_at = time.monotonic()
+        self.why = why or self.why
         for tell in tuple(self._tell):
             tell()
 
@@ -49,13 +54,29 @@ class StopRequest:
 
 @contextmanager
 def gracefully(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], bool]) -> Iterator[None]:
-    """SIGTERM asks the workers to stop. They are ended when they haven't after ``grace_s``, or at a second SIGTERM.
+    """Raise why stopping was asked for, however the block ended; SIGTERM asks the workers to stop.
 
-    Where nothing has been trained yet, it ends them at once.
+    They are ended when they haven't stopped ``grace_s`` seconds after a SIGTERM, or at a second one; where nothing has
+    been trained yet, at once.
 
     Raises:
-        Terminated: stopping was asked for, however the block ended.
+        Terminated: SIGTERM asked.
+        OSError: the run can't be recorded.
     """
+    try:
+        with _sigterm_asks(stop, grace_s=grace_s, is_worth_it=is_worth_it):
+            yield
+    except Exception as error:
+        if not stop.asked:
+            raise
+        _log.warning("failed while it was being stopped", exc_info=error)  # only the log has it
+        raise stop.why from error
+    if stop.asked:
+        raise stop.why
+
+
+@contextmanager
+def _sigterm_asks(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], bool]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
         return
@@ -74,14 +95,7 @@ def gracefully(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], b
     before = signal.signal(signal.SIGTERM, handle)
     try:
         yield
-    except Exception as error:
-        if not stop.asked:
-            raise
-        _log.warning("failed while it was being stopped", exc_info=error)  # into the run's log; SIGTERM is why it ends
-        raise Terminated from error
     finally:
         for timer in timers:
             timer.cancel()
         signal.signal(signal.SIGTERM, before)
-    if stop.asked:
-        raise Terminated

@@ -96,14 +96,17 @@ class Attempt:
         self._lock = threading.Lock()
 
     def receive(self, event: AnyEvent) -> None:
-        """Take an event from a worker; may be called from any thread."""
+        """Take an event from a worker; may be called from any thread. One that can't be recorded stops the run."""
         if isinstance(event, FirstStep):
             self._time_to_first_step = time.monotonic() - self._opened_at
         elif isinstance(event, Finished):
             event = event.model_copy(update={"time_to_first_step_s": self._time_to_first_step})
         with self._lock:
             self._outcome = self._outcome.after(event)
-        self._session.receive(event)
+        try:
+            self._session.receive(event)
+        except OSError as error:  # without a journal the run stops, after a checkpoint
+            self._stop.ask(error)
 
     @contextmanager
     def listening(self, host: str) -> Iterator[Address]:

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections import deque
 from pathlib import Path
 
 from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json
@@ -13,13 +12,11 @@ _CHUNK = 2**20
 
 
 class Feed:
-    """The events of a run that goes on, in order: what its journal has, and what found no room there.
+    """The events of a run, in order, while its journal is written.
 
-    However far the reader is behind, memory holds one event: the others wait in the journal. On a full disk a run hands
-    over what it couldn't write, with `put`, and memory holds that. Once there is room, the journal has these events as
-    well, and they come a second time.
+    However far the reader is behind, memory holds one event: the others wait in the journal.
 
-    One thread gets; others may put, end and ask for the length.
+    One thread gets; others may end and ask for the length.
 
     Args:
         path: the journal; whatever becomes of its name, the file is read to its end.
@@ -35,21 +32,11 @@ class Feed:
         self._known = known
         self._lines = 0  # read
         self._seen, self._seen_bytes = 0, 0  # lines there are
-        self._handed: deque[AnyEvent] = deque()
-        self._is_over = False
-        self._changed = threading.Condition()
-
-    def put(self, event: AnyEvent) -> None:
-        """Hand over an event that isn't in the journal."""
-        with self._changed:
-            self._handed.append(event)
-            self._changed.notify()
+        self._over = threading.Event()
 
     def end(self) -> None:
         """The journal has all that it will ever have; what waits can still be read."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify()
+        self._over.set()
 
     def close(self) -> None:
         """Nothing more will be read."""
@@ -64,7 +51,7 @@ class Feed:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            is_over = self._is_over  # asked before the last look
+            is_over = self._over.is_set()  # asked before the last look
             if (event := self._next()) is not None:
                 return event
             if is_over:
@@ -72,24 +59,23 @@ class Feed:
             left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
             if left <= 0:
                 raise TimeoutError
-            with self._changed:
-                self._changed.wait_for(lambda: self._handed or self._is_over, left)
+            self._over.wait(left)
 
     def __len__(self) -> int:
         """Events that wait."""
         while chunk := os.pread(self._file.fileno(), _CHUNK, self._seen_bytes):
             self._seen += chunk.count(b"\n")
             self._seen_bytes += len(chunk)
-        return max(0, self._seen - self._lines) + len(self._handed)
+        return max(0, self._seen - self._lines)
 
     def _next(self) -> AnyEvent | None:
-        """The journal's next event; if it has no more, the one that was handed over next."""
+        """The journal's next event; None if it has no more now."""
         while line := self._line():
             self._lines += 1
             event = event_from_json(line)
             if self._lines > self._known or not isinstance(event, RunClosed):
                 return event
-        return self._handed.popleft() if self._handed else None
+        return None
 
     def _line(self) -> bytes:
         """The next line, or nothing as long as it isn't whole."""

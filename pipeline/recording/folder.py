@@ -129,22 +129,24 @@ def read_state(folder: Path) -> RunState:
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """A full disk or a deleted folder as an error that says so.
+    """Turn a full disk, a deleted folder and an unwritable journal into an error that says so.
 
     Raises:
         ResourceError: a file inside can't be written.
     """
+    path = folder / journal.FILE_NAME
     try:
         yield
     except OSError as error:
         if error.errno in {ENOSPC, EDQUOT}:
             raise ResourceError(
-                f"{error.filename or folder}: the disk is full; make room, or name another tracking.directory"
+                f"{error.filename or folder}: the disk is full; make room (--resume then continues from the newest "
+                "checkpoint), or name another tracking.directory"
             ) from error
-        if error.errno == ENOENT and not folder.exists():
-            raise ResourceError(
-                f"{folder} was deleted while its run went on; the rest of the run has no place"
-            ) from error
+        if error.errno == ENOENT and not path.exists():
+            raise ResourceError(f"{folder} was deleted while its run went on, so the run was stopped") from error
+        if error.filename == str(path):
+            raise ResourceError(f"{path} can't be written, so the run was stopped: {error.strerror}") from error
         raise
 
 

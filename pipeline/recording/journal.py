@@ -1,5 +1,6 @@
 """The journal of a run: one event a line, appended and never changed. It is the truth; trackers are copies of it."""
 
+import errno
 import fcntl
 import json
 import mmap
@@ -7,12 +8,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from pydantic import ValidationError
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json, event_to_json
-from pipeline.recording.appender import Appender
 
 FILE_NAME = "events.jsonl"
 """Name of the journal in a run's folder."""
@@ -20,10 +21,9 @@ _LOOKS, _LOOK_S = 5, 0.05
 
 
 class Journal:
-    """Appends events to a file. An appended event survives a killed driver, a closed journal a power failure.
+    """Appends events to a file. An appended event survives a killed driver, the end of the run a power failure.
 
     The file stays locked while it is open, so that nobody writes to it twice and readers know whether its run goes on.
-    On a full disk events wait in memory until there is room again.
 
     Raises:
         UsageError: another process writes to this journal.
@@ -31,7 +31,9 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = Appender(path)
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = bytearray()
         try:
             _lock(self._file)
         except BlockingIOError:
@@ -41,28 +43,28 @@ class Journal:
             ) from None
         _cut_torn_line(path)
 
-    @property
-    def trouble(self) -> str:
-        """Why events can't be written now, and what becomes of them; empty if they can."""
-        return self._file.trouble
-
-    @property
-    def missing(self) -> int:
-        """Appended events that aren't in the file."""
-        return self._file.missing
-
     def append(self, event: AnyEvent) -> None:
         """Write one event to the operating system; to the disk too if it ends the run.
 
+        What finds no room is written before the next event: the order is kept, and no line stays torn.
+
         Raises:
+            OSError: the disk is full, or the journal was deleted; carries its path.
             ValueError: the journal has been closed.
         """
-        self._file.append(event_to_json(event) + b"\n")
-        if isinstance(event, RunClosed):
-            self._file.sync()
+        self._unwritten += event_to_json(event) + b"\n"
+        try:
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]
+            if isinstance(event, RunClosed):
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted", str(self._path))
 
     def close(self) -> None:
-        """Write everything to the disk and unlock; may be called twice."""
+        """Unlock the file; may be called twice."""
         self._file.close()
 
 
@@ -104,7 +106,7 @@ def is_open(path: Path) -> bool:
     return False
 
 
-def _lock(file: Appender) -> None:
+def _lock(file: IO[bytes]) -> None:
     """Lock for writing. Whoever looks whether the run goes on, see `is_open`, holds the lock for an instant.
 
     Raises:

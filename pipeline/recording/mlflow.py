@@ -18,7 +18,7 @@ from threading import Event as Flag
 from threading import Thread
 from typing import IO, NamedTuple
 
-from pipeline.protocol.events import Advanced, AnyEvent, event_to_json
+from pipeline.protocol.events import AnyEvent, RunClosed, event_to_json
 from pipeline.recording.mlflow_process import CLOSE, WriterReply, WriterTask
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import is_server
@@ -66,7 +66,6 @@ class MlflowSubscriber:
         warn: told of trouble, from a background thread; once when it begins and once when it ends.
         uri: the store, credentials included; empty for the one that the events name.
         known: events that a continued run has in its journal.
-        is_journaled: whether the journal has all events so far. What it hasn't is handed over.
 
     Raises:
         OSError: the process can't be started.
@@ -80,9 +79,8 @@ class MlflowSubscriber:
         warn: Callable[[str], None],
         uri: str = "",
         known: int = 0,
-        is_journaled: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._folder, self._log, self._warn, self._is_journaled = folder, log, warn, is_journaled
+        self._folder, self._log, self._warn = folder, log, warn
         self._said = WriterReply()
         self._is_stopping = False
         self._done = Flag()
@@ -100,8 +98,8 @@ class MlflowSubscriber:
             thread.start()
 
     def receive(self, event: AnyEvent) -> None:
-        """Take an event from any thread; returns at once and never raises."""
-        if not isinstance(event, Advanced) and not self._is_journaled():
+        """Hand over the end of the run, which a full journal may lack; returns at once and never raises."""
+        if isinstance(event, RunClosed):
             self._orders.put(event_to_json(event) + b"\n")
 
     def finish(self, timeout_s: float) -> TrackingOutcome | None:

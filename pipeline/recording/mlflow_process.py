@@ -1,8 +1,8 @@
 """The process that writes a run to MLflow, beside the one that trains and at a lower priority.
 
 It reads the run's journal as that grows. What `pipeline.recording.mlflow` tells it comes line by line on standard
-input, once it has imported MLflow: a `WriterTask`, then events that the journal has no room for, then `CLOSE`. It
-answers with lines of `WriterReply`.
+input, once it has imported MLflow: a `WriterTask`, the run's `RunClosed`, which a full journal may lack, then `CLOSE`.
+It answers with lines of `WriterReply`.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from time import monotonic
 from typing import BinaryIO
 
 from pipeline.config.values import Frozen, WithEnvironment
-from pipeline.protocol.events import AnyEvent, event_from_json
+from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json
 from pipeline.recording.attempts import BATCH_POINTS, persist, size
 from pipeline.recording.delivery import Delivery, quiet
 from pipeline.recording.feed import Feed
@@ -74,6 +74,8 @@ class Writer:
         self.closing = Flag()
         """Set with the feed's end; from then on nobody waits long for a store that is down."""
         self.done = Flag()
+        self.end: AnyEvent | None = None
+        """The end of the run, sent last unless the journal has it."""
         self._folder = order.folder
         self._delivery = Delivery(folder=order.folder, warn=warn, uri=order.uri)
         self._batch = 0  # events that are on their way
@@ -104,14 +106,18 @@ class Writer:
 
     def _deliver_all(self) -> bool:
         """Send events until the run ends; False if the last ones can't be sent."""
+        has_ended = False
         while (batch := self._next_batch()) is not None:
             self._batch = len(batch)
             if batch and not persist(partial(self._delivery.attempt, batch), ending=self.closing):
                 return False
             self._batch = 0
+            has_ended = bool(batch) and isinstance(batch[-1], RunClosed)
             if monotonic() >= self._upload_at and not self._delivery.upload():
                 self._upload_at = monotonic() + _UPLOAD_PAUSE_S  # results don't wait for files
-        return True
+        return (
+            has_ended or self.end is None or persist(partial(self._delivery.attempt, [self.end]), ending=self.closing)
+        )
 
     def _next_batch(self) -> list[AnyEvent] | None:
         """Events of about a second, none if files are due first; None after the end."""
@@ -162,7 +168,7 @@ def _listen(writer: Writer) -> None:
             writer.closing.set()
             writer.feed.end()
             return
-        writer.feed.put(event_from_json(line))
+        writer.end = event_from_json(line)
     # The process that trains was killed. The journal has its results, and whoever resumes the run sends them.
     os._exit(1)
 

@@ -1,9 +1,10 @@
 """A recorded run: its folder, its journal and its subscribers, from the first event to the last."""
 
+import io
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -12,12 +13,11 @@ import rich.console
 
 from pipeline.config.summary import flatten
 from pipeline.config.uris import without_credentials
-from pipeline.errors import PipelineError, ResourceError
+from pipeline.errors import PipelineError
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.trial import Status, Trial
-from pipeline.recording import journal, provenance
-from pipeline.recording.appender import Log
+from pipeline.recording import provenance
 from pipeline.recording.console import Console
 from pipeline.recording.ending import flush
 from pipeline.recording.folder import create, describe, explained, id_of, shown, sweep_of
@@ -44,6 +44,31 @@ class Membership:
     """Whether it sends its model to the tracking store itself."""
 
 
+class Log(io.TextIOBase):
+    """The run's log, for consoles and log handlers of any thread. What can't be written is dropped.
+
+    A full disk stops the run by its journal; nothing else may fail by it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, text: str) -> int:
+        """Append a text."""
+        with suppress(OSError, ValueError):  # ValueError: it is closed
+            self._file.write(text.encode(errors="replace"))
+        return len(text)
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def close(self) -> None:
+        """Close the file; what is written later is dropped."""
+        self._file.close()
+        super().close()
+
+
 @contextmanager
 def recorded(
     plan: Plan,
@@ -66,8 +91,7 @@ def recorded(
         source: the experiment file, by which a run that is to go on is known again.
 
     Raises:
-        ResourceError: the run's folder or the tracking store can't be written; at the end, if the disk had no room for
-            all that belongs into the folder.
+        ResourceError: the run's folder or the tracking store can't be written, now or later.
         UsageError: the run that is to go on hasn't ended.
     """
     uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
@@ -78,12 +102,12 @@ def recorded(
         if warning:
             warn(warning)
         consoles = [Console(each, trials=plan.trials) for each in (terminal, Terminal.on(_console(log)))]
-        with closing(Recorder(folder, subscribers=consoles, warn=warn)) as recorder:
+        with closing(Recorder(folder, subscribers=consoles)) as recorder:
             files = describe(plan.experiment, folder)
             own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
             tracker = _tracker(recorder, uri=uri, warn=warn) if tracked else None
-            for subscriber in (*own, *([tracker] if tracker else ())):
-                recorder.subscribe(subscriber)
+            if tracker:
+                recorder.subscribe(tracker)
             status: Status = "FINISHED"
             message = ""
             try:
@@ -96,24 +120,17 @@ def recorded(
             finally:
                 for console in consoles:
                     console.close()
-                _close(recorder, status=status, message=message)
-                for each in own:
-                    each.close()
-                flush(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
-                if status != "FINISHED" and (missing := _missing(recorder, log, tracker)):
-                    warn(missing)
-    if missing := _missing(recorder, log, tracker):
-        raise ResourceError(missing)
+                try:
+                    _close(recorder, status=status, message=message, warn=warn)
+                finally:
+                    for each in own:
+                        each.close()
+                    flush(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
 
 
 def _tracker(recorder: Recorder, *, uri: str, warn: Callable[[str], None]) -> MlflowSubscriber:
     return MlflowSubscriber(
-        folder=recorder.folder,
-        log=recorder.folder / LOG_NAME,
-        warn=warn,
-        uri=uri,
-        known=recorder.known,
-        is_journaled=lambda: not recorder.missing,
+        folder=recorder.folder, log=recorder.folder / LOG_NAME, warn=warn, uri=uri, known=recorder.known
     )
 
 
@@ -179,21 +196,21 @@ def _open(
         artifact(name, recorder)
 
 
-def _close(recorder: Recorder, *, status: Status, message: str) -> None:
-    artifact(LOG_NAME, recorder)
-    recorder.receive(RunClosed(time=time.time(), status=status, message=message, summary=recorder.summary))
+def _close(recorder: Recorder, *, status: Status, message: str, warn: Callable[[str], None]) -> None:
+    """Record the end of the run.
 
-
-def _missing(recorder: Recorder, log: Log, tracker: MlflowSubscriber | None) -> str:
-    """What the run's folder lacks, in a sentence; empty if it has everything."""
-    parts = [f"{recorder.missing} events in {journal.FILE_NAME}"] * bool(recorder.missing)
-    parts += [f"{log.missing} lines in {LOG_NAME}"] * bool(log.missing)
-    if not parts:
-        return ""
-    rest = "MLflow has all results" if tracker and tracker.outcome.delivered else "what MLflow lacks of it is lost"
-    if not (recorder.folder / journal.FILE_NAME).exists():
-        return f"{recorder.folder} was deleted while its run went on; {rest}"
-    return f"{recorder.folder} lacks {' and '.join(parts)}, the disk was full to the end; {rest}"
+    Raises:
+        OSError: the journal can't be written. If the run has failed, that is a warning: its failure is the error.
+    """
+    try:
+        try:
+            artifact(LOG_NAME, recorder)
+        finally:
+            recorder.receive(RunClosed(time=time.time(), status=status, message=message, summary=recorder.summary))
+    except OSError as error:
+        if status == "FINISHED":
+            raise
+        warn(f"the end of the run is not recorded in {error.filename}: {error.strerror}")
 
 
 def _status(error: BaseException, *, interruption: str) -> tuple[Status, str]:

@@ -1,8 +1,7 @@
 """The one place that all events of a run pass through: first into the journal, then to its subscribers."""
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -16,8 +15,6 @@ from pipeline.protocol.events import (
 )
 from pipeline.recording.deduplicate import Deduplicator
 from pipeline.recording.journal import FILE_NAME, Journal, read
-
-_log = logging.getLogger(__name__)
 
 
 class Subscriber(Protocol):
@@ -39,16 +36,13 @@ class Recorder:
     Args:
         folder: the run's folder.
         subscribers: get each event once it is in the journal.
-        warn: told once when the journal can't be written, and once when it can again. Training goes on meanwhile.
 
     Raises:
         UsageError: another process writes to the journal, or it is damaged.
         OSError: the journal can't be opened.
     """
 
-    def __init__(
-        self, folder: Path, *, subscribers: Sequence[Subscriber], warn: Callable[[str], None] = _log.warning
-    ) -> None:
+    def __init__(self, folder: Path, *, subscribers: Sequence[Subscriber]) -> None:
         self.folder = folder
         self.finished: list[Finished] = []
         """The ends of the trials so far."""
@@ -59,15 +53,8 @@ class Recorder:
         self._journal = Journal(folder / FILE_NAME)
         self._progress = self._earlier()
         self._subscribers = list(subscribers)
-        self._warn = warn
-        self._told = ""
         self._subjects: set[str] = set()
         self._lock = threading.Lock()
-
-    @property
-    def missing(self) -> int:
-        """Events that aren't in the journal because it can't be written."""
-        return self._journal.missing
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Hand the events from now on to one more."""
@@ -85,17 +72,26 @@ class Recorder:
                 self._subscribers.remove(subscriber)
 
     def receive(self, event: AnyEvent) -> None:
-        """Record an event."""
+        """Record an event.
+
+        Raises:
+            OSError: the journal can't be written; the subscribers get the event all the same.
+        """
         with self._lock:
             new = self._progress.new(event)
             if new is None or self._is_told(new):
                 return
             self._note(new)
-            if not isinstance(new, Advanced):
-                self._journal.append(new)
-                self._tell_trouble()
+            failure: OSError | None = None
+            try:
+                if not isinstance(new, Advanced):
+                    self._journal.append(new)
+            except OSError as error:
+                failure = error
             for subscriber in self._subscribers:
                 subscriber.receive(new)
+            if failure:
+                raise failure
 
     def close(self) -> None:
         """No more events."""
@@ -128,15 +124,6 @@ class Recorder:
         is_told = event.subject in self._subjects
         self._subjects.add(event.subject)
         return is_told
-
-    def _tell_trouble(self) -> None:
-        trouble = self._journal.trouble
-        if trouble and trouble != self._told:
-            self._warn(f"{self.folder / FILE_NAME} can't be written: {trouble}; training goes on")
-        elif self._told and not trouble:
-            lost = f"; {self.missing} events are missing in it" if self.missing else ", nothing is missing"
-            self._warn(f"{self.folder / FILE_NAME} is written again{lost}")
-        self._told = trouble
 
     def _note(self, event: AnyEvent) -> None:
         match event:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
-from pipeline.protocol.events import Advanced, AnyEvent
+from pipeline.protocol.events import AnyEvent
 from pipeline.recording import journal
 from pipeline.recording.feed import Feed
 from pipeline.recording.recorder import Recorder
@@ -23,7 +23,7 @@ class Tracker(Protocol):
     """What a component of ``tracking.trackers`` builds; it is called with the run's folder and its own arguments.
 
     All calls come from one thread of the driver. In a run that goes on (``--resume``) it is built anew and gets all
-    events from the first one on, as the journal has them. After a full disk some may come twice.
+    events from the first one on, as the journal has them.
     """
 
     def receive(self, event: AnyEvent) -> None:
@@ -47,16 +47,11 @@ class Attached:
     """
 
     def __init__(self, tracker: Tracker, *, name: str, recorder: Recorder, warn: Callable[[str], None]) -> None:
-        self._tracker, self._name, self._recorder, self._warn = tracker, name, recorder, warn
+        self._tracker, self._name, self._warn = tracker, name, warn
         self._journal = recorder.folder / journal.FILE_NAME
         self._feed = Feed(self._journal, known=recorder.known)
         self._done = threading.Event()  # is_alive() is wrong once Ctrl-C has interrupted a join()
         threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def receive(self, event: AnyEvent) -> None:
-        """Take an event from any thread; returns at once and never raises."""
-        if self._recorder.missing and not (self._done.is_set() or isinstance(event, Advanced)):
-            self._feed.put(event)  # the journal hasn't got it
 
     def close(self, *, timeout_s: float = _PATIENCE_S) -> None:
         """Wait until the tracker has everything, so many seconds at most."""

@@ -1,20 +1,27 @@
-"""A journal outlives its process, and a disk that is full for a while."""
+"""A journal outlives its process; a disk that is full stops its run, and the run continues once there is room."""
 
+import errno
 import logging
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import pytest
 import rich.console
+import toys
 
-from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, Warned
-from pipeline.recording.appender import Log
+from pipeline.driver.execute import execute
+from pipeline.launchers import inprocess
+from pipeline.launchers.base import Session
+from pipeline.protocol.events import AnyEvent, Metrics, Point, Resumed, RunClosed, Warned
 from pipeline.recording.journal import FILE_NAME, Journal, is_open, read
+from pipeline.recording.recorded_run import Log
+from pipeline.recording.recorder import Recorder
 
 EVENTS: list[AnyEvent] = [
     Metrics(time=1.5, step=1, epoch=1, points=(Point("train/loss", 1, 0.5), Point("train/loss", 2, float("inf")))),
@@ -66,54 +73,84 @@ def test_a_killed_driver_loses_nothing_that_it_appended(path: Path) -> None:
     assert not is_open(path)
 
 
-def test_events_wait_for_room_in_order_and_none_is_torn(small_disk: Path) -> None:
+def test_an_event_without_room_is_an_error_and_is_written_before_the_next_one(small_disk: Path) -> None:
     journal = Journal(small_disk / FILE_NAME)
     event = Warned(time=1.0, message="x" * 100)
     appended: list[AnyEvent] = []
-    while not journal.trouble:
-        appended.append(event.model_copy(update={"time": float(len(appended))}))
-        journal.append(appended[-1])
-    assert journal.trouble.startswith("the disk is full")
-    assert journal.missing == 1
+
+    def fill() -> None:
+        while True:
+            appended.append(event.model_copy(update={"time": float(len(appended))}))
+            journal.append(appended[-1])
+
+    with pytest.raises(OSError, match=FILE_NAME) as raised:
+        fill()
+    assert raised.value.errno == errno.ENOSPC
     assert list(read(small_disk / FILE_NAME)) == appended[:-1]  # of the last one, a part is there
 
-    appended += [event, EVENTS[-1]]
-    for late in appended[-2:]:
-        journal.append(late)
-    assert journal.missing == 3
+    appended.append(EVENTS[1])
+    with pytest.raises(OSError, match="No space left"):
+        journal.append(EVENTS[1])
     (small_disk / "ballast").unlink()
-    appended.append(EVENTS[0])
-    journal.append(EVENTS[0])
-    assert (journal.trouble, journal.missing) == ("", 0)
+    appended.append(EVENTS[-1])
+    journal.append(EVENTS[-1])
     assert list(read(small_disk / FILE_NAME)) == appended
     journal.close()
 
 
-def test_what_waits_in_memory_has_a_limit(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.recording.appender.LIMIT_BYTES", 10_000)
-    journal = Journal(small_disk / FILE_NAME)
-    large = Warned(time=1.0, message="x" * 4000)
-    while not journal.trouble:
-        journal.append(large)
-    for _ in range(3):
-        journal.append(large)
-    assert "memory is full, too" in journal.trouble
+class Filler:
+    """Fills the disk after a step."""
+
+    def __init__(self, disk: Path, *, step: int) -> None:
+        self._disk, self._step = disk, step
+
+    def receive(self, event: AnyEvent) -> None:
+        if isinstance(event, Metrics) and event.step == self._step:
+            with (self._disk / "more").open("ab", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(bytes(64))
+
+
+def test_a_full_disk_stops_a_training_after_a_checkpoint_from_which_it_continues(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    trial = toys.trial(train={"epochs": 40}).model_copy(update={"checkpoints": str(tmp_path / "checkpoints")})
+
+    def run(*, resume: bool) -> list[AnyEvent]:
+        recorder = Recorder(small_disk, subscribers=[Filler(small_disk, step=30)])
+        session = Session(folder=small_disk, receive=recorder.receive, parallel=trial.experiment.parallel)
+        with closing(recorder), inprocess.Launcher(session) as launcher:
+            file: Any = None
+            try:
+                execute(trial.model_copy(update={"resume": resume}), launcher=launcher, recorder=recorder, file=file)
+            finally:
+                events = list(read(small_disk / FILE_NAME))
+        return events
+
+    with pytest.raises(OSError, match="No space left"):
+        run(resume=False)
+    recorded = list(read(small_disk / FILE_NAME))
+    stopped_at = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert 30 < stopped_at < 120
     (small_disk / "ballast").unlink()
-    journal.append(EVENTS[0])
-    assert (journal.trouble, journal.missing) == ("", 2)
-    assert list(read(small_disk / FILE_NAME))[-2:] == [large, EVENTS[0]]
-    journal.close()
+    events = run(resume=True)
+    assert events[: len(recorded)] == recorded
+    assert [event.step for event in events if isinstance(event, Resumed)] == [stopped_at]
+    assert max(event.step for event in events if isinstance(event, Metrics)) == 120
 
 
 def test_a_log_never_fails(small_disk: Path) -> None:
     log = Log(small_disk / "log.txt")
     console, handler = rich.console.Console(file=cast("IO[str]", log)), logging.StreamHandler(log)
-    while not log.missing:
+    while (small_disk / "log.txt").stat().st_size < 2**17:
         console.print("x" * 60)
+    for _ in range(10):
+        console.print("without room")
     handler.handle(logging.LogRecord("name", logging.INFO, "", 0, "said", None, None))
-    assert log.missing == 2
     (small_disk / "ballast").unlink()
     console.print("the end")
     log.close()
     handler.handle(logging.LogRecord("name", logging.INFO, "", 0, "too late", None, None))
-    assert (small_disk / "log.txt").read_text().splitlines()[-3:] == ["x" * 60, "said", "the end"]
+    text = (small_disk / "log.txt").read_text()
+    assert text.endswith("the end\n")
+    assert "said" not in text

@@ -183,11 +183,9 @@ def journaled(folder: Path, events: list[AnyEvent]) -> Path:
 
 
 def deliver(folder: Path, events: list[AnyEvent], *, warn: Callable[[str], None]) -> TrackingOutcome:
-    """Hand events over without a journal, as on a disk that is full from the beginning."""
-    (folder / FILE_NAME).touch()
-    with closing(MlflowSubscriber(folder=folder, log=folder / "log.txt", warn=warn, is_journaled=lambda: False)) as one:
-        for event in events:
-            one.receive(event)
+    """Have the process send a journal of these events."""
+    journaled(folder, events)
+    with closing(MlflowSubscriber(folder=folder, log=folder / "log.txt", warn=warn)) as one:
         outcome = one.finish(timeout_s=120)
     assert outcome is not None
     return outcome
@@ -284,7 +282,6 @@ def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
     assert {"tags.`strategy`", "metrics.`speedup`", "metrics.`validation/accuracy`"} <= set(columns)
 
     before = contents(store, outcome)
-    journaled(folder, events)
     for _ in range(2):
         again = sync(folder, warn=warnings_told.append)
         assert (again.delivered, again.run_id) == (True, outcome.run_id)
@@ -323,7 +320,7 @@ def test_what_a_dead_server_missed_is_sent_by_sync(server: Server, tmp_path: Pat
     assert not outcome.delivered
     assert outcome.message.startswith("3 events aren't in MLflow (")
     assert outcome.message.endswith(f"pipeline sync {tmp_path}")
-    outcome = sync(journaled(tmp_path, events), warn=warnings_told.append)
+    outcome = sync(tmp_path, warn=warnings_told.append)
     assert outcome.delivered
     assert len(client_of(server.uri).get_metric_history(outcome.run_id, "train/loss_0")) == 1
 

@@ -211,8 +211,8 @@ FAULTS = (
         "the MLflow writer blocks the step",
         "tracking can't hurt training",
         "pipeline/recording/mlflow.py",
-        "        if not isinstance(event, Advanced) and not self._is_journaled():",
-        "        self._done.wait(0.2)\n        if not isinstance(event, Advanced) and not self._is_journaled():",
+        "        if isinstance(event, RunClosed):",
+        "        self._done.wait(0.2)\n        if isinstance(event, RunClosed):",
         ("tests/replay/test_writer.py",),
     ),
     Fault(

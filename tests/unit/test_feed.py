@@ -1,4 +1,4 @@
-"""A journal read while it is written: in order, each event once, whatever becomes of the disk."""
+"""A journal read while it is written: in order, each event once, even if it is deleted."""
 
 import threading
 import time
@@ -27,13 +27,10 @@ class Lab:
         self.feed = Feed(self.path)
         self.steps = 0
 
-    def record(self, count: int, *, journaled: bool = True) -> None:
+    def record(self, count: int) -> None:
         for _ in range(count):
             self.steps += 1
-            if journaled:
-                self.journal.append(metrics(self.steps))
-            else:
-                self.feed.put(metrics(self.steps))
+            self.journal.append(metrics(self.steps))
 
     def take(self, count: int) -> list[AnyEvent | None]:
         return [self.feed.get(timeout_s=0) for _ in range(count)]
@@ -55,7 +52,7 @@ def test_what_waits_is_counted(lab: Lab) -> None:
     lab.record(1000)
     assert len(lab.feed) == 1000
     assert lab.take(990) == expected(1, 990)
-    lab.record(5, journaled=False)
+    lab.record(5)
     assert len(lab.feed) == 15
     assert lab.take(15) == expected(991, 1005)
     assert len(lab.feed) == 0
@@ -69,16 +66,6 @@ def test_order_is_kept_while_both_sides_go_on(lab: Lab, taken: int) -> None:
         got += lab.take(min(taken, len(lab.feed)))
     got += lab.take(len(lab.feed))
     assert got == expected(1, 140)
-
-
-def test_what_a_full_disk_has_not_taken_comes_behind_what_it_has(lab: Lab) -> None:
-    lab.record(10)
-    lab.record(20, journaled=False)
-    assert lab.take(30) == expected(1, 30)
-    for step in range(11, 31):  # room again: what waited is written first
-        lab.journal.append(metrics(step))
-    lab.record(10)
-    assert lab.take(30) == [*expected(11, 30), *expected(31, 40)]
 
 
 def test_a_line_counts_once_it_is_whole(lab: Lab) -> None:
@@ -127,7 +114,8 @@ def test_waiting_has_a_limit(lab: Lab) -> None:
 def test_a_journal_that_is_deleted_is_read_to_its_end(lab: Lab) -> None:
     lab.record(10)
     lab.path.unlink()
-    lab.record(1, journaled=False)
+    with pytest.raises(FileNotFoundError):
+        lab.record(1)
     assert lab.take(11) == expected(1, 11)
 
 

@@ -130,11 +130,10 @@ def test_an_event_of_another_version_is_not_cut(path: Path) -> None:
     assert path.read_bytes().startswith(before)
 
 
-def test_a_deleted_journal_is_trouble(path: Path) -> None:
+def test_a_deleted_journal_is_an_error(path: Path) -> None:
     journal = Journal(path)
     journal.append(EVENTS[0])
     path.unlink()
-    journal.append(EVENTS[1])
-    assert journal.trouble.startswith("it was deleted")
-    assert journal.missing == 1
+    with pytest.raises(FileNotFoundError, match="it was deleted"):
+        journal.append(EVENTS[1])
     journal.close()

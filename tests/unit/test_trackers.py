@@ -39,7 +39,6 @@ def followed(folder: Path, tracker: Notes, told: list[str], *messages: str) -> A
     """A tracker of a run in which these messages came."""
     with closing(Recorder(folder, subscribers=[])) as recorder:
         subscriber = Attached(tracker, name="lab.Notes", recorder=recorder, warn=told.append)
-        recorder.subscribe(subscriber)
         for message in messages:
             recorder.receive(Warned(time=0, message=message))
             recorder.receive(Advanced(time=0, what="reading", done=1))  # for terminals only
