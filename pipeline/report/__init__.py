@@ -1,9 +1,8 @@
-"""What speedup and scaling efficiency are, by definition; `report`, `chart` and `page` show them.
+"""Definitions of speedup and scaling efficiency; the other modules of this folder show them.
 
-Speedup is throughput over the baseline's throughput; efficiency is speedup over the ratio of replicas. Strong scaling:
-the global batch is the baseline's. Weak scaling: the batch of each replica is the baseline's. A worker has a fixed
-number of cores, so N workers have N times the cores of one; the reference shows what a single process does with all of
-them.
+Speedup is throughput over the baseline's throughput; efficiency is speedup over the ratio of replicas. Strong scaling
+keeps the baseline's global batch; weak scaling keeps the baseline's batch per replica. A worker has a fixed number of
+cores, so N workers have N times the cores of one worker; the reference measures a single process with all these cores.
 """
 
 import math
@@ -19,54 +18,57 @@ from pipeline.protocol.trial import Held, Role, Scaling, Spread, StepParts, Tria
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
-"""How far two loss series of the same training may lie apart, by precision: sums in another order round differently.
+"""Largest difference of two loss series of the same training, by precision: sums in another order round differently.
 
-Relative to the loss where it is larger than 1.
+Relative to the loss where the loss is larger than 1.
 """
 ACCURACY = 0.1
-"""How exactly the parts of a step are measured at best, relative to the step."""
+"""Best accuracy at which the parts of a step can be measured, relative to the step."""
 FIRST_STEPS = 3
-"""Training amplifies rounding, by a factor of 100 a step with batch norm and a high learning rate: a training that is
-the same in its first steps and drifts apart later may well be the same. The first step shows the forward pass, the
-next ones the gradients and the optimizer."""
+"""Steps whose losses decide if two trainings are the same.
+
+Training amplifies rounding, by a factor of 100 per step with batch norm and a high learning rate, so equal trainings
+may drift apart later. The loss of the first step depends on the forward pass, the following losses on gradients and
+optimizer.
+"""
 
 
 class Row(Frozen):
-    """What one trial measured, once or in several repeats, relative to the baseline."""
+    """Measurements of one trial, from one or several repeats, relative to the baseline."""
 
     trial: str
     title: str
-    """The trial's, e.g. "ddp x 2"."""
+    """Title of the trial, e.g. "ddp x 2"."""
     role: Role
     strategy: str
     options: Mapping[str, Any] = {}
-    """The strategy's own options."""
+    """Options of the strategy."""
     workers: int
     """Processes (world size)."""
     replicas: int
-    """Copies of the model that compute side by side."""
+    """Copies of the model that compute in parallel."""
     device: Literal["cpu", "cuda"]
     cpus: int
-    """Cores of all workers together."""
+    """Total cores of all workers."""
     scaling: Scaling = "strong"
     global_batch_size: int
     steps: int
-    """Optimizer steps of one measurement, or of the whole training."""
+    """Optimizer steps of one measurement or of the whole training."""
     samples_per_second: Spread
-    """Over the windows of one measurement, or over the repeats' medians."""
+    """Spread over the windows of one measurement, or over the medians of the repeats."""
     repeats: tuple[float, ...]
     """Median throughput of each repeat, in order."""
     step_ms: Spread
     parts: StepParts
-    """As in `TrialResult`, which also describes the figures below; medians over the repeats."""
+    """Parts of a step, see `TrialResult`, which also describes the fields below; medians over the repeats."""
     speedup: float | None = None
-    """Throughput over the baseline's; None where no speedup may be claimed."""
+    """Throughput over the baseline's throughput; None if no speedup can be claimed."""
     speedup_low: float | None = None
-    """The lowest ratio of two repeats measured next to each other, or of two windows of one measurement."""
+    """Lowest ratio of two repeats measured next to each other, or of two windows of one measurement."""
     speedup_high: float | None = None
-    """The highest such ratio."""
+    """Highest such ratio."""
     efficiency: float | None = None
-    """Speedup over the ratio of replicas, 1 is linear; None where replicas are not what differs."""
+    """Speedup over the ratio of replicas, 1 is linear; None for a reference that only has more cores."""
     peak_memory_mb: tuple[float, ...]
     held: Held | None = None
     gpu_utilization: tuple[float, ...] = ()
@@ -78,17 +80,20 @@ class Row(Frozen):
     compile_s: float | None = None
     losses: tuple[float, ...] = ()
     largest_loss_difference: float | None = None
-    """From the baseline's loss in the same step, relative to it where it is above 1; None for other global batches."""
+    """Largest difference from the baseline's loss in the same step, relative to it where it is above 1.
+
+    None if the global batch size differs from the baseline's.
+    """
     first_loss_difference: float | None = None
-    """The same over the first steps only."""
+    """Largest difference within the first `FIRST_STEPS` steps."""
     loss_tolerance: float
-    """How far apart rounding may bring them."""
+    """Difference that rounding can explain."""
     metrics: Mapping[str, float] = {}
-    """The last value of each metric of the training."""
+    """Last value of each metric of the training."""
 
     @classmethod
     def of(cls, trial: Trial, ends: Sequence[Finished]) -> "Row":
-        """The row of a trial that finished once or several times, not yet compared with a baseline."""
+        """Build the row of a trial from its finished repeats, not yet compared with a baseline."""
         results = [end.result for end in ends]
         waits = [end.time_to_first_step_s for end in ends if end.time_to_first_step_s is not None]
         return cls(
@@ -121,7 +126,7 @@ class Row(Frozen):
         )
 
     def against(self, baseline: "Row") -> "Row":
-        """The row with its speedup over the baseline, if one may be claimed, and how far its losses are from it."""
+        """Return the row with its speedup over the baseline, if it can be claimed, and its loss differences."""
         differences = self._loss_differences(baseline)
         figures = {
             "largest_loss_difference": max(differences, default=None),
@@ -130,27 +135,30 @@ class Row(Frozen):
         if not (self.is_one_replica_dp or self.measures_again(baseline)):
             ratios = self.throughput_over(baseline)
             figures |= {"speedup": ratios.median, "speedup_low": ratios.low, "speedup_high": ratios.high}
-            if not (self.role == "reference" and self.replicas == baseline.replicas):  # more cores: no more replicas
+            if not (self.role == "reference" and self.replicas == baseline.replicas):  # only has more cores
                 figures["efficiency"] = ratios.median / (self.replicas / baseline.replicas)
         return self.model_copy(update=figures)
 
     @property
     def is_one_replica_dp(self) -> bool:
-        """Whether this is DataParallel without devices to be parallel on."""
+        """True if this is DataParallel on fewer than two devices."""
         return self.strategy == "dp" and self.replicas < 2
 
     def measures_again(self, baseline: "Row") -> bool:
-        """Whether the main trial is the baseline over again, so that a ratio would only show noise."""
+        """Return True if the main trial repeats the baseline, so that their ratio would only show noise."""
         return self.role == "main" and (self.strategy, self.replicas) == (baseline.strategy, baseline.replicas)
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the speedup, if there is one, is larger or smaller than 1 beyond the spread."""
+        """True if the range of the speedup excludes 1, or there is no speedup."""
         return self.speedup_low is None or self.speedup_high is None or not self.speedup_low < 1 < self.speedup_high
 
     @property
     def same_training(self) -> Literal["yes", "at first", "no"] | None:
-        """Whether its losses are the baseline's: all, or those of the first steps; None for other global batches."""
+        """Agreement with the baseline's losses in all steps ("yes") or only in the first steps ("at first").
+
+        None if the global batch size differs from the baseline's.
+        """
         if self.largest_loss_difference is None or self.first_loss_difference is None:
             return None
         if self.largest_loss_difference <= self.loss_tolerance:
@@ -159,7 +167,7 @@ class Row(Frozen):
 
     @property
     def devices(self) -> str:
-        """What computes, e.g. "2 cores" or "4 GPUs"."""
+        """Devices that compute, e.g. "2 cores" or "4 GPUs"."""
         count, unit = (self.cpus, "core") if self.device == "cpu" else (self.replicas, "GPU")
         return counted(count, unit)
 
@@ -175,13 +183,13 @@ class Row(Frozen):
 
     @property
     def noise_ms(self) -> float:
-        """How far the step and the parts of it may be apart by noise alone."""
+        """Milliseconds by which noise alone can separate the step from the sum of its parts."""
         held = self.parts.held_ms
         return noise(self.step_ms) + (noise(held) if held is not None else 0.0)
 
     @property
     def unexplained_ms(self) -> float:
-        """What the step takes longer than its parts (negative: shorter), 0 within the noise of both."""
+        """Milliseconds of the step that its parts don't explain; negative if they explain too much, 0 within noise."""
         if (together := self.parts.sum_ms) is None or self.step_ms.windows < 2:
             return 0.0
         missed = self.step_ms.median - together
@@ -189,7 +197,7 @@ class Row(Frozen):
 
     @property
     def ratio(self) -> Spread | None:
-        """The speedup and its range; None where no speedup may be claimed."""
+        """Speedup with its range; None if no speedup can be claimed."""
         if self.speedup is None or self.speedup_low is None or self.speedup_high is None:
             return None
         windows = self.samples_per_second.windows
@@ -197,32 +205,32 @@ class Row(Frozen):
 
     @property
     def efficiencies(self) -> Spread | None:
-        """The efficiency and its range; None where replicas are not what differs."""
+        """Efficiency with its range; None if there is no efficiency."""
         if (ratio := self.ratio) is None or not self.efficiency:
             return None
         factor = self.efficiency / ratio.median
         return Spread(median=self.efficiency, low=factor * ratio.low, high=factor * ratio.high, windows=ratio.windows)
 
     def throughput_over(self, other: "Row") -> Spread:
-        """Throughput over that of another row; repeats are compared in pairs, since the machine drifts.
+        """Return the ratio of throughputs; repeats are compared in pairs, since the machine's speed drifts.
 
-        An interrupted comparison may have more repeats of one of them.
+        After an interrupted comparison one row may have more repeats; these are ignored.
         """
         repeated = min(len(self.repeats), len(other.repeats)) > 1
         pairs = list(zip(self.repeats, other.repeats, strict=False)) if repeated else ()
         return ratio_of(self.samples_per_second, other.samples_per_second, pairs=pairs)
 
     def _loss_differences(self, baseline: "Row") -> list[float]:
-        """By step; empty where the global batches are not the same ones."""
+        """Return the differences by step; empty if the global batch sizes differ."""
         if self.global_batch_size != baseline.global_batch_size:
             return []
-        pairs = zip(self.losses, baseline.losses, strict=False)  # training that ends early has fewer
+        pairs = zip(self.losses, baseline.losses, strict=False)  # training that ended early has fewer
         differences = [abs(own - base) / max(1.0, abs(base)) for own, base in pairs]
         return [math.inf if math.isnan(difference) else difference for difference in differences]
 
 
 class Unmeasured(Frozen):
-    """A cell of a comparison without figures."""
+    """A cell of a comparison that was not measured."""
 
     trial: str
     title: str
@@ -230,24 +238,24 @@ class Unmeasured(Frozen):
     workers: int
     scaling: Scaling = "strong"
     reason: str
-    """Why there are none, e.g. that it needs more cores than there are."""
+    """Explanation, e.g. that the cell needs more cores than there are."""
 
 
 class Advice(Frozen):
-    """One thing to change."""
+    """One suggested change."""
 
     reason: str
-    """What was measured, in a sentence."""
+    """Sentence about the measurement behind the advice."""
     change: str
-    """What to do, with the line of YAML where there is one, e.g. "write loader: {num_workers: 2}"."""
+    """Action to take, with YAML for the experiment file if any, e.g. "write loader: {num_workers: 2}"."""
     key: str = ""
-    """The key in the experiment file that the change is about; empty where it is about the machine."""
+    """Key of the experiment file to change; empty if the machine is to be changed."""
     measured: bool = True
-    """Whether the change was measured to be faster in this run; otherwise it is worth a try."""
+    """True if this run measured the change to be faster; otherwise it is a suggestion to try."""
 
 
 def _parts_of(results: Sequence[TrialResult]) -> StepParts:
-    """The parts of a step: medians over the measurements that have them."""
+    """Return the parts of a step as medians over the repeats that measured them."""
     parts = [result.parts for result in results]
     held = [part.held_ms for part in parts if part.held_ms is not None]
     return StepParts(

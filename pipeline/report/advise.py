@@ -14,20 +14,20 @@ from pipeline.report.rule import Case, Finding
 from pipeline.report.tables import amount, rate, times
 
 MOST = 5
-"""Lines; more than that nobody follows."""
+"""Largest number of pieces of advice; nobody follows a longer list."""
 WORTH = 1.05
-"""Faster by less than 5% isn't worth a change, even where it is no noise."""
+"""Smallest ratio of throughputs that is worth a change, even if a smaller one exceeds the noise."""
 _TINY_MS = 10.0
-"""Computing less than this for a step is little against what any exchange costs: a tiny model."""
+"""Compute time of a step below which a model is called small, as any gradient exchange takes long next to it."""
 
 
 def advise(report: Report, *, experiment: Experiment, cores: int | None) -> tuple[Advice, ...]:
-    """At most `MOST` pieces of advice, what was measured first, then what is worth a try, those that save most first.
+    """Return at most `MOST` pieces of advice: measured ones first, then suggestions, by the time that they save.
 
     Args:
-        report: of a run or of a comparison.
-        experiment: as its file declares it.
-        cores: of each node of the machine; None if unknown.
+        report: report of a run or of a comparison.
+        experiment: the experiment as declared in its file.
+        cores: number of cores of each node; None if unknown.
     """
     own = declared(report, experiment)
     findings = sorted(
@@ -37,7 +37,7 @@ def advise(report: Report, *, experiment: Experiment, cores: int | None) -> tupl
 
 
 def declared(report: Report, experiment: Experiment) -> Row:
-    """The row of what the file's ``parallel`` declares; if a comparison didn't measure it, of its result."""
+    """Return the row of the file's ``parallel`` section, or the main row if a comparison didn't measure that."""
     if not report.is_comparison:
         return report.main
     parallel = experiment.parallel
@@ -47,15 +47,15 @@ def declared(report: Report, experiment: Experiment) -> Row:
 
 
 def _findings(report: Report, own: Row, *, experiment: Experiment, cores: int | None) -> Iterator[Finding]:
-    """Where another row is better, the advice is to go there, and what else is said is about that row.
+    """Advise changing to a better row, and then give advice on that row.
 
-    Unless a straggler or a slow link, both of which can be mended, are all that keeps the own row from being better.
+    Keep to the declared row if fixing its straggler or its slow link would make it faster than the better row.
     """
     case = Case(row=own, experiment=experiment, cores=cores)
-    mendable = list(filter(None, [step_advice.straggler(case), exchange_advice.communication_hook(case)]))
+    fixable = list(filter(None, [step_advice.straggler(case), exchange_advice.communication_hook(case)]))
     found = better(report.rows, case)
-    if found is None or any(1 - finding.gain < found.row_time for finding in mendable):
-        yield from mendable
+    if found is None or any(1 - finding.gain < found.row_time for finding in fixable):
+        yield from fixable
     else:
         yield found.finding
         yield from filter(None, [step_advice.straggler(case)])
@@ -65,15 +65,15 @@ def _findings(report: Report, own: Row, *, experiment: Experiment, cores: int | 
 
 
 def _others(case: Case, rows: Sequence[Row]) -> Iterator[Finding]:
-    """What is true of the case besides."""
-    batch = exchange_advice.larger_batch(case)  # brings a learning rate with it
+    """Apply the rules that don't depend on a better row."""
+    batch = exchange_advice.larger_batch(case)  # comes with its own change of the learning rate
     rate = None if batch else step_advice.learning_rate(case, rows)
     rules = (step_advice.data_wait(case), exchange_advice.unused_search(case), step_advice.idle_cores(case, rows))
     yield from filter(None, [batch, rate, *rules])
 
 
 def _agreeing(findings: list[Finding]) -> list[Finding]:
-    """Without those that would write what one before writes."""
+    """Drop findings that set a key which an earlier finding sets."""
     kept: list[Finding] = []
     for finding in findings:
         if not any(finding.values.keys() & other.values.keys() for other in kept):
@@ -82,16 +82,16 @@ def _agreeing(findings: list[Finding]) -> list[Finding]:
 
 
 class Better(NamedTuple):
-    """A row that is better than the one declared."""
+    """A row that is better than the declared row."""
 
     row: Row
     row_time: float
-    """Its time for a sample, as a fraction of that of the row declared."""
+    """Time per sample as a fraction of the declared row's."""
     finding: Finding
 
 
 def better(rows: Sequence[Row], case: Case) -> Better | None:
-    """The fastest row that is faster beyond noise, or else the smallest that is hardly slower; None: there is none."""
+    """Return the fastest row that is faster beyond noise, or else the smallest that is hardly slower, or None."""
     others = [row for row in rows if _is_alternative(row, case.row)]
     faster = [row for row in others if _is_faster(row, case.row)]
     if faster:
@@ -102,7 +102,7 @@ def better(rows: Sequence[Row], case: Case) -> Better | None:
 
 
 def _is_alternative(row: Row, own: Row) -> bool:
-    """Whether the row trains the same in another way; one of weak scaling trains something else."""
+    """Return True if the row is the same training on other workers; weak scaling is a different training."""
     trains_the_same = row.global_batch_size == own.global_batch_size and (row.same_training != "no" or row.coupling)
     is_another = (row.strategy, row.workers, row.cpus, row.options) != (
         own.strategy, own.workers, own.cpus, own.options
@@ -115,7 +115,7 @@ def _size(row: Row) -> int:
 
 
 def _is_faster(row: Row, other: Row) -> bool:
-    """Beyond the noise, which a single window doesn't show."""
+    """Return True if the row is faster beyond the noise, which a single window can't show."""
     ratio = row.throughput_over(other)
     return min(row.samples_per_second.windows, other.samples_per_second.windows) > 1 and (
         ratio.low > 1 and ratio.median > WORTH
@@ -148,7 +148,7 @@ def _reason(row: Row, own: Row, *, is_faster: bool) -> str:
 
 
 def _values(row: Row, case: Case) -> dict[str, Any]:
-    """The row as keys of ``parallel``, as far as it differs from the file."""
+    """Return the keys of ``parallel`` that change the file's row to this row."""
     parallel = case.experiment.parallel
     values: dict[str, Any] = {"parallel.strategy": row.strategy, "parallel.workers": row.workers}
     if dict(row.options) != dict(parallel.options):

@@ -1,4 +1,4 @@
-"""The one picture of a report: throughput of the trials, and where a step's time goes. Only this module draws."""
+"""The chart of a report: throughput of each trial and the parts of its step, drawn with matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ def save_chart(report: Report, path: Path) -> None:
 
 
 def _places(entries: Sequence[Row | Unmeasured]) -> list[float]:
-    """Where each entry stands from the top, with room for a heading where weak scaling begins."""
+    """Return the vertical position of each entry, in rows, with room for a heading above weak scaling."""
     weak = [entry.scaling == "weak" for entry in entries]
     return [index + _HEADING * any(weak[: index + 1]) for index in range(len(entries))]
 
@@ -77,7 +77,7 @@ def _throughput(axes: Axes, report: Report, places: Sequence[float]) -> None:
 
 
 def _linear(row: Row, baseline: Row) -> float:
-    """Throughput at an efficiency of 1; 0 where replicas are not what differs."""
+    """Return the throughput at an efficiency of 1; 0 if the row has no efficiency."""
     if row.efficiency is None:
         return 0.0
     return baseline.samples_per_second.median * row.replicas / baseline.replicas
@@ -136,19 +136,19 @@ def _step(axes: Axes, entries: Sequence[Row | Unmeasured], places: Sequence[floa
 def _measured(
     entries: Sequence[Row | Unmeasured], places: Sequence[float]
 ) -> tuple[tuple[Row, ...], tuple[float, ...]]:
-    """The rows with figures, and where they stand."""
+    """Return the measured rows and their positions."""
     pairs = [(entry, place) for entry, place in zip(entries, places, strict=True) if isinstance(entry, Row)]
     return tuple(row for row, _ in pairs), tuple(place for _, place in pairs)
 
 
 def _parts(row: Row) -> tuple[float, float, float, float]:
-    """Milliseconds of `_PARTS`."""
+    """Return milliseconds in the order of `_PARTS`."""
     parts = row.parts
     return parts.compute_ms or 0.0, parts.exposed_communication_ms or 0.0, parts.data_wait_ms, parts.rest_ms or 0.0
 
 
 def _right(ends: Sequence[float], labels: Sequence[str], axes: Axes) -> float:
-    """The right end of an axis on which every label fits behind its bar."""
+    """Return the right end of an axis on which every label fits behind its bar."""
     width = axes.get_position().width * _WIDTH
     return max(end / (1 - (0.15 + 0.076 * len(label)) / width) for end, label in zip(ends, labels, strict=True))
 

@@ -1,4 +1,4 @@
-"""Advice on the exchange of gradients: fewer exchanges, fewer bits, no search."""
+"""Advice on gradient exchange: larger batches, a communication hook, no search for unused parameters."""
 
 import math
 from typing import Any
@@ -8,63 +8,65 @@ from pipeline.report.rule import Case, Finding, scaled_rate
 from pipeline.report.tables import amount
 
 EXPOSED = 0.2
-"""From this share of a step on, exchange is worth a change: the "80% is a win" of tutorials is this much lost."""
+"""Share of exposed exchange in a step that is worth a change; tutorials call an efficiency of 80% good."""
 SLOW_EXPOSED = 0.25
-"""Sending fewer bits loses accuracy, so it has to be worth more."""
+"""Share of exposed exchange that is worth sending fewer bits, which loses accuracy."""
 SLOW_GBIT, VERY_SLOW_GBIT = 10.0, 1.0
-"""Ethernet of 10 Gbit/s and less; below 1, half the bits are still too many."""
+"""Bandwidths below which a link is slow, e.g. Ethernet, and below which half the bits are still too many."""
 FEWEST_MB = 1.0
-"""Less than this is a matter of latency, which sending fewer bits doesn't change."""
+"""Size of gradients below which latency dominates, which sending fewer bits doesn't reduce."""
 _KEPT = {"fp16": 0.5, "bf16": 0.5, "powersgd": 0.15}
-"""About the fraction of the exposed exchange that a hook leaves, its own work included: measured with 4 MB of gradients
-on a link of 200 Mbit/s between two CPU workers, 0.5 to 0.7 and 0.12."""
+"""Approximate fraction of the exposed exchange that remains with a hook, the hook's own work included.
+
+Measured with 4 MB of gradients on a link of 200 Mbit/s between two CPU workers: 0.5 to 0.7 and 0.12.
+"""
 _SEARCH = 0.02
-"""What the search for unused parameters costs wasn't measured; it is little, so it comes late in the list."""
+"""Assumed cost of the search for unused parameters, not measured; small, so that this advice comes late."""
 
 
 def larger_batch(case: Case) -> Finding | None:
-    """Exchange is much of a step: do it for more samples at a time."""
+    """Suggest a larger global batch if gradient exchange takes a large share of a step."""
     row, train = case.row, case.experiment.train
-    ends_early = row.role == "main" and row.steps < 2 * train.epochs  # there aren't as many samples
+    ends_early = row.role == "main" and row.steps < 2 * train.epochs  # too few samples for larger batches
     if not _exchange_is_long(case, share=EXPOSED) or row.scaling == "weak" or ends_early:
         return None
     batch = 2 * train.global_batch_size
     values: dict[str, Any] = {"train.global_batch_size": batch}
-    # Who splits a batch has no memory for larger parts; others would only lose by smaller kernels.
+    # Keep the size of micro-batches, since memory may not hold larger ones; splitting a whole batch only slows kernels.
     if train.gradient_accumulation > 1:
         values["train.gradient_accumulation"] = 2 * train.gradient_accumulation
     return Finding(
         reason=_exchange(row),
         values=values | scaled_rate(case.experiment, base=train.global_batch_size),
-        change="an exchange for twice the samples is half the share; look whether it still trains as well",
+        change="one exchange for twice the samples halves its share; check that it still trains as well",
         gain=row.share_of_communication / 2,
     )
 
 
 def communication_hook(case: Case) -> Finding | None:
-    """Exchange is slow because the link is: send fewer bits."""
+    """Suggest a communication hook, which sends fewer bits, if the link is slow."""
     row, precision = case.row, case.experiment.train.precision
     if row.strategy != "ddp" or row.options.get("communication_hook", "none") != "none" or precision == "fp64":
         return None
-    # Processes of one machine exchange through its memory: slow, but not a link that fewer bits would help.
+    # CPU processes on one machine exchange through memory, which fewer bits don't speed up.
     is_local = row.device == "cpu" and len(set(row.parts.nodes)) == 1
     if is_local or row.gradient_mb < FEWEST_MB or not _exchange_is_long(case, share=SLOW_EXPOSED):
         return None
     if (gbit := exchange_gbit(row)) >= SLOW_GBIT:
         return None
     half = "bf16" if row.device == "cuda" else "fp16"
-    # powersgd remembers what it left out, infinities of fp16's loss scaling included, which would never go away.
+    # PowerSGD's error feedback would keep the infinities of fp16's loss scaling forever.
     hook = "powersgd" if gbit < VERY_SLOW_GBIT and precision != "fp16" else half
     return Finding(
         reason=f"{_exchange(row)}: {amount(row.gradient_mb)} MB at about {amount(gbit)} Gbit/s",
         values={"parallel.options.communication_hook": hook},
-        change="it loses bits of the gradients, so look whether it still trains as well",
+        change="gradients lose precision, so check that it still trains as well",
         gain=row.share_of_communication * (1 - _KEPT[hook]),
     )
 
 
 def unused_search(case: Case) -> Finding | None:
-    """In each step ddp searches for parameters without gradient: there are none, or always the same."""
+    """Suggest ending ddp's search for unused parameters if all parameters are used, or the unused ones don't change."""
     row = case.row
     if row.strategy != "ddp" or not row.options.get("find_unused_parameters"):
         return None
@@ -72,9 +74,9 @@ def unused_search(case: Case) -> Finding | None:
     found, change = "every parameter got a gradient", "unless other steps skip some"
     if row.unused_parameters:
         values["parallel.options.static_graph"] = True
-        found, change = f"{row.unused_parameters} got no gradient", "if these are the same ones in every step"
+        found, change = f"{row.unused_parameters} got no gradient", "if they are the same in every step"
     return Finding(
-        reason=f"{row.title} searches each step for parameters that it doesn't use; {found}",
+        reason=f"{row.title} searches for unused parameters in each step; {found}",
         values=values,
         change=change,
         gain=_SEARCH,
@@ -82,7 +84,7 @@ def unused_search(case: Case) -> Finding | None:
 
 
 def exchange_gbit(row: Row) -> float:
-    """Gbit/s of each worker's sending, as if all of a ring all-reduce was exposed: the link is no faster than this."""
+    """Return Gbit/s sent by each worker if all of a ring all-reduce was exposed; an upper bound of the link's speed."""
     sent = 2 * (row.workers - 1) / row.workers * row.gradient_mb * 2**20 * 8
     return sent / (row.parts.exposed_communication_ms or math.inf) / 1e6
 

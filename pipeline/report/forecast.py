@@ -1,4 +1,4 @@
-"""What `pipeline predict` says: what was measured, a table for each kind of scaling, and how far it can be trusted."""
+"""The report of `pipeline predict`: measurements, a table for each kind of scaling, and a check of the prediction."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -11,64 +11,64 @@ from pipeline.report.tables import UNEVEN, ReportTable, amount
 from pipeline.wording import counted
 
 FILE_NAME = "prediction.json"
-"""Name of a `Forecast` in a run's folder."""
+"""File name of a `Forecast` in a run's folder."""
 
 _HEADER = ("workers", "samples each", "samples/s", "step ms", "exposed comm. ms", "speedup", "efficiency", "limited by")
 _MEANING = {"strong": "the same global batch, shared", "weak": "the baseline's batch for each worker"}
 
 
 class Check(Frozen):
-    """A prediction next to what was measured."""
+    """A predicted speedup next to the measured one."""
 
     workers: int
     measured: float
-    """Speedup: throughput of that many workers over that of one."""
+    """Measured speedup: throughput over that of one worker."""
     predicted: float
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, relative to what was measured."""
+        """Error of the prediction, relative to the measured speedup."""
         return self.predicted / self.measured - 1
 
 
 class Outlook(Frozen):
-    """What is predicted for one kind of scaling."""
+    """Predictions for one kind of scaling."""
 
     scaling: Scaling
     predictions: tuple[Prediction, ...]
-    """By number of workers, ascending."""
+    """Predictions in ascending order of workers."""
     worthwhile: int
-    """The number of workers beyond which twice as many are less than 1.1 times as fast."""
+    """Number of workers beyond which doubling them gains less than a factor of `WORTHWHILE`."""
     most: int
-    """The largest number that was looked at for that."""
+    """Largest number of workers that was considered for ``worthwhile``."""
 
 
 class Forecast(Frozen):
-    """What is predicted for an experiment, and from what."""
+    """Prediction for an experiment, with the measurements behind it."""
 
     name: str
     """Name of the experiment."""
     hardware: str
     compute_ms_per_sample: float
-    """Forward and backward, in a batch of the baseline's size."""
+    """Milliseconds of forward and backward per sample, in a batch of the baseline's size."""
     gradient_mb: float
     link: Link
     link_from: Literal["given", "measured"]
     measured_workers: int
-    """Workers that ran side by side to measure the link; 0 if it was given."""
+    """Workers that ran to measure the link; 0 if the link was given."""
     slowdown: float
-    """How much longer a worker computes beside those than alone."""
+    """Compute time of a worker next to the other workers over that of a worker alone."""
     pace: float = 1.0
-    """How much longer one worker's steps take in training than their parts, measured one by one, add up to."""
+    """Step time of one worker in training over the sum of the parts, which are measured one by one."""
     outlooks: tuple[Outlook, ...]
     check: Check | None = None
-    """How well the model predicts what was measured here; None if only one worker ran."""
+    """Comparison of the model with a measurement on this machine; None if only one worker ran."""
 
     @classmethod
     def of(
         cls, workload: Workload, link: Link, *, workers: int, scalings: tuple[Scaling, ...], **facts: object
     ) -> "Forecast":
-        """Predict up to a number of workers, for each kind of scaling."""
+        """Predict each kind of scaling, up to a number of workers."""
         return cls.model_validate(
             {
                 **facts,
@@ -82,12 +82,12 @@ class Forecast(Frozen):
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """What was measured."""
+        """Lines above the tables: the measurements."""
         return tuple(self._measured())
 
     @property
     def tables(self) -> tuple[ReportTable, ...]:
-        """One for each kind of scaling."""
+        """Tables, one for each kind of scaling."""
         return tuple(
             ReportTable(
                 title=f"{outlook.scaling.capitalize()} scaling: {_MEANING[outlook.scaling]}",
@@ -100,18 +100,21 @@ class Forecast(Frozen):
 
     @property
     def closing(self) -> tuple[str, ...]:
-        """How far it can be trusted."""
+        """Lines below the tables: the check of the prediction."""
         if self.check is None:
             return ("Not checked against a measurement: no two workers ran on this link.",)
         checked = (
             f"Checked with {self.check.workers} workers: {self.check.measured:.2f}x measured, "
             f"{self.check.predicted:.2f}x predicted ({self.check.error:+.0%})."
         )
-        return (checked, "All workers are taken to be connected like those measured; --link predicts another network.")
+        return (
+            checked,
+            "All workers are assumed to be connected like the measured workers; --link predicts another network.",
+        )
 
     @property
     def advised(self) -> tuple[str, ...]:
-        """Nothing: a prediction says itself what pays."""
+        """No advice: the notes of the tables tell how many workers pay."""
         return ()
 
     def _measured(self) -> Iterator[str]:
@@ -122,11 +125,11 @@ class Forecast(Frozen):
         how = "as given" if self.link_from == "given" else f"measured between {self.measured_workers} workers"
         yield f"link       {self.link.bandwidth_gbit:.3g} Gbit/s, {self.link.latency_us:.3g} us, {how}"
         if self.slowdown > 1:
-            yield f"contention a worker computes {self.slowdown:.2f} times as long beside the others as alone"
+            yield f"contention a worker computes {self.slowdown:.2f} times as long next to the others as alone"
         if not 1 / UNEVEN <= self.pace <= UNEVEN:
             yield (
-                f"scaled     a step in training took {self.pace:.2f} times what its parts add up to, measured one by "
-                "one: the machine was busy with other work in one of the two; all parts are scaled by that"
+                f"scaled     a training step took {self.pace:.2f} times the sum of its parts, measured one by one: "
+                "the machine was busy with other work in one of the two; all parts are scaled by this factor"
             )
 
 

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: styles inline, the chart embedded."""
+"""The report as a self-contained HTML file: inline styles, embedded chart."""
 
 import re
 from base64 import b64encode
@@ -13,29 +13,30 @@ from pipeline.report.report import Report
 from pipeline.report.tables import efficiency, speedup, with_spread
 
 _WINDOWS = (
-    "Throughput and step time are the median of several windows, ± half of their range. The interval of a speedup is "
-    "that of the slowest window over the baseline's fastest, and of the fastest over its slowest."
+    "Throughput and step time are the median of several windows, ± half of their range. The interval of a speedup goes "
+    "from the slowest window over the baseline's fastest to the fastest window over the baseline's slowest."
 )
 _REPEATS = (
-    "All trials are measured once, then all of them again (A B C A B C), so that drift of the machine hits them alike. "
+    "All trials are measured once, then all of them again (A B C A B C), so that drift of the machine affects them "
+    "equally. "
     "Throughput and step time are the median of these repeats, ± half of their range. A speedup is the median of the "
     "ratios to the baseline within the same round, its interval the lowest and the highest of them."
 )
 _PARTS = (
-    "Step and data wait are those of the training: what a step waits for its batches, on the rank that waits longest. "
-    "The other parts are measured by leaving something out, in turn, when training is over. Compute: forward and "
-    "backward of the slowest rank on a batch held in memory, without exchange of gradients. Exposed communication: "
-    "what gradient exchange adds. Rest: what the optimizer, clipping and book-keeping add. Sum: all of these, to "
-    "compare with the step."
+    "Step and data wait are those of the training; data wait is that of the rank that waits longest for its batches. "
+    "The other parts are measured after training, by leaving out one part at a time. Compute: forward and backward of "
+    "the slowest rank on a batch held in memory, without gradient exchange. Exposed communication: time added by "
+    "gradient exchange. Rest: time added by the optimizer, clipping and bookkeeping. Sum: all parts, to compare with "
+    "the step."
 )
 _RESOURCES = (
-    "Peak memory is what is allocated on a GPU, and what is resident of a process on CPU. The first step ends as many "
-    "seconds after the launch of the workers."
+    "Peak memory is the allocated memory of a GPU, or the resident memory of a process on CPU. The time to the first "
+    "step begins with the launch of the workers."
 )
 
 
 def save_page(report: Report, chart: Path, path: Path) -> None:
-    """Write the page; ``chart`` is the PNG that `pipeline.report.chart.save_chart` has drawn, if it could."""
+    """Write the page; embed the PNG ``chart`` of `pipeline.report.chart.save_chart` if the file exists."""
     page = _template("report.html.jinja").render(
         report=report,
         rate=with_spread(report.main.samples_per_second),
@@ -49,12 +50,12 @@ def save_page(report: Report, chart: Path, path: Path) -> None:
 
 
 def fragment(report: Report, chart: Path, *, places: str) -> str:
-    """Result and chart for a notebook, as HTML that needs nothing else; without the chart if its file is gone.
+    """Render result and chart as self-contained HTML for a notebook; without the chart if its file is missing.
 
     Args:
-        report: what came out.
-        chart: the PNG.
-        places: where all of it is, line by line.
+        report: report to show.
+        chart: PNG file.
+        places: lines with the run's folder and its address in MLflow.
     """
     picture = b64encode(chart.read_bytes()).decode("ascii") if chart.is_file() else ""
     return _template("fragment.html.jinja").render(report=report, chart=picture, places=places)
@@ -66,7 +67,7 @@ def _template(name: str) -> Template:
 
 
 def marked(advice: Advice) -> Iterator[tuple[str, bool]]:
-    """What to do in pieces, and of each whether it is YAML for the experiment file."""
+    """Split an advice's change into pieces, each with True if it is YAML for the experiment file."""
     section = re.escape(advice.key.partition(".")[0])
     yaml = rf"(\b{section}\b[\w.]*: (?:\{{.*\}}|\[.*?\]|[^\s;,]*[^\s;,.]))"
     pieces = re.split(yaml, advice.change) if section else [advice.change]
@@ -78,8 +79,8 @@ def _method(report: Report) -> Iterator[str]:
     weak = " Weak scaling: every replica has as many samples of a global batch as the baseline's."
     has_weak = any(entry.scaling == "weak" for entry in report.entries)
     yield (
-        f"{strong}{weak if has_weak else ''} Throughput is that of the steady state, without warm-up, evaluation and "
-        "checkpoints; speedup is throughput over the baseline's; efficiency is speedup over the ratio of replicas. "
+        f"{strong}{weak if has_weak else ''} Throughput is measured in the steady state, without warm-up, evaluation "
+        "and checkpoints; speedup is throughput over the baseline's; efficiency is speedup over the ratio of replicas. "
         "Each worker has a fixed number of cores: N workers have N times the cores of one."
     )
     yield _REPEATS if len(report.rows[0].repeats) > 1 else _WINDOWS
@@ -87,7 +88,7 @@ def _method(report: Report) -> Iterator[str]:
     if any(row.same_training for row in report.rows):
         yield (
             "The same loss: the losses of the first steps of training lie no further from the baseline's than "
-            f"{report.rows[0].loss_tolerance:g}, relative to the loss where it is above 1; 'at first': those of the "
-            f"first {FIRST_STEPS} do."
+            f"{report.rows[0].loss_tolerance:g}, relative to the loss where it is above 1; 'at first': only those of "
+            f"the first {FIRST_STEPS} steps."
         )
     yield _RESOURCES

@@ -1,10 +1,10 @@
-"""What an all-reduce takes on a link: from the link's two numbers, and back from measured all-reduces.
+"""Time of an all-reduce from a link's latency and bandwidth, and the link fitted to measured all-reduces.
 
 The alpha-beta model (Thakur, Rabenseifner and Gropp 2005, doi 10.1177/1094342005051521): a message of S bytes takes
 alpha + S / beta. A ring all-reduce among N workers (Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002) is
-2 (N - 1) hops of S / N bytes each, so 2 (N - 1) alpha + 2 (N - 1) / N * S / beta. Under gloo each hop is two messages:
-a worker says that it is ready to receive, and is then sent the data. That was measured: on a link of 5 ms one way an
-all-reduce of 4 KiB takes 20.8 ms with 2 workers, 41.7 with 3, 62.4 with 4.
+2 (N - 1) hops of S / N bytes each, so 2 (N - 1) alpha + 2 (N - 1) / N * S / beta. With gloo each hop is two messages:
+the receiver announces that it is ready, then gets the data. Measured on a link of 5 ms one way, an all-reduce of 4 KiB
+takes 20.8 ms with 2 workers, 41.7 with 3, 62.4 with 4.
 """
 
 import math
@@ -26,10 +26,10 @@ _LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|\u00b5s|ms|s)", re.IGNORECASE)
 
 
 def parse(text: str) -> Link:
-    """The link that a user describes by bandwidth and latency, e.g. "10Gbit,50us".
+    """Parse a link given as bandwidth and latency, e.g. "10Gbit,50us".
 
     Raises:
-        UsageError: it can't be understood, or no link is like that.
+        UsageError: the text can't be parsed, or the bandwidth is 0.
     """
     parts = [part.strip() for part in text.split(",")]
     bandwidth = _BANDWIDTH.fullmatch(parts[0])
@@ -42,24 +42,24 @@ def parse(text: str) -> Link:
         )
     gbit = float(bandwidth[1]) * _GBIT[bandwidth[2].lower()]
     if not gbit:
-        raise UsageError(f"--link {text}: nothing can be sent over a link of {parts[0]}; write a bandwidth above 0")
+        raise UsageError(f"--link {text}: the bandwidth is {parts[0]}; write a bandwidth above 0")
     return Link(latency_us=float(latency[1]) * _MICROSECONDS[latency[2].lower()], bandwidth_gbit=gbit)
 
 
 def latency_ms(link: Link, *, workers: int, backend: Backend) -> float:
-    """The part of an all-reduce that doesn't depend on its size, in milliseconds."""
+    """Return the milliseconds of an all-reduce that don't depend on its size."""
     return _MESSAGES_PER_HOP[backend] * 2 * (workers - 1) * link.latency_us / 1e3
 
 
 def transfer_ms(link: Link, size: float, *, workers: int) -> float:
-    """The part of an all-reduce of ``size`` bytes that is for its size, in milliseconds."""
+    """Return the milliseconds of an all-reduce of ``size`` bytes that are proportional to its size."""
     return 2 * (workers - 1) / workers * size / (link.bandwidth_gbit * _BYTES_PER_MS)
 
 
 def broadcast_ms(link: Link, size: float, *, workers: int, backend: Backend) -> float:
-    """A broadcast of ``size`` bytes along a binomial tree, in milliseconds.
+    """Return the milliseconds of a broadcast of ``size`` bytes along a binomial tree.
 
-    Workers further down say that they are ready while data is on its way to those above.
+    Workers announce that they are ready while their parents in the tree are still receiving.
     """
     depth = math.ceil(math.log2(workers))
     messages = depth + _MESSAGES_PER_HOP[backend] - 1 if depth else 0
@@ -67,11 +67,11 @@ def broadcast_ms(link: Link, size: float, *, workers: int, backend: Backend) -> 
 
 
 def fit(measured: Sequence[AllReduce], *, workers: int, backend: Backend) -> Link:
-    """The link on which all-reduces among ``workers`` would take about what was measured.
+    """Fit a link to measured all-reduces among ``workers``.
 
-    It takes exactly as long for the largest size, which is most like a bucket of gradients; for the others the sum of
-    relative errors is smallest, not that of their squares, so that one bad measurement doesn't count for much. Such a
-    line goes through one of them, or through the origin.
+    The fit is exact for the largest size, which is closest to a bucket of gradients. For the other sizes it minimizes
+    the sum of relative errors, not of their squares, so that one bad measurement has little influence. Such a line goes
+    through one of the other measurements or through the origin.
     """
     *others, largest = sorted(measured, key=lambda one: one.bytes)
     lines = [line for other in others if (line := _through(other, largest))]
@@ -83,7 +83,7 @@ def fit(measured: Sequence[AllReduce], *, workers: int, backend: Backend) -> Lin
 
 
 def _through(one: AllReduce, other: AllReduce) -> tuple[float, float] | None:
-    """Constant and slope; None for a line that no link has."""
+    """Return constant and slope of a line through two measurements; None if no link has such a line."""
     slope = (other.ms - one.ms) / (other.bytes - one.bytes)
     constant = one.ms - slope * one.bytes
     return (constant, slope) if slope > 0 and constant >= 0 else None

@@ -1,4 +1,4 @@
-"""The report as files in the run's folder."""
+"""The files of a report in the run's folder: JSON, table, chart and page."""
 
 import json
 import logging
@@ -12,13 +12,13 @@ _log = logging.getLogger(__name__)
 CHART_NAME = "speedup.png"
 PAGE_NAME = "report.html"
 REPORT_NAME = "speedup.json"
-"""Name of a `Report` in a run's folder."""
+"""File name of a `Report` in a run's folder."""
 
 
 def save(report: Report, folder: Path, *, warn: Callable[[str], None]) -> tuple[str, ...]:
-    """Write the report as JSON, table, chart and page; returns the names of those that could be written.
+    """Write the report as JSON, table, chart and page; return the names of the files that were written.
 
-    ``warn`` is told of the others: a picture that can't be drawn is no failure of a run.
+    A chart or page that can't be written doesn't fail the run; ``warn`` gets a message.
     """
     texts = {REPORT_NAME: report.to_json() + "\n", "speedup_table.json": _table(report)}
     if report.is_comparison:
@@ -34,14 +34,14 @@ def _is_written(
 ) -> bool:
     try:
         write(report, folder)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the figures are there
+    except Exception as error:  # noqa: BLE001 - the figures are written, whatever went wrong with a picture
         _log.warning("%s could not be written", folder / name, exc_info=error)
         warn(f"{folder / name} could not be written: {type(error).__name__}: {error}")
         return False
     return True
 
 
-# Not above: matplotlib takes half a second, which the first step shouldn't wait for.
+# Imported here, since the first step shouldn't wait half a second for matplotlib.
 
 
 def _save_chart(report: Report, folder: Path) -> None:
@@ -57,6 +57,6 @@ def _save_page(report: Report, folder: Path) -> None:
 
 
 def _table(report: Report) -> str:
-    """As MLflow's ``log_table`` writes it."""
+    """Return the table in the JSON format of MLflow's ``log_table``."""
     table = report.table()
     return json.dumps({"columns": list(table), "data": [list(row) for row in zip(*table.values(), strict=True)]})

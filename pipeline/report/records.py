@@ -1,4 +1,4 @@
-"""The figures of a report for programs: `--json` of `pipeline run` and `compare`, and MLflow's tables."""
+"""The figures of a report for programs: `--json` of `pipeline run` and `pipeline compare`, and tables for MLflow."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,18 +10,18 @@ from pipeline.protocol.trial import Role, Scaling
 from pipeline.report import Advice, Row, Unmeasured
 
 _LEADING = ("title", "samples_per_second", "speedup", "efficiency", "same_training")
-"""The columns of a table that stand first: what is seen without scrolling."""
+"""First columns of a table, visible without scrolling."""
 
 
 class Range(Frozen):
-    """The lowest and the highest of several measurements."""
+    """Lowest and highest of several measurements."""
 
     low: float
     high: float
 
 
 class CellRecord(Frozen):
-    """One cell of a comparison; all figures are None where it is not measured."""
+    """One cell of a comparison; all figures are None if it was not measured."""
 
     model_config = ConfigDict(ser_json_inf_nan="null")  # a loss that diverged; not all readers of JSON know NaN
 
@@ -31,23 +31,23 @@ class CellRecord(Frozen):
     scaling: Scaling
     measured: bool
     reason: str | None = None
-    """Why it is not measured."""
+    """Explanation if it was not measured."""
     samples_per_second: float | None = None
     speedup: float | None = None
-    """Throughput over the baseline's; 1 for the baseline itself; None where no speedup may be claimed."""
+    """Throughput over the baseline's; 1 for the baseline itself; None if no speedup can be claimed."""
     efficiency: float | None = None
     spread: Range | None = None
-    """Of samples per second."""
+    """Range of samples per second."""
     speedup_low: float | None = None
     speedup_high: float | None = None
     step_ms: float | None = None
     exposed_communication_ms: float | None = None
     data_wait_ms: float | None = None
     peak_memory_mb: tuple[float, ...] | None = None
-    """Of each device."""
+    """Peak memory of each device."""
     time_to_first_step_s: float | None = None
     compile_s: float | None = None
-    """Seconds that torch.compile took; in no other figure but the time to the first step."""
+    """Seconds of torch.compile, also contained in the time to the first step, but in no other figure."""
     largest_loss_difference: float | None = None
     title: str
     role: Role
@@ -55,14 +55,14 @@ class CellRecord(Frozen):
     rest_ms: float | None = None
     same_training: str | None = None
     gpu_utilization: tuple[float, ...] | None = None
-    """Percent, of each GPU; None on CPU."""
+    """Utilization of each GPU in percent; None on CPU."""
     unexplained_ms: float | None = None
-    """What a step takes longer than its parts, negative if shorter; 0 within the noise."""
+    """Milliseconds of a step beyond the sum of its parts, negative if the sum is larger; 0 within noise."""
     ranks_ms: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, entry: Row | Unmeasured) -> "CellRecord":
-        """The record of a cell, measured or not."""
+        """Build the record of a cell, measured or not."""
         shared = entry.model_dump(include={"strategy", "workers", "scaling", "title"})
         if isinstance(entry, Unmeasured):
             return cls(**shared, measured=False, reason=entry.reason, role="cell")
@@ -83,12 +83,12 @@ class CellRecord(Frozen):
 
 
 class ComparisonRecord(Frozen):
-    """What `pipeline compare --json` prints."""
+    """Output of `pipeline compare --json`."""
 
     cells: tuple[CellRecord, ...]
-    """In the order they were asked for, the baseline first."""
+    """Cells in the requested order, the baseline first."""
     reference: CellRecord | None
-    """One process with all the cores, where that was measured."""
+    """One process with all cores, if it was measured."""
     advice: tuple[Advice, ...]
     name: str
     hardware: str
@@ -96,12 +96,12 @@ class ComparisonRecord(Frozen):
 
 
 class RunRecord(Frozen):
-    """What `pipeline run --json` prints."""
+    """Output of `pipeline run --json`."""
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 
     run: str
-    """Its id, the name of its folder."""
+    """Id of the run, the name of its folder."""
     folder: str
     name: str
     """Name of the experiment."""
@@ -109,17 +109,17 @@ class RunRecord(Frozen):
     main: CellRecord
     """The training."""
     baseline: CellRecord | None
-    """What its speedup is relative to; None with ``--no-baseline``."""
+    """Baseline of the speedup; None with ``--no-baseline``."""
     references: tuple[CellRecord, ...]
-    """One process with all the cores, where that was measured."""
+    """One process with all cores, if it was measured."""
     metrics: Mapping[str, float]
-    """The last value of each metric of the training."""
+    """Last value of each metric of the training."""
     remarks: tuple[str, ...]
     advice: tuple[Advice, ...]
 
 
 def columns(entries: Sequence[Row | Unmeasured]) -> dict[str, list[Any]]:
-    """Columns for MLflow's ``log_table``: one entry per cell, spreads and metrics flat, None where unknown."""
+    """Return columns for MLflow's ``log_table``: one value per cell, spreads and metrics flat, None if unknown."""
     records = [_flat(entry) if isinstance(entry, Row) else entry.model_dump() for entry in entries]
     known = dict.fromkeys(name for record in records for name in record)
     names = [*(name for name in _LEADING if name in known), *(name for name in known if name not in _LEADING)]
@@ -127,7 +127,7 @@ def columns(entries: Sequence[Row | Unmeasured]) -> dict[str, list[Any]]:
 
 
 def _relative(row: Row) -> dict[str, Any]:
-    """What relates a row to the baseline, which is equal to itself."""
+    """Return the figures relative to the baseline; those of the baseline itself are 1 and 0."""
     ratios = {"speedup", "efficiency", "speedup_low", "speedup_high"}
     if row.role == "baseline":
         return dict.fromkeys(ratios, 1.0) | {"largest_loss_difference": 0.0, "same_training": "yes"}

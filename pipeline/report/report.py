@@ -1,4 +1,4 @@
-"""The report of a run: its trials side by side, and the remarks without which the figures would mislead."""
+"""The report of a run or a comparison: rows, remarks, advice, and their forms as text, tables and JSON."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +15,18 @@ _ORDER: tuple[Role, ...] = ("baseline", "reference", "cell", "main")
 
 
 class Report(Frozen):
-    """What came out of a run or of a comparison."""
+    """Result of a run or of a comparison."""
 
     name: str
     """Name of the experiment."""
     rows: tuple[Row, ...]
-    """Baseline first, then references by replicas, then the cells of a comparison, the main training last."""
+    """Rows in order: baseline, references by replicas, cells of a comparison, main training."""
     unmeasured: tuple[Unmeasured, ...] = ()
-    """Cells of a comparison that have no figures."""
+    """Cells of a comparison that were not measured."""
     order: tuple[str, ...]
-    """Names of all rows and unmeasured cells as they stand in tables."""
+    """Trial names of all rows and unmeasured cells, in the order of the tables."""
     remarks: tuple[str, ...] = ()
-    """What a reader must know about the figures."""
+    """Caveats of the figures."""
     advice: tuple[Advice, ...] = ()
     hardware: str
 
@@ -40,19 +40,19 @@ class Report(Frozen):
         unmeasured: Sequence[Unmeasured] = (),
         order: Sequence[str] = (),
     ) -> "Report":
-        """The report of trials, each of which finished once or several times.
+        """Build the report of trials, each of which finished once or several times.
 
-        A trial that didn't finish and isn't among the unmeasured is left out, with a remark.
+        A trial that didn't finish and isn't in ``unmeasured`` is left out, with a remark.
 
         Args:
-            trials: all that were planned; of repeats, the first one counts.
-            finished: what came out of them.
-            hardware: what they ran on, in words.
+            trials: all planned trials; those with ``repeat`` above 0 are ignored.
+            finished: results of the trials.
+            hardware: description of the machine.
             unmeasured: cells without figures.
-            order: names of the cells as they were asked for; by default those of the trials, then the unmeasured.
+            order: trial names of the cells in the requested order; default: trials, then unmeasured cells.
 
         Raises:
-            ValueError: no trial finished, or not the main one of a run, so there is nothing to report.
+            ValueError: no trial finished, or the main trial of a run didn't finish.
         """
         ends: dict[str, list[Finished]] = {}
         for end in finished:
@@ -76,44 +76,44 @@ class Report(Frozen):
             hardware=hardware,
         )
         left_out = (f"{trial} did not finish; it is left out." for trial in missing)
-        extras = (f"All of it with {extra}." for extra in next(iter(once.values())).experiment.train.extras)
+        extras = (f"All trials use {extra}." for extra in next(iter(once.values())).experiment.train.extras)
         return report.model_copy(update={"remarks": (*left_out, *summary.remarks(rows, main=report.main), *extras)})
 
     @property
     def is_comparison(self) -> bool:
-        """Whether this is about a matrix of measurements instead of one training."""
+        """True for a matrix of measurements, False for one training."""
         return self.rows[-1].role != "main"
 
     @property
     def entries(self) -> tuple[Row | Unmeasured, ...]:
-        """All rows and unmeasured cells as they stand in tables."""
+        """Rows and unmeasured cells in the order of the tables."""
         named: dict[str, Row | Unmeasured] = {row.trial: row for row in self.rows}
         named |= {cell.trial: cell for cell in self.unmeasured}
         return tuple(named[name] for name in self.order)
 
     @property
     def main(self) -> Row:
-        """The row that the result is about, see `pipeline.report.sentences.best`."""
+        """Row that the result is about, see `pipeline.report.sentences.best`."""
         return summary.best(self.rows)
 
     @property
     def speedup(self) -> float | None:
-        """The main trial's speedup; None where none may be claimed."""
+        """Speedup of the main row; None if no speedup can be claimed."""
         return self.main.speedup
 
     @property
     def efficiency(self) -> float | None:
-        """The main trial's scaling efficiency, 1 is linear; None where no speedup may be claimed."""
+        """Scaling efficiency of the main row, 1 is linear; None if no speedup can be claimed."""
         return self.main.efficiency
 
     @property
     def headline(self) -> str:
-        """The result in one sentence."""
+        """Result in one sentence."""
         return summary.headline(self.rows)
 
     @property
     def outcome(self) -> str:
-        """What the main training reached and what it took; nothing of a comparison's short measurements."""
+        """Final metrics and costs of the main training; empty for a comparison."""
         return "" if self.is_comparison else summary.outcome(self.main)
 
     @property
@@ -128,12 +128,12 @@ class Report(Frozen):
 
     @property
     def advised(self) -> tuple[str, ...]:
-        """The advice in numbered lines, what was measured first, then what to do."""
+        """Advice in numbered lines, each with its measurement and the change."""
         return summary.advised(self.advice)
 
     @property
     def tables(self) -> tuple[ReportTable, ...]:
-        """What the terminal shows."""
+        """Tables for the terminal."""
         shown = (self.results, self.step_parts)
         return (*shown, self.resources) if self.is_comparison else shown
 
@@ -144,7 +144,7 @@ class Report(Frozen):
 
     @property
     def step_parts(self) -> ReportTable:
-        """Where a step's time goes."""
+        """Parts of a step."""
         return tables.step_parts(self.rows)
 
     @property
@@ -153,11 +153,11 @@ class Report(Frozen):
         return tables.resources(self.rows)
 
     def to_json(self) -> str:
-        """The whole report; `Report.model_validate_json` reads it back."""
+        """Return the whole report as JSON; `Report.model_validate_json` reads it back."""
         return self.model_dump_json(indent=2)
 
     def markdown(self) -> str:
-        """A short summary for the run's description."""
+        """Return a short summary in Markdown, for the description of the MLflow run."""
         table = self.results
         header, *body = ("| " + " | ".join(cells) + " |" for cells in (table.header, *table.rows))
         lines = "\n".join([header, "|---" + "|--:" * (len(table.header) - 1) + "|", *body])
@@ -167,12 +167,12 @@ class Report(Frozen):
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def table(self) -> dict[str, list[Any]]:
-        """Columns for MLflow's ``log_table``."""
+        """Return the columns for MLflow's ``log_table``."""
         return records.columns(self.entries)
 
 
 def run_json(report: Report, folder: Path) -> str:
-    """A run for programs, see `pipeline.report.records.RunRecord`."""
+    """Return a run as JSON, see `pipeline.report.records.RunRecord`."""
     cells = {row.trial: records.CellRecord.of(row) for row in report.rows}
     first = report.rows[0]
     record = records.RunRecord(
@@ -188,7 +188,7 @@ def run_json(report: Report, folder: Path) -> str:
 
 
 def comparison_json(report: Report) -> str:
-    """A comparison for programs, see `pipeline.report.records.ComparisonRecord`."""
+    """Return a comparison as JSON, see `pipeline.report.records.ComparisonRecord`."""
     reference = next((row for row in report.rows if row.role == "reference"), None)
     record = records.ComparisonRecord(
         cells=tuple(records.CellRecord.of(entry) for entry in report.entries if entry != reference),

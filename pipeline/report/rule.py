@@ -1,4 +1,4 @@
-"""What the rules of advice work on and what they say."""
+"""Input and output of the rules that give advice: a `Case` and a `Finding`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Case:
     row: Row
     experiment: Experiment
     cores: int | None
-    """Of each node; None if unknown."""
+    """Cores of each node; None if unknown."""
 
     @property
     def workers_per_node(self) -> int:
-        """Workers on the fullest node."""
+        """Workers on the node that has most."""
         nodes = self.row.parts.nodes
         return max(nodes.count(node) for node in nodes)
 
@@ -33,31 +33,33 @@ class Case:
         return self.row.cpus // self.row.workers
 
     def is_clear(self, ms: float) -> bool:
-        """Whether a part of a step, the median of several rounds, is longer than the noise of the step.
+        """Return True if a part of a step, a median of several rounds, is longer than the noise of the step.
 
-        One round in which the machine did something else says nothing about a part that is most of the step.
+        The noise counts up to half the step: one disturbed round is no reason to doubt a part that dominates the step.
         """
         return ms > min(self.row.noise_ms, self.row.step_ms.median / 2)
 
 
 class Finding(Frozen):
-    """Something that costs time, and what to do about it."""
+    """Something that costs time, with a change that saves it."""
 
     reason: str
-    """What was measured, in words."""
+    """Sentence about the measurement behind the finding."""
     values: Mapping[str, Any] = {}
-    """What to write in the experiment file: dotted keys and their values."""
+    """New values in the experiment file, by dotted key."""
     change: str = ""
-    """What to do besides, or instead, in words."""
+    """Action to take in addition to ``values`` or instead, in words."""
     is_measured: bool = False
-    """Whether this run has measured that what it says to write is faster, beyond the noise. Otherwise it is a question:
-    cores that are shared, caches and links may make of any formula the opposite."""
+    """True if this run measured ``values`` to be faster beyond the noise.
+
+    Otherwise they are a suggestion to try: shared cores, caches and links may defeat any formula.
+    """
     gain: float = 0.0
-    """About the fraction of a step that it saves; findings are ordered by it."""
+    """Estimated fraction of a step that the change saves; findings are ordered by it."""
 
     @property
     def advice(self) -> Advice:
-        """The finding in words."""
+        """Finding in words."""
         values = written(self.values)
         write = f"write {values}" if self.is_measured else f"try {values}; not measured"
         return Advice(
@@ -69,15 +71,15 @@ class Finding(Frozen):
 
 
 def written(values: Mapping[str, Any]) -> str:
-    """Keys and values as in a file, e.g. "train.global_batch_size: 128, loader.num_workers: 2"."""
+    """Format keys and values as in a file, e.g. "train.global_batch_size: 128, loader.num_workers: 2"."""
     return ", ".join(f"{key}: {_flow(value)}" for key, value in values.items())
 
 
 def scaled_rate(experiment: Experiment, *, base: int) -> dict[str, Any]:
-    """What to write so that the learning rate, chosen for global batches of ``base``, follows; empty if it does.
+    """Return the keys that scale a learning rate chosen for global batches of ``base``; empty if the file scales it.
 
-    Linear for SGD (Goyal et al. 2017, arXiv 1706.02677), the square root for Adam and its kin (Malladi et al. 2022,
-    arXiv 2205.10287).
+    The rule is linear for SGD (Goyal et al. 2017, arXiv 1706.02677) and the square root for Adam and its kin (Malladi
+    et al. 2022, arXiv 2205.10287).
     """
     train: Train = experiment.train
     if train.lr_scaling.rule != "none":
@@ -87,6 +89,6 @@ def scaled_rate(experiment: Experiment, *, base: int) -> dict[str, Any]:
 
 
 def _flow(value: Any) -> str:
-    """A value of YAML on one line."""
+    """Format a value as YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")

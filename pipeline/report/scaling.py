@@ -1,6 +1,6 @@
-"""Predict throughput, speedup and efficiency of DistributedDataParallel on any number of workers.
+"""Predictions of throughput, speedup and efficiency of DistributedDataParallel on any number of workers.
 
-`simulation` has what a step consists of, and what is left out.
+`simulation` has the model of a step and its limits.
 """
 
 import math
@@ -13,31 +13,31 @@ from pipeline.protocol.trial import Link, Scaling
 from pipeline.report.simulation import Step, Workload, simulate
 
 Limit = Literal["compute", "latency", "bandwidth", "loader", "batch per worker", "contention"]
-"""What keeps a number of workers from being that many times as fast; compute: nothing else does."""
+"""Largest obstacle to linear scaling; "compute" if there is none."""
 
 MOST_WORKERS = 1024
 NO_LINK = Link(latency_us=0.0, bandwidth_gbit=math.inf)
-"""Of a worker that has none to talk to."""
+"""Link of a single worker, which communicates with nobody."""
 GOOD_EFFICIENCY = 0.9
-"""From here on nothing but compute is said to be the limit."""
+"""Efficiency above which compute is named as the limit."""
 WORTHWHILE = 1.1
-"""Twice the workers pay if they are at least that much faster."""
+"""Factor by which doubling the workers must raise throughput to pay."""
 
 
 class Prediction(Frozen):
-    """One predicted number of workers; a step's parts add up to it."""
+    """Prediction for one number of workers; the parts of a step sum up to ``step_ms``."""
 
     workers: int
     scaling: Scaling
     batch_per_worker: int
-    """Samples in a step of the worker that has most."""
+    """Samples per step of the worker with most samples."""
     step_ms: float
     compute_ms: float
     exposed_communication_ms: float
     data_wait_ms: float
     optimizer_ms: float
     samples_per_second: float
-    """Over all workers."""
+    """Total throughput of all workers."""
     speedup: float
     """Throughput over that of one worker."""
     efficiency: float
@@ -46,7 +46,7 @@ class Prediction(Frozen):
 
 
 def predict(workload: Workload, link: Link, *, workers: int, scaling: Scaling = "strong") -> Prediction:
-    """Predict one number of workers.
+    """Predict throughput, speedup and the parts of a step for one number of workers.
 
     Raises:
         ValueError: strong scaling with more workers than samples in the global batch.
@@ -76,22 +76,22 @@ def predict(workload: Workload, link: Link, *, workers: int, scaling: Scaling = 
 
 
 def at_pace(workload: Workload, *, step_ms: float) -> Workload:
-    """The workload whose one worker takes ``step_ms`` for a step, as it did in training."""
+    """Return the workload scaled so that one worker takes ``step_ms`` for a step, as in training."""
     plain = workload.model_copy(update={"pace": 1.0})
     alone = simulate(plain, NO_LINK, workers=1, batch=workload.global_batch_size)
     return plain.model_copy(update={"pace": step_ms / alone.total})
 
 
 def most(workload: Workload, *, scaling: Scaling) -> int:
-    """The largest number of workers that can be predicted."""
+    """Return the largest number of workers that can be predicted."""
     return min(MOST_WORKERS, workload.global_batch_size) if scaling == "strong" else MOST_WORKERS
 
 
 def worthwhile(workload: Workload, link: Link, *, scaling: Scaling) -> int:
-    """The number of workers beyond which it no longer pays: twice as many are less than 1.1 times as fast.
+    """Return the number of workers, a power of two, beyond which doubling gains less than a factor of `WORTHWHILE`.
 
-    A power of two. Where strong scaling runs out of samples first, it is the last one there are enough for; where
-    nothing stops it, the last up to `MOST_WORKERS`.
+    If doubling always pays, this is the largest power of two up to `MOST_WORKERS`, or with strong scaling up to the
+    number of samples in the global batch.
     """
     counts = [1 << i for i in range(most(workload, scaling=scaling).bit_length())]
     speedups = [predict(workload, link, workers=count, scaling=scaling).speedup for count in counts]
@@ -100,7 +100,7 @@ def worthwhile(workload: Workload, link: Link, *, scaling: Scaling) -> int:
 
 
 def _limit(step: Step, base: Step, *, share: int) -> Limit:
-    """The largest part of what a step takes longer than it ideally would."""
+    """Return the largest contribution to a step beyond linear scaling."""
     losses: Sequence[tuple[float, Limit]] = (
         (step.latency, "latency"),
         (step.bandwidth, "bandwidth"),
@@ -112,6 +112,6 @@ def _limit(step: Step, base: Step, *, share: int) -> Limit:
 
 
 def counts_up_to(workers: int) -> tuple[int, ...]:
-    """1, 2, 4, 8 ... and ``workers`` itself."""
+    """Return 1, 2, 4, 8 ... and ``workers`` itself."""
     powers = [1 << i for i in range(math.ceil(math.log2(workers)) + 1)]
     return tuple(sorted({*(count for count in powers if count < workers), workers}))

@@ -1,4 +1,4 @@
-"""The result of a report in sentences."""
+"""The sentences of a report: headline, outcome, advice, and remarks that keep figures from misleading."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -9,10 +9,10 @@ from pipeline.report.tables import amount, efficiency, low_to_high, rate, times
 
 
 def best(rows: Sequence[Row]) -> Row:
-    """The row that the result is about.
+    """Return the row that the result is about.
 
-    The training of a run; of a comparison, the cell with the highest speedup, or else the baseline. Cells of weak
-    scaling come second: they train something else.
+    For a run this is the main training; for a comparison the cell with the highest speedup, or else the baseline.
+    Strong scaling goes before weak scaling, which trains with other global batches.
     """
     if rows[-1].role == "main":
         return rows[-1]
@@ -21,7 +21,7 @@ def best(rows: Sequence[Row]) -> Row:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """The result in one sentence."""
+    """Return the result in one sentence."""
     main, baseline = best(rows), rows[0]
     does = f"{main.title} does {rate(main.samples_per_second)} samples/s"
     if main.ratio is None:
@@ -29,12 +29,12 @@ def headline(rows: Sequence[Row]) -> str:
     interval = f"{main.ratio.low:.2f}x to {main.ratio.high:.2f}x"
     throughput = f"the throughput of {baseline.title}"
     faster = f"{interval} {throughput}" if is_wide(main.ratio) else f"{main.speedup:.2f}x {throughput} ({interval})"
-    losses = ", with other losses" if main.same_training == "no" else ""
+    losses = ", but with different losses" if main.same_training == "no" else ""
     return f"{_rank(main, rows)}{does}: {faster}, scaling efficiency {efficiency(main)}{losses}."
 
 
 def outcome(row: Row) -> str:
-    """What a training reached and what it took."""
+    """Return final metrics and costs of a training: time to the first step, compile time, peak memory."""
     reached = {name: value for name, value in row.metrics.items() if name.startswith("validation/")}
     reached = reached or {name: value for name, value in row.metrics.items() if name == "train/loss"}
     parts = [f"{name} {value:.4g}" for name, value in reached.items()]
@@ -48,7 +48,7 @@ def outcome(row: Row) -> str:
 
 
 def advised(advice: Sequence[Advice]) -> tuple[str, ...]:
-    """A numbered line for each: what was measured, then what to do."""
+    """Return numbered lines, each with the measurement and the change."""
     return tuple(f"{number}. {each.reason.rstrip('.')}: {each.change}" for number, each in enumerate(advice, start=1))
 
 
@@ -57,7 +57,7 @@ def _merit(row: Row) -> tuple[bool, bool, float]:
 
 
 def _rank(main: Row, rows: Sequence[Row]) -> str:
-    """How the best cell of a comparison stands among all, for the beginning of a sentence."""
+    """Return the rank of a comparison's best cell, as the beginning of a sentence; empty for a run."""
     if main.role != "cell":
         return ""
     if main.speedup is not None and not main.is_resolved:
@@ -71,11 +71,11 @@ def _rank(main: Row, rows: Sequence[Row]) -> str:
 
 
 def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
-    """What a reader must know; nothing where the figures speak for themselves.
+    """Yield the caveats of the figures, if there are any.
 
     Args:
-        rows: all that was measured, the baseline first.
-        main: the row that the result is about.
+        rows: all measured rows, the baseline first.
+        main: row that the result is about.
     """
     baseline = rows[0]
     if baseline.role != "baseline":
@@ -95,12 +95,12 @@ def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
     if any(row.scaling == "weak" for row in rows):
         yield (
             "Weak scaling gives every replica the baseline's batch, so the global batch grows with the replicas: "
-            "100% efficiency means that the step takes no longer, and losses can't be compared with the baseline's."
+            "100% efficiency means that a step takes no longer than the baseline's, and losses can't be compared."
         )
 
 
 def _losses(rows: Sequence[Row]) -> Iterator[str]:
-    """Trainings that are not the baseline's, or not all the way."""
+    """Yield remarks on trainings whose losses differ from the baseline's, in the first steps or later."""
     baseline = rows[0]
     others = sorted((row for row in rows if row.same_training == "no"), key=lambda row: _reasons(row, baseline))
     for reasons, group in groupby(others, key=lambda row: _reasons(row, baseline)):
@@ -116,7 +116,7 @@ def _losses(rows: Sequence[Row]) -> Iterator[str]:
             if reasons
             else (
                 f"Warning: {losses}, rounding explains {tolerance}, and no layer of the model explains the rest: "
-                "this is another training, so its speedup says nothing."
+                "this is a different training, so its speedup is meaningless."
             )
         )
     if drifted := [row for row in rows if row.same_training == "at first"]:
@@ -133,7 +133,7 @@ def _loss_of(rows: Sequence[Row]) -> str:
 
 
 def _reasons(row: Row, baseline: Row) -> str:
-    """Why the same batches give another loss, as far as layers and options tell; empty if they don't."""
+    """Explain different losses on the same batches by layers and options; empty if they don't explain them."""
     if max(row.replicas, baseline.replicas) < 2:
         return ""
     masks = [kind for kind in row.coupling if "Dropout" in kind]
@@ -141,13 +141,15 @@ def _reasons(row: Row, baseline: Row) -> str:
     reasons = [f"{kind} uses each worker's share of the batch" for kind in statistics]
     hook = row.options.get("communication_hook", "none")
     local = row.options.get("local_sgd_period")
-    apart = [f"with local_sgd_period: {local} workers train apart in between"] if local else []
+    apart = [f"with local_sgd_period: {local} workers train independently between averages"] if local else []
     rounding = [] if hook == "none" else [f"communication_hook: {hook} rounds the gradients"]
-    return ", ".join([*reasons, *(f"{kind} draws in each worker by itself" for kind in masks), *rounding, *apart])
+    return ", ".join(
+        [*reasons, *(f"{kind} draws a mask of its own in each worker" for kind in masks), *rounding, *apart]
+    )
 
 
 def _has_all_cores(row: Row, main: Row) -> bool:
-    """Whether the row is one replica with the cores that the main trial shares among several."""
+    """Return True if the row is one replica with all the cores that the main trial divides among several."""
     one_on_cpu = row.role == "reference" and row.device == "cpu" and row.replicas == 1
     return one_on_cpu and main.replicas > 1 and row.cpus >= main.cpus
 

@@ -1,23 +1,22 @@
-"""A step of DistributedDataParallel on any number of workers.
+"""A model of one DistributedDataParallel step on any number of workers.
 
-It is simulated from what a probe measured (`pipeline.protocol.trial.Costs`) and the link between the workers:
+It simulates a step from a probe's measurements (`pipeline.protocol.trial.Costs`) and the link between workers:
 
-0. One worker's step is that of its training: what its parts add up to is scaled to it, in every prediction.
-1. Loading: each worker loads its share. Without loader processes that adds to the step; with W of them, a step can't
-   be shorter than loading its batches divided by W.
+0. All parts are scaled so that their sum for one worker is the step time of its training.
+1. Loading: each worker loads its share. Without loader processes that adds to the step; with W loader processes a step
+   takes at least the time to load its batches divided by W.
 2. DDP broadcasts rank 0's buffers (BatchNorm's statistics) before the first forward pass.
-3. Forward and backward of each micro-batch. Times at sizes between the measured ones are interpolated linearly; beyond
-   the largest size the last two points give the slope.
-4. Gradients of the last backward pass become ready one after the other, at the fractions of it that were measured.
-   They fill buckets as in torch's reducer: a bucket is closed by the gradient that brings it to its limit. Its
-   all-reduce starts when it is full and an earlier one has made room: gloo works on two at a time, whose latencies
-   overlap while they share the bandwidth, NCCL on one (Li et al. 2020, arXiv 2006.15704; `pipeline.report.link` for
-   the time of one all-reduce).
-5. The optimizer steps when backward and the last all-reduce are done. Its time, clipping included, is constant.
+3. Forward and backward of each micro-batch. Times between measured batch sizes are interpolated linearly; beyond the
+   largest size the last two points give the slope.
+4. Gradients of the last backward pass become ready one after the other, at the measured fractions of its time. They
+   fill buckets as in torch's reducer: a bucket is closed by the gradient that brings it to its limit. Its all-reduce
+   starts when it is full and a slot is free: gloo has two slots, whose latencies overlap while they share the
+   bandwidth, NCCL has one (Li et al. 2020, arXiv 2006.15704; `pipeline.report.link` has the time of one all-reduce).
+5. The optimizer steps after backward and the last all-reduce. Its time, clipping included, is constant.
 
-What it leaves out makes real runs slower: ranks waiting for the slowest of them, step by step; the cores that gloo
-itself takes; several workers sharing one network card; switches that are oversubscribed. NCCL's trees, which it may
-use for small buckets on many workers, have less latency than the ring here.
+Left out, so that real runs are slower: waiting for the slowest rank of each step, cores used by gloo itself, workers
+that share a network card, oversubscribed switches. NCCL's trees, which it may use for small buckets on many workers,
+have less latency than the ring in this model.
 """
 
 from bisect import bisect_left
@@ -32,29 +31,29 @@ _IN_FLIGHT = {"gloo": 2, "nccl": 1}  # all-reduces at a time; gloo has that many
 
 
 class Workload(Frozen):
-    """A training as the model sees it."""
+    """The inputs of the model: costs of one worker, and how the training is divided."""
 
     costs: Costs
-    """Of one worker alone."""
+    """Costs of one worker alone."""
     global_batch_size: int
-    """Of the baseline, which is one worker; that of all workers under strong scaling, of each under weak."""
+    """Samples in the baseline's batch; shared by all workers in strong scaling, the batch of each in weak scaling."""
     micro_batches: int = 1
-    """Of each worker in a step (gradient accumulation); gradients are exchanged with the last one."""
+    """Micro-batches of each worker per step (gradient accumulation); the last one exchanges gradients."""
     loader_workers: int = 0
     """Loader processes of each worker."""
     bucket_bytes: tuple[int, ...] = (25 * 2**20,)
-    """Limits of the first buckets in order, the last for all that follow."""
+    """Size limits of the first buckets in order; the last limit holds for all further buckets."""
     compression: float = 1.0
-    """Bytes of a gradient over bytes that are sent of it; 2 with a bf16 or fp16 communication hook."""
+    """Bytes of a gradient over bytes sent; 2 with a bf16 or fp16 communication hook."""
     backend: Backend = "gloo"
     slowdown: float = 1.0
-    """How much longer a worker computes beside others than alone, because they share memory or cores."""
+    """Compute time of a worker next to other workers, with which it shares memory or cores, over that alone."""
     pace: float = 1.0
-    """How much longer one worker's steps take in training than their parts, measured one by one, add up to."""
+    """Step time of one worker in training over the sum of the parts, which are measured one by one."""
 
 
 class Step(Frozen):
-    """Milliseconds of a step by what they are due to."""
+    """Milliseconds of a step by cause."""
 
     compute: float
     contention: float
@@ -65,12 +64,12 @@ class Step(Frozen):
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Milliseconds of the whole step."""
         return self.compute + self.contention + self.optimizer + self.loader + self.latency + self.bandwidth
 
 
 def simulate(workload: Workload, link: Link, *, workers: int, batch: int) -> Step:
-    """The step of ``workers``, the one of which with most samples has ``batch``."""
+    """Simulate a step of ``workers``; ``batch`` is the number of samples of the worker with most samples."""
     costs = workload.costs
     micro_batches = min(workload.micro_batches, batch)
     size = batch / micro_batches
@@ -99,7 +98,7 @@ def simulate(workload: Workload, link: Link, *, workers: int, batch: int) -> Ste
 
 
 def _at(costs: Costs, size: float, name: Literal["forward_ms", "backward_ms", "data_ms"]) -> float:
-    """A cost at any batch size, from those at the measured ones."""
+    """Interpolate a cost between the measured batch sizes."""
     sizes = [point.samples for point in costs.curve]
     values = [float(getattr(point, name)) for point in costs.curve]
     if len(sizes) == 1:
@@ -111,7 +110,7 @@ def _at(costs: Costs, size: float, name: Literal["forward_ms", "backward_ms", "d
 
 
 def _exposed(workload: Workload, link: Link, *, workers: int, backward_ms: float) -> float:
-    """Milliseconds that a step waits for other workers."""
+    """Return the milliseconds by which communication extends a step."""
     buffers = workload.costs.buffer_bytes
     before = broadcast_ms(link, buffers, workers=workers, backend=workload.backend) if buffers else 0.0
     ends = list(_exchanged(workload, link, workers=workers, backward_ms=backward_ms))
@@ -119,10 +118,10 @@ def _exposed(workload: Workload, link: Link, *, workers: int, backward_ms: float
 
 
 def _exchanged(workload: Workload, link: Link, *, workers: int, backward_ms: float) -> Iterator[float]:
-    """When each bucket's all-reduce ends, in milliseconds after backward began."""
+    """Yield the end of each bucket's all-reduce, in milliseconds after backward began."""
     latency = latency_ms(link, workers=workers, backend=workload.backend)
-    room = [0.0] * _IN_FLIGHT[workload.backend]  # when each slot is free
-    idle = 0.0  # since when nothing is being sent
+    room = [0.0] * _IN_FLIGHT[workload.backend]  # times at which the slots are free
+    idle = 0.0  # time since which nothing is being sent
     for size, ready in buckets(workload):
         start = max(ready * backward_ms, min(room), idle)
         idle = start + transfer_ms(link, size / workload.compression, workers=workers)
@@ -131,7 +130,7 @@ def _exchanged(workload: Workload, link: Link, *, workers: int, backward_ms: flo
 
 
 def buckets(workload: Workload) -> list[tuple[int, float]]:
-    """Bytes of each bucket of gradients, and the fraction of backward after which it is full."""
+    """Return the bytes of each bucket of gradients and the fraction of backward after which it is full."""
     limits = iter(workload.bucket_bytes)
     limit = next(limits)
     filled: list[tuple[int, float]] = []

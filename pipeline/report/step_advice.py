@@ -1,4 +1,4 @@
-"""Advice on the workers and their input: stragglers, data, cores, the learning rate."""
+"""Advice on stragglers, data loading, cores and the learning rate."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from pipeline.report.rule import Case, Finding, scaled_rate
 from pipeline.report.tables import Straggler, amount, rate
 
 DATA_WAIT = 0.1
-"""Less is within what the order of loading and computing makes of it."""
+"""Share of data wait in a step below which there is no advice: the order of loading and computing explains it."""
 STRAGGLES = 1.25
-"""A rank that needs this much longer than the others; equal machines differ by a few percent."""
+"""Ratio to the other ranks' time from which a rank is a straggler; equal machines differ by a few percent."""
 
 
 def straggler(case: Case) -> Finding | None:
-    """One rank takes clearly longer for its own work than the others, who wait for it."""
+    """Name a rank that takes clearly longer for its own work than the ranks that wait for it."""
     slowest = Straggler.of(case.row)
     if slowest is None or slowest.ratio < STRAGGLES * _uneven(case.row):
         return None
@@ -24,14 +24,14 @@ def straggler(case: Case) -> Finding | None:
     own, rest = amount(slowest.ratio * slowest.others_ms), amount(slowest.others_ms)
     return Finding(
         reason=f"rank {slowest.rank} on {slowest.node} takes {own} ms for its own part of a step, the others {rest} ms",
-        change=f"look at what slows it down on {slowest.node}; all ranks wait for the slowest",
+        change=f"find out what slows it down on {slowest.node}; all ranks wait for the slowest rank",
         gain=lost / case.row.step_ms.median,
         is_measured=True,
     )
 
 
 def data_wait(case: Case) -> Finding | None:
-    """Steps wait for the loader: let more processes load."""
+    """Suggest more loader processes if steps wait for data."""
     wait, step = case.row.parts.data_wait_ms, case.row.step_ms.median
     if case.row.share_of_data_wait < DATA_WAIT or not case.is_clear(wait):
         return None
@@ -52,19 +52,17 @@ def data_wait(case: Case) -> Finding | None:
 
 
 def _where_loaders_run(case: Case, loaders: int) -> str:
-    """What may keep loader processes from helping."""
+    """Return a warning if there are no idle cores for loader processes."""
     if case.row.device != "cpu" or case.cores is None:
         return ""
     computing = case.workers_per_node * case.cores_per_worker
     if computing + case.workers_per_node * loaders <= case.cores:
         return ""
-    return (
-        "there are no idle cores for them: they help if samples are waited for, and slow it down if they are computed"
-    )
+    return "there are no idle cores for loader processes: they help if loading waits for storage, not if it computes"
 
 
 def idle_cores(case: Case, rows: Sequence[Row]) -> Finding | None:
-    """The file gives workers fewer cores than there are, and no row shows whether more would help."""
+    """Suggest more cores per worker if the file leaves cores idle and no row shows the effect of more cores."""
     row, wanted = case.row, case.experiment.parallel.cpus_per_worker
     if row.device != "cpu" or wanted is None or case.cores is None:
         return None
@@ -84,11 +82,11 @@ def _has_more_cores(row: Row, other: Row) -> bool:
 
 
 def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
-    """The global batch is not the one that the learning rate was chosen for."""
+    """Suggest scaling the learning rate if it was chosen for another global batch size."""
     train = case.experiment.train
     scaling = train.lr_scaling
     if "base_batch_size" in scaling.model_fields_set and train.global_batch_size > scaling.base_batch_size:
-        reason = f"global batches have {train.global_batch_size} samples, the learning rate is for"
+        reason = f"global batches have {train.global_batch_size} samples, the learning rate was chosen for"
         values = scaled_rate(case.experiment, base=scaling.base_batch_size)
         return Finding(reason=f"{reason} {scaling.base_batch_size}", values=values) if values else None
     weak = [row for row in rows if row.scaling == "weak" and row.global_batch_size > train.global_batch_size]
@@ -105,6 +103,6 @@ def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
 
 
 def _uneven(row: Row) -> float:
-    """How much more samples one rank may have than another."""
+    """Return the largest ratio of samples between two ranks."""
     fewest = max(1, row.global_batch_size // row.workers)
     return -(-row.global_batch_size // row.workers) / fewest

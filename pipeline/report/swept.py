@@ -1,4 +1,4 @@
-"""What `pipeline sweep` says: each trial with its values and what it came to, and which one is best."""
+"""The report of `pipeline sweep`: each trial with its values and its metric, and the best trial."""
 
 import csv
 import io
@@ -9,7 +9,7 @@ from pipeline.config.values import Frozen
 from pipeline.report.tables import ReportTable
 
 FILE_NAME = "sweep.json"
-"""Name of a `SweptReport` in a sweep's folder."""
+"""File name of a `SweptReport` in a sweep's folder."""
 TABLE_NAME, CSV_NAME = "sweep_table.json", "sweep.csv"
 
 State = Literal["finished", "stopped early", "failed", "interrupted", "running", "not begun"]
@@ -17,26 +17,26 @@ _STATES = {"stopped early": "stopped"}
 
 
 class SweptTrial(Frozen):
-    """One trial."""
+    """One trial of a sweep."""
 
     number: int
-    """From 1."""
+    """Number of the trial, from 1."""
     values: Mapping[str, Any]
-    """By dotted key."""
+    """Values that the trial sets, by dotted key."""
     state: State
     message: str = ""
-    """Why it failed or was stopped."""
+    """Error of a failed trial, or the reason why it was stopped."""
     value: float | None = None
-    """Of the sweep's metric, the last; None if it was never evaluated."""
+    """Last value of the sweep's metric; None if it was never evaluated."""
     epochs: int = 0
-    """Done when it was evaluated last."""
+    """Epochs trained when the metric was evaluated last."""
     steps: int = 0
     run: str
-    """Id of its run, which `pipeline show` takes."""
+    """Id of the trial's run, for `pipeline show`."""
 
 
 class Swept(Frozen):
-    """What ``pipeline sweep --json`` prints."""
+    """Output of ``pipeline sweep --json``."""
 
     experiment: str
     metric: str
@@ -45,33 +45,33 @@ class Swept(Frozen):
     seed: int
     trials: tuple[SweptTrial, ...]
     best: int | None
-    """Number of the best trial among those that were trained to their end; None if there is none."""
+    """Number of the best trial that finished; None if no trial finished."""
     command: tuple[str, ...]
-    """Trains the best one again; empty without one."""
+    """Command that trains the best trial again; empty without a best trial."""
     run: str
-    """Id of the sweep's own run."""
+    """Id of the sweep's run."""
 
     def trial(self, number: int | None) -> SweptTrial | None:
-        """The trial of that number."""
+        """Return the trial of this number, or None."""
         return next((trial for trial in self.trials if trial.number == number), None)
 
 
 class SweptReport(Frozen):
-    """The same for people."""
+    """The report of a sweep for people."""
 
     swept: Swept
     hardware: str
     logs_model: bool = False
-    """Whether the best trial's model goes to MLflow, and no other's."""
+    """True if the best trial's model, and no other model, is logged to MLflow."""
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """The experiment and the machine."""
+        """Lines above the table: experiment and machine."""
         return f"{self.swept.experiment}: {len(self.swept.trials)} trials, {self.swept.metric}", self.hardware
 
     @property
     def tables(self) -> tuple[ReportTable, ...]:
-        """A row for each trial, in the order of their numbers."""
+        """Table with a row for each trial, in the order of their numbers."""
         keys = list(dict.fromkeys(key for trial in self.swept.trials for key in trial.values))
         names = short_names(keys)
         rows = tuple(_row(trial, keys, is_best=trial.number == self.swept.best) for trial in self.swept.trials)
@@ -82,12 +82,12 @@ class SweptReport(Frozen):
 
     @property
     def closing(self) -> tuple[str, ...]:
-        """Which trial is best, and how to train it again."""
+        """Lines below the table: the best trial, and how to train it again."""
         best = self.swept.trial(self.swept.best)
         left = sum(trial.state in ("interrupted", "not begun") for trial in self.swept.trials)
-        more = (f"{left} of {len(self.swept.trials)} trials are left; --resume goes on with them.",) if left else ()
+        more = (f"{left} of {len(self.swept.trials)} trials are left; --resume continues with them.",) if left else ()
         if best is None:
-            return "No trial has been trained to its end, so none is best.", *more
+            return "No trial finished, so there is no best trial.", *more
         if self.logs_model:
             others = "; the weights of the others stay in their folders" if len(self.swept.trials) > 1 else ""
             more = (*more, f"The model of trial {best.number} goes to its run in MLflow{others}.")
@@ -96,16 +96,16 @@ class SweptReport(Frozen):
 
     @property
     def command(self) -> str:
-        """Trains the best one again, in a shell; empty if there is none."""
+        """Shell command that trains the best trial again; empty without a best trial."""
         return " ".join(self.swept.command)
 
     @property
     def advised(self) -> tuple[str, ...]:
-        """Nothing: what to change is the result itself."""
+        """No advice: the best trial's values are the result."""
         return ()
 
     def markdown(self) -> str:
-        """For the description of the sweep's run."""
+        """Return the table and the best trial in Markdown, for the description of the sweep's run in MLflow."""
         (table,) = self.tables
         lines = [*self.closing, ""]
         lines += [f"    {self.command}", ""] if self.command else []
@@ -114,7 +114,7 @@ class SweptReport(Frozen):
         return "\n".join(lines)
 
     def columns(self) -> dict[str, list[Any]]:
-        """The trials as columns, values with their whole keys."""
+        """Return the trials as columns; values have their full keys."""
         swept = self.swept
         keys = dict.fromkeys(key for trial in swept.trials for key in trial.values)
         return {
@@ -129,7 +129,7 @@ class SweptReport(Frozen):
         }
 
     def to_csv(self) -> str:
-        """The same for spreadsheets."""
+        """Return the columns as CSV."""
         columns, text = self.columns(), io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(columns)
@@ -138,7 +138,7 @@ class SweptReport(Frozen):
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """Keys as the heads of columns: their last part, or more of it where two would be the same."""
+    """Shorten keys to column heads: their last part, or more parts where two heads would be equal."""
     parts = [key.split(".") for key in keys]
     names = [".".join(part[-1:]) for part in parts]
     depth = 2

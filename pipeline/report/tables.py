@@ -1,4 +1,4 @@
-"""The tables of a report as text: the same words in the terminal, in Markdown and on the page."""
+"""The tables of a report as text, in the same words for the terminal, for Markdown and for the page."""
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -9,9 +9,9 @@ from pipeline.protocol.trial import Spread
 from pipeline.report import Row, Unmeasured
 
 SHORT_MS = 5.0
-"""Of steps that are shorter, reports to the driver are more than a few percent."""
+"""Step time below which sending metrics to the driver takes more than a few percent."""
 UNEVEN = 1.1
-"""Devices or ranks that differ by a smaller factor count as equal."""
+"""Factor from which the values of devices or ranks count as different."""
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -23,24 +23,24 @@ class ReportTable(Frozen):
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     emphasis: int | None = None
-    """Index of the row that the result is about."""
+    """Index of the row that the result is about, shown in bold."""
     notes: tuple[str, ...] = ()
-    """What stands below it."""
+    """Lines below the table."""
 
 
 class Straggler(Frozen):
-    """The rank that the others wait for."""
+    """A rank that the other ranks wait for."""
 
     rank: int
     node: str
     others_ms: float
-    """What the others take for a step, in the median."""
+    """Median step time of the other ranks."""
     ratio: float
-    """Its time for a step over theirs."""
+    """Step time of the rank over ``others_ms``."""
 
     @classmethod
     def of(cls, row: Row) -> "Straggler | None":
-        """The slowest rank, if it is slower than the others by more than `UNEVEN`, and was in every round."""
+        """Return the slowest rank if it was slower than the other ranks by more than `UNEVEN`, in every round."""
         paces = row.parts.ranks
         if len(paces) < 2:
             return None
@@ -53,7 +53,7 @@ class Straggler(Frozen):
 
 
 def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bool) -> ReportTable:
-    """Throughput and speedup; a cell without figures has a row, too, and its reason below."""
+    """Build the table of throughput and speedup; an unmeasured cell has a row, too, and its reason below."""
     columns: list[Column] = [
         ("strategy", lambda row: row.title),
         ("devices", lambda row: row.devices),
@@ -69,27 +69,27 @@ def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bo
         header=tuple(name for name, _ in columns),
         rows=tuple(_result(entry, columns) for entry in entries),
         emphasis=next((index for index, entry in enumerate(entries) if entry == main), None),
-        notes=(*(f"{cell.title} is not measured: {cell.reason.rstrip('.')}." for cell in unmeasured), *_doubts(rows)),
+        notes=(*(f"{cell.title} was not measured: {cell.reason.rstrip('.')}." for cell in unmeasured), *_doubts(rows)),
     )
 
 
 def _doubts(rows: Sequence[Row]) -> Iterator[str]:
-    """Why a range stands where a figure is expected."""
+    """Yield the reasons for showing a range in place of a figure."""
     wide = [row.title for row in rows if is_wide(row.samples_per_second) or (row.ratio and is_wide(row.ratio))]
     if wide:
         yield (
-            f"{_listed(wide)}: measurements of the same differ by more than the figure, so only their range is shown. "
-            "The machine was busy with other work; measure again when it is quiet."
+            f"{_listed(wide)}: repeated measurements differ by more than the figure itself, so only their range is "
+            "shown. The machine was busy with other work; measure again when it is idle."
         )
     if any(row.efficiency and row.efficiency > 1 for row in rows if row.title not in wide):
         yield (
-            "An efficiency above 100% is not what parallel workers gain: it is noise, or smaller shares fit the caches "
-            "better, so only its range is shown."
+            "An efficiency above 100% comes from noise or from smaller batches, which fit the caches better, so only "
+            "its range is shown."
         )
 
 
 def step_parts(rows: Sequence[Row]) -> ReportTable:
-    """Where the time of a step goes, with the ranks that others wait for below."""
+    """Build the table of the parts of a step, with stragglers below."""
     shortest = min(row.step_ms.median for row in rows)
     decimals = 0 if shortest >= 1000 else 1 if shortest >= 10 else 2
 
@@ -123,23 +123,21 @@ def step_parts(rows: Sequence[Row]) -> ReportTable:
 
 
 def _why(row: Row) -> str:
-    """What makes the parts miss the step."""
-    busy = (
-        "the machine was busy with other work, loader processes among it, in the training or while they were measured"
-    )
+    """Explain a difference between a step and the sum of its parts."""
+    busy = "the machine was busy with other work, e.g. loader processes, during training or while they were measured"
     is_short = row.unexplained_ms > 0 and row.step_ms.median < SHORT_MS
-    return f"reports take a share of so short a step, or {busy}" if is_short else busy
+    return f"sending metrics takes a share of a step this short, or {busy}" if is_short else busy
 
 
 def resources(rows: Sequence[Row]) -> ReportTable:
-    """Memory, time to the first step and, where it was measured, GPU utilization.
+    """Build the table of memory, time to the first step and, if measured, GPU utilization.
 
-    What ranks hold of the model stands there if it is not the same for all strategies.
+    Memory of weights, gradients and optimizer has a column if it differs between strategies.
     """
     columns: list[Column] = [
         ("strategy", lambda row: row.title),
         ("peak memory per device, MB", lambda row: low_to_high(row.peak_memory_mb)),
-        ("first step after, s", lambda row: _seconds(row.time_to_first_step_s)),
+        ("time to first step, s", lambda row: _seconds(row.time_to_first_step_s)),
     ]
     if any(row.gpu_utilization for row in rows):
         columns.append(("GPU utilization, %", lambda row: low_to_high(row.gpu_utilization)))
@@ -153,7 +151,7 @@ def resources(rows: Sequence[Row]) -> ReportTable:
 
 
 def speedup(row: Row, *, has_interval: bool) -> str:
-    """The speedup as text, e.g. "1.90x" or "1.90x (1.79-2.02)"."""
+    """Format the speedup, e.g. "1.90x" or "1.90x (1.79-2.02)"."""
     if row.role == "baseline":
         return "baseline"
     if (ratio := row.ratio) is None:
@@ -164,7 +162,7 @@ def speedup(row: Row, *, has_interval: bool) -> str:
 
 
 def efficiency(row: Row) -> str:
-    """The efficiency as text, e.g. "95%"; its range where that is larger than the figure, or the figure is above 1."""
+    """Format the efficiency, e.g. "95%"; only its range if that is larger than the figure, or the figure is above 1."""
     if (figure := row.efficiencies) is None:
         return "-"
     if is_wide(figure) or figure.median > 1:
@@ -173,17 +171,17 @@ def efficiency(row: Row) -> str:
 
 
 def amount(value: float) -> str:
-    """Three significant digits, or whole numbers with separators, e.g. "0.92" or "1,310"."""
+    """Format three significant digits, or whole numbers with separators, e.g. "0.92" or "1,310"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def rate(spread: Spread) -> str:
-    """The figure; where its range is larger than itself, the range, e.g. "120 to 980"."""
+    """Format the median, or if the range is larger than the median the range, e.g. "120 to 980"."""
     return f"{amount(spread.low)} to {amount(spread.high)}" if is_wide(spread) else amount(spread.median)
 
 
 def times(ratio: Spread, *, has_interval: bool = True) -> str:
-    """A ratio and its range, e.g. "1.90x (1.79x to 2.02x)"; the range alone where it is larger than the ratio."""
+    """Format a ratio with its range, e.g. "1.90x (1.79x to 2.02x)"; only the range if it is larger than the ratio."""
     interval = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
     if is_wide(ratio):
         return interval
@@ -191,9 +189,9 @@ def times(ratio: Spread, *, has_interval: bool = True) -> str:
 
 
 def with_spread(spread: Spread, *, decimals: int | None = None) -> str:
-    """The figure and half the range, e.g. "375 ± 14"; a single window has no range.
+    """Format the median and half the range, e.g. "375 ± 14"; a single window has no range.
 
-    Where the range is larger than the figure, the range alone, e.g. "120 to 980".
+    If the range is larger than the median, it is shown alone, e.g. "120 to 980".
     """
 
     def shown(value: float) -> str:
@@ -207,7 +205,7 @@ def with_spread(spread: Spread, *, decimals: int | None = None) -> str:
 
 
 def low_to_high(values: Sequence[float]) -> str:
-    """The highest of the devices' values; also the lowest, if they are uneven."""
+    """Format the highest of the devices' values, with the lowest if they differ by more than `UNEVEN`."""
     if not values:
         return "-"
     low, high = min(values), max(values)

@@ -1,4 +1,8 @@
-"""What `pipeline tune-batch` says: the batch sizes that were tried, and what to write in the file."""
+"""The report of `pipeline tune-batch`: the batch sizes tried, and what to write in the experiment file.
+
+The global batch decides what is trained: it is kept if gradient accumulation alone leads to the recommended size, and
+never changed without a remark.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,52 +13,52 @@ from pipeline.protocol.trial import BatchCandidate, BatchSizes, Trial
 from pipeline.report.tables import ReportTable, amount
 
 FILE_NAME = "tuning.json"
-"""Name of a `TunedReport` in a run's folder."""
+"""File name of a `TunedReport` in a run's folder."""
 
-_HEADER = ("batch of a device", "global batch", "samples/s", "peak MB per rank", "remarks")
+_HEADER = ("batch per device", "global batch", "samples/s", "peak MB per rank", "remarks")
 
 
 class BatchAdvice(NamedTuple):
-    """What to write in the file, and why."""
+    """Change of the experiment file with its reason."""
 
     change: tuple[str, ...]
     reason: str
 
 
 class Tuned(Frozen):
-    """What ``pipeline tune-batch --json`` prints. Batch sizes are samples of one device's micro-batch."""
+    """Output of ``pipeline tune-batch --json``. Batch sizes are samples per device and micro-batch."""
 
     candidates: tuple[BatchCandidate, ...]
     largest_that_fits: int | None
-    """None if memory never ran out."""
+    """Largest size that fits in memory; None if memory never ran out."""
     recommended: int
-    """The smallest whose throughput is close to the best."""
+    """Smallest size whose throughput is close to the best."""
     workers: int
     global_batch_size: int
-    """The file's."""
+    """Global batch size of the file."""
     change: tuple[str, ...]
-    """Keys of the file with the values that lead to the recommended size; empty if it has them."""
+    """Lines for the file that lead to the recommended size; empty if the file has that size."""
 
 
 class TunedReport(Frozen):
-    """The same for people."""
+    """The report of `pipeline tune-batch` for people."""
 
     tuned: Tuned
     name: str
     """Name of the experiment."""
     title: str
-    """The trial's, e.g. "ddp x 2"."""
+    """Title of the trial, e.g. "ddp x 2"."""
     hardware: str
     replicas: int
-    """Copies of the model that compute side by side."""
+    """Copies of the model that compute in parallel."""
     declared: int
-    """The file's batch of a device."""
+    """Batch size per device in the file."""
     reason: str
-    """Why to change what should be changed."""
+    """Reason for the change, or for changing nothing."""
 
     @classmethod
     def of(cls, trial: Trial, sizes: BatchSizes, advice: BatchAdvice, *, hardware: str) -> "TunedReport":
-        """The report of a trial in which at least one size fit."""
+        """Build the report of a trial in which at least one size fit."""
         assert sizes.recommended is not None
         tuned = Tuned(
             candidates=sizes.candidates,
@@ -77,11 +81,11 @@ class TunedReport(Frozen):
     @property
     def opening(self) -> tuple[str, ...]:
         """Lines above the table, the title first."""
-        return f"{self.name}: batch size of a device, {self.title}", self.hardware
+        return f"{self.name}: batch size per device, {self.title}", self.hardware
 
     @property
     def tables(self) -> tuple[ReportTable, ...]:
-        """What was tried."""
+        """Table of the sizes tried."""
         sizes = [one.batch_size for one in self.tuned.candidates]
         rows = tuple(map(self._cells, self.tuned.candidates))
         return (ReportTable(header=_HEADER, rows=rows, emphasis=sizes.index(self.tuned.recommended)),)
@@ -98,7 +102,7 @@ class TunedReport(Frozen):
 
     @property
     def advised(self) -> tuple[str, ...]:
-        """What to write in the file."""
+        """Lines for the experiment file."""
         return self.tuned.change
 
     def _cells(self, one: BatchCandidate) -> tuple[str, ...]:
@@ -117,18 +121,16 @@ class TunedReport(Frozen):
 
 
 def advise_batch(trial: Trial, sizes: BatchSizes, *, recommended: int) -> BatchAdvice:
-    """What to write so that a device's batch is the recommended one.
+    """Return the change that makes a device's batch the recommended one.
 
-    The global batch is kept where accumulation alone leads there; a larger one comes with a scaled learning rate.
+    The global batch is kept if accumulation alone leads there; a larger global batch comes with a scaled learning rate.
     """
     train, replicas, declared = trial.experiment.train, trial.replicas, trial.device_batch_size
     if declared == recommended:
         return BatchAdvice((), f"Nothing to change: the file's {_division(trial)} is the recommended size.")
     grew = sizes.largest_that_fits is None and sizes.candidates[-1].batch_size == recommended
     if grew and declared > recommended:
-        return BatchAdvice(
-            (), f"The file's {_division(trial)} is larger than all that were tried: no reason to change it."
-        )
+        return BatchAdvice((), f"The file's {_division(trial)} is larger than all sizes tried: no reason to change it.")
     if declared < recommended and not _is_resolved(sizes, declared, recommended):
         return BatchAdvice((), f"Nothing to change: the file's {_division(trial)} is as fast within the spread.")
     wanted = -(-train.global_batch_size // (recommended * replicas))
@@ -144,7 +146,7 @@ def advise_batch(trial: Trial, sizes: BatchSizes, *, recommended: int) -> BatchA
 
 
 def _is_resolved(sizes: BatchSizes, smaller: int, larger: int) -> bool:
-    """Whether the larger one is faster beyond the spread, as far as both were measured."""
+    """Return False if both sizes were measured and the larger one is not faster beyond the spread."""
     rates = {one.batch_size: one.samples_per_second for one in sizes.candidates}
     slow, fast = rates.get(smaller), rates.get(larger)
     return slow is None or fast is None or slow.high < fast.low
@@ -164,12 +166,12 @@ def _larger(trial: Trial, sizes: BatchSizes, *, batch: int) -> str:
     return (
         f"The file's {_division(trial)} is too small{_at(trial, sizes)}. A global batch of {batch:,} (was "
         f"{train.global_batch_size:,}) changes the training: {steps:,} instead of {before:,} optimizer steps in an "
-        f"epoch; {rate}, and look whether it still trains as well."
+        f"epoch; {rate}, and check that it still trains as well."
     )
 
 
 def _other_split(trial: Trial, sizes: BatchSizes, *, after: Trial) -> str:
-    """Why to keep the global batch and divide it in another way."""
+    """Explain a change that keeps the global batch and divides it differently."""
     declared, less = trial.device_batch_size, ""
     if declared < after.device_batch_size:
         fault = f"is too small{_at(trial, sizes)}"
@@ -182,7 +184,7 @@ def _other_split(trial: Trial, sizes: BatchSizes, *, after: Trial) -> str:
 
 
 def _division(trial: Trial) -> str:
-    """How a global batch is divided, e.g. "64 samples = 2 devices x 32"."""
+    """Format the division of a global batch, e.g. "64 = 2 devices x 32"."""
     train = trial.experiment.train
     devices = f"{trial.replicas} devices x " if trial.replicas > 1 else ""
     parts = f"{train.gradient_accumulation} micro-batches x " if train.gradient_accumulation > 1 else ""
@@ -190,7 +192,7 @@ def _division(trial: Trial) -> str:
 
 
 def _at(trial: Trial, sizes: BatchSizes) -> str:
-    """What the declared size does, if it was measured."""
+    """Format the throughput of the declared size, if it was measured."""
     rates = {one.batch_size: one.samples_per_second for one in sizes.candidates}
     rate = rates.get(trial.device_batch_size)
     return f" ({amount(rate.median)} samples/s)" if rate else ""

@@ -79,12 +79,12 @@ def test_the_table_fits_a_terminal(tune: Callable[..., Tuned], command: Command,
 
     assert tuned.ended.code == 0, tuned.ended.output
     assert tuned.ended.stderr == ""
-    table, _, place = tuned.ended.stdout.partition("lab: batch size of a device")[2].partition("\nrun      ")
+    table, _, place = tuned.ended.stdout.partition("lab: batch size per device")[2].partition("\nrun      ")
     assert max(map(len, table.splitlines())) <= 80
     assert "At least 4 samples fit: memory never ran out." in table
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # the tracking store isn't touched
     again = command("show", "latest", "--directory", f"{tmp_path}/runs")
-    assert again.stdout == f"lab: batch size of a device{table}\nrun      {place}"
+    assert again.stdout == f"lab: batch size per device{table}\nrun      {place}"
     document = json.loads(command("show", place.strip(), "--json").stdout)
     assert document["candidates"][-1]["batch_size"] == 4
 

@@ -432,7 +432,7 @@ def test_larger_global_batches_want_another_learning_rate() -> None:
     assert one.reason.startswith("ddp x 2 (weak) does 250 samples/s on global batches of 128")
     assert "train.lr_scaling: {rule: linear, base_batch_size: 64}; not measured; if you train with" in one.change
     (other,) = run(declared=experiment(train__lr_scaling={"base_batch_size": 32}))
-    assert other.reason == "global batches have 64 samples, the learning rate is for 32"
+    assert other.reason == "global batches have 64 samples, the learning rate was chosen for 32"
     assert other.change == "try train.lr_scaling: {rule: linear, base_batch_size: 32}; not measured"
 
 

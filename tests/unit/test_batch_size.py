@@ -422,7 +422,7 @@ def test_what_is_larger_than_needed_is_accumulated() -> None:
 def test_what_was_not_tried_is_left_alone() -> None:
     advice = advised(64, batch=1024)
     assert advice.change == ()
-    assert "larger than all that were tried" in advice.reason
+    assert "larger than all sizes tried" in advice.reason
 
 
 def test_accumulation_that_is_not_needed_goes_first() -> None:

@@ -31,7 +31,7 @@ def test_the_tables_of_a_comparison_keep_the_order_and_the_cells_that_are_not_me
     )
     assert table.emphasis == 2
     assert table.notes == (
-        "ddp x 4 is not measured: 4 workers with 1 core each need 4 cores; this machine has 2.",
+        "ddp x 4 was not measured: 4 workers with 1 core each need 4 cores; this machine has 2.",
     )  # fmt: skip
 
 
@@ -75,9 +75,9 @@ def test_other_losses_have_the_layers_for_their_reason() -> None:
     # 0.021 of 2.1, which is above 1
     assert result.remarks[0] == (
         "The loss of ddp x 2 differs from that of single by up to 0.01 in the first 3 steps: "
-        "BatchNorm2d uses each worker's share of the batch, Dropout draws in each worker by itself."
+        "BatchNorm2d uses each worker's share of the batch, Dropout draws a mask of its own in each worker."
     )
-    assert result.headline.endswith(", with other losses.")
+    assert result.headline.endswith(", but with different losses.")
     assert result.results.rows[2][-1] == "no"
 
 

@@ -250,7 +250,7 @@ def test_a_comparison_ends_in_advice_and_keeps_what_was_not_measured() -> None:
         "ddp x 4                -          -       not measured           -     -",
         "ddp x 2 (weak)   2 cores   195 ± 24  1.95x (1.90-2.00)         98%     -",
         "",
-        "ddp x 4 is not measured: 4 workers with 1 core each need 4 cores; this machine",
+        "ddp x 4 was not measured: 4 workers with 1 core each need 4 cores; this machine",
         "  has 2.",
         "",
     ]

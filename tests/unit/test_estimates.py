@@ -92,7 +92,7 @@ def test_an_efficiency_above_one_has_its_range_and_a_reason() -> None:
     report = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
     assert efficiency(report.main) == "97% to 114%"
     assert report.results.rows[-1][4] == "97% to 114%"
-    assert report.results.notes[0].startswith("An efficiency above 100% is not what parallel workers gain")
+    assert report.results.notes[0].startswith("An efficiency above 100% comes from noise")
 
 
 # The parts and the step

@@ -151,7 +151,7 @@ class TestWhatComesOut:
 
         assert "compiled in 12.3 s" in report.outcome
         assert report.table()["compile_s"] == [12.34]
-        assert "All of it with activation checkpointing of blocks.*." in report.remarks
+        assert "All trials use activation checkpointing of blocks.*." in report.remarks
 
 
 def test_losses_of_local_sgd_are_no_riddle() -> None:
@@ -164,4 +164,4 @@ def test_losses_of_local_sgd_are_no_riddle() -> None:
     report = Report.of([samples.BASELINE, main], ends, hardware="")
 
     (remark,) = (remark for remark in report.remarks if "differs from that of single" in remark)
-    assert remark.endswith("with local_sgd_period: 4 workers train apart in between.")
+    assert remark.endswith("with local_sgd_period: 4 workers train independently between averages.")

@@ -124,7 +124,7 @@ def _figures(row: Row) -> Iterator[tuple[str, float | None]]:
     yield "exposed communication, ms", row.parts.exposed_communication_ms
     yield "data wait, ms", row.parts.data_wait_ms
     yield "peak memory, MB", max(row.peak_memory_mb, default=None)
-    yield "first step after, s", row.time_to_first_step_s
+    yield "time to first step, s", row.time_to_first_step_s
 
 
 def _table(pairs: Mapping[str, Pair], console: rich.console.Console) -> Table:
