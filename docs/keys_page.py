@@ -1,7 +1,6 @@
-"""Writes docs/keys.md from the schema, on standard output; make schema calls it.
+"""Writer of docs/keys.md from the schema, to standard output; make schema calls it.
 
-The page is committed, so that it is read where the repository is browsed, and a change of a key shows in a review; a
-test holds it to be the current one.
+The page is committed, so that reviews show the change of a key. A test holds that it is up to date.
 """
 
 import json
@@ -15,22 +14,22 @@ from pipeline.config.schema import Experiment
 
 BEGIN = """# Every key of an experiment
 
-This page is written by `make schema` from the same types that check your file and complete keys in your editor. A key
-that isn't here is refused, with the nearest one that is. Any value can be overridden on the command line by its dotted
-name, such as `train.lr_scaling.rule=linear`.
+`make schema` writes this page from the types that validate your file and complete keys in your editor. An unknown key
+is an error that names the nearest known key. Any value can be overridden on the command line by its dotted key, such as
+`train.lr_scaling.rule=linear`.
 
 A **component** is `{_target_: package.name, argument: value, ...}`: a class or function by its dotted name, called with
-these arguments ([which packages](decisions/0004-targets.md)). It may hold others. Texts may refer to other keys
-(`${train.epochs}`), to the environment (`${oc.env:NAME,default}`) and, inside of components, to `${total_steps}`,
-`${steps_per_epoch}` and the like ([why](decisions/0005-run-time-values.md)).
+these arguments ([allowed packages](decisions/0004-targets.md)). Components may be nested. Strings may refer to other
+keys (`${train.epochs}`), to environment variables (`${oc.env:NAME,default}`) and, inside components, to the run-time
+values `${total_steps}`, `${steps_per_epoch}` and `${world_size}` ([why](decisions/0005-run-time-values.md)).
 """
 _ANY = "KEY"
-"""Stands for the names in a mapping that are the user's own."""
+"""Placeholder for the user's own names in a mapping."""
 HEAD = "| key | value | default | |\n|---|---|---|---|"
 
 
 def page() -> Iterator[str]:
-    """The page, piece by piece."""
+    """Yield the page in pieces."""
     yield BEGIN
     shape = Shape.of(Experiment)
     yield "## At the top\n"
@@ -45,7 +44,7 @@ def _section(shape: Shape, path: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _keys(shape: Shape, path: tuple[Any, ...]) -> Iterator[str]:
-    """The keys that have values in a table, then the sections."""
+    """Yield the keys with values as a table, then the sections."""
     names = shape.fields(path)
     yield from _table(shape, path, [name for name in names if not _is_only_section(shape, (*path, name))])
     for inner in ((*path, name, *entry) for name in names for entry in ((), (0,), (_ANY,))):
@@ -72,7 +71,7 @@ def _table(shape: Shape, path: tuple[Any, ...], names: list[str]) -> Iterator[st
 
 
 def _value(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
-    """What may stand there, in words."""
+    """Return the allowed values of a key in words."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_value(shape, each, path, name) for each in _choices(schema)))
     if "$ref" in schema:
@@ -98,9 +97,9 @@ def _plain(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name:
         case "boolean":
             return "`true`, `false`"
         case "integer" | "number" as kind:
-            return {"integer": "whole number", "number": "number"}[kind] + _limits(schema)
+            return f"{kind}{_limits(schema)}"
         case "string":
-            return "text"
+            return "string"
     return "any value"
 
 
@@ -129,7 +128,7 @@ def _default(schema: Mapping[str, Any]) -> str:
 
 
 def _text(schema: Mapping[str, Any]) -> str:
-    """A description on one line, fit for a table."""
+    """Return a description on one line, escaped for a table."""
     return " ".join(schema.get("description", "").split()).replace("``", "`").replace("|", "\\|").replace("*", "\\*")
 
 
@@ -138,7 +137,7 @@ def _is_section(shape: Shape, path: tuple[Any, ...]) -> bool:
 
 
 def _is_only_section(shape: Shape, path: tuple[Any, ...]) -> bool:
-    """Whether nothing else may stand there, such as ``true``."""
+    """Tell if the key takes a section only, not also ``true`` or ``false``."""
     return _is_section(shape, path) and "anyOf" not in shape.at(path)
 
 

@@ -1,4 +1,4 @@
-"""Every error a user can meet, and the exit code it ends in.
+"""Errors that a user can meet, with their exit codes.
 
     PipelineError                1    (base; never raised itself)
     ├── ExperimentError          2    the experiment file is wrong; carries every problem found
@@ -8,21 +8,21 @@
     └── Interrupted              130  Ctrl-C (143 after SIGTERM)
 
 A message says what is wrong with the live value, where, and what to do. The command line prints it without a
-traceback; anything else that escapes is a defect of this project and keeps its traceback.
+traceback; any other exception that escapes is a bug of this project and keeps its traceback.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 MOST_PROBLEMS = 100
-"""That are shown of one file: a file with more is not what it was meant to be."""
+"""Limit on the problems that are shown of one file; a file with more is probably no experiment."""
 
 
 class Problem(NamedTuple):
-    """One thing wrong in an experiment file.
+    """Problem in an experiment file.
 
-    ``key`` is the dotted path in the experiment ("train.epochs"; "" for the file as a whole), ``place`` is
-    "file:line" or the override on the command line, filled in by whoever knows the file.
+    ``key`` is the dotted key in the experiment ("train.epochs"; "" for the file as a whole). ``place`` is "file:line"
+    or the override on the command line; `config.load` fills it in.
     """
 
     key: str
@@ -40,16 +40,16 @@ class PipelineError(Exception):
 
     @property
     def told(self) -> str:
-        """What a user gets to see."""
+        """Text that the command line shows."""
         return f"error: {self}" if "\n" not in str(self) else str(self)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback."""
+        """Show the message in IPython instead of a traceback."""
         return self.told.splitlines()
 
 
 class ExperimentError(PipelineError):
-    """The experiment file is wrong: unknown key, wrong value, component that can't be built, unusable data."""
+    """Error in the experiment file: unknown key, wrong value, component that can't be built, unusable data."""
 
     exit_code = 2
 
@@ -64,24 +64,24 @@ class ExperimentError(PipelineError):
 
     @classmethod
     def of(cls, key: str, message: str) -> "ExperimentError":
-        """An error with a single problem."""
+        """Create an error with a single problem."""
         return cls([Problem(key, message)])
 
 
 class UsageError(PipelineError):
-    """The command was called in a way that can't work: missing file, malformed override, port in use."""
+    """Error in the command line: missing file, malformed override, port in use."""
 
     exit_code = 2
 
 
 class ResourceError(PipelineError):
-    """The machine or the cluster lacks what the experiment asks for: cores, GPUs, a writable store."""
+    """Lack of a resource that the experiment asks for: cores, GPUs, a writable store."""
 
     exit_code = 3
 
 
 class TrainingError(PipelineError):
-    """Training started and failed on some rank: an exception in user code, a NaN, a killed worker.
+    """Failure of a training that had started: an exception in user code, a NaN, a killed worker.
 
     ``details`` is the failing rank's own traceback, or empty.
     """
@@ -94,7 +94,7 @@ class TrainingError(PipelineError):
 
     @property
     def told(self) -> str:
-        """Also the failed rank's own traceback."""
+        """Text that the command line shows, after the failed rank's traceback."""
         return "\n".join(filter(None, [self.details.rstrip(), super().told]))
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
@@ -102,11 +102,11 @@ class TrainingError(PipelineError):
 
 
 class NonFiniteError(TrainingError):
-    """A loss, gradient or weight is NaN or infinite, on all ranks together."""
+    """NaN or infinity in a loss, gradient or weight, raised on all ranks together."""
 
     def __init__(self, message: str, step: int) -> None:
         self.step = step
-        """Counted from 1."""
+        """Step, counted from 1."""
         super().__init__(message)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
@@ -114,7 +114,7 @@ class NonFiniteError(TrainingError):
 
 
 class Stopped(Exception):
-    """Training has ended early, all ranks together and after a checkpoint, because the driver asked for it."""
+    """Early end of training at the driver's request, on all ranks together and after a checkpoint."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -122,7 +122,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class Interrupted(PipelineError):
-    """The user or the system asked the run to stop."""
+    """End of a run by Ctrl-C or SIGTERM."""
 
     exit_code = 130
 

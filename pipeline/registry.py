@@ -1,7 +1,7 @@
-"""Strategies and launchers by name: the file name is the name in the YAML.
+"""Registry of strategies and launchers by name: the file name is the name in the YAML.
 
-Adding one is adding one file to ``pipeline/strategies`` or ``pipeline/launchers``. Other distributions add theirs
-through entry points of the groups ``pipeline.strategies`` and ``pipeline.launchers``, each of which names a module.
+To add a strategy or launcher, add one file to ``pipeline/strategies`` or ``pipeline/launchers``. Other distributions
+add theirs through entry points of the groups ``pipeline.strategies`` and ``pipeline.launchers``, which name a module.
 Names are found without importing anything; a module is imported when its name is chosen.
 """
 
@@ -18,19 +18,19 @@ from pipeline.system.imports import undisturbed
 
 Kind = Literal["strategies", "launchers"]
 
-_INTERFACE = "base"  # lives beside its implementations, as do parts of one whose names begin with an underscore
+_INTERFACE = "base"  # beside its implementations, like their helper modules, whose names begin with an underscore
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """All names of that kind, sorted, without importing them."""
+    """Return all strategy or launcher names, sorted, without importing their modules."""
     return tuple(sorted(_built_in(kind) | set(_third_party(kind))))
 
 
 def load(kind: Kind, name: str) -> ModuleType:
-    """The module behind a name.
+    """Import and return the module behind a name.
 
     Raises:
-        KeyError: no such name; callers validate names against `names` first.
+        KeyError: unknown name; callers validate names against `names` first.
     """
     module = f"pipeline.{kind}.{name}" if name in _built_in(kind) else _third_party(kind)[name].module
     with undisturbed():
@@ -48,12 +48,12 @@ def _third_party(kind: Kind) -> dict[str, EntryPoint]:
 
 
 @cache
-def _entry_points(group: str, places: tuple[tuple[str, int], ...]) -> EntryPoints:  # noqa: ARG001 - what decides it
-    """Those of all distributions that are installed, each of which has a file to read."""
+def _entry_points(group: str, places: tuple[tuple[str, int], ...]) -> EntryPoints:  # noqa: ARG001 - the cache's key
+    """Return the entry points of all installed distributions; reads a file of each."""
     return entry_points(group=group)
 
 
 def _places() -> tuple[tuple[str, int], ...]:
-    """Where distributions are looked for, and when one was last installed there: a notebook may do so at any time."""
+    """Return the folders of installed distributions with their modification times: a notebook may install more."""
     folders = [folder for entry in sys.path if (folder := Path(entry)).is_dir()]
     return tuple((str(folder), folder.stat().st_mtime_ns) for folder in folders)

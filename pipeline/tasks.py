@@ -1,7 +1,7 @@
-"""What one training step computes from a batch: by default ``loss(model(inputs), targets)``.
+"""Tasks: the computation of the loss from a batch, by default ``loss(model(inputs), targets)``.
 
-An experiment whose batches are something else names its own class in ``task:``. It calls ``model`` itself, so that
-whatever the strategy wrapped around it takes part.
+An experiment with other batches names its own class in ``task:``. A task calls ``model`` itself, so that the wrapper of
+the parallel strategy takes part.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,45 +17,45 @@ from pipeline.errors import ExperimentError
 _HINT = "return pairs from the dataset, or write a `task:` that reads this batch"
 _MEAN_REDUCTIONS = ("mean", "batchmean")  # batchmean is KLDivLoss's mean over samples
 _IGNORED = -100
-"""torch's ``ignore_index`` unless one is given."""
+"""Default ``ignore_index`` of torch's losses."""
 
 
 class StepOutput(NamedTuple):
-    """What a step hands to the training loop."""
+    """Result of a task for one batch."""
 
     loss: Tensor
-    """Scalar, a mean over the batch."""
+    """Scalar: mean over the batch."""
     outputs: Any
     """First argument of the metrics."""
     targets: Any
     """Second argument of the metrics."""
     weight: Tensor | None = None
-    """What the loss was divided by, scalar: the number of boxes, or of tokens that aren't padding; None: of samples.
+    """Scalar: divisor of the loss, e.g. the number of boxes or of tokens without padding; None: the number of samples.
 
-    The loss of a step is the sum of losses times weights over the sum of weights, all workers and micro-batches taken
-    together. A loss with a weight of 0 counts nothing, even if it is NaN.
+    The loss of a step is the mean of its losses, weighted by this, over all workers and micro-batches. A loss with
+    weight 0 is left out, even if it is NaN.
     """
 
 
 class Task(Protocol):
-    """Computes the loss of one batch, in training and in evaluation."""
+    """Computation of the loss of one batch, in training and in evaluation."""
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        """The batch is as collate_fn made it, on the model's device."""
+        """Compute the loss of a batch, which is collate_fn's result on the model's device."""
 
 
 class Supervised(Task):
     """``loss(model(inputs), targets)`` for batches of (inputs, targets).
 
-    An output with ``logits``, as transformers' models return it, counts as its logits. torch's cross entropies are
-    divided by the (weighted) number of targets that aren't ignored, which is their weight.
+    Of an output with ``logits``, as transformers' models return it, only the logits are used. torch's cross entropies
+    are weighted by the number of targets that aren't ignored, or by the sum of their class weights.
 
     Raises:
         ExperimentError: the loss isn't a mean over the batch, or a batch isn't a pair.
     """
 
     def __init__(self, loss: Callable[[Any, Any], Tensor], *, ignores: bool = False) -> None:
-        """``ignores`` tells that targets may be the loss's ``ignore_index``, also where it is torch's default."""
+        """Wrap a loss; ``ignores``: targets may equal its ``ignore_index``, even torch's default of -100."""
         reduction = getattr(loss, "reduction", "mean")
         if reduction not in _MEAN_REDUCTIONS:
             message = f"reduction {reduction!r} depends on the batch size; use reduction: mean"
@@ -73,7 +73,7 @@ class Supervised(Task):
 
     @override
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        """See `Task`."""
+        """Compute the loss of (inputs, targets)."""
         inputs, targets = _pair(batch)
         outputs = _logits(model(inputs))
         loss = self.loss(outputs, self._counted(targets))
@@ -82,32 +82,32 @@ class Supervised(Task):
         return StepOutput(loss, outputs, targets, self._weight(targets))
 
     def refuse_ignored(self, batch: Any) -> None:
-        """Look for targets that the loss ignores where it is weighted by samples; before they are on a device.
+        """Check a batch on the CPU for ignored targets if the loss is weighted by samples.
 
         Raises:
-            ExperimentError: there are some.
+            ExperimentError: a target is ignored.
         """
         if self._entropy is None or self._weighs_by_targets or not isinstance(batch, tuple | list) or len(batch) != 2:
             return
         targets = batch[1]
-        # Labels aren't negative, and the smallest is found in a third of the time that a comparison takes.
+        # No other label is negative, and a minimum takes a third of the time of a comparison.
         if isinstance(targets, Tensor) and targets.ndim == 1 and len(targets) and int(targets.min()) == _IGNORED:
             message = (
-                f"some targets are {_IGNORED}, which it ignores; write ignore_index: {_IGNORED} to divide by the others"
+                f"some targets are {_IGNORED}, which it ignores; write ignore_index: {_IGNORED} to divide by the rest"
             )
             raise ExperimentError.of("loss", message)
 
     def _counted(self, targets: Any) -> Any:
-        """The targets, those of classes whose weight is 0 ignored: of a batch of them alone gradients would be NaN."""
+        """Ignore targets of classes with weight 0; the gradients of a batch of nothing else would be NaN."""
         entropy = self._entropy
         if entropy is None or not self._leaves_out or targets.is_floating_point():
             return targets
         return torch.where(_weights(entropy, targets) == 0, entropy.ignore_index, targets)
 
     def _weight(self, targets: Tensor) -> Tensor | None:
-        """What torch's cross entropies divide by; None for other losses, and where that is the number of samples."""
+        """Return the divisor of torch's cross entropies; None for other losses, and if it is the number of samples."""
         entropy = self._entropy
-        if entropy is None or targets.is_floating_point():  # of probabilities it is a mean over the samples
+        if entropy is None or targets.is_floating_point():  # class probabilities: a mean over the samples
             return None
         if entropy.weight is not None:
             return _weights(entropy, targets).sum()
@@ -117,7 +117,7 @@ class Supervised(Task):
 
 
 class LanguageModel(Task):
-    """Cross entropy of each next token, for batches of (tokens, next_tokens), both (batch, time).
+    """Cross entropy of each next token, for batches of (tokens, next_tokens), both int64 of (batch, time).
 
     Targets of -100 are padding. Metrics see logits (batch * time, vocabulary) and tokens (batch * time).
 
@@ -127,7 +127,7 @@ class LanguageModel(Task):
 
     @override
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        """See `Task`."""
+        """Compute the loss of (tokens, next_tokens)."""
         tokens, next_tokens = _pair(batch)
         logits = _logits(model(tokens)).flatten(0, 1)
         targets = next_tokens.flatten()
@@ -136,14 +136,14 @@ class LanguageModel(Task):
 
 
 def is_known(task: object) -> bool:
-    """Whether a task's loss is one of torch's own, which for samples of one size are what they are taken for."""
+    """Tell if a task's loss is torch's own, so that it needs no test of being a mean over the samples."""
     if isinstance(task, Supervised):
         return _is_entropy(task.loss) or type(task.loss).__module__ == "torch.nn.modules.loss"
     return isinstance(task, LanguageModel)
 
 
 def _is_entropy(loss: object) -> TypeGuard[nn.CrossEntropyLoss | nn.NLLLoss]:
-    """Whether it computes what torch's cross entropies do; a subclass may compute something else."""
+    """Tell if a loss computes torch's cross entropy; a subclass may compute something else."""
     return getattr(type(loss), "forward", None) in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
@@ -152,7 +152,7 @@ def _has_zero(weight: Tensor | None) -> bool:
 
 
 def _weights(entropy: nn.CrossEntropyLoss | nn.NLLLoss, targets: Tensor) -> Tensor:
-    """Each target's weight, that of its class; 0 if it is ignored."""
+    """Return the class weight of each target, 0 for ignored ones."""
     counts = targets != entropy.ignore_index
     assert entropy.weight is not None
     return entropy.weight[torch.where(counts, targets, 0)] * counts

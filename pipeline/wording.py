@@ -1,23 +1,23 @@
-"""Words that many messages have."""
+"""Wording shared by messages: counted nouns, and the name that was probably meant."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def counted(number: int, noun: str) -> str:
-    """Such as "1 worker", "2 workers"."""
+    """Return a number with its noun, e.g. "1 worker", "2 workers"."""
     return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def nearest(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The name most like ``word``, or None; case and dashes for underscores don't count as differences."""
+    """Return the most similar name, or None; ignores case, and dashes in place of underscores."""
     names = {_plain(name): name for name in among}
     found = difflib.get_close_matches(_plain(word), names, n=1, cutoff=cutoff)
     return names[found[0]] if found else None
 
 
 def did_you_mean(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """The end of a sentence, such as "; did you mean epochs?", or nothing."""
+    """Return the end of a message, such as "; did you mean epochs?"; empty if no name is similar."""
     name = nearest(word, among, cutoff=cutoff)
     return f"; did you mean {name}?" if name else ""
 

@@ -120,7 +120,7 @@ def _check_wanted(strategies: Sequence[str], workers: Sequence[int], repeats: in
             hint = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
             raise UsageError(f"strategies: no strategy is called {name!r}{hint}")
     if isinstance(strategies, str):
-        raise UsageError(f'strategies is a text; write a list, ["{strategies}"]')
+        raise UsageError(f'strategies is a string; write a list, ["{strategies}"]')
     for count in (*workers, repeats):
         if type(count) is not int or count < 1:
             raise UsageError(f"workers and repeats are numbers from 1 on, not {count!r}")

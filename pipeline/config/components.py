@@ -22,20 +22,20 @@ _PASSED = {
     "scheduler": "the optimizer",
     "tracking.trackers": "the run's folder",
 }
-"""What a component is called with, before its keyword arguments."""
+"""Positional argument that these components are called with."""
 
 
 def resolve(component: Component, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
-    """The class or function that a component names.
+    """Return the class or function that a component names.
 
     Raises:
-        ExperimentError: it is not allowed, not there, or importing its package fails.
+        ExperimentError: it is not allowed, not found, or its package can't be imported.
     """
     return targets.find(component.target, key=key, allowed=allowed)
 
 
 def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
-    """Everything wrong with the components that shows without calling them. Imports their packages."""
+    """Find what is wrong with the components without calling them; imports their packages."""
     problems: list[Problem] = []
     for key, component in named(experiment):
         problems += _check(component, key=key, passed=_PASSED.get(key.partition("[")[0]), allowed=allowed)
@@ -49,12 +49,12 @@ def build(
     allowed: tuple[str, ...],
     runtime: Mapping[str, int] = MappingProxyType({}),
 ) -> Any:
-    """Call a component with ``args`` and its arguments; nested components are built first.
+    """Call a component with ``args`` and its own arguments; nested components are built first.
 
-    ``runtime`` holds the numbers for ``${total_steps}`` and its like.
+    ``runtime`` holds the run-time values, such as ``${total_steps}``, by name.
 
     Raises:
-        ExperimentError: it can't be found, or refuses its arguments; the exception it raised is the cause.
+        ExperimentError: it can't be found or imported, or raises an exception, which is the cause.
     """
     function = resolve(component, key=key, allowed=allowed)
     arguments = _built(component.arguments, key=key, allowed=allowed, known=runtime)
@@ -68,7 +68,7 @@ def build(
 
 
 def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
-    """All components of an experiment but nested ones, with their keys."""
+    """Yield the components of an experiment with their keys, except nested ones."""
     for name in ("model", "data", "loss", "task", "optimizer", "scheduler"):
         if component := getattr(experiment, name):
             yield name, component
@@ -98,10 +98,10 @@ def _check(component: Component, *, key: str, passed: str | None, allowed: tuple
 
 
 def _check_call(function: Callable[..., Any], component: Component, *, key: str, passed: str | None) -> list[Problem]:
-    """Keywords that the callable doesn't take, and those it needs and doesn't get."""
+    """Find keywords that the callable doesn't take, and required ones that are missing."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some callables written in C don't tell
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return []
     given, target = component.arguments, component.target
     problems: list[Problem] = []
@@ -111,12 +111,12 @@ def _check_call(function: Callable[..., Any], component: Component, *, key: str,
             return [Problem(f"{key}._target_", f"{target} can't be called with {passed}; name another")]
         taken = parameters.pop(0).name
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    # A wrapper may take more than what it wraps, as that of transformers' configurations does.
+    # A wrapper may take more than the function it wraps, e.g. that of transformers' configurations.
     outer = inspect.signature(function, follow_wrapped=False).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in (*parameters, *outer))
     for name in given:
         if name == taken:
-            problems.append(Problem(keys.child(key, name), f"is {passed}, which {target} is given anyway; remove it"))
+            problems.append(Problem(keys.child(key, name), f"{target} gets {passed} as this argument; remove it"))
         elif name not in named and not takes_any:
             problems.append(Problem(keys.child(key, name), _unknown(name, list(named), target)))
     for name, parameter in named.items():
@@ -131,7 +131,7 @@ def _unknown(name: str, known: list[str], target: str) -> str:
 
 
 def _nested(value: object, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The outermost components among the arguments."""
+    """Yield the outermost components among the arguments, with their keys."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     for name, inner in items:
         if isinstance(inner, Mapping) and "_target_" in inner:
@@ -149,7 +149,7 @@ def _component(mapping: Mapping[str, Any], key: str) -> Component:
 
 
 def _built(value: Any, *, key: str, allowed: tuple[str, ...], known: Mapping[str, int]) -> Any:
-    """The value with its components built, its run-time values and secrets filled in."""
+    """Build the components inside a value, and fill in run-time values and secrets."""
     if isinstance(value, str):
         return fill_in(value, known, key=key)
     if isinstance(value, list | tuple):

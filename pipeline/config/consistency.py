@@ -1,4 +1,4 @@
-"""What no single section of an experiment can know: keys that contradict each other."""
+"""Contradictions between keys of an experiment, which no single section can find."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from pipeline.wording import did_you_mean
 
 
 def contradictions(experiment: Experiment) -> list[Problem]:
-    """What no single field can know. All of it, not the first."""
+    """Find all keys that contradict each other."""
     problems = []
     train, parallel = experiment.train, experiment.parallel
     if experiment.loss is None and experiment.task is None:
@@ -30,8 +30,8 @@ def contradictions(experiment: Experiment) -> list[Problem]:
         problems.append(
             Problem(
                 "parallel.workers",
-                f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0, and another number of workers goes on "
-                "from a checkpoint; write one number, or keep: 1",
+                f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0, and training resumes from a checkpoint "
+                "when the number of workers changes; write one number, or checkpoint.keep: 1",
             )
         )
     problems += name_problems(experiment.metrics)
@@ -56,7 +56,7 @@ def contradictions(experiment: Experiment) -> list[Problem]:
         problems.append(
             Problem(
                 "parallel.options.communication_hook",
-                "is powersgd, which would keep the infinities of fp16's overflows in what it sends later; "
+                "is powersgd, whose error feedback would keep the infinities of fp16 overflows; "
                 "use train.precision: bf16, or communication_hook: fp16",
             )
         )
@@ -65,14 +65,14 @@ def contradictions(experiment: Experiment) -> list[Problem]:
         problems.append(
             Problem(
                 "train.gradient_accumulation",
-                f"{train.gradient_accumulation} micro-batches of a worker's {share} samples; use at most {share}",
+                f"is {train.gradient_accumulation}, but each worker has {share} samples per step; use at most {share}",
             )
         )
     return problems
 
 
 def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
-    """What would be ignored by launchers that start workers on this machine only."""
+    """Find keys that only Ray reads, written for a launcher that starts workers on this machine."""
     if parallel.launcher in ("inprocess", "torchrun"):
         for name in ("placement", "resources_per_worker", "interface"):
             if getattr(parallel, name) != Parallel.model_fields[name].default:
@@ -84,33 +84,38 @@ def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
 
 
 def _against_local_sgd(experiment: Experiment) -> Iterator[Problem]:
-    """What needs the same weights on all workers after each step."""
+    """Find settings that need equal weights on all workers after each step."""
     train, entries = experiment.train, enumerate(experiment.compare)
     options = {"parallel": experiment.parallel.options, **{f"compare[{i}]": entry.options for i, entry in entries}}
     for key in (key for key, given in options.items() if given.get("local_sgd_period") is not None):
         where = f"{key}.options.local_sgd_period"
         if train.ema is not None:
-            yield Problem(where, "lets each worker have its own weights, which train.ema can't average; remove one")
+            yield Problem(where, "lets the workers' weights differ, which train.ema can't average; remove one of them")
         if train.on_nonfinite == "skip":
-            yield Problem(where, "lets each worker step by itself, so they can't skip steps together; write stop")
+            yield Problem(
+                where,
+                "lets each worker step by itself, so they can't skip a step together; write train.on_nonfinite: stop",
+            )
         if train.precision == "fp16":
-            yield Problem(where, "lets each worker step by itself, and with fp16 skip others; use precision: bf16")
+            yield Problem(
+                where, "lets each worker step by itself, and fp16 would skip other steps on each; use precision: bf16"
+            )
 
 
 def _layouts(experiment: Experiment) -> Iterator[Problem]:
-    """FSDP2 cuts contiguous parameters only."""
+    """Find fsdp with channels_last: FSDP2 shards contiguous parameters only."""
     if experiment.train.memory_format != "channels_last":
         return
-    cuts = {"parallel.strategy": experiment.parallel.strategy}
-    cuts |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
-    for key, strategy in cuts.items():
+    strategies = {"parallel.strategy": experiment.parallel.strategy}
+    strategies |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
+    for key, strategy in strategies.items():
         if strategy == "fsdp":
-            message = "fsdp can't cut parameters in channels_last; write ddp, or train.memory_format: contiguous"
+            message = "fsdp can't shard parameters in channels_last; write ddp, or train.memory_format: contiguous"
             yield Problem(key, message)
 
 
 def _streamed(experiment: Experiment) -> Iterator[Problem]:
-    """What rows that Ray Data sends can't do."""
+    """Find settings that rows streamed by Ray Data don't support."""
     if not experiment.is_streamed:
         return
     parallel, size, loader = experiment.parallel, experiment.train.global_batch_size, experiment.loader
@@ -119,7 +124,7 @@ def _streamed(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("parallel.launcher", message)
     for workers in range(parallel.least_workers, parallel.workers + 1):
         if size % workers:
-            message = f"is {size}, of which {workers} workers can't get blocks of the same size; use a multiple"
+            message = f"is {size}, which {workers} workers can't share equally, as streaming needs; use a multiple"
             yield Problem("train.global_batch_size", message)
             break
     if experiment.train.compile is not None:
@@ -128,13 +133,13 @@ def _streamed(experiment: Experiment) -> Iterator[Problem]:
     for name in ("num_workers", "collate"):
         if getattr(loader, name):
             message = (
-                "has no effect on pipeline.data.streamed, which Ray Data prepares; use its map_batches, remove this"
+                "has no effect on pipeline.data.streamed; use map_batches of Ray Data instead, and remove this key"
             )
             yield Problem(f"loader.{name}", message)
 
 
 def _swept(experiment: Experiment) -> Iterator[Problem]:
-    """A sweep of what isn't measured, or that can't do what it says."""
+    """Find a sweep's metric that isn't measured, and settings that have no effect."""
     sweep = experiment.sweep
     if sweep is None:
         return
@@ -147,5 +152,7 @@ def _swept(experiment: Experiment) -> Iterator[Problem]:
     varied = sweep.parameters.get("train.epochs")
     epochs = max([experiment.train.epochs, *(n for n in (varied.candidates if varied else ()) if isinstance(n, int))])
     if sweep.asha is not None and sweep.asha.grace_epochs >= epochs:
-        message = f"is {sweep.asha.grace_epochs} of {epochs} epochs, so that no trial is stopped; write fewer"
+        message = (
+            f"is {sweep.asha.grace_epochs}, but trials have {epochs} epochs, so that none is stopped early; write fewer"
+        )
         yield Problem("sweep.asha.grace_epochs", message)

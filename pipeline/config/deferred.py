@@ -105,7 +105,9 @@ def exposed_secrets(tree: Mapping[str, Any]) -> Iterator[Problem]:
         if not Shape.of(Experiment).in_component(parts):
             message = f"{names[0]} is a secret by its name, and this would be written down; rename the variable"
         elif _is_nested(text):
-            message = f"{names[0]} is a secret by its name, which stays a text; write ${{oc.env:{names[0]}}} alone"
+            message = (
+                f"{names[0]} is a secret by its name, which is inserted as it is; write ${{oc.env:{names[0]}}} alone"
+            )
         else:
             continue
         yield Problem(keys.join(parts), message)

@@ -1,4 +1,4 @@
-"""The YAML that experiment files are written in: PyYAML's, but 1e-3 is a number and a date is a text."""
+"""YAML dialect of experiment files: PyYAML's, except that 1e-3 is a number and a date is a string."""
 
 import math
 import re
@@ -19,24 +19,24 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 class Loader(yaml.SafeLoader):
-    """Reads experiment files and the values of overrides."""
+    """Loader of experiment files and of override values."""
 
     yaml_implicit_resolvers = _resolvers()
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what `Loader` reads back the same."""
+    """Dumper whose output `Loader` reads back unchanged."""
 
     yaml_implicit_resolvers = _resolvers()
 
     def ignore_aliases(self, data: object) -> bool:
-        """Write a value out wherever it stands, for people."""
+        """Write repeated values in full instead of as aliases, for readability."""
         return True
 
 
 def written(value: object) -> str:
-    """A value as YAML in one line."""
+    """Return a value as one line of YAML."""
     if isinstance(value, float) and math.isfinite(value):
-        return repr(value)  # 1e-06, which PyYAML spells 1.0e-06
+        return repr(value)  # 1e-06; PyYAML writes 1.0e-06
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, allow_unicode=True, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")

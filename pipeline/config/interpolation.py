@@ -1,4 +1,4 @@
-"""Resolves ``${...}`` with OmegaConf and collects what can't be resolved."""
+"""Interpolation: ``${...}`` resolved by OmegaConf, with all problems collected and the resulting length limited."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from pipeline.errors import MOST_PROBLEMS, Problem
 from pipeline.wording import did_you_mean
 
 _INSIDE_ITSELF = "it refers to a section that it is itself in"
-# OmegaConf has no types, and no attributes, for these: whole texts, since a part of another one may be a value.
+# OmegaConf has no exception types for these. Matched as a whole: parts of other messages may be a user's values.
 _NO_KEY = re.compile(r"Interpolation key '(.*)' not found")
 _NO_VARIABLE = re.compile(
     r"""KeyError raised while resolving interpolation: "Environment variable '(.*)' not found\""""
@@ -30,24 +30,24 @@ _REASONS = {
     "Recursive interpolation detected": "it refers to itself",
     "Interpolation to parent node detected": _INSIDE_ITSELF,
 }
-_LONGEST = 200  # characters of what OmegaConf says, which repeats the value
+_LONGEST = 200  # characters of OmegaConf's message, which repeats the value
 _UNRESOLVED = re.compile(r"(\\*)\$\{")
 LIMIT = 1_000_000
-"""Characters of one value; an experiment has some thousand in all."""
+"""Limit on the characters of one value; a whole experiment has some thousand."""
 _VALUE = 100
-"""What each value of a section counts for beside its text, since it takes that much longer to put in."""
+"""Characters that each value of a section counts for beside its text: resolving it takes that much longer."""
 _REFERENCE = re.compile(r"\$\{\s*([^${}:]+?)\s*\}")
 _INDEX = re.compile(r"\[(\w+)\]")
 
 
 def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The tree with every ``${...}`` replaced; run-time values stay as they are. Problem values become None."""
+    """Replace every ``${...}`` in a tree except run-time values; values with problems become None."""
     resolver = _Resolver(tree)
     return resolver.section(resolver.config, ""), resolver.problems
 
 
 def escape(text: str) -> str:
-    """The text as a file has to spell it, so that resolving leads back to it; run-time values and secrets stay."""
+    """Escape a text, so that resolving gives it back; run-time values and secrets stay references."""
 
     def escaped(found: re.Match[str]) -> str:
         whole = text[found.start() :].split("}")[0] + "}"
@@ -70,26 +70,22 @@ class _Resolver:
         self._open: list[int] = []
 
     def _checked(self, value: Any, key: str) -> Any:
-        """The value without texts that OmegaConf can't read; it would stop at the first."""
+        """Replace strings that OmegaConf can't parse by None and report them; it would stop at the first."""
         if isinstance(value, Mapping):
             return {name: self._checked(inner, keys.child(key, name)) for name, inner in value.items()}
         if isinstance(value, list):
             return [self._checked(inner, keys.child(key, i)) for i, inner in enumerate(value)]
         if not isinstance(value, str) or "${" not in value:
-            return value  # creating a config of each takes long in a file with thousands of values
+            return value  # creating a config for each takes long in files with thousands of values
         if self._expansion.is_too_long(key):
             if key == self._expansion.least:
-                message = (
-                    f"is {cut(value)}, more than {LIMIT:,} characters with all that it refers to; refer less often"
-                )
+                message = f"is {cut(value)}, more than {LIMIT:,} characters with its references filled in; use fewer"
                 self.problems.append(Problem(key, message))
             return None
         try:
             OmegaConf.create({"value": value})
         except (OmegaConfBaseException, RecursionError):
-            message = (
-                f"is {cut(value)}, which is not a whole ${{...}}; close its brackets, or write \\${{ for the text ${{"
-            )
+            message = f"is {cut(value)}, an incomplete ${{...}}; close its brackets, or write \\${{ for a literal ${{"
             self.problems.append(Problem(key, message))
             return None
         return value
@@ -118,7 +114,7 @@ class _Resolver:
     def _sentence(self, error: Exception, key: str) -> str:
         said = str(error).splitlines()[0]
         if isinstance(error, MissingMandatoryValue):
-            return "is left open (???); give it a value"
+            return "has no value (???); write one"
         return f"is {cut(self._raw.get(key))}; {self._reason(error, said)}"
 
     def _reason(self, error: Exception, said: str) -> str:
@@ -127,9 +123,9 @@ class _Resolver:
             known = [*self._known, *deferred.RUNTIME_VALUES] if len(self.problems) < MOST_PROBLEMS and not long else []
             return f"there is no key {found[1][:_LONGEST]}{did_you_mean(found[1], known)}"
         if isinstance(error, InterpolationToMissingValueError):
-            return "the value it refers to is left open (???)"
+            return "the key it refers to has no value (???)"
         if isinstance(error, UnsupportedInterpolationType):
-            return "there is no such function; write ${section.key}, or ${oc.env:NAME}"
+            return "there is no such resolver; write ${section.key}, or ${oc.env:NAME}"
         if isinstance(error, RecursionError):
             return "it refers to itself"
         if type(error) is InterpolationResolutionError and (found := _NO_VARIABLE.fullmatch(said)):
@@ -139,7 +135,7 @@ class _Resolver:
 
 
 def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """Every key with its value, sections included."""
+    """Yield every dotted key with its value, sections included."""
     if key:
         yield key, value
     if isinstance(value, Mapping):
@@ -151,10 +147,12 @@ def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 class Expansion:
-    """Lengths of values, counted and never built.
+    """Lengths of values with all references filled in, counted without building them.
+
+    A few lines that refer to each other several times can fill any memory.
 
     Args:
-        values: what stands under each dotted key, sections included.
+        values: the value of each dotted key, sections included.
     """
 
     def __init__(self, values: Mapping[str, object]) -> None:
@@ -163,21 +161,21 @@ class Expansion:
         self._lengths: dict[str, int] = {}
 
     def is_too_long(self, key: str) -> bool:
-        """Whether what stands there has more than `LIMIT` characters in the end."""
+        """Tell if the value of a key would have more than `LIMIT` characters."""
         try:
             return self._length(_dotted(key)) > LIMIT
-        except RecursionError:  # a chain of hundreds, which OmegaConf doesn't follow either
+        except RecursionError:  # a chain of hundreds of references, which OmegaConf can't follow either
             return False
 
     @cached_property
     def least(self) -> str:
-        """The key of the least of those texts that are too long: where it begins."""
+        """Key of the shortest value that is too long: the first link of a chain."""
         long = [key for key in self._texts if self.is_too_long(key)]
         return min(long, key=lambda key: self._length(_dotted(key)), default="")
 
     def _length(self, key: str) -> int:
         if key not in self._lengths:
-            self._lengths[key] = 0  # of what refers to itself, which is an error of its own
+            self._lengths[key] = 0  # for self-references, which are reported separately
             own = self._values.get(key)
             inner = _children(own, key)
             total = sum(map(self._length, inner)) if inner else _VALUE + len(str(own))
@@ -196,7 +194,7 @@ def _children(value: object, key: str) -> list[str]:
 
 
 def _absolute(reference: str, key: str) -> str:
-    """One dot stands for the section that the value is in, each further dot for the one around it."""
+    """Make a relative reference absolute: one dot is the value's own section, each further dot the next outer one."""
     name = reference.lstrip(".")
     dots = len(reference) - len(name)
     above = key.split(".")[:-dots] if dots else []

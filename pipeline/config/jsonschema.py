@@ -1,4 +1,4 @@
-"""The experiment file as JSON Schema: for editors, and for sentences about what belongs where."""
+"""JSON Schema of the experiment file, for editors, completion and error messages, with suggested components."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,24 +69,27 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "torch.optim.lr_scheduler.ReduceLROnPlateau",
     ),
 }
-"""By section. A test holds them to be there, and the built-in models, data and tasks to be complete."""
+"""Components that editors and shells offer, by section; any other name is valid, too.
+
+A test holds that they exist, and that all built-in models, data and tasks are listed.
+"""
 
 
 def experiment_json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of the experiment file, with a description of every key."""
+    """Return the JSON Schema (draft 2020-12) of the experiment file, with a description of every key."""
     return copy.deepcopy(dict(Shape.of(Experiment).root))
 
 
 class _WithoutTitles(GenerateJsonSchema):
-    """Pydantic would call ``every_steps`` "Every Steps", which tells nobody anything."""
+    """Generator that leaves out pydantic's titles, such as "Every Steps" for ``every_steps``."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
-        """As in the base class."""
+        """Leave out all titles."""
         return False
 
 
 class Shape:
-    """A JSON Schema with its references followed."""
+    """A JSON Schema that is looked up by key, with its references followed."""
 
     def __init__(self, root: Schema) -> None:
         self.root = root
@@ -94,7 +97,7 @@ class Shape:
     @staticmethod
     @cache
     def of(model: type[BaseModel]) -> "Shape":
-        """The shape of a model; strategies and launchers are the ones that are installed."""
+        """Return the shape of a model; strategies and launchers are limited to the installed ones."""
         described = model.model_json_schema(by_alias=True, schema_generator=_WithoutTitles)
         root = {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}
         for name, targets in SUGGESTED.items() if model is Experiment else ():
@@ -106,26 +109,26 @@ class Shape:
         return Shape(root)
 
     def at(self, parts: Iterable[Part]) -> Schema:
-        """The schema of one key; empty where anything may stand."""
+        """Return the schema of one key; empty if any value is allowed."""
         schema = self.follow(self.root)
         for part in parts:
             schema = self._step(schema, part)
         return schema
 
     def fields(self, parts: Iterable[Part]) -> tuple[str, ...]:
-        """Names of the keys of a section."""
+        """Return the keys of a section."""
         return tuple(self.at(parts).get("properties", {}))
 
     def is_component(self, parts: Iterable[Part]) -> bool:
-        """Whether the key holds a ``_target_`` with its arguments."""
+        """Tell if the key holds a component."""
         return "_target_" in self.at(parts).get("properties", {})
 
     def in_component(self, parts: tuple[Part, ...]) -> bool:
-        """Whether the key is an argument of a component."""
+        """Tell if the key is an argument of a component."""
         return any(self.is_component(parts[:n]) and parts[n] != "_target_" for n in range(len(parts)))
 
     def all_keys(self, parts: tuple[Part, ...] = ()) -> Iterator[str]:
-        """The dotted keys of all sections; lists and components aren't looked into."""
+        """Yield the dotted keys of all sections, but none inside lists and components."""
         if self.is_component(parts):
             return
         for name in self.fields(parts):
@@ -133,9 +136,9 @@ class Shape:
             yield from self.all_keys((*parts, name))
 
     def follow(self, schema: Schema) -> Schema:
-        """A schema with its reference followed, and without "or null" around it; its own description stays.
+        """Follow a schema's reference and drop its "or null"; its own description and default stay.
 
-        Neither does "or true or false" count beside a section, which it switches.
+        The "or boolean" of a section that can be switched on and off is dropped, too.
         """
         choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
         if any("$ref" in choice for choice in choices):
@@ -156,9 +159,11 @@ class Shape:
 
 
 def _suggest(schema: dict[str, Any], targets: Sequence[str]) -> None:
-    """Name some components where one belongs: directly, in an "or null", or in a mapping of them."""
+    """Add examples of components to a key that takes one, directly, in an "or null", or in a mapping of them."""
     inner = schema.get("additionalProperties")
-    for place in (schema, *schema.get("anyOf", ()), *([inner] if isinstance(inner, dict) else [])):
-        if "$ref" in place:
-            told = f"Dotted name of a class or function in an allowed package, e.g. {targets[0]}."
-            place["properties"] = {"_target_": {"type": "string", "description": told, "examples": list(targets)}}
+    for choice in (schema, *schema.get("anyOf", ()), *([inner] if isinstance(inner, dict) else [])):
+        if "$ref" in choice:
+            description = f"Dotted name of a class or function in an allowed package, e.g. {targets[0]}."
+            choice["properties"] = {
+                "_target_": {"type": "string", "description": description, "examples": list(targets)}
+            }

@@ -11,14 +11,14 @@ _DOTTED_INDEX = re.compile(r"\.(\d+)(?=[.\[]|$)")
 
 
 def child(key: str, part: Part) -> str:
-    """The key of an entry of the section or list at ``key``; "" is the top level."""
+    """Return the key of an entry of the section or list at ``key``; "" is the top level."""
     if isinstance(part, int):
         return f"{key}[{part}]"
     return f"{key}.{part}" if key else part
 
 
 def join(parts: Iterable[Part]) -> str:
-    """The key of a path, e.g. ("compare", 0, "strategy")."""
+    """Return the dotted key of a path, e.g. "compare[0].strategy" for ("compare", 0, "strategy")."""
     key = ""
     for part in parts:
         key = child(key, part)
@@ -26,10 +26,10 @@ def join(parts: Iterable[Part]) -> str:
 
 
 def split(key: str) -> tuple[Part, ...]:
-    """The parts of a key, indices in brackets as numbers.
+    """Return the parts of a key; indices in brackets become integers.
 
     Raises:
-        ValueError: not a key.
+        ValueError: malformed key.
     """
     if not _WHOLE.fullmatch(key):
         raise ValueError(key)
@@ -37,7 +37,7 @@ def split(key: str) -> tuple[Part, ...]:
 
 
 def ancestors(key: str) -> Iterator[str]:
-    """The key itself, then each section around it, the innermost first; "compare.0" counts as "compare[0]"."""
+    """Yield the key itself, then each section around it, innermost first; "compare.0" counts as "compare[0]"."""
     yield key
     key = _DOTTED_INDEX.sub(r"[\1]", key)
     while key:

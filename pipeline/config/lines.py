@@ -1,4 +1,4 @@
-"""Reads YAML and remembers the line of every key."""
+"""YAML parser that records the line of every key, and explains syntax errors in plain words."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -12,36 +12,39 @@ from pipeline.config.dialect import Loader
 from pipeline.errors import ExperimentError, Problem
 
 PlaceOf = Callable[[int], str]
-"""From a line, counted from 1, to the place that a problem shows."""
+"""Maps a line, counted from 1, to the place that a problem shows."""
 
 COMMAND_LINE = "command line: "
-"""What the place of a problem begins with when an override is at fault."""
+"""Prefix of a problem's place if an override caused it."""
 
 _SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")}
 _COLLECTIONS = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq")}
 _MERGE = "tag:yaml.org,2002:merge"
 _KINDS = {f"tag:yaml.org,2002:{name}": name for name in ("float", "bool", "null")}
-_KINDS["tag:yaml.org,2002:int"] = "a whole number of at most 64 bits"
-_KINDS["tag:yaml.org,2002:str"] = "a text that UTF-8 can write"
+_KINDS["tag:yaml.org,2002:int"] = "an integer of at most 64 bits"
+_KINDS["tag:yaml.org,2002:str"] = "a string that UTF-8 can encode"
 _MOST_BITS = 64
 _LONGEST = 200  # characters of an override in a message
 _MOST_VALUES = 50_000
-_DEEPEST = 40  # OmegaConf takes some ten calls of Python's thousand for each level
+_DEEPEST = 40  # OmegaConf takes some ten of Python's thousand stack frames for each level
 _TAB = re.compile(r"^ *\t[ \t]*\S")
 
 _MEANINGS = (
-    ("mapping values are not allowed", "a colon where none belongs; indent less, or put a text with ': ' in quotes"),
+    ("mapping values are not allowed", "a colon where none belongs; indent less, or put a string with ': ' in quotes"),
     ("could not find expected ':'", "a line without a colon; write key: value"),
-    ("but found '<scalar>'", "a text where an entry ends; is a comma, a quote or a line break missing before it?"),
-    ("expected ',' or", "a bracket that is not closed, or a comma that is missing"),
-    ("expected <block end>", "the indentation fits no section above; begin the keys of a section in one column"),
-    ("while scanning a quoted scalar", "a quote that is not closed"),
+    ("but found '<scalar>'", "a value where an entry ends; is a comma, a quote or a line break missing before it?"),
+    ("expected ',' or", "a bracket is not closed, or a comma is missing"),
+    (
+        "expected <block end>",
+        "the indentation matches no section above; start all keys of a section in the same column",
+    ),
+    ("while scanning a quoted scalar", "a quote is not closed"),
     ("undefined alias", "*name refers to an anchor &name, and there is none before it"),
-    ("duplicate anchor", "two anchors of the same name"),
+    ("duplicate anchor", "two anchors have the same name; rename one"),
     ("expected '<document start>'", "something stands after the end; remove a closing bracket too many"),
     ("expected a single document", "a second document after ---; a file holds one experiment"),
-    ("unknown escape character", "an unknown escape in a text; put texts with a backslash in single quotes"),
-    ("that cannot start any token", "a text can't begin with this character; put it in quotes"),
+    ("unknown escape character", "an unknown escape in a string; put strings with a backslash in single quotes"),
+    ("that cannot start any token", "a string can't begin with this character; put it in quotes"),
     ("expected the node content", "a value is missing, or a bracket, comma or colon stands where none belongs"),
     ("did not find expected", "a bracket, comma or colon stands where none belongs"),
 )
@@ -49,21 +52,21 @@ _MEANINGS = (
 
 @dataclass(frozen=True)
 class Places:
-    """Where each key stands: its line in the file, or the override that set it."""
+    """Origin of each key: its line in the file, or the override that set it."""
 
     name: str
-    """The file, as the user wrote it."""
+    """Path of the file, as the user wrote it."""
     entries: Mapping[str, int | str]
 
     def locate(self, key: str) -> str:
-        """The "file:line" of a key or of the nearest section around it, or "command line: train.epochs=3"."""
+        """Return "file:line" of a key or of the nearest section around it, or "command line: train.epochs=3"."""
         entry = self.entries.get(self._known(key))
         if isinstance(entry, str):
             return of_override(entry)
         return f"{self.name}:{entry}" if entry else self.name
 
     def sorted(self, problems: Iterable[Problem]) -> list[Problem]:
-        """As their keys stand in the file, problems of overrides last."""
+        """Sort problems by the order of their keys in the file, those of overrides last."""
         rank = {key: n for n, key in enumerate(self.entries, 1)}
 
         def order(problem: Problem) -> tuple[bool, int]:
@@ -77,17 +80,17 @@ class Places:
 
 
 def of_override(override: str) -> str:
-    """The place of a problem that an override has."""
+    """Return the place of a problem that an override caused."""
     return f"{COMMAND_LINE}{override if len(override) <= _LONGEST else f'{override[:_LONGEST]}...'}"
 
 
 def parse(text: str, *, place: PlaceOf, depth: int = 0) -> tuple[Any, dict[str, int]]:
-    """The value of a YAML document (None if it is empty) and the line of every key.
+    """Parse a YAML document; return its value (None if it is empty) and the line of every key.
 
-    ``depth`` says in how many sections the value will stand.
+    ``depth`` is the number of sections around the value.
 
     Raises:
-        ExperimentError: not YAML, duplicate keys, keys that are no texts, tags, or more than an experiment can need.
+        ExperimentError: not YAML, duplicate keys, keys that aren't strings, tags, or too many values or levels.
     """
     try:
         node = yaml.compose(text, Loader=Loader)
@@ -103,7 +106,7 @@ def parse(text: str, *, place: PlaceOf, depth: int = 0) -> tuple[Any, dict[str, 
 
 
 class _Reader:
-    """Turns YAML's nodes into plain values; merge keys (``<<``) and aliases are written out."""
+    """Conversion of YAML nodes to plain values; merge keys (``<<``) and aliases are expanded."""
 
     def __init__(self, place: PlaceOf) -> None:
         self.lines: dict[str, int] = {}
@@ -114,7 +117,7 @@ class _Reader:
 
     def value(self, node: yaml.Node, key: str, *, depth: int) -> Any:
         self._values += 1
-        if self._values > _MOST_VALUES or depth > _DEEPEST:  # also stops aliases of aliases, which grow without end
+        if self._values > _MOST_VALUES or depth > _DEEPEST:  # also stops aliases of aliases, which grow exponentially
             what = f"more than {_MOST_VALUES} values" if depth <= _DEEPEST else f"nested deeper than {_DEEPEST} levels"
             raise ExperimentError([self._problem(key, what, node)])
         if isinstance(node, yaml.MappingNode) and node.tag in _COLLECTIONS:
@@ -137,7 +140,7 @@ class _Reader:
             if name.tag == _MERGE or (text := self._name(name, key)) is None:
                 continue
             if text in first:
-                message = f"given twice; the first one is in line {first[text]}, remove one of them"
+                message = f"given twice, first in line {first[text]}; remove one of them"
                 self.problems.append(self._problem(keys.child(key, text), message, name))
                 continue
             first[text] = name.start_mark.line + 1
@@ -159,7 +162,7 @@ class _Reader:
         if isinstance(text, str):
             return text
         written = node.value if isinstance(node, yaml.ScalarNode) else "..."
-        message = f"the key {written} is not a text; put it in quotes"
+        message = f"the key {written} is not a string; put it in quotes"
         self.problems.append(self._problem(section, message, node))
         return None
 
@@ -170,7 +173,7 @@ class _Reader:
         try:
             return _usable(self._constructor.construct_object(node))
         except (yaml.YAMLError, ValueError, KeyError, OverflowError):
-            message = f"{node.value[:40]!r} is not {_KINDS.get(node.tag, _short(node.tag))}; put texts in quotes"
+            message = f"{node.value[:40]!r} is not {_KINDS.get(node.tag, _short(node.tag))}; put strings in quotes"
             self.problems.append(self._problem(key, message, node))
             return None
 
@@ -183,11 +186,11 @@ def _short(tag: str) -> str:
 
 
 def _usable(value: Any) -> Any:
-    """The value.
+    """Return the value unchanged.
 
     Raises:
-        OverflowError: a number with more bits than anything computes with; one of 4300 digits can't even be shown.
-        ValueError: half of a surrogate pair, as YAML's escapes can make one; it can't be written down again.
+        OverflowError: an integer of more than 64 bits; Python can't even print one of 4300 digits.
+        ValueError: a lone surrogate from a YAML escape, which UTF-8 can't encode.
     """
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise OverflowError
@@ -197,12 +200,12 @@ def _usable(value: Any) -> Any:
 
 
 def explain_syntax(error: yaml.YAMLError, text: str, *, place: Callable[[int], str]) -> list[Problem]:
-    """Problems for an error of PyYAML; tabs are the usual reason, so they are looked for first."""
+    """Explain an error of PyYAML; tabs are the usual reason, so they are looked for first."""
     if tabs := [number for number, line in enumerate(text.split("\n"), 1) if _TAB.match(line)]:
         return [Problem("", "a tab in the indentation; use spaces", place(number)) for number in tabs]
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
-        return [Problem("", "a character that can't stand in a text file; save the file as UTF-8 text", place(line))]
+        return [Problem("", "a character that no text file may hold; save the file as UTF-8 text", place(line))]
     if isinstance(error, yaml.MarkedYAMLError):
         return [Problem("", _meaning(error), place(_line(error)))]
     return [Problem("", f"can't be read as YAML: {error}", place(1))]
@@ -217,7 +220,7 @@ def _meaning(error: yaml.MarkedYAMLError) -> str:
 
 
 def _line(error: yaml.MarkedYAMLError) -> int:
-    """Where to look: what is never closed is at fault where it opens, anything else where reading stopped."""
+    """Return the line to show: for brackets and quotes left open the opening one, otherwise where parsing stopped."""
     open_ended = any(what in (error.context or "") for what in ("quoted scalar", "flow", "simple key"))
     open_ended = open_ended and not _is_bare_interpolation(error.problem_mark)
     mark = (open_ended and error.context_mark) or error.problem_mark or error.context_mark

@@ -1,4 +1,7 @@
-"""From a file and overrides to an Experiment, with every problem reported at once: start reading at `load`."""
+"""Loading: from a YAML file or a mapping, and overrides, to an `Experiment`; start reading at `load`.
+
+Every problem is collected and reported at once, with its file and line.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,24 +30,24 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True)
 class ExperimentFile:
-    """An experiment and where each of its keys stands."""
+    """A validated experiment with the place of each of its keys."""
 
     path: Path
     experiment: Experiment
     places: Places
     tree: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What the file says, with its overrides, before ``${...}`` is replaced; it may hold secrets."""
+    """Values of the file and its overrides, before ``${...}`` is resolved; may hold secrets."""
 
     @property
     def source(self) -> str:
-        """The file relative to this folder; empty if the experiment was written in Python."""
+        """Path of the file relative to the working directory; empty if the experiment was written in Python."""
         return os.path.relpath(self.path) if self.path.is_file() else ""
 
     def varied(self, values: Mapping[str, Any]) -> "ExperimentFile":
-        """The same without its sweep and with other values, by dotted key.
+        """Return the experiment without its sweep and with other values, by dotted key.
 
         Raises:
-            ExperimentError: they don't go together.
+            ExperimentError: a value is invalid.
         """
         tree = deepcopy(dict(self.tree))
         tree.pop("sweep", None)
@@ -52,43 +55,43 @@ class ExperimentFile:
         return checked(self.places.name, tree, entries, [override(key, values[key]) for key in values])
 
     def locate(self, key: str) -> str:
-        """Of "train.epochs": "experiments/resnet.yaml:9" its line, or the nearest section's around it."""
+        """Return a key's place, e.g. "experiments/resnet.yaml:9", or that of the nearest section around it."""
         return self.places.locate(key)
 
     def explain(self, problems: Iterable[Problem]) -> ExperimentError:
-        """An error with the places of all problems, in the order of the file."""
+        """Return an error with the places of all problems, in the order of the file."""
         return _explain(problems, self.places)
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
-    """The experiment in a file, with ``key=value`` overrides applied before interpolation.
+    """Load an experiment file, with ``key=value`` overrides applied before interpolation.
 
     Raises:
         UsageError: the file can't be read, or an override is malformed.
-        ExperimentError: the file is wrong; carries every problem that was found.
+        ExperimentError: the file is wrong; holds every problem that was found.
     """
     tree, file_lines = _parse(_read(Path(path)), str(path))
     return checked(str(path), tree, dict(file_lines), overrides)
 
 
 def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> ExperimentFile:
-    """The experiment in what a file would hold, as dicts, lists, texts and numbers.
+    """Load an experiment from the contents of a file as dicts, lists, strings and numbers.
 
     Raises:
         UsageError: an override is malformed.
-        ExperimentError: something in it is wrong; carries every problem that was found.
+        ExperimentError: a value is wrong; holds every problem that was found.
     """
     try:
-        problems = list(_strange(values, ()))
+        problems = list(_not_plain(values, ()))
     except RecursionError:
-        raise ExperimentError([Problem("", "holds itself; write it out", _IN_PYTHON)]) from None
+        raise ExperimentError([Problem("", "contains itself; write its values out", _IN_PYTHON)]) from None
     if problems:
         raise ExperimentError(problems)
     return checked(_IN_PYTHON, _copied(values), {}, overrides)
 
 
 def checked(name: str, tree: dict[str, Any], entries: dict[str, int | str], overrides: Sequence[str]) -> ExperimentFile:
-    """The experiment of a tree, whose keys stand in the lines of ``entries``; both are changed. See `load`."""
+    """Validate a tree whose keys come from the lines in ``entries``; both are modified. Raises as `load` does."""
     rejected = apply_overrides(overrides, tree, entries)
     places = Places(name, entries)
     resolved, problems = interpolation.resolve(deferred.with_secrets_escaped(tree))
@@ -112,7 +115,7 @@ def _explain(problems: Iterable[Problem], places: Places) -> ExperimentError:
 
 
 def _unreported(problems: Iterable[Problem], reported: Sequence[Problem]) -> list[Problem]:
-    """Without those that follow from a problem with the same key or its section."""
+    """Drop the problems that follow from one already reported for the same key or a section around it."""
     known = {problem.key for problem in reported}
     return [problem for problem in problems if known.isdisjoint(keys.ancestors(problem.key))]
 
@@ -130,7 +133,7 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:  # not all of it: it may be a device, or a checkpoint
+        with path.open("rb") as file:  # limited: it may be a device or a checkpoint
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             message = f"is larger than {_MOST_BYTES // 2**20} MiB; is it an experiment?"
@@ -141,7 +144,7 @@ def _read(path: Path) -> str:
     except IsADirectoryError:
         raise UsageError(f"{path}: is a folder{_others(path)}") from None
     except UnicodeDecodeError as error:
-        message = f"is not a text in UTF-8 (byte {error.start + 1}); save it as UTF-8"
+        message = f"is not UTF-8 text (byte {error.start + 1}); save it as UTF-8"
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ExperimentError([Problem("", message, f"{path}:{line}")]) from None
     except (OSError, ValueError) as error:
@@ -150,7 +153,7 @@ def _read(path: Path) -> str:
 
 
 def _others(folder: Path, *, meant: str = "") -> str:
-    """The experiment that was probably meant, or those that are there."""
+    """Suggest the experiment file that was probably meant, or list the existing ones."""
     if not folder.is_dir():
         return f"; the folder {folder} doesn't exist either"
     there = sorted(str(file) for file in folder.glob("*.y*ml"))
@@ -159,26 +162,26 @@ def _others(folder: Path, *, meant: str = "") -> str:
 
 
 def _copied(value: Any) -> Any:
-    """The value as YAML would give it, so that nothing is shared with the caller's."""
+    """Copy a value to plain dicts and lists, as YAML would give it, so that nothing is shared with the caller."""
     if isinstance(value, Mapping):
         return {name: _copied(inner) for name, inner in value.items()}
     return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _strange(value: object, parts: tuple[keys.Part, ...]) -> Iterator[Problem]:
-    """What couldn't stand in a file, and what to write instead."""
+def _not_plain(value: object, parts: tuple[keys.Part, ...]) -> Iterator[Problem]:
+    """Find values that no YAML file could hold."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if isinstance(name, str):
-                yield from _strange(inner, (*parts, name))
+                yield from _not_plain(inner, (*parts, name))
             else:
-                yield Problem(keys.join(parts), f"the key {name!r} is not a text; put it in quotes", _IN_PYTHON)
+                yield Problem(keys.join(parts), f"the key {name!r} is not a string; put it in quotes", _IN_PYTHON)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _strange(inner, (*parts, index))
+            yield from _not_plain(inner, (*parts, index))
     elif callable(value) and hasattr(value, "__qualname__"):
         written = f'write its dotted name, "{value.__module__}.{value.__qualname__}"'
-        yield Problem(keys.join(parts), f"is {value.__qualname__} itself; {written}", _IN_PYTHON)
+        yield Problem(keys.join(parts), f"is the object {value.__qualname__}; {written}", _IN_PYTHON)
     elif type(value) not in _PLAIN:
-        message = f"is a {type(value).__name__}; write texts, numbers, lists and dicts"
+        message = f"is of type {type(value).__name__}; write strings, numbers, lists and dicts"
         yield Problem(keys.join(parts), message, _IN_PYTHON)

@@ -1,4 +1,4 @@
-"""From pydantic's errors to sentences: the live value, and what to write instead."""
+"""Error messages from pydantic's errors: the value in the file, and what to write instead."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ from pipeline.config.keys import Part
 from pipeline.errors import MOST_PROBLEMS, Problem
 from pipeline.wording import did_you_mean, nearest
 
-_CREDENTIALS = re.compile(r"(?<=://).*@")  # also of what is no address; `without_credentials` needs one
+_CREDENTIALS = re.compile(r"(?<=://).*@")  # also in malformed URIs, which `without_credentials` can't parse
 _LONGEST = 60
 _NEXT_SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
-_KINDS = {bool: "a truth value", int: "a whole number", float: "a number", str: "a text"}
+_KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
 _BOUNDS = {
     "exclusiveMinimum": "greater than",
     "exclusiveMaximum": "less than",
@@ -28,7 +28,7 @@ _BOUNDS = {
 
 
 def problems(error: ValidationError, model: type[BaseModel], data: object) -> list[Problem]:
-    """One problem for each key that ``model`` refuses in ``data``, as many as are shown."""
+    """Return one problem for each key in ``data`` that ``model`` rejects, up to the number that is shown."""
     shape = Shape.of(model)
     found: dict[str, Problem] = {}
     for details in error.errors(include_url=False):
@@ -36,7 +36,7 @@ def problems(error: ValidationError, model: type[BaseModel], data: object) -> li
             continue
         parts = _parts(details, data)
         key = keys.join(parts)
-        if key in found:  # a union complains once per choice
+        if key in found:  # a union reports an error for each choice
             continue
         found[key] = Problem(key, _sentence(details, parts, shape))
         if len(found) > MOST_PROBLEMS:
@@ -45,29 +45,29 @@ def problems(error: ValidationError, model: type[BaseModel], data: object) -> li
 
 
 def shown(value: object) -> str:
-    """A value of a YAML file as a sentence shows it, e.g. "'abc' (a text)"."""
+    """Return a YAML value with its type for a message, e.g. "'abc' (a string)"."""
     if value is None:
         return "empty"
     if isinstance(value, bool):
-        return f"{str(value).lower()} (a truth value)"
+        return f"{str(value).lower()} (a boolean)"
     if isinstance(value, str | int | float):
         return f"{cut(value)} ({_KINDS[type(value)]})"
     return "a mapping" if isinstance(value, Mapping) else "a list"
 
 
 def cut(value: object) -> str:
-    """A value as Python writes it, its beginning if that is long."""
+    """Return the repr of a value, cut to a readable length."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _is_echo(details: ErrorDetails) -> bool:
-    """Pydantic also calls a list too short when its entries are wrong."""
+    """Tell if the error only follows from others: pydantic also calls a list with invalid entries too short."""
     return details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
 
 
 def _parts(details: ErrorDetails, data: object) -> tuple[Part, ...]:
-    """The path of an error, without the names of a union's choices that pydantic appends."""
+    """Return the path of an error without the choices of a union, which pydantic appends."""
     parts: list[Part] = []
     for part in details["loc"]:
         if isinstance(data, Mapping) and (part in data or details["type"] == "missing"):
@@ -130,6 +130,10 @@ def _wrong(value: object, parts: tuple[Part, ...], shape: Shape) -> str:
     return f"is {shown(value)}; write {_expected(schema)}{hint or _unquoted(value, schema)}"
 
 
+def _is_number(schema: Schema) -> bool:
+    return any(choice.get("type") in ("integer", "number") for choice in (schema, *schema.get("anyOf", ())))
+
+
 def _target_in(value: object) -> str:
     dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
     return str(value) if dotted else "package.name"
@@ -148,10 +152,10 @@ def _expected(schema: Schema) -> str:
 
 
 _NOUNS = {
-    "integer": "a whole number",
+    "integer": "an integer",
     "number": "a number",
     "boolean": "true or false",
-    "string": "a text",
+    "string": "a string",
     "array": "a list",
     "object": "a mapping",
     "null": "null",
@@ -159,8 +163,8 @@ _NOUNS = {
 
 
 def _unquoted(value: object, schema: Schema) -> str:
-    """A number that came as a text: from quotes, or from the environment, which only knows texts."""
-    if not isinstance(value, str) or "number" not in _expected(schema):
+    """Return a hint if a number came as a string, from quotes or from an environment variable."""
+    if not isinstance(value, str) or not _is_number(schema):
         return ""
     try:
         number: Any = yaml.load(value, Loader=Loader)  # noqa: S506 - a SafeLoader
@@ -171,7 +175,7 @@ def _unquoted(value: object, schema: Schema) -> str:
 
 
 def _description(schema: Schema) -> str:
-    """The first sentence of a field's description, to stand after a semicolon."""
+    """Return the first sentence of a field's description, in lower case to follow a semicolon."""
     text = _NEXT_SENTENCE.split(str(schema.get("description", "a value")))[0].removesuffix(".")
     text = " ".join(text.split())
     return text if text[1:2].isupper() or text.startswith("MLflow") else text[:1].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""``key=value`` from the command line: ``train.epochs=3``, ``compare[0].workers=4``, ``optimizer={_target_: ...}``."""
+"""Overrides from the command line: ``train.epochs=3``, ``compare[0].workers=4``, ``optimizer={_target_: ...}``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from pipeline.config.sweep import Parameter
 from pipeline.errors import ExperimentError, Problem, UsageError
 
 _SWEPT = ("sweep", "parameters")
-"""The section whose names are dotted keys themselves."""
+"""Section whose names are dotted keys themselves."""
 
 
 def override(key: str, value: object) -> str:
@@ -19,12 +19,12 @@ def override(key: str, value: object) -> str:
 
 
 def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dict[str, int | str]) -> list[Problem]:
-    """Set each override in ``tree``, and note in ``entries`` that it stands on the command line.
+    """Set each override in ``tree``, and record it in ``entries`` as the origin of its key.
 
-    A value replaces whole sections. Returns the problems of the overrides that can't be set.
+    A value replaces a whole section. Returns the problems of the overrides that can't be set.
 
     Raises:
-        UsageError: not ``key=value``.
+        UsageError: an override is not ``key=value``.
     """
     problems = []
     for override in overrides:
@@ -52,7 +52,7 @@ def _split(override: str) -> tuple[str, str]:
 
 
 def _inside(key: str, inner: str) -> str:
-    """The whole key of a problem in an override's value."""
+    """Return the full key of a problem inside an override's value."""
     return f"{key}{'' if inner.startswith('[') or not inner else '.'}{inner}"
 
 
@@ -60,19 +60,21 @@ def _of_parameter(key: str, value: object) -> tuple[str, object]:
     """Turn ``sweep.parameters.optimizer.lr.grid`` into ``sweep.parameters.optimizer.lr``: a parameter has one kind."""
     *parameter, kind = keys.split(key)
     is_inside = len(parameter) > len(_SWEPT) and (parameter[0], parameter[1]) == _SWEPT
-    is_kind = kind in Parameter.model_fields and not isinstance(value, Mapping)  # one with kinds is a parameter itself
+    is_kind = kind in Parameter.model_fields and not isinstance(
+        value, Mapping
+    )  # a mapping of kinds is a whole parameter
     return (keys.join(parameter), {str(kind): value}) if is_inside and is_kind else (key, value)
 
 
 def _path(key: str) -> tuple[keys.Part, ...]:
-    """The names of the sections down to a value; that of a sweep's parameter is dotted."""
+    """Split a key into section names; the name of a sweep parameter keeps its dots."""
     parts = keys.split(key)
     depth = len(_SWEPT)
     return (*_SWEPT, keys.join(parts[depth:])) if parts[:depth] == _SWEPT and len(parts) > depth else parts
 
 
 def _set(tree: dict[str, Any], key: str, value: object) -> None:
-    """Set the value, making sections on the way that the file leaves out."""
+    """Set the value; create the sections on the way that the file lacks."""
     parts = _path(key)
     section: Any = tree
     for n, part in enumerate(parts):

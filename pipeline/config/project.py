@@ -1,4 +1,4 @@
-"""Which packages a ``_target_`` may name: those trusted here, and the project's own from its pyproject.toml."""
+"""Packages that a ``_target_`` may name: built-in ones, and the project's own from its pyproject.toml."""
 
 import tomllib
 from pathlib import Path
@@ -27,16 +27,16 @@ BUILT_IN = (
     "ray.data.read_parquet",
     "ray.data.FileShuffleConfig",
 )
-"""Packages whose classes and functions build things and do nothing else, and single functions of others."""
+"""Packages whose classes and functions build objects without side effects, and single functions of other packages."""
 
 _NAME = "pyproject.toml"
 
 
 def allowed_packages(start: Path | None = None) -> tuple[str, ...]:
-    """The built-in packages and those of the project that ``start`` (default: the working directory) lies in.
+    """Return the built-in packages and those of the project around ``start`` (default: the working directory).
 
     Raises:
-        UsageError: ``[tool.pipeline]`` or the whole pyproject.toml is malformed.
+        UsageError: the pyproject.toml or its ``[tool.pipeline]`` is malformed.
     """
     file = project_file(start)
     own = _packages(file) if file else ()
@@ -44,7 +44,7 @@ def allowed_packages(start: Path | None = None) -> tuple[str, ...]:
 
 
 def project_file(start: Path | None = None) -> Path | None:
-    """The nearest pyproject.toml with a ``[tool.pipeline]`` section, from ``start`` upwards.
+    """Find the nearest pyproject.toml with a ``[tool.pipeline]`` section, from ``start`` upwards.
 
     Raises:
         UsageError: a pyproject.toml on the way is malformed.

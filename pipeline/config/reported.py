@@ -1,4 +1,4 @@
-"""Names that evaluation reports metrics by, as experiments and MLflow write them."""
+"""Names of reported metrics, such as validation/accuracy, in experiments and in MLflow."""
 
 import re
 from collections.abc import Container, Iterable, Iterator
@@ -11,7 +11,7 @@ _MLFLOW_LENGTH = 250
 
 
 def source_of(reported: str, metrics: Container[str]) -> str | None:
-    """The metric, or "loss", that gives a reported value; a value for each class is numbered: validation/accuracy_0."""
+    """Return the metric, or "loss", behind a reported name, or None; per-class values end in _0, _1, ..."""
     name = reported.removeprefix(PREFIX)
     if name == "loss" or name in metrics:
         return name
@@ -20,17 +20,20 @@ def source_of(reported: str, metrics: Container[str]) -> str | None:
 
 
 def mlflow_name(name: str) -> str:
-    """The name in MLflow, which refuses a whole batch of values for one character that it doesn't take."""
+    """Return a name that MLflow accepts; one forbidden character makes it reject a whole batch of values."""
     return _FORBIDDEN.sub("_", name)[:_MLFLOW_LENGTH]
 
 
 def name_problems(metrics: Iterable[str]) -> Iterator[Problem]:
-    """Metrics whose values would become one series, in the report or in MLflow."""
+    """Find metrics whose values would merge into one series, in the report or in MLflow."""
     known = {mlflow_name(f"{PREFIX}loss"): "loss"}
     for name in metrics:
         written = mlflow_name(f"{PREFIX}{name}")
         if name == "loss":
-            yield Problem("metrics.loss", "validation/loss is reported anyway; give this metric another name")
+            yield Problem(
+                "metrics.loss",
+                "the name of the validation loss, which is always reported; give this metric another name",
+            )
         elif written in known:
             message = f"is {written} in MLflow, as metrics.{known[written]} is; give one of them another name"
             yield Problem(f"metrics.{name}", message)

@@ -1,4 +1,7 @@
-"""The experiment file as frozen, strict types. Field descriptions end up in the JSON Schema that editors read."""
+"""The experiment file as frozen, strict types; their docstrings are the descriptions in JSON Schema and docs/keys.md.
+
+The larger sections have files of their own: `train`, `parallel` and `sweep`.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -22,82 +25,82 @@ from pipeline.config.values import (
 
 
 class Loader(Section):
-    """The DataLoader of each worker."""
+    """DataLoader of each worker."""
 
     num_workers: NotNegative = 0
-    """Loader processes for each worker; 0 loads in the training process."""
+    """Loader processes of each worker; 0 loads in the training process."""
     pin_memory: bool | Literal["auto"] = "auto"
-    """Page-locked batches; auto: yes on a GPU."""
+    """Copy batches to page-locked memory; auto: true on a GPU."""
     persistent_workers: bool = True
     """Keep loader processes between epochs."""
     prefetch_factor: Positive = 2
     """Batches that each loader process prepares ahead."""
     collate: Component | None = None
-    """A callable's factory for collate_fn; torch's default_collate otherwise."""
+    """Component that builds the collate_fn; default: torch's default_collate."""
 
 
 class Checkpoint(Section):
-    """When and where the state of training is saved: at the end of each epoch and of the run, and as written here."""
+    """Checkpoints of the training state: at the end of each epoch and of the run, and as often as written here."""
 
     every_steps: Positive | None = None
     """Steps between two checkpoints inside an epoch."""
     every_minutes: PositiveFloat | None = None
-    """Longest time between two checkpoints; looked at whenever metrics are reported."""
+    """Longest time between two checkpoints, checked whenever metrics are reported."""
     keep: NotNegative = 2
-    """Newest checkpoints to keep; 0 saves none, and training can't be resumed."""
+    """Newest checkpoints to keep; 0 saves none, so that training can't be resumed."""
     best: Annotated[str, Field(pattern=r"^validation/.")] | None = None
-    """A metric such as validation/accuracy: the checkpoint with its best value is kept besides."""
+    """A metric such as validation/accuracy. The checkpoint with its best value is kept, too."""
     mode: Mode = "auto"
-    """Whether small or large values of ``best`` are good; auto: as torchmetrics' higher_is_better says, small of
-    validation/loss, and refused where nothing says it."""
+    """Direction of ``best``: min if small values are good, max if large ones are; auto: by torchmetrics'
+    higher_is_better, and min for validation/loss. auto is an error for metrics that don't have it."""
     directory: Writable | None = None
-    """Folder or address (s3://bucket/folder) with one folder for each run; default: the run's own folder."""
+    """Folder or address (s3://bucket/folder) that gets one folder for each run; default: the run's own folder."""
 
 
 class Comparison(Section):
-    """One entry of ``compare``: what differs from ``parallel``."""
+    """Entry of ``compare``: a strategy, workers and options in place of those in ``parallel``."""
 
     strategy: StrategyName
-    """Strategy of this entry."""
+    """Parallel strategy of this entry."""
     workers: Positive | None = None
-    """Workers of this entry; default: parallel.workers where the strategy runs several processes, else 1."""
+    """Workers of this entry; default: parallel.workers if the strategy runs several processes, else 1."""
     options: Mapping[str, Any] = {}
-    """The strategy's own options."""
+    """Options of the strategy."""
 
 
 class Measure(Section):
-    """How throughput is measured in a short measurement such as the baseline."""
+    """Steps of a short throughput measurement, such as the baseline."""
 
     warmup_steps: NotNegative = 3
-    """Steps that are not counted."""
+    """Steps before the first timed window."""
     steps: Positive = 5
     """Steps in one timed window."""
     windows: Positive = 3
-    """Timed windows; median and spread are taken over them."""
+    """Timed windows; throughput is their median, with their spread."""
 
     @property
     def total_steps(self) -> int:
-        """Steps of one measurement."""
+        """Steps of one measurement, warm-up included."""
         return self.warmup_steps + self.steps * self.windows
 
 
 class Tracking(Section):
-    """Where results go."""
+    """Destinations of results: MLflow, a folder for each run, and trackers of your own."""
 
     uri: Writable = "sqlite:///mlflow.db"
-    """MLflow tracking URI: sqlite:///FILE or a server's http(s) address."""
+    """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server."""
     experiment: Writable | None = None
-    """MLflow experiment; default: this experiment's name."""
+    """Name of the MLflow experiment; default: the name of this experiment."""
     directory: Writable = "runs"
-    """Folder for the journal, the logs and the report of each run."""
+    """Folder that gets one folder for each run, with its journal, logs and report."""
     log_model: bool = True
-    """Log the trained model to MLflow; the weights stay in the run's folder in any case."""
+    """Log the trained model to MLflow; its weights are in the run's folder in any case."""
     trackers: tuple[Component, ...] = ()
-    """Trackers of your own, beside MLflow: each is called with the run's folder, and then gets every event."""
+    """Trackers of your own beside MLflow; each is built with the run's folder and receives every event."""
 
     @field_serializer("uri")
     def _written_without_credentials(self, uri: str) -> str:
-        """They stay in the driver, which alone talks to the store: not in files, parameters or worker processes."""
+        """Remove credentials: only the driver needs them, not files, MLflow parameters or worker processes."""
         return without_credentials(uri)
 
     @field_validator("uri")
@@ -109,14 +112,13 @@ class Tracking(Section):
 
 
 class Experiment(Section):
-    """One experiment: model, data and parallel strategy."""
+    """Experiment: model, data, training and parallel strategy."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-    """Name of the experiment: letters, digits, dot, dash and underscore."""
+    """The experiment's name: letters, digits, dot, dash and underscore."""
     seed: NotNegative = 0
-    """Every random choice is a pure function of this seed and of the step, epoch or sample it belongs to: torch's,
-    NumPy's and Python's global generators are seeded with it. A generator that your code makes itself isn't, and no
-    checkpoint holds it."""
+    """Seed of the global random generators of torch, NumPy and Python. Each random choice depends only on it and on the
+    step, epoch or sample. Generators that your own code creates are not seeded, and not saved in checkpoints."""
     model: Component
     """Any callable that returns a torch.nn.Module."""
     data: Component
@@ -124,30 +126,30 @@ class Experiment(Section):
     pipeline.data.streamed."""
     loader: Loader = Loader()
     loss: Component | None = None
-    """Any callable (outputs, targets) -> scalar mean over the samples, or a loss of torch (docs/losses.md); needed
+    """Any callable (outputs, targets) -> scalar mean over the samples, or a loss of torch (docs/losses.md). Required
     unless ``task`` is given."""
     task: Component | None = None
-    """A pipeline.tasks.Task, for what is not (inputs, targets) -> loss, or divided by something else than samples."""
+    """A pipeline.tasks.Task, for batches other than (inputs, targets) or losses other than a mean over samples."""
     metrics: Mapping[str, Component] = {}
-    """torchmetrics metrics of the validation set, by name: of a number, of one for each class, or ROC and
-    precision-recall curves, which the last evaluation writes to metrics/NAME.csv and .png."""
+    """torchmetrics metrics of the validation set, by name. They compute a number, a number per class, or a ROC or
+    precision-recall curve, which the last evaluation writes to metrics/NAME.csv and .png."""
     optimizer: Component
-    """Called with the parameters of model, loss and task. torch's SGD, Adam and AdamW run fused unless it says ``fused:
-    false``.
-    Where it has train() and eval(), as schedule-free ones do, what is evaluated and exported is in eval()."""
+    """Any callable (parameters of model, loss and task) -> optimizer. torch's SGD, Adam and AdamW run fused unless
+    ``fused: false`` is given. An optimizer with train() and eval(), such as a schedule-free one, is in eval() while
+    the model is evaluated and exported."""
     scheduler: Component | None = None
-    """Called with the optimizer; may use ${total_steps} and ${steps_per_epoch}."""
+    """Any callable (optimizer) -> learning-rate scheduler; may use ${total_steps} and ${steps_per_epoch}."""
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()
     compare: Annotated[tuple[Comparison, ...], Field(min_length=1)] = (Comparison(strategy="single"),)
-    """What the run is compared with; the first entry is the baseline of the speedup."""
+    """Entries that the run is compared with; the first one is the baseline of the speedup."""
     measure: Measure = Measure()
     tracking: Tracking = Tracking()
     sweep: Sweep | None = None
-    """What ``pipeline sweep`` tries; other commands leave it out."""
+    """Parameters that ``pipeline sweep`` varies; other commands ignore this section."""
 
     @property
     def is_streamed(self) -> bool:
-        """Whether Ray Data sends rows to the workers, instead of workers that read samples."""
+        """True if Ray Data streams rows to the workers; otherwise workers read samples themselves."""
         return self.data.target == "pipeline.data.streamed"

@@ -1,4 +1,4 @@
-"""An experiment as others see it: flat parameters, a hash, resolved YAML."""
+"""Experiments in other forms: flat parameters for MLflow, a hash, resolved YAML."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from pipeline.config.schema import Experiment
 
 
 def flatten(experiment: Experiment) -> dict[str, str]:
-    """Dotted keys with their values as texts, e.g. {"compare[0].strategy": "single"}; for MLflow's parameters.
+    """Return dotted keys with their values as strings, e.g. {"compare[0].strategy": "single"}, for MLflow's parameters.
 
     A list of plain values, such as an optimizer's betas, is one parameter.
     """
@@ -23,13 +23,13 @@ def flatten(experiment: Experiment) -> dict[str, str]:
 
 
 def config_hash(experiment: Experiment) -> str:
-    """12 hexadecimal digits, the same for equal experiments however their files are written (SHA-256)."""
+    """Return 12 hexadecimal digits (SHA-256) that are equal for equal experiments, however their files are written."""
     canonical = json.dumps(_plain(experiment), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
 def to_yaml(experiment: Experiment) -> str:
-    """The resolved experiment, defaults included; loading it gives the same experiment."""
+    """Return the resolved experiment with all defaults as YAML; loading it gives the same experiment."""
     escaped = _escaped(_plain(experiment))
     return yaml.dump(escaped, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 

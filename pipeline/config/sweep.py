@@ -1,4 +1,4 @@
-"""The section ``sweep``: which values are tried, which of them are best, and when a trial is given up."""
+"""The section ``sweep`` of an experiment: parameters, metric and early stopping, and a check of all values."""
 
 import json
 import math
@@ -13,22 +13,22 @@ from pipeline.config.values import OR_BOOLEAN, SWITCH, Mode, NotNegative, Positi
 from pipeline.errors import ExperimentError, Problem
 
 Varied = TypeVar("Varied")
-"""The experiment with other values, whatever form it has."""
+"""Type of an experiment with other values."""
 
 MOST_TRIALS = 10_000
-"""Limit on the trials of a sweep: more are a typing error."""
+"""Limit on the trials of a sweep; larger numbers are taken for typing errors."""
 _FIXED = ("name", "tracking", "sweep", "compare", "measure", "parallel", "checkpoint")
 """Sections that don't change how well a model is trained, or that all trials share."""
 _ALLOWED = "parallel.options"  # local_sgd_period and communication_hook change the training
 
 
 def _range(kind: type, *, example: str, least: float = -math.inf) -> BeforeValidator:
-    """Two finite numbers, the smaller one first."""
+    """Return a validator of two finite numbers in ascending order, above ``least``."""
 
     def check(value: object) -> object:
         allowed = (int, float) if kind is float else (int,)
         where = f", in place of {json.dumps(value, default=str)}" if isinstance(value, list | tuple) else ""
-        noun = "numbers" if kind is float else "whole numbers"
+        noun = "numbers" if kind is float else "integers"
         if not isinstance(value, list | tuple) or len(value) != 2 or any(type(end) not in allowed for end in value):
             raise ValueError(f"write two {noun}, the lowest and the highest, e.g. {example}{where}")
         low, high = value
@@ -55,20 +55,20 @@ Values = Annotated[tuple[Any, ...], Field(min_length=1)]
 
 
 class Parameter(Section):
-    """The values that one key is given: exactly one of these."""
+    """Values of one swept key: exactly one of these."""
 
     grid: Values | None = None
-    """Each of these, in combination with each of the other grids."""
+    """Every value, combined with every value of the other grids."""
     choice: Values | None = None
-    """One of these, all equally likely."""
+    """Random value of this list, all equally likely."""
     uniform: Uniform | None = None
-    """A number between two others."""
+    """Random number in [low, high]."""
     log_uniform: LogUniform | None = None
-    """A number between two others whose logarithm is evenly spread: for learning rates and the like."""
+    """Random number in [low, high] with a uniform logarithm, e.g. for learning rates."""
     int_uniform: IntUniform | None = None
-    """A whole number from the first to the second, both included."""
+    """Random integer in [low, high], both included."""
     int_log_uniform: IntLogUniform | None = None
-    """The same, with its logarithm evenly spread: for sizes."""
+    """Random integer in [low, high] with a uniform logarithm, e.g. for sizes."""
 
     @model_serializer(mode="wrap")
     def _only_what_is_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -76,12 +76,12 @@ class Parameter(Section):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those that are given; a whole file has exactly one."""
+        """Kinds of values that are given; exactly one in a valid file."""
         return tuple(name for name in type(self).model_fields if getattr(self, name) is not None)
 
     @property
     def candidates(self) -> tuple[Any, ...]:
-        """All values if there is a list of them, else the lowest and the highest."""
+        """All values of a list, or the ends of a range."""
         return tuple(value for kind in self.kinds for value in getattr(self, kind))
 
     def __str__(self) -> str:
@@ -93,51 +93,51 @@ class Asha(Section):
     """Asynchronous successive halving (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning")."""
 
     grace_epochs: Positive = 1
-    """Epochs that each trial is trained before it may be stopped."""
+    """Epochs that each trial trains before it may be stopped."""
     reduction_factor: Annotated[int, Field(ge=2, strict=True)] = 3
-    """Of the trials that reach an epoch at which they are compared, one in so many goes on; these epochs are
-    grace_epochs and its multiples by powers of this number."""
+    """Trials are compared at epoch grace_epochs, and at its multiples by powers of this number; one in this many
+    continues."""
 
 
 class Sweep(Section):
-    """``pipeline sweep``: the same experiment with other values, and which of them are best."""
+    """Parameters that ``pipeline sweep`` varies, and the metric that ranks the trials."""
 
     metric: Annotated[str, Field(pattern=r"^validation/.")] = "validation/loss"
-    """The metric by which trials are compared, such as validation/loss: its last value."""
+    """The metric that ranks the trials, such as validation/loss. Its last value counts."""
     mode: Mode = "auto"
-    """Whether small or large values of ``metric`` are good; auto: as torchmetrics' higher_is_better says, small of
-    validation/loss, and refused where nothing says it."""
+    """Direction of ``metric``: min if small values are good, max if large ones are; auto: by torchmetrics'
+    higher_is_better, and min for validation/loss. auto is an error for metrics that don't have it."""
     parameters: Annotated[Mapping[str, Parameter], Field(min_length=1)]
-    """What is tried, by the dotted keys that overrides have: optimizer.lr: {log_uniform: [1e-4, 1e-1]}."""
+    """Values by dotted key, written as in overrides: optimizer.lr: {log_uniform: [1e-4, 1e-1]}."""
     trials: Positive = 1
-    """Draws of the parameters that are no grids; each is trained once for each combination of the grids."""
+    """Random draws of the parameters that are not grids; each is trained once per combination of the grids."""
     search: Literal["random", "optuna"] = "random"
-    """random draws each trial by itself; optuna (TPE) learns from the trials that have ended."""
+    """random draws trials independently; optuna (TPE) learns from the trials that have ended."""
     asha: Annotated[Asha | None, SWITCH, OR_BOOLEAN] = None
-    """Stop trials early that are worse than others at the same epoch: true, or how."""
+    """Early stopping of trials that are worse than others at the same epoch: true for the defaults, or a section."""
     concurrent: Positive | None = None
-    """Trials that run at the same time; default: as many as there are cores or GPUs for."""
+    """Trials that run at the same time; default: as many as cores or GPUs allow."""
     seed: NotNegative | None = None
-    """Decides what is drawn; default: the experiment's seed."""
+    """Seed of the random draws; default: the seed of the experiment."""
 
     @property
     def grids(self) -> dict[str, tuple[Any, ...]]:
-        """The values of the parameters that are grids."""
+        """Values of the grid parameters, by key."""
         return {key: found.grid for key, found in self.parameters.items() if found.grid is not None}
 
     @property
     def combinations(self) -> int:
-        """Of the grids; 1 without any."""
+        """Number of combinations of the grids; 1 without grids."""
         return math.prod(len(values) for values in self.grids.values())
 
     @property
     def total(self) -> int:
-        """Trials in all."""
+        """Total number of trials."""
         return self.trials * self.combinations
 
 
 def misused(sweep: Sweep) -> Iterator[tuple[str, str]]:
-    """What no single field of the section can know: key inside it, and what is wrong."""
+    """Find contradictions between keys of the section; yield each key inside it with a message."""
     for key, parameter in sweep.parameters.items():
         if len(parameter.kinds) != 1:
             names = ", ".join(Parameter.model_fields)
@@ -149,11 +149,11 @@ def misused(sweep: Sweep) -> Iterator[tuple[str, str]]:
         return
     drawn = [key for key in sweep.parameters if key not in sweep.grids]
     if sweep.trials == 1 and drawn and "trials" not in sweep.model_fields_set:
-        yield "trials", f"missing; write how often {', '.join(drawn)} {'is' if len(drawn) == 1 else 'are'} drawn"
+        yield "trials", f"missing; write how many random draws of {', '.join(drawn)} to train"
     if not drawn and sweep.trials > 1:
-        yield "trials", f"is {sweep.trials}, but all parameters are grids, which are trained once; remove it"
+        yield "trials", f"is {sweep.trials}, but all parameters are grids, which need no random draws; remove it"
     if sweep.total > MOST_TRIALS:
-        yield "parameters", f"make {sweep.total:,} trials; at most {MOST_TRIALS:,} can be right"
+        yield "parameters", f"make {sweep.total:,} trials; use fewer values or draws, at most {MOST_TRIALS:,} trials"
 
 
 def problems(sweep: Sweep | None, vary: Callable[[Mapping[str, Any]], object]) -> list[Problem]:
@@ -190,13 +190,13 @@ def _key_problems(key: str, *, among: list[str]) -> Iterator[str]:
     try:
         section = str(keys.split(key)[0])
     except ValueError:
-        yield f"{key!r} is no key of an experiment; write a dotted one, such as optimizer.lr"
+        yield f"{key!r} is not a key of an experiment; write a dotted key such as optimizer.lr"
         return
     if section in _FIXED and not f"{key}.".startswith(f"{_ALLOWED}."):
         yield f"{section} is the same for all trials of a sweep; to compare strategies or workers, use pipeline compare"
     around = set(keys.ancestors(key)) - {key}
     if inside := next((other for other in among if other in around), None):
-        yield f"lies inside {inside}, which is varied as a whole; remove one of them"
+        yield f"is inside {inside}, which is varied as a whole; remove one of them"
 
 
 def _all_refusals(
@@ -208,7 +208,7 @@ def _all_refusals(
 def _refusals(
     key: str, value: object, vary: Callable[[Mapping[str, Any]], Varied], check: Callable[[Varied], object]
 ) -> Iterator[str]:
-    """Why the file can't have that value."""
+    """Return the reasons why the experiment can't have a value."""
     try:
         check(vary({key: value}))
     except ExperimentError as error:

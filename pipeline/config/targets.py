@@ -1,7 +1,7 @@
-"""From a dotted name to the class or function behind it, if it is one that an experiment file may name.
+"""Lookup of a ``_target_``: from a dotted name to a class or function, if an experiment file may name it.
 
-Naming a callable in a file is running code. So the name must begin in an allowed package before anything is imported,
-and what is found there must also be defined in one: ``torch.nn.modules.module.torch.hub.load`` is not.
+A file that names a callable runs code. So the name must begin with an allowed package before anything is imported, and
+the callable must be defined in an allowed package, too: ``torch.nn.modules.module.torch.hub.load`` is not.
 """
 
 import importlib
@@ -22,10 +22,10 @@ _REFUSED = ("torchvision.datasets.utils", "timm.models._helpers", "timm.models._
 
 
 def find(target: str, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
-    """The class or function that ``target`` names.
+    """Return the class or function that ``target`` names.
 
     Raises:
-        ExperimentError: not allowed, not installed, not there, not callable, or importing its package fails.
+        ExperimentError: not allowed, not installed, not found, not callable, or its package can't be imported.
     """
     return _Search(target, f"{key}._target_", allowed).result()
 
@@ -55,11 +55,11 @@ class _Search(NamedTuple):
         roots = {package.partition(".")[0] for package in self.allowed}
         if any(part.startswith("_") for part in (root, *rest)):
             self._fail(f"{self.target} is private; a name that begins with an underscore can't be used")
-        # A name directly in the root may be an allowed package's own, handed on: transformers.ResNetConfig.
+        # A name directly in the root may be re-exported from an allowed package: transformers.ResNetConfig.
         if (root in roots and len(rest) == 1) or _under(self.target, self.allowed):
             return
         if root not in roots and (meant := nearest(root, roots, cutoff=0.75)):
-            self._fail(f"there is no package {root} to choose from; did you mean {'.'.join((meant, *rest))}?")
+            self._fail(f"{root} is not an allowed package; did you mean {'.'.join((meant, *rest))}?")
         own = "myproject" if root in roots or root in sys.stdlib_module_names else root
         self._fail(
             f"{self.target} is in none of the allowed packages ({', '.join(self.allowed)}); "
@@ -102,11 +102,11 @@ class _Search(NamedTuple):
     def _accept(self, found: object, *, in_class: bool) -> Callable[..., Any]:
         if isinstance(found, ModuleType):
             inside = ", ".join(_own(found)[:8]) or "nothing of its own"
-            self._fail(f"{self.target} is a module, not a class or function; it holds {inside}")
+            self._fail(f"{self.target} is a module, not a class or function; it defines {inside}")
         if not callable(found) or not isinstance(getattr(found, "__qualname__", None), str):
             self._fail(f"{self.target} is not a class or function")
         home = str(getattr(found, "__module__", None))
-        if self.target in self.allowed:  # by its own name, wherever its package defines it
+        if self.target in self.allowed:  # allowed by its own name, wherever it is defined
             return found
         if not _under(home, self.allowed) or _under(home, _REFUSED):
             self._fail(f"{self.target} is defined in {home}, which is not allowed")
@@ -138,7 +138,7 @@ class _Search(NamedTuple):
 
 
 def _under(name: str, packages: Iterable[str], *, or_around: bool = False) -> bool:
-    """Whether a dotted name lies in one of the packages, or one of them in it."""
+    """Tell if a dotted name lies in one of the packages, or also if it contains one of them."""
     return any(f"{name}.".startswith(f"{p}.") or (or_around and p.startswith(f"{name}.")) for p in packages)
 
 
@@ -152,13 +152,13 @@ def _public(owner: ModuleType | type) -> list[str]:
 
 
 def _own(module: ModuleType) -> list[str]:
-    """What a module defines itself or in a module below it."""
+    """Return the public names that are defined in a module or in its submodules."""
     homes = {name: str(getattr(vars(module).get(name), "__module__", "")) for name in _public(module)}
     return [name for name, home in homes.items() if _under(home, [module.__name__])]
 
 
 def _place(error: BaseException, root: str) -> str:
-    """Such as " (model.py:3)": the last line of the package's own code on the way to the error."""
+    """Return the last line of the package's own code in the traceback, e.g. " (model.py:3)"."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({Path(error.filename).name}:{error.lineno})"
     own = [

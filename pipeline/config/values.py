@@ -1,4 +1,4 @@
-"""What the sections of an experiment file are made of: frozen, strict types."""
+"""Base classes and field types of the experiment's sections, frozen and strict."""
 
 import os
 import unicodedata
@@ -13,7 +13,7 @@ from pipeline.system.signals import postponed
 
 
 class Frozen(BaseModel):
-    """Immutable, strict about keys, and the same after a round trip through JSON (NaN and infinity included)."""
+    """Immutable model that rejects unknown keys and survives a round trip through JSON, NaN and infinity included."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -23,7 +23,7 @@ class Frozen(BaseModel):
         ser_json_inf_nan="constants",
     )
 
-    # pydantic's core takes what is raised inside of it for an error of a serializer, a Ctrl-C included.
+    # pydantic's core reports any exception raised inside it, even a KeyboardInterrupt, as a serializer's error.
 
     @override
     def model_dump(self, **options: Any) -> dict[str, Any]:
@@ -37,16 +37,16 @@ class Frozen(BaseModel):
 
 
 class WithEnvironment(Frozen):
-    """What a process is told together with its environment, whose names and values may be any bytes."""
+    """Message to a process with its environment, whose names and values may be any bytes."""
 
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     environment: tuple[tuple[bytes, bytes], ...]
-    """Names and values, of all variables; see `encoded`."""
+    """Names and values of all variables; see `encoded`."""
 
     @staticmethod
     def encoded(environment: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
-        """An environment such as ``os.environ``."""
+        """Encode an environment such as ``os.environ``."""
         return tuple((os.fsencode(name), os.fsencode(value)) for name, value in environment.items())
 
     def enter(self) -> None:
@@ -56,13 +56,13 @@ class WithEnvironment(Frozen):
 
 
 class Section(Frozen):
-    """A part of the experiment file. What is written below a key describes it in the JSON Schema, which takes time."""
+    """Section of the experiment file. The docstring below each key is its description in the JSON Schema."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class Component(Section):
-    """``_target_: package.name`` with its keyword arguments; nested mappings with a ``_target_`` are built first."""
+    """Component: ``_target_: package.name`` with keyword arguments; nested components are built first."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -71,7 +71,7 @@ class Component(Section):
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The keyword arguments as written in the file (nested components are still plain mappings)."""
+        """Keyword arguments as written in the file; nested components are plain mappings."""
         return self.model_extra or {}
 
 
@@ -86,24 +86,24 @@ def _known(kind: registry.Kind) -> AfterValidator:
 
 def _writable(text: str) -> str:
     if any(unicodedata.category(character) == "Cc" for character in text):
-        raise ValueError("holds a control character, which no file or address can have; remove it")
+        raise ValueError("holds a control character, which no file name or address may have; remove it")
     return text
 
 
 Writable = Annotated[str, AfterValidator(_writable)]
-"""What becomes a part of files' names or addresses."""
+"""String that becomes part of a file name or an address."""
 StrategyName = Annotated[str, _known("strategies")]
 LauncherName = Annotated[str, _known("launchers")]
 Positive = Annotated[int, Field(gt=0, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
 Direction = Literal["min", "max"]
-"""Which values of a metric are good, in the words of Ray Tune and Optuna."""
+"""Direction in which a metric improves, in the words of Ray Tune and Optuna."""
 Mode = Literal["auto", Direction]
 
 
 def _switched(value: object) -> object:
-    """Yes is all of the defaults, no is nothing."""
+    """Replace ``true`` by a section of defaults, and ``false`` by None."""
     return {} if value is True else None if value is False else value
 
 
@@ -112,5 +112,5 @@ def _or_boolean(schema: dict[str, Any]) -> None:
 
 
 SWITCH = BeforeValidator(_switched)
-"""For a section that may also be ``true`` or ``false``."""
+"""Validator of a section that may also be ``true`` (its defaults) or ``false`` (none)."""
 OR_BOOLEAN = Field(json_schema_extra=_or_boolean)

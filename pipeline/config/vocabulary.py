@@ -1,4 +1,4 @@
-"""Keys of the experiment file and the values they can have, without importing what they name."""
+"""Shell completion of the experiment file's keys and values, without importing any component."""
 
 import ast
 import sys
@@ -16,20 +16,20 @@ from pipeline.config.schema import Experiment
 from pipeline.errors import PipelineError
 
 _TARGET = "_target_"
-_MOST_MODULES = 200  # of a package that is searched for names
+_MOST_MODULES = 200  # files of one package that are searched for names
 
 
 def all_keys(file: Path | None = None) -> list[str]:
-    """The dotted keys that have values, and those of a file, where components have their arguments."""
+    """Return the dotted keys of all values in the schema, and in a file, whose components have arguments."""
     shape = Shape.of(Experiment)
     described = (keys.child(key, _TARGET) if shape.is_component(keys.split(key)) else key for key in shape.all_keys())
     known = dict.fromkeys([*described, *_keys_of(file)])
-    sections = {key for inner in known for key in list(keys.ancestors(inner))[2:]}  # after itself, twice
+    sections = {key for inner in known for key in list(keys.ancestors(inner))[2:]}  # the first two are the key itself
     return [key for key in known if key not in sections]
 
 
 def values_of(key: str) -> list[str]:
-    """The values that a key can have, if there is a list of them: those of the schema, or components by name."""
+    """Return the values of a key if they can be listed: those of the schema, or known components."""
     try:
         parts = keys.split(key)
     except ValueError:
@@ -64,7 +64,7 @@ def _leaves(value: object, key: str) -> Iterator[str]:
 
 
 def _own_names() -> Iterator[str]:
-    """Public classes and functions of the project's packages: read, not imported, since that may take seconds."""
+    """Yield public classes and functions of the project's packages; parses files, since imports may take seconds."""
     try:
         packages = allowed_packages()[len(BUILT_IN) :]
     except PipelineError:
@@ -75,7 +75,7 @@ def _own_names() -> Iterator[str]:
 
 
 def _modules(package: str) -> Iterator[tuple[str, Path]]:
-    """The modules of a package that is found like any import."""
+    """Yield the modules of a package with their files, found as an import would."""
     path: list[str] | None = [str(Path.cwd()), str(Path.cwd() / "src"), *sys.path]
     root, *rest = package.split(".")
     spec = PathFinder.find_spec(root, path)

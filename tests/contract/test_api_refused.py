@@ -40,12 +40,12 @@ class Here:
         ({"model": {"_target_": "__main__.Net"}}, "model._target_: __main__.Net is defined in a notebook or a script"),
         (
             {"model": {"_target_": Here}},
-            'model._target_: is Here itself; write its dotted name, "test_api_refused.Here"',
+            'model._target_: is the object Here; write its dotted name, "test_api_refused.Here"',
         ),
-        ({"seed": np.int64(3)}, "seed: is a int64; write texts, numbers, lists and dicts"),
+        ({"seed": np.int64(3)}, "seed: is of type int64; write strings, numbers, lists and dicts"),
         ({"train": {"epochs": 0, "global_batch_size": 16}}, "experiment: train.epochs: "),
         ({"modle": {}}, "did you mean model?"),
-        ({1: 2}, "the key 1 is not a text"),
+        ({1: 2}, "the key 1 is not a string"),
     ],
 )
 def test_a_dict_is_checked_as_a_file_is(here: Path, change: dict[object, object], message: str) -> None:
@@ -68,7 +68,7 @@ def test_a_dict_is_the_experiment_that_its_file_is(here: Path) -> None:
     ("wanted", "message"),
     [
         ({"strategies": ["dpd"]}, "no strategy is called 'dpd'; did you mean"),
-        ({"strategies": "ddp"}, 'strategies is a text; write a list, ["ddp"]'),
+        ({"strategies": "ddp"}, 'strategies is a string; write a list, ["ddp"]'),
         ({"workers": [0]}, "workers and repeats are numbers from 1 on, not 0"),
         ({"scaling": "large"}, "scaling is 'large'; write strong, weak or both"),
     ],

@@ -37,7 +37,7 @@ FILES = [
     Wrong("duplicate key", 2, ("wrong.yaml:3:", "seed"), lab("seed: 3", "seed: 3\nseed: 4")),
     Wrong("tabs", 2, ("wrong.yaml:10:", "a tab in the indentation; use spaces"), LAB + "parallel:\n\tworkers: 2\n"),
     Wrong("empty", 2, ("is empty",), ""),
-    Wrong("binary", 2, ("is not a text in UTF-8",), b"\x89PNG\r\n\x1a\n\x00\xff\xfe"),
+    Wrong("binary", 2, ("is not UTF-8 text",), b"\x89PNG\r\n\x1a\n\x00\xff\xfe"),
     Wrong("list", 2, ("write sections",), "- model\n- data\n"),
     Wrong("no target", 2, ("wrong.yaml:3: model", "_target_"), lab("_target_: lab.Net", "net: lab.Net")),
     Wrong("no such target", 2, ("model._target_", "did you mean Net?"), lab("lab.Net", "lab.Nett")),

@@ -174,11 +174,11 @@ class TestResolve:
             ("torch.nn.Linera", "torch.nn has no Linera; did you mean Linear?"),
             ("torch.optim.lr_schedular.StepLR", "torch.optim has no lr_schedular; did you mean lr_scheduler?"),
             ("torch.SGD", "torch has no SGD; did you mean torch.optim.SGD?"),
-            ("troch.nn.Linear", "there is no package troch to choose from; did you mean torch.nn.Linear?"),
+            ("troch.nn.Linear", "troch is not an allowed package; did you mean torch.nn.Linear?"),
             ("torch.load", "torch.load is defined in torch.serialization, which is not allowed"),
             (
                 "torch.nn.modules.linear.math",
-                "torch.nn.modules.linear.math is a module, not a class or function; it holds",
+                "torch.nn.modules.linear.math is a module, not a class or function; it defines",
             ),
             (
                 "torch.nn.Linear.forward",
@@ -291,7 +291,7 @@ class TestCheck:
             "metrics.accuracy.num_classes": f"missing; {name}.nets.metric can't be called without it",
             "loader.collate._target_": "torch.nn has no Sequentiel; did you mean Sequential?",
             "optimizer.lrr": "torch.optim.SGD has no such argument; did you mean lr?",
-            "optimizer.params": "is the model's parameters, which torch.optim.SGD is given anyway; remove it",
+            "optimizer.params": "torch.optim.SGD gets the model's parameters as this argument; remove it",
         }
 
     def test_the_scheduler_is_given_the_optimizer(self, package: Any) -> None:

@@ -59,18 +59,18 @@ def test_one_number_or_two(written, tmp_path, text, least, most, parameter) -> N
     assert type(experiment).model_validate_json(experiment.model_dump_json()) == experiment
 
 
-NUMBERS = "write a whole number greater than 0, or two of them, [least, most]"
+NUMBERS = "write an integer greater than 0, or two of them, [least, most]"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[4, 1]", "is a list; write the least first: [1, 4]"),
+        ("[4, 1]", "is a list; write the smaller number first: [1, 4]"),
         ("[0, 2]", f"is a list; {NUMBERS}, in place of [0, 2]"),
         ("[1, 2, 3]", f"is a list; {NUMBERS}, in place of [1, 2, 3]"),
         ("[1, 2.0]", f"is a list; {NUMBERS}, in place of [1, 2.0]"),
-        ("two", f"is 'two' (a text); {NUMBERS}"),
-        ("0", f"is 0 (a whole number); {NUMBERS}"),
+        ("two", f"is 'two' (a string); {NUMBERS}"),
+        ("0", f"is 0 (an integer); {NUMBERS}"),
     ],
 )
 def test_what_is_no_number_of_workers(written, text, message) -> None:

@@ -125,28 +125,28 @@ class TestNotYaml:
             ("", "e.yaml: is empty; an experiment begins with name: my-experiment"),
             ("# only a comment\n", "e.yaml: is empty; an experiment begins with name: my-experiment"),
             ("- a\n", "e.yaml: is a list; write sections such as model: and data:"),
-            ("just text", "e.yaml: is 'just text' (a text); write sections such as model: and data:"),
-            (b"a: \xff\xfe", "e.yaml:1: is not a text in UTF-8 (byte 4); save it as UTF-8"),
-            ("a: 1\nb: \x01", "e.yaml:2: a character that can't stand in a text file; save the file as UTF-8 text"),
+            ("just text", "e.yaml: is 'just text' (a string); write sections such as model: and data:"),
+            (b"a: \xff\xfe", "e.yaml:1: is not UTF-8 text (byte 4); save it as UTF-8"),
+            ("a: 1\nb: \x01", "e.yaml:2: a character that no text file may hold; save the file as UTF-8 text"),
             ("train:\n\tepochs: 1", "e.yaml:2: a tab in the indentation; use spaces"),
-            ("a: {b: 1\nc: 2", "e.yaml:1: a bracket that is not closed, or a comma that is missing"),
+            ("a: {b: 1\nc: 2", "e.yaml:1: a bracket is not closed, or a comma is missing"),
             ("a: 1\nb: {c: ${d}}", 'e.yaml:2: inside {} and [] a ${...} needs quotes; write "${...}"'),
-            ("a: 1\nb: 'x\nc: 2", "e.yaml:2: a quote that is not closed"),
+            ("a: 1\nb: 'x\nc: 2", "e.yaml:2: a quote is not closed"),
             (
                 "a:\n  b: 1\n   c: 2",
-                "e.yaml:3: a colon where none belongs; indent less, or put a text with ': ' in quotes",
+                "e.yaml:3: a colon where none belongs; indent less, or put a string with ': ' in quotes",
             ),
             (
                 "a:\n   b: 1\n  c: 2",
-                "e.yaml:3: the indentation fits no section above; begin the keys of a section in one column",
+                "e.yaml:3: the indentation matches no section above; start all keys of a section in the same column",
             ),
             ("a: 1\nb\n", "e.yaml:2: a line without a colon; write key: value"),
             ("a: *b", "e.yaml:1: *name refers to an anchor &name, and there is none before it"),
             ("a: 1\n---\nb: 1", "e.yaml:2: a second document after ---; a file holds one experiment"),
-            ("a: @b", "e.yaml:1: a text can't begin with this character; put it in quotes"),
+            ("a: @b", "e.yaml:1: a string can't begin with this character; put it in quotes"),
             ("a: 1\nb: !!python/name:os.system x", "e.yaml:2: b: the YAML tag !!python/name:os.system can't be used"),
-            ("a: {1: x}", "e.yaml:1: a: the key 1 is not a text; put it in quotes"),
-            ("a: !!int x", "e.yaml:1: a: 'x' is not a whole number of at most 64 bits; put texts in quotes"),
+            ("a: {1: x}", "e.yaml:1: a: the key 1 is not a string; put it in quotes"),
+            ("a: !!int x", "e.yaml:1: a: 'x' is not an integer of at most 64 bits; put strings in quotes"),
             ("a: {<<: 3}", "e.yaml:1: a: <<: takes a mapping, e.g. <<: *defaults"),
             ("a: &a [*a]", "e.yaml:1: "),
             ("a: " + "[" * 1000, "e.yaml:1: nested deeper than 40 levels"),
@@ -164,8 +164,8 @@ class TestNotYaml:
     def test_all_duplicate_keys_name_the_line_of_the_first(self) -> None:
         text = "name: a\ntrain:\n  epochs: 1\n  epochs: 2\nname: b\n"
         assert problems_of(text) == [
-            "e.yaml:4: train.epochs: given twice; the first one is in line 3, remove one of them",
-            "e.yaml:5: name: given twice; the first one is in line 1, remove one of them",
+            "e.yaml:4: train.epochs: given twice, first in line 3; remove one of them",
+            "e.yaml:5: name: given twice, first in line 1; remove one of them",
         ]
 
     def test_aliases_of_aliases_end(self) -> None:
@@ -208,34 +208,34 @@ measure:
         assert (
             rendered
             == """\
-e.yaml:1: name: is 'a b' (a text); write name of the experiment: letters, digits, dot, dash and underscore
-e.yaml:2: seed: is '5' (a text); write a whole number of at least 0, without quotes \
+e.yaml:1: name: is 'a b' (a string); write the experiment's name: letters, digits, dot, dash and underscore
+e.yaml:2: seed: is '5' (a string); write an integer of at least 0, without quotes \
 (from the environment: ${oc.decode:${oc.env:NAME}})
-e.yaml:3: model: is 'torch.nn.Linear' (a text); write _target_: torch.nn.Linear
+e.yaml:3: model: is 'torch.nn.Linear' (a string); write _target_: torch.nn.Linear
 e.yaml:4: data._target_: missing; write _target_: package.name instead of target
-e.yaml:6: loader.pin_memory: is 'yess' (a text); write true or false or auto
-e.yaml:7: loader.collate._target_: is 'foo' (a text); write _target_: package.name
+e.yaml:6: loader.pin_memory: is 'yess' (a string); write true or false or auto
+e.yaml:7: loader.collate._target_: is 'foo' (a string); write _target_: package.name
 e.yaml:8: optimizer.b: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set; \
 set it, or write ${oc.env:PIPELINE_NOT_SET,default}
-e.yaml:8: optimizer.c: is '${x', which is not a whole ${...}; close its brackets, or write \\${ for the text ${
-e.yaml:8: optimizer.d: is left open (???); give it a value
+e.yaml:8: optimizer.c: is '${x', an incomplete ${...}; close its brackets, or write \\${ for a literal ${
+e.yaml:8: optimizer.d: has no value (???); write one
 e.yaml:9: epochs: unknown key; did you mean train.epochs?
-e.yaml:10: train.global_batch_size: missing; samples in one optimizer step, over all workers
-e.yaml:11: train.epochs: is -1 (a whole number); write a whole number greater than 0
+e.yaml:10: train.global_batch_size: missing; samples of one optimizer step over all workers, independent of their number
+e.yaml:11: train.epochs: is -1 (an integer); write an integer greater than 0
 e.yaml:12: train.batchsize: unknown key; did you mean global_batch_size?
 e.yaml:13: train.clip_grad_norm: ${total_steps} is only known once the data is loaded; \
 it may stand in the arguments of scheduler, optimizer and other components
-e.yaml:14: parallel.strategy: is 'dpp' (a text); write one of STRATEGIES; did you mean dp?
-e.yaml:14: parallel.device: is 'gpu' (a text); write one of auto, cpu, cuda
-e.yaml:14: parallel.workers: is 1.5 (a number); write a whole number greater than 0, or two of them, [least, most]
-e.yaml:15: compare[1].strategy: missing; strategy of this entry
-e.yaml:15: compare[1].workers: is 'two' (a text); write a whole number greater than 0 or null
-e.yaml:16: tracking.uri: is 'mlruns' (a text); MLflow no longer keeps runs in plain folders; \
+e.yaml:14: parallel.strategy: is 'dpp' (a string); write one of STRATEGIES; did you mean dp?
+e.yaml:14: parallel.device: is 'gpu' (a string); write one of auto, cpu, cuda
+e.yaml:14: parallel.workers: is 1.5 (a number); write an integer greater than 0, or two of them, [least, most]
+e.yaml:15: compare[1].strategy: missing; parallel strategy of this entry
+e.yaml:15: compare[1].workers: is 'two' (a string); write an integer greater than 0 or null
+e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer keeps runs in plain folders; \
 write sqlite:///mlflow.db or a server's http address
-e.yaml:16: tracking.log_model: is 'maybe' (a text); write true or false
+e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
 e.yaml:17: zzz: unknown key; an experiment takes name, seed, model, data, loader, loss, task, metrics, optimizer, \
 scheduler, train, checkpoint, parallel, compare, measure, tracking, sweep
-e.yaml:18: metrics.accuracy: is 3 (a whole number); write _target_: package.name
+e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
 e.yaml:19: measure: is empty; write a mapping, its keys are warmup_steps, steps, windows
 command line: compare[7].workers=2: compare[7].workers: compare has no entry 7; it has 2, counted from 0
 command line: trian.epochs=3: trian: unknown key; did you mean train?
@@ -259,24 +259,24 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
         [
             (
                 "measure: 3",
-                "measure: is 3 (a whole number); write a mapping, its keys are warmup_steps, steps, windows",
+                "measure: is 3 (an integer); write a mapping, its keys are warmup_steps, steps, windows",
             ),
-            ("measure: {steps: true}", "measure.steps: is true (a truth value); write a whole number greater than 0"),
+            ("measure: {steps: true}", "measure.steps: is true (a boolean); write an integer greater than 0"),
             ("parallel: {options: []}", "parallel.options: is a list; write a mapping"),
             (
                 "parallel: {start_timeout_s: 0}",
-                "parallel.start_timeout_s: is 0 (a whole number); write a number greater",
+                "parallel.start_timeout_s: is 0 (an integer); write a number greater",
             ),
-            ("parallel: {address: 3}", "parallel.address: is 3 (a whole number); write a text or null"),
+            ("parallel: {address: 3}", "parallel.address: is 3 (an integer); write a string or null"),
             (
                 "parallel: {launcher: ryy}",
-                "parallel.launcher: is 'ryy' (a text); write one of ",
+                "parallel.launcher: is 'ryy' (a string); write one of ",
             ),
-            ("tracking: {log_model: 12}", "tracking.log_model: is 12 (a whole number); write true or false"),
+            ("tracking: {log_model: 12}", "tracking.log_model: is 12 (an integer); write true or false"),
             ("metrics: [1]", "metrics: is a list; write a mapping"),
             (
                 "task: null\nloader: {num_workers: {}}",
-                "loader.num_workers: is a mapping; write a whole number of at leas",
+                "loader.num_workers: is a mapping; write an integer of at leas",
             ),
             ("global-batch-size: 3", "global-batch-size: unknown key; did you mean train.global_batch_size?"),
         ],
@@ -348,13 +348,13 @@ class TestOverrides:
         ("override", "expected"),
         [
             ("train.epoch=3", "train.epoch: unknown key; did you mean epochs?"),
-            ("train.epochs=abc", "train.epochs: is 'abc' (a text); write a whole number greater than 0"),
-            ("name.x=1", "name.x: name is 'good' (a text); nothing can be set inside it"),
+            ("train.epochs=abc", "train.epochs: is 'abc' (a string); write an integer greater than 0"),
+            ("name.x=1", "name.x: name is 'good' (a string); nothing can be set inside it"),
             ("compare.x=1", "compare.x: compare has no entry x; it has 2, counted from 0"),
-            ("model={a: 1, a: 2}", "model.a: given twice; the first one is in line 1, remove one of them"),
-            ("name=[1", "name: a bracket that is not closed, or a comma that is missing"),
+            ("model={a: 1, a: 2}", "model.a: given twice, first in line 1; remove one of them"),
+            ("name=[1", "name: a bracket is not closed, or a comma is missing"),
             ("train.epochs=${sed}", "train.epochs: is '${sed}'; there is no key sed; did you mean seed?"),
-            ("model=torch.nn.Linear", "model: is 'torch.nn.Linear' (a text); write _target_: torch.nn.Linear"),
+            ("model=torch.nn.Linear", "model: is 'torch.nn.Linear' (a string); write _target_: torch.nn.Linear"),
         ],
     )
     def test_a_problem_names_the_override(self, override: str, expected: str) -> None:
@@ -401,9 +401,9 @@ class TestInterpolation:
             ("${train.epoch}", "there is no key train.epoch; did you mean train.epochs?"),
             ("${total_step}", "there is no key total_step; did you mean total_steps?"),
             ("${model.x}", "it refers to itself"),
-            ("${nope:1}", "there is no such function; write ${section.key}, or ${oc.env:NAME}"),
-            ("${model.open}", "the value it refers to is left open (???)"),
-            ("a${", "which is not a whole ${...}; close its brackets, or write \\${ for the text ${"),
+            ("${nope:1}", "there is no such resolver; write ${section.key}, or ${oc.env:NAME}"),
+            ("${model.open}", "the key it refers to has no value (???)"),
+            ("a${", "an incomplete ${...}; close its brackets, or write \\${ for a literal ${"),
             ("${oc.decode:'[a'}", "missing BRACKET_CLOSE at '<EOF>'"),
             ("${oc.decode:'[Recursive interpolation'}", "missing BRACKET_CLOSE at '<EOF>'"),
         ],
@@ -422,7 +422,7 @@ class TestInterpolation:
         ]
         found = problems_of(GOOD, f"model.x0={'x' * 200_000}", *again)
         assert len(found) == 1
-        assert "refer less often" in found[0]
+        assert "use fewer" in found[0]
 
     def test_a_section_inside_itself(self) -> None:
         reason = "it refers to a section that it is itself in"

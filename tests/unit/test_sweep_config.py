@@ -137,10 +137,10 @@ class TestWhatIsRefused:
             ("{log_uniform: [1, 0.1]}", "write the lowest first, then one that is higher"),
             ("{uniform: [1]}", "write two numbers, the lowest and the highest, e.g. [0.0, 0.5], in place of [1]"),
             ("{uniform: [.nan, 1]}", "write two finite numbers"),
-            ("{int_uniform: [1.5, 2]}", "write two whole numbers"),
-            ("{int_log_uniform: [0, 2]}", "a logarithm needs whole numbers greater than 0"),
+            ("{int_uniform: [1.5, 2]}", "write two integers"),
+            ("{int_log_uniform: [0, 2]}", "a logarithm needs integers greater than 0"),
             ("{choice: []}", "is an empty list; write at least one entry"),
-            ("{grid: 3}", "is 3 (a whole number); write a list"),
+            ("{grid: 3}", "is 3 (an integer); write a list"),
             ("{}", "has no values; write one of grid, choice, uniform"),
             ("{grid: [1], choice: [2]}", "is given as grid and choice; write one of"),
             ("0.1", "is 0.1 (a number); write a mapping, its keys are grid, choice"),
@@ -157,12 +157,12 @@ class TestWhatIsRefused:
 
     def test_each_value_that_the_schema_refuses(self) -> None:
         (a, b) = problems_of(parameters(train__global_batch_size="{choice: [16, -1, many]}"))
-        assert "is -1 (a whole number); write a whole number greater than 0" in a
-        assert "is 'many' (a text); write a whole number greater than 0" in b
+        assert "is -1 (an integer); write an integer greater than 0" in a
+        assert "is 'many' (a string); write an integer greater than 0" in b
 
     def test_a_number_with_a_fraction_for_a_key_that_counts(self) -> None:
         (problem, _) = problems_of(parameters(train__epochs="{uniform: [1.5, 8.5]}"))
-        assert "is 1.5 (a number); write a whole number greater than 0" in problem
+        assert "is 1.5 (a number); write an integer greater than 0" in problem
 
     def test_all_problems_at_once(self) -> None:
         section = parameters(train__epoch="{grid: [1]}", optimizer__lr="{choice: [1, 2]}", train__seeds="{choice: [1]}")
@@ -170,7 +170,7 @@ class TestWhatIsRefused:
 
     def test_what_contradicts_the_rest_of_the_file(self) -> None:
         (problem,) = problems_of(parameters(train__gradient_accumulation="{choice: [1, 64]}"))
-        assert "64 micro-batches of a worker's 16 samples; use at most 16" in problem
+        assert "is 64, but each worker has 16 samples per step; use at most 16" in problem
 
     @pytest.mark.parametrize("key", ["name", "parallel.workers", "tracking.uri", "sweep.trials", "compare"])
     def test_what_is_the_same_for_all_trials(self, key: str) -> None:
@@ -180,11 +180,11 @@ class TestWhatIsRefused:
     def test_a_section_and_a_key_inside_it(self) -> None:
         sgd = "{_target_: torch.optim.SGD, lr: 1}"
         (problem,) = problems_of(parameters(optimizer=f"{{choice: [{sgd}]}}", optimizer__lr="{choice: [1]}"))
-        assert "lies inside optimizer, which is varied as a whole; remove one of them" in problem
+        assert "is inside optimizer, which is varied as a whole; remove one of them" in problem
 
     def test_no_key_at_all(self) -> None:
         (problem,) = problems_of("  parameters: {'optimizer lr': {choice: [1]}}\n  trials: 2\n")
-        assert "'optimizer lr' is no key of an experiment" in problem
+        assert "'optimizer lr' is not a key of an experiment" in problem
 
     def test_an_argument_that_the_component_does_not_take(self) -> None:
         section = parameters(optimizer__momentun="{choice: [0.0, 0.9]}", model___target_="{choice: [torch.nn.Liner]}")
@@ -198,11 +198,14 @@ class TestWhatIsRefused:
         ("more", "told"),
         [
             ("  metric: validation/los\n", "which isn't measured; did you mean validation/loss?"),
-            ("  metric: train/loss\n", "write the metric by which trials are compared, such as validation/loss"),
+            ("  metric: train/loss\n", "write the metric that ranks the trials, such as validation/loss"),
             ("  mode: smallest\n", "write one of auto, min, max"),
             ("  search: bayes\n", "write one of random, optuna"),
             ("  search: optuna\n", "can't be searched by optuna; write choice, or search: random"),
-            ("  asha: {grace_epochs: 4}\n", "is 4 of 4 epochs, so that no trial is stopped; write fewer"),
+            (
+                "  asha: {grace_epochs: 4}\n",
+                "is 4, but trials have 4 epochs, so that none is stopped early; write fewer",
+            ),
             ("  asha: {reduction_factor: 1}\n", "of at least 2"),
             ("  asha: {grace_epoch: 1}\n", "unknown key; did you mean grace_epochs?"),
             ("  concurrent: 0\n", "greater than 0"),
@@ -216,7 +219,7 @@ class TestWhatIsRefused:
 
     def test_how_often_to_draw(self) -> None:
         drawn, grid = "    optimizer.lr: {uniform: [0, 1]}\n", "    optimizer.lr: {grid: [0, 1]}\n"
-        assert "write how often optimizer.lr is drawn" in problems_of(f"  parameters:\n{drawn}")[0]
+        assert "write how many random draws of optimizer.lr to train" in problems_of(f"  parameters:\n{drawn}")[0]
         assert "all parameters are grids" in problems_of(f"  parameters:\n{grid}  trials: 2\n")[0]
         assert (
             "make 20,002 trials"

@@ -78,7 +78,7 @@ class TestThePlan:
 
         assert (
             "training     torch.compile (default, dynamic), activation checkpointing of blocks.*, EMA of the weights "
-            "(decay 0.9 from step 5 on), which is what is evaluated and logged as the model"
+            "(decay 0.9 from step 5 on), evaluated and logged as the model"
         ) in text.splitlines()
         assert "train.ema: the averages of the weights are what is evaluated and logged as the model" in planned.notes
 
