@@ -1,4 +1,4 @@
-"""What is measured once a training is done: it may fail without costing the training's result."""
+"""Measurements after a training, which may fail without losing the training's result."""
 
 import logging
 import time
@@ -15,11 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 class Afterwards:
-    """Measures one thing after the other, until one fails on this rank.
+    """A series of collective measurements, which ends at the first failure on this rank.
 
-    A rank that fails takes part in nothing more and ends with the result that it has. The others then find its
-    connections closed and do the same, or, where nothing tells them, hang until they are ended: the driver has the
-    result by then.
+    A rank that fails skips the remaining measurements and ends with the training's result. The other ranks find its
+    connections closed and do the same, or hang until the driver, which has the result by then, ends them.
     """
 
     def __init__(self, context: TrainContext, result: TrialResult, *, outbox: Outbox) -> None:
@@ -29,10 +28,10 @@ class Afterwards:
             outbox.event(Trained(time=time.time(), trial=context.trial.name, result=result))
 
     def measure(self, what: str, measurement: Callable[[], T]) -> T | None:
-        """What a collective measurement returns; None, and a warning that names it, if it fails.
+        """Return a collective measurement's result; None, with a warning that names it, if it fails.
 
         Raises:
-            ExperimentError: the experiment can't be measured in this way, on any rank.
+            ExperimentError: the experiment doesn't allow this measurement, on any rank.
         """
         if self._failed:
             return None
@@ -40,7 +39,7 @@ class Afterwards:
             return measurement()
         except ExperimentError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training is done
+        except Exception as error:  # noqa: BLE001 - no error may cost the result of the training
             _log.warning("%s could not be measured", what, exc_info=error)
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             rank = self._context.rank

@@ -1,7 +1,7 @@
-"""What a prediction of scaling needs: computing and loading at several batch sizes, gradients, all-reduces.
+"""Costs of a step, from which scaling is predicted: compute and loading at several batch sizes, gradients, all-reduces.
 
-Everything is measured in turn (A B C A B C ...) so that drift hits all alike, and medians are kept; where ranks work
-side by side, the slowest one counts. Nothing but the model's buffers changes, and they are put back.
+Variants are measured alternately (A B C A B C ...), so that drift affects all equally, and reduced to medians; with
+several ranks, the slowest counts. Only the model's buffers change, and they are restored.
 """
 
 import time
@@ -28,7 +28,7 @@ SIZES_ALONE, SIZES_TOGETHER = 6, 2
 
 
 class _Pass(NamedTuple):
-    """Milliseconds of loading, forward and backward."""
+    """Milliseconds of loading, the forward pass and the backward pass."""
 
     data: float
     forward: float
@@ -36,16 +36,16 @@ class _Pass(NamedTuple):
 
 
 def costs(context: TrainContext) -> Costs:
-    """Measure what the steps of a trial are made of. Collective; takes some seconds.
+    """Measure the parts of a trial's steps. Collective; takes some seconds.
 
     Raises:
-        ExperimentError: there are fewer samples than a batch has, or they come in a stream.
+        ExperimentError: the data is a stream, or has fewer samples than a global batch.
     """
     if isinstance(context.order, StreamOrder):
         raise ExperimentError.of(
             "data",
-            f"{context.experiment.data.target} is a stream, of which no batches of other sizes can be timed; "
-            "measure with pipeline compare, or predict with data of a fixed size such as pipeline.data.arrays",
+            f"{context.experiment.data.target} is a stream, whose batches can't be timed in other sizes; "
+            "measure with pipeline compare, or predict with indexed data such as pipeline.data.arrays",
         )
     if context.order.samples < context.order.global_batch_size:
         raise ExperimentError.of(
@@ -68,12 +68,12 @@ def costs(context: TrainContext) -> Costs:
 
 
 def sizes(largest: int, *, smallest: int, count: int) -> list[int]:
-    """Batch sizes to measure, ascending: ``largest``, its halves down to ``smallest``, only some of the small ones."""
+    """Return up to ``count`` batch sizes, ascending: ``largest`` and repeated halves, fewer of the small ones."""
     halves = [largest]
     while halves[-1] > smallest:
         halves.append(max(smallest, -(-halves[-1] // 2)))
     if len(halves) > count:
-        near = halves[: count // 2]  # the sizes for few workers are asked about most
+        near = halves[: count // 2]  # predictions are most often for few workers
         far = halves[count // 2 :]
         spread = [far[round((i + 1) * (len(far) - 1) / (count - len(near)))] for i in range(count - len(near))]
         halves = near + spread
@@ -81,10 +81,10 @@ def sizes(largest: int, *, smallest: int, count: int) -> list[int]:
 
 
 def _curve(context: TrainContext) -> tuple[BatchCost, ...]:
-    """Loading and computing at several sizes of a rank's micro-batch."""
+    """Measure loading and computing at several sizes of a rank's micro-batch."""
     measured = sizes(_micro_batch(context), smallest=_smallest(context), count=SIZES_ALONE)
     if context.rank.world_size > 1:
-        measured = measured[-SIZES_TOGETHER:]  # they only tell how much longer it takes beside others
+        measured = measured[-SIZES_TOGETHER:]  # enough for the slowdown by ranks that share the machine
     times = in_turn({size: partial(_timed, context, size=size) for size in measured}, context=context, what="batches")
     own = [_Pass(*map(median, zip(*times[size], strict=True))) for size in measured]
     slowest = [
@@ -97,18 +97,18 @@ def _curve(context: TrainContext) -> tuple[BatchCost, ...]:
 
 
 def _micro_batch(context: TrainContext) -> int:
-    """Samples in a rank's largest micro-batch."""
+    """Return the samples in a rank's largest micro-batch."""
     share = -(-context.order.global_batch_size // context.rank.world_size)
     return -(-share // min(share, context.accumulation))
 
 
 def _smallest(context: TrainContext) -> int:
-    """Samples that a forward pass needs at least: batch statistics of a single one may not exist."""
+    """Return the fewest samples that a forward pass takes: batch norm may need two."""
     return min(_micro_batch(context), 2 if any(isinstance(m, _BatchNorm) for m in context.model.modules()) else 1)
 
 
 def _timed(context: TrainContext, *, size: int) -> _Pass:
-    """Load a batch, then forward and backward as in a step, without exchange."""
+    """Time loading a batch, and its forward and backward pass without exchange."""
     instants = [time.perf_counter()]
 
     def lap() -> None:
@@ -125,7 +125,7 @@ def _timed(context: TrainContext, *, size: int) -> _Pass:
 
 
 def _backward(context: TrainContext, batch: Any, between: Callable[[], object]) -> None:
-    """Forward and backward of a batch; ``between`` is called between them."""
+    """Run the forward and backward pass of a batch; call ``between`` in between."""
     with context.strategy.no_sync(context.wrapped):
         loss = forward(context, context.wrapped, batch).loss * context.strategy.gradient_scale
         between()
@@ -133,7 +133,7 @@ def _backward(context: TrainContext, batch: Any, between: Callable[[], object]) 
 
 
 def _optimizer(context: TrainContext) -> float:
-    """Milliseconds that a step takes on top of loading and computing, measured where computing is shortest."""
+    """Measure the milliseconds of a step beyond loading and computing, at the smallest batch size."""
     size = _smallest(context)
     micro_batch = MicroBatch(0, list(range(size)), weight=1.0, is_last=True)
     batch = context.train_loader.read(micro_batch.indices)

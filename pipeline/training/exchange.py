@@ -1,4 +1,4 @@
-"""Measure in rounds what ranks do side by side, all-reduces of several sizes among it."""
+"""Costs of exchanging gradients, for predictions: when each gradient is ready, and how long all-reduces take."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -29,12 +29,12 @@ Measured = TypeVar("Measured")
 def in_turn(
     variants: Mapping[Key, Callable[[], Measured]], *, context: TrainContext, what: str
 ) -> dict[Key, list[Measured]]:
-    """What each variant returns in each of some rounds; ranks begin each one together. Collective.
+    """Run the variants alternately in several rounds and return each variant's results. Collective.
 
-    ``what`` is measured, in words for the terminal.
+    Ranks start each variant together. ``what`` names the measurement in the terminal.
     """
     seconds = 0.0
-    for _ in range(2):  # the first time pays for much that later ones don't
+    for _ in range(2):  # the first round is cold
         barrier(context.rank)
         start = time.perf_counter()
         for measure in variants.values():
@@ -54,7 +54,7 @@ def in_turn(
 
 
 def all_reduces(context: TrainContext) -> tuple[AllReduce, ...]:
-    """All-reduces between all ranks, from small ones to that of all gradients."""
+    """Time all-reduces over all ranks, from 4 KiB to the size of all gradients; the slowest rank counts. Collective."""
     gradients = sum(p.numel() * p.element_size() for p in context.model.parameters() if p.requires_grad)
     largest = min(LARGEST_BYTES, max(LARGEST_AT_LEAST, gradients))
     step = (largest / SMALLEST_BYTES) ** (1 / (SIZES - 1))
@@ -80,13 +80,15 @@ def all_reduces(context: TrainContext) -> tuple[AllReduce, ...]:
 
 
 Backward = Callable[[Callable[[], object]], object]
-"""Does forward and backward, and calls what it is given between them."""
+"""Function that runs a forward and a backward pass, and calls its argument in between."""
 
 
 def gradients(model: nn.Module, backward: Backward, *, device: torch.device) -> tuple[Gradient, ...]:
-    """Size of each trainable parameter's gradient, and how far backward is when it is there; leaves no gradients."""
+    """Measure each gradient's size and the fraction of the backward pass after which it is ready; leave none behind."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
-    passes = [_readiness(parameters, backward, device=device) for _ in range(PASSES + 1)][1:]  # the first is cold
+    passes = [_readiness(parameters, backward, device=device) for _ in range(PASSES + 1)][
+        1:
+    ]  # without the cold first pass
     return tuple(
         Gradient(bytes=parameter.numel() * parameter.element_size(), ready=median(ready))
         for parameter, ready in zip(parameters, zip(*passes, strict=True), strict=True)
@@ -94,7 +96,7 @@ def gradients(model: nn.Module, backward: Backward, *, device: torch.device) -> 
 
 
 def _readiness(parameters: list[nn.Parameter], backward: Backward, *, device: torch.device) -> list[float]:
-    """Fraction of one backward pass after which each gradient is there; 1 for one that never is."""
+    """Return the fraction of a backward pass after which each gradient is ready; 1 for unused parameters."""
     marks: dict[int, _Mark] = {}
 
     def note(number: int, _: Tensor | None = None) -> None:
@@ -118,7 +120,7 @@ def _readiness(parameters: list[nn.Parameter], backward: Backward, *, device: to
 
 
 class _Mark:
-    """An instant in the device's work."""
+    """A point in time on the device: a CUDA event, or the host's clock on CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._time = time.perf_counter()
@@ -127,7 +129,7 @@ class _Mark:
             self._event.record()
 
     def since(self, other: "_Mark") -> float:
-        """Milliseconds; the device must have come by both."""
+        """Return the milliseconds since another mark. Synchronize the device first."""
         if self._event is not None and other._event is not None:
             return float(other._event.elapsed_time(self._event))
         return 1e3 * (self._time - other._time)

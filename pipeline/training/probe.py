@@ -1,10 +1,10 @@
-"""Where the time of a step goes: computing, waiting for gradients of other ranks, waiting for data, the rest.
+"""The probe: time of a step in computing, waiting for gradients of other ranks, waiting for data, and the rest.
 
-The wait for data is timed while the training runs: loader processes that fetch ahead make it depend on all the steps
-before. The rest is measured afterwards by leaving it out, not by a profiler, which changes what it measures: steps with
-gradient exchange against steps without, steps with the optimizer against steps without, in turn (A B C A B C ...) so
-that drift hits all alike, all on a batch held in memory. The learning rate is zero meanwhile, and buffers are put back,
-so the model stays as it is.
+The wait for data is timed during training, since loader processes that fetch ahead make it depend on earlier steps.
+The other parts are measured afterwards by leaving them out, since a profiler would change them: steps with gradient
+exchange against steps without, steps with the optimizer against steps without, alternately (A B C A B C ...), so that
+drift affects all equally, on a batch in memory. The learning rate is zero, and buffers are restored, so the model
+doesn't change. `record_trace` records a few more steps with torch's profiler.
 """
 
 import tempfile
@@ -33,11 +33,11 @@ TRACED_STEPS = 3
 _SETTLING_STEPS = 2  # the profiler's start and what the measurement before left running belong to no step
 
 Times = dict[str, list[float]]
-"""Milliseconds of a step, by variant, one for each round."""
+"""Milliseconds of a step by variant, a list with a value for each round."""
 
 
 def waits(context: TrainContext, *, laps: Sequence[Lap]) -> StepParts:
-    """The part of a step that the training itself has timed, in the steady ones of its laps. Collective."""
+    """Return the wait for data, timed during the steady laps of the training. Collective."""
     return StepParts(
         data_wait_ms=median(lap.data_wait_ms for lap in laps),
         nodes=tuple(gather(context.rank.node, rank=context.rank)),
@@ -45,8 +45,8 @@ def waits(context: TrainContext, *, laps: Sequence[Lap]) -> StepParts:
 
 
 def probe(context: TrainContext, *, laps: Sequence[Lap], known: StepParts) -> StepParts:
-    """The parts that are ``known`` and all others, after a training that had these steady laps. Collective."""
-    step_ms = max(gather(laps[0].step_ms, rank=context.rank))  # a rank with more steps would wait for ever
+    """Measure all parts of a step, after a training with these steady laps, and add those ``known``. Collective."""
+    step_ms = max(gather(laps[0].step_ms, rank=context.rank))  # all ranks need the same number of steps
     with without_updates(context):
         times = _measure(context, step_ms=step_ms)
     wait_ms = median(lap.own_wait_ms for lap in laps)
@@ -80,7 +80,7 @@ def _measure(context: TrainContext, *, step_ms: float) -> Times:
 
 
 def _parts(ranks: list[Times], *, paces: tuple[Spread, ...], known: StepParts) -> StepParts:
-    """The parts from all ranks' times: ranks wait for each other, so the slowest one's time is the step's."""
+    """Combine all ranks' times into parts of a step; ranks wait for each other, so the slowest rank's time counts."""
     slowest = {name: [max(times) for times in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
     exchanged = slowest.get("exchanged")
     return known.model_copy(
@@ -99,13 +99,13 @@ def _later(pace: Spread, *, by: float) -> Spread:
 
 
 def _excess(longer: list[float], shorter: list[float]) -> float:
-    """Median of the differences round by round; what is lost in noise below zero is no wait."""
+    """Return the median of the differences in each round, at least 0: a negative one is noise."""
     return max(0.0, median(a - b for a, b in zip(longer, shorter, strict=True)))
 
 
 def _slot(context: TrainContext, step: Callable[[], object], *, steps: int) -> float:
-    """Milliseconds of one step, over some."""
-    step()  # the first after a change of variant pays for what the one before left running
+    """Time a step in milliseconds, as the mean over ``steps``."""
+    step()  # the first after a change of variant includes what the variant before has left running
     barrier(context.rank)
     synchronize(context.device)
     start = time.perf_counter()
@@ -123,7 +123,7 @@ def _without_optimizer(context: TrainContext, stream: MicroBatches, *, exchange:
 
 
 def unused_parameters(context: TrainContext) -> int:
-    """Trainable parameters that a step leaves without gradient. Collective."""
+    """Count the trainable parameters that get no gradient in a step. Collective."""
     forward_backward(context, iter(held_step(context)))
     unused = sum(parameter.requires_grad and parameter.grad is None for parameter in context.whole.parameters())
     context.optimizer.zero_grad(set_to_none=True)
@@ -131,21 +131,21 @@ def unused_parameters(context: TrainContext) -> int:
 
 
 def record_trace(context: TrainContext, outbox: Outbox) -> None:
-    """Record rank 0 while it takes `TRACED_STEPS` steps with the others. Collective.
+    """Record a trace of `TRACED_STEPS` steps of rank 0, for chrome://tracing or ui.perfetto.dev. Collective.
 
-    The gzipped trace arrives in the run's folder as ``traces/<trial>.json.gz``. The model stays as it is.
+    The gzipped trace is stored in the run's folder as ``traces/<trial>.json.gz``. The model doesn't change.
     """
     with without_updates(context):
         stream = endless(context)
         _steps(context, stream, _SETTLING_STEPS)
         if context.rank.is_first:
-            # Not the others: one trace is what people look at, and the profiler makes a rank slower.
+            # Only rank 0: a single trace is enough, and the profiler slows a rank down.
             with profile(activities=_activities(context)) as profiler:
                 _steps(context, stream, TRACED_STEPS)
             _send(profiler, context, outbox)
         else:
             _steps(context, stream, TRACED_STEPS)
-    barrier(context.rank)  # the others don't leave while rank 0 still writes
+    barrier(context.rank)  # the other ranks stay until rank 0 has written
 
 
 def _steps(context: TrainContext, stream: MicroBatches, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What ranks tell the driver besides metrics: where they run, the first step, memory, the trained model."""
+"""Reports of ranks to the driver besides metrics: devices, the first step, memory, the trained model."""
 
 import resource
 import sys
@@ -25,18 +25,18 @@ from pipeline.wording import counted
 
 _WEIGHTS, _EXAMPLE = "model/weights.pt", "model/example.pt"
 MUCH = 0.2
-"""Of the averages at the end of a training."""
+"""Share of the initial weights in the averages from which a warning is due."""
 
 
 def start(context: TrainContext, outbox: Outbox) -> None:
-    """All is built; training begins. Collective."""
+    """Report that training begins, and on which devices. Collective."""
     devices = gather(_device_name(context), rank=context.rank)
     if context.rank.is_first:
         outbox.event(context.started(tuple(devices)))
 
 
 def first_step(context: TrainContext, outbox: Outbox) -> None:
-    """The first optimizer step has been queued; it is done when the device says so."""
+    """Report the first optimizer step, once the device has finished it."""
     if context.rank.is_first:
         if context.device.type == "cuda":
             torch.cuda.synchronize(context.device)
@@ -44,34 +44,34 @@ def first_step(context: TrainContext, outbox: Outbox) -> None:
 
 
 def compile_s(context: TrainContext) -> float | None:
-    """Seconds of the rank that has spent most on compiling; None where nothing is compiled. Collective."""
+    """Return the compile time of the slowest rank in seconds; None if nothing is compiled. Collective."""
     return max(gather(context.compiling.seconds, rank=context.rank)) if context.compiling is not None else None
 
 
 def averaging(context: TrainContext, outbox: Outbox) -> None:
-    """Warn of averages that hardly forget the first weights in so short a training."""
+    """Warn if the training is too short for the averages to forget the initial weights."""
     if context.averages is None or context.trial.is_measurement or not context.rank.is_first:
         return
     if (share := context.averages.share_of_start(context.total_steps)) > MUCH:
         message = (
-            f"train.ema: after {context.total_steps} steps {int(100 * share)}% of the averages will still be the "
-            "weights that averaging began with; write a smaller decay"
+            f"train.ema: after {context.total_steps} steps the averages will still consist of {int(100 * share)}% "
+            "initial weights; write a smaller decay"
         )
         outbox.event(Warned(time=time.time(), trial=context.trial.name, message=message))
 
 
 def peak_memory_mb(context: TrainContext) -> tuple[float, ...]:
-    """Peak memory of each rank's devices in rank order: allocated on GPUs, resident on CPU. Collective."""
+    """Gather the peak memory of all devices in MiB, in rank order: allocated on GPUs, resident on CPU. Collective."""
     if context.device.type == "cuda":
         own = [torch.cuda.max_memory_allocated(device) / 2**20 for device in context.gpus]
     else:
-        unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there, in KiB on Linux
+        unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes on macOS, in KiB on Linux
         own = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit]
     return tuple(peak for peaks in gather(own, rank=context.rank) for peak in peaks)
 
 
 def held(context: TrainContext) -> Held:
-    """What each rank keeps from step to step, by its tensors' sizes. Collective."""
+    """Gather the size of the tensors that each rank keeps between steps, in MiB. Collective."""
     parameters = list(context.whole.parameters())
     gradients = [parameter for parameter in parameters if parameter.requires_grad]
     states = [value for state in context.optimizer.state.values() for value in state.values()]
@@ -84,12 +84,12 @@ def held(context: TrainContext) -> Held:
 
 
 def gradient_mb(model: nn.Module) -> float:
-    """Size of all gradients of one replica."""
+    """Return the size of a replica's gradients in MiB."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
 
 
 def coupling_layers(model: nn.Module) -> tuple[str, ...]:
-    """Kinds of layers whose result depends on how a global batch is dealt to ranks.
+    """Return the types of layers whose result depends on how a global batch is divided among ranks.
 
     Batch statistics are those of a rank's share, and each rank draws its own dropout masks.
     """
@@ -102,7 +102,7 @@ def coupling_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def model(context: TrainContext, outbox: Outbox) -> None:
-    """Send the trained weights, and a small example input so that the model can be given a signature. Collective."""
+    """Send the trained weights, and an example input for the model's signature. Collective."""
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
         beside = "loss.pt" if context.experiment.task is None else "task.pt"
@@ -130,7 +130,7 @@ def model(context: TrainContext, outbox: Outbox) -> None:
 
 
 def curve(name: str, curve: Curve, *, context: TrainContext, outbox: Outbox) -> None:
-    """Send a curve of the last evaluation, as CSV and PNG."""
+    """Send a curve of the last evaluation as CSV and PNG."""
     if not context.rank.is_first:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -144,13 +144,13 @@ def curve(name: str, curve: Curve, *, context: TrainContext, outbox: Outbox) -> 
 
 
 def _save_learned(context: TrainContext, path: Path) -> None:
-    """Write what the task has learned besides the model, if it has."""
+    """Save the parameters and buffers of the task, if it has any."""
     if context.learned is not None:
         torch.save({name: value.detach().cpu() for name, value in kept(context.learned).items()}, path)
 
 
 def _example(context: TrainContext) -> torch.Tensor | None:
-    """The inputs of two training samples; None for batches whose inputs are not a single tensor."""
+    """Return the inputs of two training samples; None unless a batch's inputs are a single tensor."""
     batch = context.train_loader.read(list(range(min(2, context.order.samples))))
     inputs = batch[0] if isinstance(batch, tuple | list) and batch else None
     if not isinstance(inputs, torch.Tensor):
