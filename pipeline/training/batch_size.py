@@ -1,7 +1,7 @@
-"""The batch size of a device: the largest that fits, and the smallest at which throughput stops growing.
+"""Search for the batch size of a device: the largest that fits, and the smallest with close to the best throughput.
 
-Sizes double until one doesn't fit, on CPU until that no longer pays; the gap below one that doesn't fit is bisected.
-What fits is then measured in turn. `pipeline.training.bench` tries and measures a size.
+Sizes double until one doesn't fit, on CPU until throughput stops growing; the gap below a size that doesn't fit is
+bisected. The sizes that fit are then measured alternately. `pipeline.training.bench` tries and measures a size.
 """
 
 from collections.abc import Sequence
@@ -20,33 +20,33 @@ from pipeline.training.build import build
 from pipeline.training.stream import Streams
 
 CLOSE = 0.95
-"""A throughput is close to the best from that fraction of it on."""
-_PAYS = 1.05  # what the throughput has to grow by
+"""Fraction of the best throughput from which a throughput counts as close to it."""
+_PAYS = 1.05  # factor by which the throughput of a doubled size must grow
 _FIRST_WINDOWS = 3  # enough to know when to stop
 _ROUNDS = 5
 
 
 class Bench(Protocol):
-    """Where batch sizes are tried. Its methods are collective and return the same on all ranks."""
+    """Interface for trying batch sizes. Its methods are collective and return the same on all ranks."""
 
     def fits(self, batch_size: int) -> bool:
-        """Whether all ranks have the memory for steps on micro-batches of that size."""
+        """Return True if all ranks have the memory for steps on micro-batches of this size."""
         ...
 
     def rate(self, batch_size: int) -> float:
-        """Samples per second over all workers, in one window; only for sizes that fit."""
+        """Measure samples per second over all workers, in a window, at a size that fits."""
         ...
 
     def peak_memory_mb(self) -> tuple[float, ...]:
-        """Peak memory since the last size was found to fit, ranks in order."""
+        """Return the peak memory of all devices in MiB, in rank order, since the last size was found to fit."""
         ...
 
 
 def find(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> BatchSizes:
-    """Try the batch sizes of a trial. Collective; all ranks return the same.
+    """Search the batch sizes of a trial. Collective; returns the same on all ranks.
 
     Raises:
-        ExperimentError: the experiment can't be trained as it is written, or has fewer samples than devices.
+        ExperimentError: the experiment can't be trained, or has fewer samples than devices.
     """
     setup = build(trial, rank=rank, streams=streams)
     samples = setup.order.samples
@@ -55,14 +55,14 @@ def find(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> BatchSi
             "data", f"{trial.replicas} devices can't share a training set of size {samples}; use fewer parallel.workers"
         )
     most = min(share, trial.max_batch_size or share)
-    # Batch norm refuses the statistics of a single value.
+    # Batch norm needs at least two values.
     smallest = min(most, 2 if any(isinstance(module, _BatchNorm) for module in setup.model.modules()) else 1)
     search = Search(TrialBench(setup), smallest=smallest, most=most, until_flat=setup.device.type == "cpu")
     return outcome(search.run(also=trial.device_batch_size), train_samples=samples)
 
 
 def outcome(candidates: Sequence[BatchCandidate], *, train_samples: int) -> BatchSizes:
-    """What candidates, in ascending order, come to."""
+    """Summarize the candidates, given in ascending order."""
     fitting = {one.batch_size: one.samples_per_second.median for one in candidates if one.samples_per_second}
     best = max(fitting.values(), default=0.0)
     return BatchSizes(
@@ -74,10 +74,10 @@ def outcome(candidates: Sequence[BatchCandidate], *, train_samples: int) -> Batc
 
 
 class Search:
-    """Which sizes to try. On every rank the same, since it depends on nothing but what the bench says."""
+    """The search for batch sizes; the same on every rank, since it depends on nothing but the bench."""
 
     def __init__(self, bench: Bench, *, smallest: int, most: int, until_flat: bool) -> None:
-        """``most`` is the largest to try; ``until_flat`` ends earlier, where two doublings in a row gain little."""
+        """Limit the search to ``most``; ``until_flat`` ends it where two doublings in a row gain little."""
         self._bench = bench
         self._smallest, self._most, self._until_flat = smallest, most, until_flat
         self._refused: list[int] = []
@@ -85,7 +85,7 @@ class Search:
         self._peaks: dict[int, tuple[float, ...]] = {}
 
     def run(self, *, also: int) -> list[BatchCandidate]:
-        """All that were tried, ascending, and ``also`` that one if something larger fits."""
+        """Try sizes, including ``also`` if a larger one fits, and return all candidates in ascending order."""
         with ProgressReporter("trying batch sizes, up to", unit="samples") as self._progress:
             self._try_out(also=also)
         refused = [BatchCandidate(batch_size=size, fits=False) for size in self._refused]
@@ -116,7 +116,7 @@ class Search:
         return self._until_flat and len(rates) == 3 and all(after < _PAYS * before for before, after in pairwise(rates))
 
     def _bisect(self) -> None:
-        """Close in on the largest that fits, to an eighth of the last power of two that does."""
+        """Bisect to the largest size that fits, in steps of an eighth of the largest doubled size that fits."""
         low, high = max(self._rates, default=self._smallest - 1), self._refused[0]
         grain = max(1, low // 8)
         while high - low > grain:
@@ -124,7 +124,7 @@ class Search:
             low, high = (middle, high) if self._fits(middle) else (low, middle)
 
     def _measured(self) -> list[BatchCandidate]:
-        """All that fit, measured in turn so that drift of the machine hits all alike."""
+        """Measure all sizes that fit, alternately, so that drift of the machine affects all equally."""
         rates: dict[int, list[float]] = {size: [] for size in sorted(self._rates)}
         with ProgressReporter("measuring what fits", total=_ROUNDS * len(rates), unit="windows") as progress:
             for _ in range(_ROUNDS):

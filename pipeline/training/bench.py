@@ -1,8 +1,8 @@
-"""Tries and measures batch sizes on the model of a trial.
+"""The bench that tries and measures batch sizes on the model of a trial.
 
-A size is first tried without exchange of gradients: a rank that runs out of memory in an all-reduce would leave the
-others waiting there for ever. The ranks agree on what happened, and take steps together only if it fits on all.
-The learning rate is zero meanwhile.
+A size is first tried without exchange of gradients, since a rank that runs out of memory in an all-reduce would leave
+the other ranks hanging. The ranks share the outcome, and take steps together only if the size fits on all of them. The
+learning rate is zero throughout.
 """
 
 import gc
@@ -25,18 +25,18 @@ from pipeline.training.order import MicroBatch
 from pipeline.training.step import optimizer_step
 from pipeline.training.torch_errors import is_out_of_memory
 
-_WINDOW_SECONDS = 0.2  # long enough for the clock, short enough that the whole takes less than a minute
-_TRIES = 2  # the second step of a training needs what the first one has left, such as the optimizer's state
-_READ = 256  # samples; more are repeated, since reading images would take longer than all the rest
+_WINDOW_SECONDS = 0.2  # long enough for the clock, short enough for a search of less than a minute
+_TRIES = 2  # the second step also has the optimizer's state in memory
+_READ = 256  # samples; larger batches repeat them, since reading images would dominate
 
 T = TypeVar("T")
 
 
 class TrialBench:
-    """A `pipeline.training.batch_size.Bench` that trains the model of a trial, and leaves its weights as they are."""
+    """A `pipeline.training.batch_size.Bench` that trains the model of a trial without changing its weights."""
 
     def __init__(self, context: TrainContext) -> None:
-        """Collective."""
+        """Set the learning rate to zero. Collective."""
         self._context = context
         self._samples: tuple[int, Any] = (0, None)
         context.scheduler = None
@@ -48,10 +48,10 @@ class TrialBench:
         self._alone = _group_of_one() if self._synced else None
 
     def fits(self, batch_size: int) -> bool:
-        """As `batch_size.Bench` has it."""
+        """Implement `batch_size.Bench`."""
         batches = _unless_out_of_memory(partial(self._placed, batch_size))
         fits = self._agreed(batches is not None)
-        if fits and batches:  # a forward pass may begin with an exchange of buffers: on all ranks or on none
+        if fits and batches:  # a forward pass may exchange buffers, so all ranks or none must run it
             fits = self._agreed(self._survives(batches[0]))
         del batches
         if not fits:
@@ -62,22 +62,22 @@ class TrialBench:
         return fits
 
     def rate(self, batch_size: int) -> float:
-        """As `batch_size.Bench` has it."""
+        """Implement `batch_size.Bench`."""
         batch = self._batch(batch_size)
-        seconds = self._seconds(batch, steps=1)  # it also pays for what the size before left running
+        seconds = self._seconds(batch, steps=1)  # also includes what the size before has left running
         if steps := int(_WINDOW_SECONDS / seconds):
             seconds = self._seconds(batch, steps=steps) / steps
         return batch_size * self._context.trial.replicas / seconds
 
     def peak_memory_mb(self) -> tuple[float, ...]:
-        """As `batch_size.Bench` has it."""
+        """Implement `batch_size.Bench`."""
         return reporting.peak_memory_mb(self._context)
 
     def _agreed(self, fits: bool) -> bool:
         return all(gather(fits, rank=self._context.rank))
 
     def _placed(self, batch_size: int) -> list[Any]:
-        """A batch on the device, and on a GPU the one that training copies there meanwhile."""
+        """Copy a batch to the device; on a GPU a second one, as prefetching does in training."""
         count = 2 if self._context.device.type == "cuda" else 1
         return [self._context.placed(self._batch(batch_size)) for _ in range(count)]
 
@@ -92,7 +92,7 @@ class TrialBench:
                 module.process_group = group
 
     def _steps_alone(self, batch: Any) -> bool:
-        """Whole steps, optimizer included, on this rank's own gradients."""
+        """Take full steps, optimizer included, on this rank's own gradients."""
         for _ in range(_TRIES):
             self._step(batch, exchange=False)
         synchronize(self._context.device)
@@ -104,7 +104,7 @@ class TrialBench:
         optimizer_step(context, iter([(micro_batch, batch)]), step=0, exchange=exchange)
 
     def _seconds(self, batch: Any, *, steps: int) -> float:
-        """What steps take on the slowest rank."""
+        """Time steps on the slowest rank, in seconds. Collective."""
         barrier(self._context.rank)
         synchronize(self._context.device)
         start = time.perf_counter()
@@ -114,11 +114,11 @@ class TrialBench:
         return max(gather(time.perf_counter() - start, rank=self._context.rank))
 
     def _clear(self) -> None:
-        """Free what a step that failed has left; what it left half made must not be used again."""
+        """Free the memory of a failed step, and discard state that it may have left incomplete."""
         context = self._context
         context.optimizer.zero_grad(set_to_none=True)
         context.optimizer.state.clear()
-        # At a scale of 1, fp16's gradients don't overflow: the optimizer would skip its step, and not need its memory.
+        # At a scale of 1 the gradients of fp16 don't overflow; an overflow would skip the optimizer and its memory.
         enabled = context.scaler.is_enabled()
         context.scaler = torch.amp.GradScaler(context.device.type, init_scale=1.0, enabled=enabled)
         gc.collect()
@@ -126,7 +126,7 @@ class TrialBench:
             torch.cuda.empty_cache()
 
     def _batch(self, batch_size: int) -> Any:
-        """Training samples of this rank as one micro-batch of all its devices, on the CPU, pinned like the loader's."""
+        """Read a micro-batch for all devices of this rank, on the CPU, pinned like the loader's batches."""
         size = batch_size * max(1, self._context.trial.devices_per_worker)
         read = min(size, _READ)
         if self._samples[0] < read:
@@ -136,7 +136,7 @@ class TrialBench:
             index = torch.arange(size) % count
             batch = tree_map(lambda leaf: leaf[index], samples)
             return tree_map(Tensor.pin_memory, batch) if self._context.device.type == "cuda" else batch
-        return self._read(size)  # a collate function's own form: can't be cut
+        return self._read(size)  # a custom collate function's batch can't be sliced
 
     def _read(self, count: int) -> Any:
         rank, samples = self._context.rank, self._context.order.samples
@@ -144,7 +144,7 @@ class TrialBench:
 
 
 def _without_agreement(context: TrainContext) -> TrainContext:
-    """Without what ranks that hold parts of the gradients would have to find out together."""
+    """Disable what is collective for sharded gradients: clipping, the check for non-finite values and loss scaling."""
     if context.sharded is None:
         return context
     train = context.experiment.train.model_copy(update={"clip_grad_norm": None, "on_nonfinite": "stop"})
@@ -153,7 +153,7 @@ def _without_agreement(context: TrainContext) -> TrainContext:
 
 
 def _group_of_one() -> dist.ProcessGroup | None:
-    """This rank's own process group; None where there are none at all. Collective."""
+    """Create a process group of this rank alone; None without torch.distributed. Collective."""
     if not dist.is_initialized():
         return None
     group: dist.ProcessGroup = dist.new_subgroups(group_size=1)[0]  # type: ignore[no-untyped-call]
@@ -161,7 +161,7 @@ def _group_of_one() -> dist.ProcessGroup | None:
 
 
 def _unless_out_of_memory(work: Callable[[], T]) -> T | None:
-    """What work returns; None if there is too little memory for it."""
+    """Return the result of ``work``; None if it runs out of memory."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError

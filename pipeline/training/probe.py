@@ -30,7 +30,7 @@ SLOT_SECONDS = 0.2  # long enough for the clock
 BUDGET_SECONDS = 8.0  # long steps are measured in fewer rounds
 FEWEST_ROUNDS = 3
 TRACED_STEPS = 3
-_SETTLING_STEPS = 2  # the profiler's start and what the measurement before left running belong to no step
+_SETTLING_STEPS = 2  # which absorb the profiler's start and what the measurement before has left running
 
 Times = dict[str, list[float]]
 """Milliseconds of a step by variant, a list with a value for each round."""

@@ -1,12 +1,12 @@
-"""What this rank is doing, told once a second, and whether it still does anything.
+"""Heartbeats of this rank, and a watchdog that ends it when training stalls.
 
-A rank that hangs can't say so itself, so a thread beside training does: it sends heartbeats with the training thread's
-stack, and ends the process when training has stood still for ``parallel.timeout_s``. A stopped process sends nothing,
-which the launcher notices, see `pipeline.launchers._hang_detector`.
+A hanging rank can't report itself, so a thread beside training does: it sends heartbeats with the training thread's
+stack, and ends the process when training has made no progress for ``parallel.timeout_s``. A stopped process (SIGSTOP)
+sends nothing, which the launcher detects, see `pipeline.launchers._hang_detector`.
 
-Progress is what training marks: each micro-batch read, each pass, each evaluated batch. So a step or an evaluation may
-take as long as it likes, as long as no single batch takes ``parallel.timeout_s``. Building, the first step (where
-compilers work) and saving are never called a hang: there, other ranks give up waiting, if there are any.
+Progress is marked by training: each micro-batch read, each pass, each evaluated batch. A step or an evaluation may take
+any time, as long as no single batch takes ``parallel.timeout_s``. Building, the first step (which may compile) and
+saving never count as a hang; there, the collectives of other ranks time out.
 """
 
 import os
@@ -28,7 +28,7 @@ from pipeline.protocol.events import HEARTBEAT_S, Heartbeat, Outbox, Phase, Warn
 from pipeline.protocol.trial import Rank, Trial
 
 GRACE_S = 2.0
-"""A rank that waits for a stuck one gets an error from its collective; it may end by that instead."""
+"""Seconds for a rank that waits for a stuck rank to end by the error of its collective instead."""
 
 _MUST_GO_ON = frozenset((Phase.READING, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATING, Phase.EVALUATING))
 _MACHINERY = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pipeline, torch))
@@ -36,7 +36,7 @@ _FEW = 3  # frames
 
 
 class _Activity:
-    """Written by the training thread alone and read by the watch: plain attributes, no lock, no system call."""
+    """Progress of the training thread, written by it alone and read by the watchdog, without lock or system call."""
 
     __slots__ = ("marks", "phase", "step", "steps")
 
@@ -51,23 +51,23 @@ _now = _Activity()  # one process is one rank
 
 
 def mark(phase: Phase) -> None:
-    """Say what is done from here on; each call counts as progress."""
+    """Enter a phase; each call counts as progress."""
     _now.phase = phase
     _now.marks += 1
 
 
 def mark_step(step: int) -> None:
-    """Say that an optimizer step of the training begins, counted from 0."""
+    """Begin an optimizer step of the training, counted from 0."""
     _now.step = step + 1
     _now.steps += 1
 
 
 class Watchdog:
-    """Watches the thread that enters it, until it leaves.
+    """A watchdog of the thread that enters this context.
 
     Args:
-        end: ends this process for good, if it may be ended; such a rank sends heartbeats. Without it, in the driver's
-            own process, a user may be in a debugger: there is one warning instead.
+        end: ends this process, which also sends heartbeats. None in the driver's process, where a user may be in a
+            debugger: a stall gives a warning instead.
     """
 
     def __init__(self, trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | None) -> None:
@@ -86,7 +86,7 @@ class Watchdog:
         _now.reset()  # a process may train more than once
         self._watched = threading.get_ident()
         self._process_started = psutil.Process().create_time()
-        if self._end is not None:  # the driver names no rank that it never heard
+        if self._end is not None:  # the driver can name only ranks that it has heard from
             self._outbox.event(self._heartbeat())
         self._thread.start()
         return self
@@ -103,7 +103,7 @@ class Watchdog:
         marks, before = -1, time.monotonic()
         while not self._done.wait(self._interval_s):
             now = time.monotonic()
-            # A process that was stopped for an hour and goes on has not been idle for an hour.
+            # The time for which the whole process was stopped doesn't count as idle.
             self._idle_s += min(now - before, 2 * self._interval_s)
             if _now.marks != marks:
                 marks, self._idle_s, self._warned = _now.marks, 0.0, False
@@ -125,7 +125,7 @@ class Watchdog:
 
     def _warn(self) -> None:
         self._warned = True
-        message = f"{self._heartbeat().stall}; it goes on waiting, Ctrl-C ends it. It is at\n{self._stack()}"
+        message = f"{self._heartbeat().stall}; still waiting, press Ctrl-C to stop. It is at\n{self._stack()}"
         self._outbox.event(Warned(time=time.time(), trial=self._trial.name, message=message.rstrip()))
 
     def _heartbeat(self) -> Heartbeat:
@@ -148,7 +148,7 @@ class Watchdog:
 
 
 def _from_user_code(frame: FrameType) -> str:
-    """The frames below this project's from the first that is not a library's either; else the innermost few."""
+    """Format the stack from the first frame of user code below this project's frames; else the innermost few frames."""
     stack = traceback.extract_stack(frame)
     ours = next((i for i, entry in enumerate(stack) if entry.filename.startswith(_MACHINERY[0])), 0)
     users = (i for i, entry in enumerate(stack) if i > ours and not entry.filename.startswith(_MACHINERY))
