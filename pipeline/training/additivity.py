@@ -1,8 +1,8 @@
-"""Whether a loss is the mean that it is taken for, tried once on a few samples before the first step.
+"""Check that a user's loss is a mean over samples, on a few samples before the first step.
 
-The loss of a step is put together from those of micro-batches on all workers, by their weights. So the loss of a batch
-must be the mean of its two parts' by their weights: that of a sum isn't, nor that of a loss which compares the samples
-of a batch with each other. torch's own losses are known and not tried.
+The loss of a step is the weighted mean of the losses of micro-batches on all workers. So the loss of a batch must be
+the weighted mean of the losses of its two parts, which isn't so for a sum, nor for a loss that compares the samples of
+a batch with each other. torch's own losses are known and not checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,29 +24,29 @@ from pipeline.training.randomness import generators_kept, seed_all
 from pipeline.training.weighting import Boundary
 
 SAMPLES = 5
-"""Split unevenly, so that a mean of means is seen, too."""
+"""An odd number, whose uneven parts also reveal a mean of means."""
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
 
 
 class _Loss(NamedTuple):
-    """Of a batch, or of a part of it."""
+    """The loss and weight of a batch, or of a part of it."""
 
     value: float
     weight: float
 
     @property
     def sum(self) -> float:
-        """What it contributes to a step; a mean over nothing doesn't."""
+        """Loss times weight; 0 for the mean of an empty set."""
         return self.value * self.weight if self.weight else 0.0
 
 
 def examine(context: TrainContext) -> None:
-    """Refuse a loss of one's own that the number of workers or micro-batches would change. Collective.
+    """Refuse a user's loss that depends on the number of workers or micro-batches. Collective.
 
-    One that draws random numbers, or fails on few samples, is let through: nothing can be told of it.
+    A loss that draws random numbers, or fails on few samples, can't be checked and is accepted.
 
     Raises:
-        ExperimentError: it is a sum, or there are several micro-batches in a step and it isn't put together from them.
+        ExperimentError: the loss is a sum, or a step has several micro-batches and the loss isn't their weighted mean.
     """
     if is_known(context.task) and context.experiment.loader.collate is None:
         return
@@ -57,7 +57,7 @@ def examine(context: TrainContext) -> None:
         whole, again, *parts = _tried(context, count)
     except ExperimentError:
         raise
-    except Exception:  # noqa: BLE001 - user code may raise anything; the first step tells if it does so there, too
+    except Exception:  # noqa: BLE001 - user code may raise anything; if it matters, the first step raises, too
         return
     if context.gives_weight and not is_known(context.task):
         context.boundary = Boundary(context.wrapped)
@@ -69,7 +69,7 @@ def examine(context: TrainContext) -> None:
 
 
 def _tried(context: TrainContext, count: int) -> list[_Loss]:
-    """The losses of a batch, of the same with other random numbers, and of its two parts."""
+    """Compute the losses of a batch, of the same batch with a different seed, and of its two parts."""
     cut = count // 2
     whole = range(count)
     chosen = [(whole, 0), (whole, 1), (range(cut), 0), (range(cut, count), 0)]
@@ -88,7 +88,7 @@ def _loss(context: TrainContext, module: nn.Module, batch: Any, *, seed: int, in
 
 
 def _part(context: TrainContext, batch: Any, indices: range) -> Any:
-    """Some samples of the batch: cut from it, unless a collate of one's own makes of them what it likes."""
+    """Return some samples of the batch: sliced from it, or read again if a custom collate function made it."""
     leaves = tree_leaves(batch)
     cuts = all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves) and context.experiment.loader.collate is None
     if cuts or isinstance(context.order, StreamOrder):
@@ -98,7 +98,7 @@ def _part(context: TrainContext, batch: Any, indices: range) -> Any:
 
 @contextmanager
 def _as_it_was(context: TrainContext) -> Iterator[nn.Module]:
-    """The model without dropout and the like; afterwards modes, buffers and generators are as they were."""
+    """Provide the model in evaluation mode; restore modes, buffers and generators after the block."""
     module = context.wrapped if context.sharded is not None else context.model
     modes = {one: one.training for one in module.modules()}
     buffers = [(one, one.clone()) for part in (module, held_by(context.task)) for one in part.buffers()]
@@ -115,7 +115,7 @@ def _as_it_was(context: TrainContext) -> Iterator[nn.Module]:
 
 
 def _eager(context: TrainContext) -> AbstractContextManager[object]:
-    """Nothing is compiled for batches of these sizes."""
+    """Disable compilation for batches of these sizes."""
     return nullcontext() if context.compiling is None else torch.compiler.set_stance("force_eager")
 
 
@@ -128,18 +128,18 @@ def _is_mean(whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> bool:
 def _refuse(context: TrainContext, whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> None:
     count = min(SAMPLES, context.order.samples)
     seen = f"{whole.value:.4g} for {count} samples, {parts[0].value:.4g} and {parts[1].value:.4g} for its two parts"
-    how = "give what it is divided by as StepOutput.weight" if context.experiment.task else _IN_A_TASK
+    how = "return its divisor as StepOutput.weight" if context.experiment.task else _IN_A_TASK
     if not context.gives_weight and _close(whole.value, sum(part.value for part in parts), tolerance):
         raise _error(context, f"is a sum over the samples ({seen}); return their mean")
     if (dealt := context.rank.world_size * context.accumulation) > 1:
         raise _error(
             context,
-            f"is no mean over the samples ({seen}), so that it would be another one in {dealt} micro-batches than in "
+            f"is not the mean over the samples ({seen}), so that {dealt} micro-batches give a different loss than "
             f"one; {how}, or, if it compares samples with each other, train with one worker and one micro-batch",
         )
 
 
-_IN_A_TASK = "write a `task:` that gives what it is divided by as StepOutput.weight"
+_IN_A_TASK = "write a `task:` that returns its divisor as StepOutput.weight"
 
 
 def _error(context: TrainContext, message: str) -> ExperimentError:

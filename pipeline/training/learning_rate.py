@@ -1,4 +1,4 @@
-"""How the learning rate follows the global batch size, and warms up."""
+"""Scaling of the learning rate with the global batch size, and its warm-up."""
 
 import math
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ _OWN_RATES = {
     "torch.optim.lr_scheduler.OneCycleLR": ("max_lr",),
     "torch.optim.lr_scheduler.CyclicLR": ("base_lr", "max_lr"),
 }
-"""Schedulers that put learning rates of their own in place of the optimizer's, and the arguments that hold them."""
+"""Schedulers that replace the optimizer's learning rate, and the arguments with their rates."""
 
 
 def scaling_factor(scaling: LearningRateScaling, *, global_batch_size: int) -> float:
-    """Factor on the learning rate for that global batch size."""
+    """Return the factor on the learning rate for a global batch size."""
     ratio = global_batch_size / scaling.base_batch_size
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[scaling.rule]
 
 
 def warmup_factor(scaling: LearningRateScaling, *, step: int, global_batch_size: int) -> float:
-    """Factor on the scheduled learning rate in that step, counted from 0.
+    """Return the factor on the scheduled learning rate in a step, counted from 0.
 
-    It rises linearly to 1 over the warm-up: from the unscaled learning rate ("gradual warm-up", Goyal et al. 2017,
-    arXiv 1706.02677), or from zero where no rule scales it.
+    It rises linearly to 1 during the warm-up: from the unscaled learning rate ("gradual warm-up", Goyal et al. 2017,
+    arXiv 1706.02677), or from zero if no rule scales it.
     """
     if step >= scaling.warmup_steps:
         return 1.0
@@ -67,27 +67,27 @@ def advance_scheduler(scheduler: LRScheduler, *, is_skipped: bool) -> None:
 
 
 def with_scaled_rates(scheduler: Component, *, factor: float) -> Component:
-    """The scheduler as the file has it, with the rates scaled that it would put over the optimizer's.
+    """Return the scheduler with its own learning rates scaled, if it replaces the optimizer's.
 
     Raises:
-        ExperimentError: such a rate is no number.
+        ExperimentError: a rate is not a number.
     """
     own = {name: value for name in _OWN_RATES.get(scheduler.target, ()) if (value := scheduler.arguments.get(name))}
     return scheduler.model_copy(update={name: _scaled(value, factor, name=name) for name, value in own.items()})
 
 
 def refuse_hidden_rates(scheduler: LRScheduler, *, target: str, factor: float) -> None:
-    """Refuse a function or class of the user's own that makes a scheduler with rates that nobody has scaled.
+    """Refuse a user's function or class that builds a scheduler whose learning rates can't be scaled.
 
     Raises:
-        ExperimentError: ``train.lr_scaling`` would change nothing.
+        ExperimentError: ``train.lr_scaling`` would have no effect.
     """
     if factor != 1 and isinstance(scheduler, OneCycleLR | CyclicLR) and target not in _OWN_RATES:
         raise ExperimentError.of(
             "scheduler",
-            f"{target} makes a {type(scheduler).__name__}, whose rates replace those of the optimizer, so "
-            f"train.lr_scaling would change nothing; name torch.optim.lr_scheduler.{_torchs_name(scheduler)} itself, "
-            "or write train.lr_scaling.rule: none and scale the rates there",
+            f"{target} builds a {type(scheduler).__name__}, whose rates replace those of the optimizer, so "
+            f"train.lr_scaling would have no effect; name torch.optim.lr_scheduler.{_torchs_name(scheduler)} itself, "
+            "or write train.lr_scaling.rule: none and scale the rates in your code",
         )
 
 

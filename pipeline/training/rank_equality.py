@@ -1,6 +1,6 @@
-"""Comparison of what each rank builds for itself: data sets, and what a model keeps outside parameters and buffers.
+"""Checks that ranks build the same: datasets, and what a model keeps besides parameters and buffers.
 
-Ranks exchange fingerprints, not values. Nothing is computed in a training of one process.
+Ranks exchange fingerprints in place of values. With a single rank, nothing is computed.
 """
 
 import hashlib
@@ -19,23 +19,23 @@ from pipeline.training.collectives import gather
 from pipeline.training.loader import BatchLoader
 
 _FEW = 4
-"""Samples of each set that are compared: sets that were split or shuffled differently differ in almost all."""
+"""Samples of each set to compare: sets that were split or shuffled differently differ in almost all samples."""
 _OWN = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
 _GENERATORS = "torch's, NumPy's and Python's global generators are seeded alike on all ranks"
 
 Prints = dict[str, str]
-"""Fingerprints of values, by their place."""
+"""Fingerprints of values by path."""
 
 
 def check_data(sets: Mapping[str, tuple[BatchLoader, int]], *, rank: Rank) -> None:
-    """Compare the sizes and some samples of the data sets ("training", "validation") over the ranks. Collective.
+    """Compare the sizes and some samples of the datasets ("training", "validation") over the ranks. Collective.
 
-    A sample that is random whenever it is read (by a generator of its own, the clock) differs between ranks by
-    intention. It shows when the same rank reads it a second time, so what does is not compared.
+    Samples that differ each time they are read, e.g. by a private generator or the clock, differ between ranks by
+    intention, and are not compared.
 
     Raises:
-        ExperimentError: ranks have different sets.
+        ExperimentError: ranks have different datasets.
     """
     if rank.world_size == 1:
         return
@@ -53,13 +53,13 @@ def check_data(sets: Mapping[str, tuple[BatchLoader, int]], *, rank: Rank) -> No
 
 
 def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = False) -> None:
-    """Compare over the ranks what a module keeps to itself: tensors, arrays and numbers. Collective.
+    """Compare tensors, arrays and numbers in a module's attributes over the ranks. Collective.
 
-    Parameters and buffers are rank 0's in the end, unless the model ``is_sharded``: then some values of each are
-    compared, too. An attribute that says which rank this is may differ.
+    Parameters and buffers are broadcast from rank 0, unless the model ``is_sharded``: then some values of each are
+    compared, too. An attribute that holds the rank may differ.
 
     Raises:
-        ExperimentError: something differs; names the attribute.
+        ExperimentError: an attribute differs.
     """
     if rank.world_size == 1 or not isinstance(module, nn.Module):
         return
@@ -77,12 +77,12 @@ def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = Fal
         raise ExperimentError.of(
             key,
             f"{place} differs {_between(prints, place)}: each rank would train with its own. Draw it from a seeded "
-            f"generator ({_GENERATORS}), or keep it in a buffer, of which all ranks get rank 0's",
+            f"generator ({_GENERATORS}), or keep it in a buffer, which is broadcast from rank 0",
         )
 
 
 def _sampled(sets: Mapping[str, tuple[BatchLoader, int]]) -> Prints:
-    """Fingerprints of a few samples of each set."""
+    """Compute fingerprints of a few samples of each dataset."""
     prints: Prints = {}
     for name, (loader, samples) in sets.items():
         for index in sorted({number * (samples - 1) // (_FEW - 1) for number in range(_FEW)}):
@@ -91,7 +91,7 @@ def _sampled(sets: Mapping[str, tuple[BatchLoader, int]]) -> Prints:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Fingerprints of what modules hold besides parameters, buffers and modules."""
+    """Yield fingerprints of module attributes besides parameters, buffers and submodules."""
     for name, inner in module.named_modules():
         for attribute, value in vars(inner).items():
             if attribute not in _OWN:
@@ -99,7 +99,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[str, str]]:
-    """Fingerprints of all tensors, arrays and numbers in a value; other objects can't be compared."""
+    """Yield fingerprints of all tensors, arrays and numbers in a value; other objects can't be compared."""
     if isinstance(value, Tensor):
         if value.device.type != "meta" and value.layout is torch.strided:
             yield place, _hashed(value)
@@ -111,7 +111,7 @@ def _leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[str, s
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{place}[{index}]", with_text=with_text)
-    elif isinstance(value, np.ndarray) or hasattr(value, "__array_interface__"):  # pictures of PIL, too
+    elif isinstance(value, np.ndarray) or hasattr(value, "__array_interface__"):  # also images of PIL
         array = np.asarray(value)
         if not array.dtype.hasobject:
             yield place, _digest(str(array.dtype), array.shape, np.ascontiguousarray(array).tobytes())
@@ -131,7 +131,7 @@ def _digest(kind: str, shape: Sequence[int], content: bytes) -> str:
 
 
 def _differing(ranks: Sequence[Prints]) -> list[str]:
-    """Places whose fingerprints are not the same on all ranks."""
+    """List the paths whose fingerprints differ between ranks."""
     places = dict.fromkeys(place for own in ranks for place in own)
     return [place for place in places if len({own.get(place) for own in ranks}) > 1]
 
@@ -148,6 +148,6 @@ def _sizes(own: Mapping[str, int]) -> str:
 def _different_data(how: str) -> ExperimentError:
     return ExperimentError.of(
         "data",
-        f"{how}. Ranks would train on some samples twice and validate on others that they have trained on. Give the "
-        f"generator that splits or shuffles a seed ({_GENERATORS}), and let nothing depend on the rank",
+        f"{how}. Ranks would train on some samples twice and validate on samples that they have trained on. Seed the "
+        f"generator that splits or shuffles ({_GENERATORS}), and let nothing depend on the rank",
     )

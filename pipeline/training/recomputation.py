@@ -1,8 +1,8 @@
-"""Activation checkpointing: modules that forget their activations, and compute them again in the backward pass.
+"""Activation checkpointing: modules that discard their activations, and recompute them in the backward pass.
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. torch.utils.checkpoint does it, and
-draws the same dropout masks again. A module keeps its name, its place and the name of its class, so that checkpoints,
-strategies and loops over modules see the same model with and without.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. torch.utils.checkpoint implements
+it, and draws the same dropout masks again. A module keeps its name, its place and the name of its class, so that
+checkpoints, strategies and loops over modules see the same model with and without.
 """
 
 from collections.abc import Iterator
@@ -25,31 +25,31 @@ _KEY = "train.activation_checkpointing"
 
 
 def apply(model: nn.Module, wanted: Patterns, *, is_compiled: bool) -> tuple[str, ...]:
-    """Let modules of a model compute their activations twice; returns their names.
+    """Make modules of a model recompute their activations, and return the names of these modules.
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
         wanted: see `pipeline.config.schema.Train.activation_checkpointing`.
-        is_compiled: whether the model will be compiled; the compiler then keeps buffers from being changed twice.
+        is_compiled: True if the model will be compiled; the compiler then prevents a second update of buffers.
 
     Raises:
-        ExperimentError: the model has no such module, or one that can't be computed twice.
+        ExperimentError: a module doesn't exist, or can't be recomputed.
     """
     names = choose(model, wanted)
     for name in names:
         module = model.get_submodule(name)
         if is_compiled and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
-            message = f"{name} has batch statistics, which a compiled model would count twice; remove train.compile"
+            message = f"{name} has batch statistics, which a compiled model would update twice; remove train.compile"
             raise ExperimentError.of(_KEY, message)
         module.__class__ = _recomputing(type(module), is_compiled=is_compiled)  # type: ignore[arg-type]
     return names
 
 
 def choose(model: nn.Module, wanted: Patterns) -> tuple[str, ...]:
-    """Names of the outermost modules that are wanted.
+    """Return the names of the outermost modules that match.
 
     Raises:
-        ExperimentError: there is none for some pattern, or one that is never called itself.
+        ExperimentError: a pattern matches nothing, or a container that is never called itself.
     """
     if wanted is False:
         return ()
@@ -57,10 +57,10 @@ def choose(model: nn.Module, wanted: Patterns) -> tuple[str, ...]:
     modules = {name: module for name, module in model.named_modules() if name}
     found = repeated(model) if wanted is True else {name for one in patterns for name in _matching(one, modules)}
     if not found:
-        raise ExperimentError.of(_KEY, f"true finds no blocks that the model repeats; name modules: {_some(modules)}")
+        raise ExperimentError.of(_KEY, f"true finds no repeated blocks in the model; name modules: {_some(modules)}")
     for name in found:
         if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
-            raise ExperimentError.of(_KEY, f"{name} is a list that is never called itself; write {name}.*")
+            raise ExperimentError.of(_KEY, f"{name} is a container that is never called itself; write {name}.*")
     return tuple(name for name in modules if name in found and not _is_inside(name, found))
 
 
@@ -81,14 +81,14 @@ def _some(names: Iterator[str] | dict[str, nn.Module]) -> str:
 
 
 def _is_inside(name: str, others: set[str]) -> bool:
-    """Whether it is computed again with another one anyway."""
+    """Return True if a module is inside one of the others."""
     parts = name.split(".")
     return any(".".join(parts[:end]) in others for end in range(1, len(parts)))
 
 
 @cache
 def _recomputing(kind: type[nn.Module], *, is_compiled: bool) -> type[nn.Module]:
-    """The class whose forward pass keeps its inputs only."""
+    """Derive a class whose forward pass keeps only its inputs."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def plain(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def _recomputing(kind: type[nn.Module], *, is_compiled: bool) -> type[nn.Module]
 
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        if is_compiled:  # torch.compile takes no such context, and changes buffers once of itself
+        if is_compiled:  # torch.compile doesn't support the contexts, and updates buffers only once
             return checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -110,17 +110,17 @@ def _recomputing(kind: type[nn.Module], *, is_compiled: bool) -> type[nn.Module]
 
 @contextmanager
 def _again(module: nn.Module) -> Iterator[None]:
-    """Around the second computation, which must not count batch statistics once more.
+    """Prevent the recomputation in the block from updating batch statistics again.
 
     Raises:
-        ExperimentError: it has changed a buffer all the same.
+        ExperimentError: the recomputation has changed a buffer all the same.
     """
     norms = [norm for norm in module.modules() if isinstance(norm, _NormBase)]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     counted = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     before = {id(buffer): buffer._version for buffer in module.buffers() if id(buffer) not in counted}
     for norm, (_, count) in zip(norms, kept, strict=True):
-        norm.momentum = 0.0  # leaves the statistics as they are; without them, other tensors would be saved
+        norm.momentum = 0.0  # keeps the statistics; turning them off would change which tensors are saved
         norm.num_batches_tracked = None if count is None else count.clone()
     try:
         yield
@@ -129,5 +129,7 @@ def _again(module: nn.Module) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, count
         for name, buffer in module.named_buffers():
             if buffer._version != before.get(id(buffer), buffer._version):
-                message = f"a forward pass of {type(module).__name__} changes its buffer {name}, and there would be two"
-                raise ExperimentError.of(_KEY, f"{message}; name modules without it")
+                message = (
+                    f"a forward pass of {type(module).__name__} changes its buffer {name}, which recomputing repeats"
+                )
+                raise ExperimentError.of(_KEY, f"{message}; name modules without such a buffer")

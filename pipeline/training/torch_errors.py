@@ -1,8 +1,8 @@
-"""Errors of torch that have no type of their own: told apart by who raised them, and only then by their text.
+"""Classification of torch's errors that share the type RuntimeError: first by who raised them, then by their text.
 
 torch's C++ code raises a plain RuntimeError where gloo loses a peer and where the CPU's allocator finds no memory. It
 leaves no frame: the traceback ends in the Python frame that called it, be it an all-reduce, a backward pass or user
-code that waits for a collective. What a ``raise`` statement of user code has raised is none of these, whatever it says.
+code that waits for a collective. An error from a ``raise`` statement of user code is none of these, whatever its text.
 """
 
 import os
@@ -17,19 +17,19 @@ import torch.distributed as dist
 import pipeline
 from pipeline.protocol.events import Origin
 
-# All texts that decide anything. gloo's errors begin with their place in gloo's sources, which is as good as a frame;
-# an enforced condition, such as equal sizes on both sides, has another form, and is no lost peer.
+# All texts that the classification depends on. gloo's errors begin with a location in gloo's sources, as good as a
+# frame; an enforced condition, such as equal sizes on both sides, has a different form, and is no lost peer.
 _GLOO = re.compile(r"\[\S*gloo/transport/\S+:\d+\] |^Application timeout caused pair closure")
 _TIMEOUT = ("Timed out waiting", "Application timeout", "Watchdog caught collective operation timeout")
-"""Of gloo, gloo's next operation after that, and NCCL: for a lost peer and for a late one they raise the same type."""
+"""Timeouts of gloo, of gloo's next operation, and of NCCL, which raise the same type for a lost peer and a late one."""
 _NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
-"""Of the CPU's allocator, CUDA outside of torch's allocator, cuBLAS and cuDNN; the rest is torch.OutOfMemoryError."""
+"""Texts of the CPU's allocator, CUDA outside torch's allocator, cuBLAS, cuDNN; others are torch.OutOfMemoryError."""
 
 _TORCH, _OURS = (f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, pipeline))
 
 
 def origin(error: BaseException) -> Origin:
-    """Return who an exception that ended this rank came from, as far as this rank can know."""
+    """Return the origin of an exception that ended this rank, as far as this rank can know."""
     lost = next((each for each in _causes(error) if _is_of_a_collective(each)), None)
     if lost is None:
         return "rank"
@@ -37,15 +37,15 @@ def origin(error: BaseException) -> Origin:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether there was too little memory, on a GPU or on CPU."""
+    """Return True if there was too little memory, on a GPU or on CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _is_from_torch(error) and _says(error, _NO_MEMORY)
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """Return whether torch.distributed failed because of another rank."""
-    if isinstance(error, dist.DistNetworkError):  # a dataset may have a store of its own
+    """Return True if torch.distributed failed because of another rank."""
+    if isinstance(error, dist.DistNetworkError):  # a dataset may use its own store
         return _place(error)[0].startswith((_TORCH, _OURS))
     if isinstance(error, dist.DistBackendError):
         return _is_from_torch(error)
@@ -53,15 +53,15 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 
 def _is_from_torch(error: BaseException) -> bool:
-    """Return whether torch raised an error, or C++ code that leaves no frame, instead of a statement of user code."""
+    """Return True if torch or its C++ code, which leaves no frame, raised an error, rather than user code."""
     file, has_raised = _place(error)
     return file.startswith(_TORCH) or not has_raised
 
 
 def _place(error: BaseException) -> tuple[str, bool]:
-    """Return the file that an exception comes from, and whether a ``raise`` statement in it or a call has raised it."""
+    """Return the file that an exception comes from, and True if a ``raise`` statement of the file raised it."""
     entry = error.__traceback__
-    if entry is None:  # it comes from another process
+    if entry is None:  # from another process
         return "", True
     while entry.tb_next is not None:
         entry = entry.tb_next
@@ -70,7 +70,7 @@ def _place(error: BaseException) -> tuple[str, bool]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from, which may be itself."""
+    """Yield an error and its causes, which may form a cycle."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

@@ -32,13 +32,16 @@ def test_a_sum_is_refused(accumulation: int) -> None:
 
 
 def test_a_loss_that_compares_samples_is_refused_where_a_step_has_several_micro_batches() -> None:
-    with pytest.raises(ExperimentError, match=r"loss: is no mean over the samples .* in 2 micro-batches than in one"):
+    with pytest.raises(
+        ExperimentError,
+        match=r"loss: is not the mean over the samples .* 2 micro-batches give a different loss than one",
+    ):
         built(loss={"_target_": "weighed.compared"}, accumulation=2)
     built(loss={"_target_": "weighed.compared"})
 
 
 def test_a_task_that_divides_by_something_else_must_say_so() -> None:
-    with pytest.raises(ExperimentError, match=r"task: is no mean .*give what it is divided by as StepOutput\.weight"):
+    with pytest.raises(ExperimentError, match=r"task: is not the mean .*return its divisor as StepOutput\.weight"):
         built(**BOXES, task={"_target_": "weighed.Uncounted"}, accumulation=2)
     assert built(**BOXES, task={"_target_": "weighed.Detection"}, accumulation=2).gives_weight
 

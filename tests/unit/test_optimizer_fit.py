@@ -319,5 +319,5 @@ class TestScaledLearningRates:
         key, message = _refused(scheduler={"_target_": f"{HERE}.own_cycle"}, train=self.SCALED)
 
         assert key == "scheduler"
-        assert "train.lr_scaling would change nothing" in message
+        assert "train.lr_scaling would have no effect" in message
         _build(scheduler={"_target_": f"{HERE}.own_cycle"})  # as it is without scaling
