@@ -49,7 +49,7 @@ def run(
     import rich.console
 
     from pipeline.config.load import load
-    from pipeline.recording.progress_bars import progress_on
+    from pipeline.recording.display import progress_on
     from pipeline.recording.terminal import Terminal
 
     experiment = load(
@@ -212,7 +212,7 @@ def check(
     import rich.console
 
     from pipeline.config.load import load
-    from pipeline.recording.progress_bars import progress_on
+    from pipeline.recording.display import progress_on
 
     with undisturbed():
         from pipeline.driver import preflight

@@ -117,7 +117,7 @@ def sync(
     import rich.console
 
     from pipeline.recording import runs
-    from pipeline.recording.progress_bars import progress_on
+    from pipeline.recording.display import progress_on
     from pipeline.recording.sync import sync_with_trials
 
     folder, store = runs.find(run, directory), _store(to) if to is not None else ""
@@ -139,7 +139,7 @@ def _store(to: str) -> str:
 
 def _open(address: str) -> None:
     """Print a link to the runs of each experiment, since MLflow opens with its pages for GenAI."""
-    from pipeline.recording.ui_pages import pages
+    from pipeline.recording.ui import pages
 
     try:
         links = [f"{page.experiment}: {page.link}" for page in pages(address)]

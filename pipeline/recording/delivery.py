@@ -4,13 +4,15 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event as Flag
 
 from pipeline.config.uris import without_credentials
-from pipeline.protocol.events import AnyEvent
+from pipeline.protocol.events import AnyEvent, Metrics, SystemMetrics
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.mlflow_run import MlflowRun
@@ -25,6 +27,10 @@ _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 _TRY_AGAIN = {401, 403, 408, 429}  # credentials can be mended while the run goes on
+BATCH_POINTS = 1000
+"""Metric points that go into one call."""
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts during an outage; the last one again and again
+_LAST_ATTEMPTS = 3  # once the run has ended, nobody waits longer for a store that is down
 
 
 class Outage:
@@ -132,6 +138,40 @@ class Delivery:
         if reason not in self._told:
             self._told.add(reason)
             self._warn(f"MLflow refuses a {event.kind} event: {reason}")
+
+
+def persist(attempt: Callable[[], bool], *, ending: Flag) -> bool:
+    """Try until it works, or the run has ended and it still doesn't."""
+    attempts, last_attempts = 0, 0
+    while not attempt():
+        if ending.is_set():
+            last_attempts += 1
+            if last_attempts == _LAST_ATTEMPTS:
+                return False
+            time.sleep(_PAUSES_S[0])
+        else:
+            ending.wait(_PAUSES_S[min(attempts, len(_PAUSES_S) - 1)])
+        attempts += 1
+    return True
+
+
+def batches(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
+    """Events in lists of about `BATCH_POINTS` points."""
+    batch: list[AnyEvent] = []
+    points = 0
+    for event in events:
+        batch.append(event)
+        points += size(event)
+        if points >= BATCH_POINTS:
+            yield batch
+            batch, points = [], 0
+    if batch:
+        yield batch
+
+
+def size(event: AnyEvent) -> int:
+    """What an event counts for in a batch: its metric points, else 1."""
+    return len(event.points) if isinstance(event, Metrics | SystemMetrics) else 1
 
 
 @contextmanager

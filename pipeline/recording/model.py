@@ -4,24 +4,27 @@ import logging
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from pipeline.config.schema import Experiment
+from pipeline.config.uris import without_credentials
 from pipeline.protocol.events import ModelSaved
-from pipeline.recording import model_page
 
 if TYPE_CHECKING:
     import torch
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel
+    from mlflow.entities import LoggedModel, Metric, Run
     from mlflow.models import ModelSignature
+    from mlflow.types import Schema
     from torch import nn
 
 NAME = "model"
+_NOTE_TAG = "mlflow.note.content"
+_REACHED = "validation/"
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +58,7 @@ def log_model(
             client.finalize_logged_model(logged.model_id, "FAILED")
             return
         client.log_model_artifacts(logged.model_id, str(path))
-        model_page.describe(client, logged, path=path, example=example)
+        _describe(client, logged, path=path, example=example)
     client.finalize_logged_model(logged.model_id, "READY")
 
 
@@ -146,3 +149,69 @@ def _signature(module: "nn.Module", example: "torch.Tensor") -> "ModelSignature"
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, example: "torch.Tensor") -> None:
+    """Fill the page; the same again changes nothing.
+
+    Args:
+        client: of the store.
+        logged: the model, whose files are there by now.
+        path: folder with the model's files.
+        example: a small batch of its inputs.
+
+    Raises:
+        Exception: whatever MLflow's store raises.
+    """
+    from mlflow.models import Model
+
+    run = client.get_run(logged.source_run_id)
+    client.log_batch(run.info.run_id, metrics=list(_figures(client, run, logged)), synchronous=True)
+    uri = without_credentials(client.tracking_uri)
+    parts = [_what(run, path), _code(logged, uri=uri, example=example), _table(Model.load(path).signature)]
+    client.set_logged_model_tags(logged.model_id, {_NOTE_TAG: "\n\n".join(filter(None, parts))})
+
+
+def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel") -> "Iterator[Metric]":
+    """What the run has reached in the end, as figures of the model; of equal points the run keeps one."""
+    from mlflow.entities import Metric
+
+    for name in run.data.metrics:
+        if name.startswith(_REACHED):
+            last = max(
+                client.get_metric_history(run.info.run_id, name), key=lambda point: (point.step, point.timestamp)
+            )
+            yield Metric(name, last.value, last.timestamp, last.step, model_id=logged.model_id)
+
+
+def _what(run: "Run", path: Path) -> str:
+    source = f"`{run.data.params.get('model._target_', 'The model')}`, trained by {run.info.run_name}."
+    if (path / "data" / "model.pt2").exists():
+        return f"{source} An exported program of torch.export."
+    return f"{source} A pickle: loading it runs code, and needs the packages that it was trained with."
+
+
+def _code(logged: "LoggedModel", *, uri: str, example: "torch.Tensor") -> str:
+    shape = ", ".join(map(str, example.shape))
+    return f"""```python
+import mlflow, torch
+
+mlflow.set_tracking_uri("{uri}")
+model = mlflow.pytorch.load_model("{logged.model_uri}")
+model(torch.zeros({shape}, dtype={example.dtype}))
+```"""
+
+
+def _table(signature: "ModelSignature | None") -> str:
+    """Inputs and outputs as a table; -1 is a size of any length."""
+    if signature is None:
+        return ""
+    schemas = {"input": signature.inputs, "output": signature.outputs}
+    rows = [row for side, schema in schemas.items() if schema is not None for row in _rows(side, schema)]
+    return "\n".join(["| signature | type | shape |", "|---|---|---|", *rows])
+
+
+def _rows(side: str, schema: "Schema") -> Iterator[str]:
+    for tensor in schema.inputs:
+        name = f"{side} {tensor.name}" if tensor.name else side
+        yield f"| {name} | {tensor.type} | {tensor.shape} |"

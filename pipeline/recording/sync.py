@@ -11,8 +11,7 @@ from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import AnyEvent, ModelSaved, RunClosed, RunOpened, Tagged
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording import journal
-from pipeline.recording.attempts import batches, persist
-from pipeline.recording.delivery import Delivery, quiet
+from pipeline.recording.delivery import Delivery, batches, persist, quiet
 from pipeline.recording.folder import trials_of
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import check_store, run_link, with_credentials

@@ -1,5 +1,6 @@
 """The MLflow UI on a tracking store."""
 
+import json
 import os
 import signal
 import socket
@@ -8,18 +9,30 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError, UsageError
-from pipeline.recording.store import artifact_root, check_store, is_server, sqlite_path
+from pipeline.recording.mlflow_view import TAG
+from pipeline.recording.store import artifact_root, check_store, is_server, runs_link, sqlite_path
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 2.0
+_MOST = 10
+_TIMEOUT_S = 5.0
+
+
+class Page(NamedTuple):
+    """The runs of an experiment."""
+
+    experiment: str
+    """Its name."""
+    link: str
 
 
 def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str], None] | None = None) -> str:
@@ -59,6 +72,24 @@ def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str]
         finally:
             _stop(server)
     return address
+
+
+def pages(address: str) -> Iterator[Page]:
+    """The experiments of ours that were written to last, the latest first.
+
+    Args:
+        address: of the UI, which is a tracking server at the same time.
+
+    Raises:
+        OSError: it doesn't answer, or not to us.
+    """
+    query = urllib.parse.urlencode({"max_results": _MOST, "order_by": "last_update_time DESC"})
+    url = f"{address}/api/2.0/mlflow/experiments/search?{query}"
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - http(s), see is_server
+        found = json.load(answer).get("experiments", [])
+    for experiment in found:
+        if any(tag["key"] == TAG for tag in experiment.get("tags", [])):
+            yield Page(experiment["name"], runs_link(address, experiment["experiment_id"]))
 
 
 def _check_port(host: str, port: int) -> None:

@@ -50,8 +50,7 @@ from pipeline.recording.recorded_run import open_trial, recorded
 from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link
 from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
-from pipeline.recording.ui import serve
-from pipeline.recording.ui_pages import pages
+from pipeline.recording.ui import pages, serve
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:For backward compatibility, 'str' dtypes:DeprecationWarning",  # MLflow's log_table on pandas 3
