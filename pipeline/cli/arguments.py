@@ -51,6 +51,7 @@ AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Resume even
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without running it.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the output of workers and of Ray.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, everything else on stderr.")]
+IdsOnly = Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result; warnings go to stderr.")]
 
 

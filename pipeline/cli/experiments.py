@@ -52,9 +52,8 @@ def run(
     from pipeline.recording.display import progress_on
     from pipeline.recording.terminal import Terminal
 
-    experiment = load(
-        file, with_address(overrides, address)
-    )  # before torch is imported, so that a typo is reported at once
+    # Before torch is imported, so that a typo is reported at once.
+    experiment = load(file, with_address(overrides, address))
     if dry_run:
         with undisturbed():
             from pipeline.commands import run as runner

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.arguments import AllowChanged, Baseline, FileArgument, Json, Overrides, Resume
+from pipeline.cli.arguments import AllowChanged, Baseline, FileArgument, IdsOnly, Json, Overrides, Resume
 from pipeline.errors import Interrupted, Terminated, UsageError
 from pipeline.system.imports import undisturbed
 
@@ -92,7 +92,7 @@ def logs(
 
     jobs = Jobs(address)
     if follow:
-        follow_to_the_end(jobs, job)
+        _follow_to_the_end(jobs, job)
     typer.echo(jobs.logs(job), nl=False)
 
 
@@ -116,7 +116,7 @@ def status(
     *,
     address: Address = None,
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")] = False,
+    quiet: IdsOnly = False,
 ) -> None:
     """Show all jobs of a cluster, or one job."""
     from pipeline.commands.submit.jobs import Jobs
@@ -131,7 +131,7 @@ def status(
         _print_table(found)
 
 
-def follow_to_the_end(jobs: "Jobs", job: str, *, first: str = "") -> None:
+def _follow_to_the_end(jobs: "Jobs", job: str, *, first: str = "") -> None:
     """Show ``first`` and the job's output; exit with the exit code of the job."""
     from pipeline.commands.submit.following import follow
     from pipeline.commands.submit.jobs import failure, tell
@@ -237,6 +237,6 @@ def _send(request: "Request", *, address: str | None, follow: bool) -> None:
             f"the run's folder will be in {directory} on the head; tracking.directory=FOLDER changes that", err=True
         )
     if follow:
-        follow_to_the_end(jobs, job, first=job)
+        _follow_to_the_end(jobs, job, first=job)
     typer.echo(job)
     typer.echo(_commands_for(jobs, job), err=True)

@@ -1,12 +1,13 @@
 """Commands that show and send the results of runs."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli import completion
-from pipeline.cli.arguments import Json
+from pipeline.cli.arguments import IdsOnly, Json
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def list_(
     *,
     directory: Directory = Path("runs"),
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")] = False,
+    quiet: IdsOnly = False,
 ) -> None:
     """List the runs in a folder, newest last."""
     from datetime import UTC, datetime
@@ -42,7 +43,7 @@ def list_(
 
     found = list(runs.summaries(directory))
     if as_json:
-        typer.echo(_json([run.model_dump(mode="json") for run in found]))
+        typer.echo(json.dumps([run.model_dump(mode="json") for run in found], indent=2))
     elif quiet:
         typer.echo("".join(f"{run.run}\n" for run in found), nl=False)
     elif found:
@@ -113,7 +114,7 @@ def sync(
     ] = None,
     directory: Directory = Path("runs"),
 ) -> None:
-    """Send what is missing of a run, or of a sweep and its trials, to the tracking store."""
+    """Send a run, or a sweep and its trials, to the tracking store, without duplicates."""
     import rich.console
 
     from pipeline.recording import runs
@@ -164,9 +165,3 @@ def _state(run: "RunSummary") -> str:
     if run.status == "STOPPED":
         return f"it was {run.message}"
     return f"it was {run.status.lower()}" + (f": {run.message}" if run.message else "")
-
-
-def _json(value: object) -> str:
-    import json
-
-    return json.dumps(value, indent=2)

@@ -45,7 +45,7 @@ def sweep(
     from pipeline.recording.terminal import Terminal
 
     given = with_address(overrides, address)
-    experiment = load(file, given)  # before torch is imported, so that a typo is reported at once
+    experiment = load(file, given)
     with undisturbed():
         from pipeline.commands.sweep import planning
 

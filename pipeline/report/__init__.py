@@ -190,9 +190,9 @@ class Row(Frozen):
     @property
     def unexplained_ms(self) -> float:
         """Milliseconds of the step that its parts don't explain; negative if they explain too much, 0 within noise."""
-        if (together := self.parts.sum_ms) is None or self.step_ms.windows < 2:
+        if (total := self.parts.sum_ms) is None or self.step_ms.windows < 2:
             return 0.0
-        missed = self.step_ms.median - together
+        missed = self.step_ms.median - total
         return missed if abs(missed) > max(self.noise_ms, ACCURACY * self.step_ms.median) else 0.0
 
     @property

@@ -141,7 +141,7 @@ def _reason(row: Row, own: Row, *, is_faster: bool) -> str:
         sentence += f", with {row.devices} instead of {own.devices}"
     if (exposed := own.parts.exposed_communication_ms) and row.workers < own.workers:
         step = own.step_ms.median
-        sentence += f"; of its steps of {amount(step)} ms, {amount(exposed)} ms are exchange of gradients"
+        sentence += f"; of its steps of {amount(step)} ms, {amount(exposed)} ms are gradient exchange"
         if (compute := own.parts.compute_ms) is not None and compute < _TINY_MS:
             sentence += ", too much for a model this small"
     return sentence

@@ -12,7 +12,7 @@ EXPOSED = 0.2
 SLOW_EXPOSED = 0.25
 """Share of exposed exchange that is worth sending fewer bits, which loses accuracy."""
 SLOW_GBIT, VERY_SLOW_GBIT = 10.0, 1.0
-"""Bandwidths below which a link is slow, e.g. Ethernet, and below which half the bits are still too many."""
+"""Gbit/s below which a link is slow, e.g. Ethernet, and below which half the bits are still too many."""
 FEWEST_MB = 1.0
 """Size of gradients below which latency dominates, which sending fewer bits doesn't reduce."""
 _KEPT = {"fp16": 0.5, "bf16": 0.5, "powersgd": 0.15}
@@ -96,4 +96,4 @@ def _exchange_is_long(case: Case, *, share: float) -> bool:
 
 def _exchange(row: Row) -> str:
     exposed, step = row.parts.exposed_communication_ms or 0.0, row.step_ms.median
-    return f"{row.title} spends {amount(exposed)} ms of each step of {amount(step)} ms on exchange of gradients"
+    return f"{row.title} spends {amount(exposed)} ms of each step of {amount(step)} ms on gradient exchange"

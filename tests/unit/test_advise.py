@@ -162,7 +162,7 @@ def tiny(*, single: float, noise: float = 0.0) -> tuple[Advice, ...]:
 def test_one_process_with_all_cores_is_faster() -> None:
     (one,) = tiny(single=30_000)
     assert "single, 2 cores is 4.69x as fast as ddp x 2 (30,000 and 6,400 samples/s)" in one.reason
-    assert "8 ms are exchange of gradients, too much for a model this small" in one.reason
+    assert "8 ms are gradient exchange, too much for a model this small" in one.reason
     assert one.change == "write parallel.strategy: single, parallel.workers: 1, parallel.cpus_per_worker: 2"
     assert one.key == "parallel.strategy"
 
@@ -254,7 +254,7 @@ def test_a_straggler_is_no_reason_to_leave() -> None:
 
 def test_much_exchange_wants_larger_batches() -> None:
     (one,) = run(communication=100)  # of 337 ms
-    assert one.reason == "ddp x 2 spends 100 ms of each step of 337 ms on exchange of gradients"
+    assert one.reason == "ddp x 2 spends 100 ms of each step of 337 ms on gradient exchange"
     assert one.change.startswith(
         "try train.global_batch_size: 128, train.lr_scaling: {rule: linear, base_batch_size: 64}; not measured; "
     )
