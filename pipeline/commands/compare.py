@@ -86,7 +86,7 @@ class _Comparison:
         invocation, cells = self._invocation, self._matrix.cells
         measured = Report.of(
             invocation.plan.trials,
-            invocation.recorder.finished,
+            invocation.finished,
             hardware=invocation.hardware,
             unmeasured=[self._unmeasured(cell) for cell in cells if cell.name not in invocation.results],
             order=[cell.name for cell in cells],

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from pipeline.errors import PipelineError, UsageError
 from pipeline.launchers.base import Launcher, Session
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
-from pipeline.protocol.events import Metrics, Point
+from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, TrialOpened
 from pipeline.protocol.trial import Trial, TrialResult
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording import provenance
@@ -52,6 +52,22 @@ def planning(file: ExperimentFile) -> Iterator[tuple[tuple[str, ...], Resources]
         yield allowed, resources
 
 
+class _Results:
+    """Ends of a run's trials, those of earlier sessions included. A recorder's subscriber."""
+
+    def __init__(self, earlier: Iterable[Finished]) -> None:
+        self.finished = list(earlier)
+
+    def receive(self, event: AnyEvent) -> None:
+        """Keep the end of a trial; of a trial that is launched again only the new end counts."""
+        match event:
+            case TrialOpened():
+                again = (event.trial, event.repeat)
+                self.finished = [end for end in self.finished if (end.result.trial, end.result.repeat) != again]
+            case Finished():
+                self.finished.append(event)
+
+
 @dataclass(frozen=True)
 class Invocation:
     """A command under way."""
@@ -63,6 +79,7 @@ class Invocation:
     """Console for progress, warnings and the report."""
     verbose: bool
     """True if the workers' output is passed through to the terminal."""
+    _results: _Results
 
     @property
     def folder(self) -> Path:
@@ -77,7 +94,12 @@ class Invocation:
     @property
     def results(self) -> dict[str, TrialResult]:
         """Results of the finished trials by name; of repeats, the last."""
-        return {end.result.trial: end.result for end in self.recorder.finished}
+        return {end.result.trial: end.result for end in self.finished}
+
+    @property
+    def finished(self) -> Sequence[Finished]:
+        """Ends of the trials so far, those of earlier sessions included."""
+        return self._results.finished
 
     @contextmanager
     def launching(self) -> Iterator[Callable[[Trial], Outcome]]:
@@ -164,4 +186,6 @@ def invoked(
     with recorded(
         plan, terminal=terminal, tracked=tracked, folder=folder, member=member, source=file.source
     ) as recorder:
-        yield Invocation(file=file, plan=plan, recorder=recorder, terminal=terminal, verbose=verbose)
+        results = _Results(recorder.earlier)
+        with recorder.subscribed(results):
+            yield Invocation(file, plan, recorder, terminal, verbose, results)

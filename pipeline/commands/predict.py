@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from statistics import median
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline import registry
 from pipeline.commands.invocation import Invocation, invoked, planning, refuse_torchrun
@@ -19,7 +19,9 @@ from pipeline.report.link import fit
 from pipeline.report.scaling import at_pace
 from pipeline.report.scaling import predict as predicted
 from pipeline.report.simulation import Workload
-from pipeline.strategies import ddp
+
+if TYPE_CHECKING:
+    from pipeline.strategies.ddp import Options
 
 _HALVED = {"none": 1.0, "fp16": 2.0, "bf16": 2.0}
 
@@ -101,9 +103,10 @@ def workload_of(
     return at_pace(workload, step_ms=alone.step_ms.median)
 
 
-def _options(experiment: Experiment) -> ddp.Options:
+def _options(experiment: Experiment) -> "Options":
     parallel = experiment.parallel
-    return ddp.Options.model_validate(parallel.options if parallel.strategy == "ddp" else {})
+    kind: type[Options] = registry.load("strategies", "ddp").Strategy.Options
+    return kind.model_validate(parallel.options if parallel.strategy == "ddp" else {})
 
 
 def _room(experiment: Experiment, resources: Resources) -> int:

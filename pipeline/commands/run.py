@@ -99,7 +99,7 @@ def dry_run(file: ExperimentFile, *, with_baseline: bool, as_json: bool = False)
 
 def report(invocation: Invocation) -> Report:
     """Compare the trials in a report: printed, recorded, saved."""
-    plan, finished = invocation.plan, invocation.recorder.finished
+    plan, finished = invocation.plan, invocation.finished
     trials = [as_ended(trial, finished) for trial in plan.trials]
     measured = Report.of(trials, finished, hardware=invocation.hardware)
     if is_elastic(plan.main):

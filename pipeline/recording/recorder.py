@@ -44,8 +44,8 @@ class Recorder:
 
     def __init__(self, folder: Path, *, subscribers: Sequence[Subscriber]) -> None:
         self.folder = folder
-        self.finished: list[Finished] = []
-        """The ends of the trials so far."""
+        self.earlier: tuple[Finished, ...] = ()
+        """Ends of trials that the journal had before, the last one of each."""
         self.summary = ""
         """What came out, in Markdown; set once it is known."""
         self.known = 0
@@ -81,7 +81,6 @@ class Recorder:
             new = self._progress.new(event)
             if new is None or self._is_told(new):
                 return
-            self._note(new)
             failure: OSError | None = None
             try:
                 if not isinstance(new, Advanced):
@@ -114,22 +113,15 @@ class Recorder:
         except BaseException:
             self._journal.close()
             raise
-        self.finished = list(ends.values())
+        self.earlier = tuple(ends.values())
         return progress
 
     def _is_told(self, event: AnyEvent) -> bool:
-        """Whether the trial has warned of the same subject before."""
+        """Return whether the trial has warned of the same subject before."""
+        if isinstance(event, TrialOpened):
+            self._subjects = set()
         if not isinstance(event, Warned) or not event.subject:
             return False
         is_told = event.subject in self._subjects
         self._subjects.add(event.subject)
         return is_told
-
-    def _note(self, event: AnyEvent) -> None:
-        match event:
-            case TrialOpened():
-                self._subjects = set()
-                again = (event.trial, event.repeat)
-                self.finished = [end for end in self.finished if (end.result.trial, end.result.repeat) != again]
-            case Finished():
-                self.finished.append(event)

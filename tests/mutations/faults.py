@@ -195,8 +195,8 @@ FAULTS = (
         "an event is delivered twice",
         "no point is there twice",
         "pipeline/recording/recorder.py",
-        "                subscriber.receive(noted)",
-        "                subscriber.receive(noted)\n                subscriber.receive(noted)",
+        "                subscriber.receive(new)",
+        "                subscriber.receive(new)\n                subscriber.receive(new)",
         ("tests/unit/test_recorder.py",),
     ),
     Fault(

@@ -156,9 +156,9 @@ def test_trials_that_had_ended_are_known_and_one_that_is_done_again_counts_once(
     first, second = finished("baseline", spread(1.0)), finished("baseline", spread(2.0))
     recorded(tmp_path, [opened("baseline"), first, opened("main")])
     continued = recorded(tmp_path, [])
-    assert [end.result for end in continued.finished] == [first.result]
-    again = recorded(tmp_path, [opened("baseline"), second])
-    assert [end.result for end in again.finished] == [second.result]
+    assert [end.result for end in continued.earlier] == [first.result]
+    recorded(tmp_path, [opened("baseline"), second])
+    assert [end.result for end in recorded(tmp_path, []).earlier] == [second.result]
 
 
 def test_a_damaged_journal_is_not_continued_and_not_locked(tmp_path: Path) -> None:
