@@ -83,7 +83,7 @@ def endless(context: TrainContext) -> MicroBatches:
 def held_step(context: TrainContext) -> list[tuple[MicroBatch, Any]]:
     """Load the micro-batches of one step into memory.
 
-    Loader processes are idle afterwards, and take no core from what is measured next.
+    Loader processes are idle afterwards, and take no core from the next measurement.
     """
     micro_batches = first_steps(1, context.micro_batches(0))
     return list(context.prefetched(context.train_loader.batches(micro_batches)))

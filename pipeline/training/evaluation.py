@@ -36,7 +36,7 @@ Show = Callable[[str, Curve], None]
 def prepare(context: TrainContext) -> None:
     """Build the metrics and try them on a batch that is the same on all ranks, before the first step. Collective.
 
-    What can't be computed from one batch is left to the evaluation. Weights and buffers stay as they are.
+    Metrics that can't be computed from one batch are left to the evaluation. Weights and buffers don't change.
 
     Raises:
         ExperimentError: a metric can't be built, refuses the batch, computes neither numbers nor a curve, or reports a
@@ -188,7 +188,7 @@ def _judged(collection: "MetricCollection", *, best: str | None) -> Iterator[Pro
             if (written := mlflow_name(value)) in taken:
                 message = f"reports {PREFIX}{value}, as {taken[written]} does; rename one of them"
                 yield Problem(f"metrics.{name}", message)
-            if not isinstance(result, Mapping):  # torchmetrics tells those of several mappings apart
+            if not isinstance(result, Mapping):  # torchmetrics renames equal keys of several mappings
                 taken[written] = f"metrics.{name}"
         source = source_of(best, computed) if best else None
         if source == name and (best or "").removeprefix(PREFIX) not in values:

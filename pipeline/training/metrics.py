@@ -81,7 +81,7 @@ class Curve(NamedTuple):
     columns: tuple[str, str, str]
     """Names of x, y and the threshold."""
     lines: tuple[tuple[list[float], list[float], list[float]], ...]
-    """For each line x, y and thresholds, which may be one fewer."""
+    """x, y and thresholds of each line; there may be one threshold fewer."""
 
     def write(self, path: Path) -> None:
         """Write the points as CSV, a row for each; ``class`` is empty for a single line."""

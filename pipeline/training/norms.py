@@ -1,4 +1,4 @@
-"""Norms of tensors of which a rank may hold only a part (FSDP's DTensors)."""
+"""Norms of tensors that may be sharded (FSDP's DTensors)."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -10,20 +10,19 @@ from torch.nn.utils import get_total_norm
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's shard of a tensor; the tensor itself if it isn't sharded."""
     return cast(Tensor, cast(Any, tensor).to_local()) if hasattr(tensor, "to_local") else tensor
 
 
 def total_norm(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """The 2-norm of all tensors together, scalar. Collective if they are sharded.
+    """Return the 2-norm of all tensors together, scalar. Collective if any is sharded.
 
-    Added up by hand instead of by DTensor, which would send what is offloaded to the CPU through a group that may know
-    GPUs only.
+    DTensor's own norm would fail for shards that are offloaded to the CPU if the process group supports GPUs only.
     """
     if not any(hasattr(tensor, "to_local") for tensor in tensors):
         return get_total_norm([one.coalesce().values() if one.is_sparse else one for one in tensors])
     own = get_total_norm([local(tensor) for tensor in tensors if hasattr(tensor, "to_local")]).to(device)
-    squares = own.double().square()  # which overflows where the norm doesn't
+    squares = own.double().square()  # in fp32 the square could overflow
     dist.all_reduce(squares)
     if whole := [tensor for tensor in tensors if not hasattr(tensor, "to_local")]:
         squares += get_total_norm(whole).double().square()
@@ -31,7 +30,7 @@ def total_norm(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all that this rank holds of some tensors is finite; the host waits for the device."""
+    """Return True if this rank's shards of the tensors are finite. The host waits for the device."""
     held = [part for tensor in tensors if (part := local(tensor)).numel()]
-    # The largest one: a sum of squares overflows long before a weight does.
+    # The maximum, since a sum of squares could overflow for finite values.
     return bool(torch.isfinite(get_total_norm(held, norm_type=float("inf"))))

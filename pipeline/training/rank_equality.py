@@ -1,4 +1,4 @@
-"""Checks that ranks build the same: datasets, and what a model keeps besides parameters and buffers.
+"""Checks that all ranks build equal datasets, and models with equal attributes besides parameters and buffers.
 
 Ranks exchange fingerprints in place of values. With a single rank, nothing is computed.
 """

@@ -88,7 +88,7 @@ def _choose(
             warn(f"{storage.place(entry.name)} can't be used: {damage}; trying the previous checkpoint")
     except PipelineError:
         raise  # already has a message for the user
-    except Exception as error:  # whatever a storage raises
+    except Exception as error:  # a storage may raise anything
         raise TrainingError(
             f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}; "
             "resume when they can, or train from the beginning without --resume"

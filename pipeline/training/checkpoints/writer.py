@@ -101,7 +101,7 @@ class AsyncCheckpointWriter:
             if not self._rank.is_first:
                 return
             self._complete(job, parts)
-        except Exception as error:  # noqa: BLE001 (whatever a storage raises, training goes on)
+        except Exception as error:  # noqa: BLE001 (a storage may raise anything, and training continues)
             self._failed(name, error)
             return
         try:
