@@ -20,7 +20,7 @@ from pipeline.training.context import TrainContext
 _TENSORS = "state.safetensors"
 
 
-def write_whole(state: State, folder: Path) -> tuple[StoredFile, ...]:
+def write_unsharded(state: State, folder: Path) -> tuple[StoredFile, ...]:
     """Write a complete, unsharded state and return its files.
 
     Raises:

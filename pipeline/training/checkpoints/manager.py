@@ -56,7 +56,7 @@ class CheckpointManager:
         self._outbox = outbox
         self._options = context.experiment.checkpoint
         self._storage: Storage | None = None
-        self._saver: AsyncCheckpointWriter | None = None
+        self._writer: AsyncCheckpointWriter | None = None
         self._saved_at = time.monotonic()
         self._is_behind = False
         if not (context.trial.checkpoints and self._options.keep) or context.trial.is_measurement:
@@ -67,7 +67,7 @@ class CheckpointManager:
             )
         check(context)
         self._storage = Storage(context.trial.checkpoints)
-        self._saver = self._new_saver(self._storage)
+        self._writer = self._new_writer(self._storage)
 
     def __enter__(self) -> Self:
         return self
@@ -75,8 +75,8 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is None or issubclass(kind, Stopped):
             self.wait()
-        if self._saver is not None:
-            self._saver.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def resume(self) -> int:
         """Restore the newest complete checkpoint if the trial resumes, and return the steps done. Collective.
@@ -102,8 +102,8 @@ class CheckpointManager:
         rank_state.hand_out(self._context, found.state, warn=self._warn_once)
         written.put_back(self._context, manifest=found.manifest, warn=self._warn_once)
         self._meter.restore(found.state.values["meter"], is_over=found.manifest.step == self._context.steps)
-        if self._saver is not None:
-            self._saver.whole = [*found.older, found.manifest]
+        if self._writer is not None:
+            self._writer.complete = [*found.older, found.manifest]
         self._tell_resumed(found.manifest, self._storage)
         order = self._context.order
         if isinstance(order, StreamOrder) and order.deals_evenly and found.manifest.step % order.steps_per_epoch:
@@ -148,14 +148,14 @@ class CheckpointManager:
             return
         remembered = rank_state.collect(self._context)
         with averaged_weights(self._context):
-            state = snapshot(self._context) if self._saver is not None else None
-        if self._saver is None or state is None:
+            state = snapshot(self._context) if self._writer is not None else None
+        if self._writer is None or state is None:
             return
         values = {**state.values, **remembered.values, "meter": self._meter.state()}
         state = State({**state.tensors, **remembered.tensors}, values)
         blocked = time.perf_counter() - began
         manifest = describe(self._context, step=step, metric=metric)
-        self._saver.start(CheckpointJob(state=state, manifest=manifest, began=began, blocked_s=blocked))
+        self._writer.start(CheckpointJob(state=state, manifest=manifest, began=began, blocked_s=blocked))
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written. Collective."""
@@ -165,9 +165,9 @@ class CheckpointManager:
     def _is_idle(self) -> bool:
         """Wait for the checkpoint being written, within the patience; return True once it is done. Collective."""
         patience_s = min(_PATIENCE_S, self._context.experiment.parallel.timeout_s / 2)
-        idle = from_first(lambda: self._saver is None or self._saver.wait(patience_s), rank=self._context.rank)
-        if idle and self._saver is not None:
-            self._saver.wait()  # this rank's shard: rank 0 is done, so all shards are written
+        idle = from_first(lambda: self._writer is None or self._writer.wait(patience_s), rank=self._context.rank)
+        if idle and self._writer is not None:
+            self._writer.wait()  # this rank's shard: rank 0 is done, so all shards are written
         return idle
 
     def _tell_left_out(self, step: int) -> None:
@@ -178,7 +178,7 @@ class CheckpointManager:
                 f"{self._storage.address}; training continues, later checkpoints may be skipped, too"
             )
 
-    def _new_saver(self, storage: Storage) -> AsyncCheckpointWriter | None:
+    def _new_writer(self, storage: Storage) -> AsyncCheckpointWriter | None:
         """Create a writer on ranks that have something to write; None elsewhere. Collective for a sharded model."""
         sharded = is_sharded(self._context)
         # A separate group, so that its messages can't interleave with those of training. All ranks create it.

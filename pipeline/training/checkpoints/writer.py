@@ -64,7 +64,7 @@ class AsyncCheckpointWriter:
             tell: receives events.
             trial: name of the trial in the events.
         """
-        self.whole: list[Manifest] = []
+        self.complete: list[Manifest] = []
         """Manifests of the complete checkpoints."""
         self._storage = storage
         self._keep = keep
@@ -123,13 +123,13 @@ class AsyncCheckpointWriter:
 
     def _write_part(self, job: CheckpointJob, folder: Path) -> tuple[StoredFile, ...]:
         if self._group is None:
-            return files.write_whole(job.state, folder)
+            return files.write_unsharded(job.state, folder)
         return files.write_shards(job.state, folder, group=self._group)
 
     def _complete(self, job: CheckpointJob, parts: tuple[StoredFile, ...]) -> None:
         manifest = job.manifest.model_copy(update={"files": parts}).sealed()
         self._storage.write(f"{manifest.name}/{FILE_NAME}", manifest.model_dump_json(indent=1).encode())
-        self.whole = [one for one in self.whole if one.step != manifest.step] + [manifest]
+        self.complete = [one for one in self.complete if one.step != manifest.step] + [manifest]
         if self._in_trouble:
             self._in_trouble = False
             self._warn(f"checkpoints can be saved again: {manifest.name} is complete")
@@ -160,11 +160,11 @@ class AsyncCheckpointWriter:
 
     def _prune(self) -> None:
         """Remove old and incomplete checkpoints. Called only once a newer one is complete."""
-        names = kept(self.whole, newest=self._keep, direction=self._direction)
+        names = kept(self.complete, newest=self._keep, direction=self._direction)
         for name in self._storage.folders():
             if step_of(name) is not None and name not in names:
                 self._discard(name)
-        self.whole = [one for one in self.whole if one.name in names]
+        self.complete = [one for one in self.complete if one.name in names]
 
     def _discard(self, name: str) -> None:
         """Remove a checkpoint, its manifest first: an interrupted removal must not leave one that looks complete."""
