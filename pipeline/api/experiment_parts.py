@@ -10,7 +10,6 @@ from torch import nn
 from pipeline.config import components
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.execute import explained
-from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.system.imports import importable
 from pipeline.tasks import StepOutput
@@ -42,24 +41,24 @@ class Parts:
                 cpus_per_worker=torch.get_num_threads(),
                 allowed=components.allowed_packages(),
             )
-            self._setup = build(trial, rank=Rank())
-            self.metrics = self._setup.metrics or MetricCollection({})
+            self._context = build(trial, rank=Rank())
+            self.metrics = self._context.metrics or MetricCollection({})
             """Of the validation set, by name; each takes outputs and targets of a step."""
 
     @property
     def model(self) -> nn.Module:
         """The model, in training mode, in the precision of ``train.precision``."""
-        return self._setup.model
+        return self._context.model
 
     @property
     def train_samples(self) -> int:
         """Size of the training set."""
-        return self._setup.order.samples
+        return self._context.order.samples
 
     @property
     def validation_samples(self) -> int:
         """Size of the validation set; 0 if there is none."""
-        return self._setup.validation_samples
+        return self._context.batches.validation_samples
 
     def batch(self, samples: Iterable[int], *, validation: bool = False) -> Any:
         """Return samples of the training or of the validation set as one batch, as the model takes it.
@@ -68,12 +67,9 @@ class Parts:
             TrainingError: a sample can't be read.
             ExperimentError: they can't be made a batch, or there is no validation set.
         """
-        loader = self._setup.validation_loader if validation else self._setup.train_loader
-        if loader is None:
-            raise ExperimentError.of("data", "has no validation set")
-        return self._setup.placed(loader.read(list(samples)))
+        return self._context.batches.placed(self._context.batches.read(list(samples), validation=validation))
 
     def step(self, batch: Any) -> StepOutput:
         """Return loss, outputs and targets of the model on a batch, by the experiment's loss or task."""
-        with self._setup.autocast():
-            return self._setup.task(self.model, batch)
+        with self._context.autocast():
+            return self._context.task(self.model, batch)

@@ -74,7 +74,7 @@ def _tried(context: TrainContext, count: int) -> list[_Loss]:
     whole = range(count)
     chosen = [(whole, 0), (whole, 1), (range(cut), 0), (range(cut, count), 0)]
     with _as_it_was(context) as module:
-        batch = context.train_loader.read(list(whole))
+        batch = context.batches.read(list(whole))
         return [
             _loss(context, module, _part(context, batch, indices), seed=seed, indices=indices)
             for indices, seed in chosen
@@ -93,7 +93,7 @@ def _part(context: TrainContext, batch: Any, indices: range) -> Any:
     cuts = all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves) and context.experiment.loader.collate is None
     if cuts or isinstance(context.order, StreamOrder):
         return tree_map(lambda leaf: leaf[indices.start : indices.stop], batch)
-    return context.train_loader.read(list(indices))
+    return context.batches.read(list(indices))
 
 
 @contextmanager

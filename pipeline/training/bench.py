@@ -79,7 +79,7 @@ class TrialBench:
     def _placed(self, batch_size: int) -> list[Any]:
         """Copy a batch to the device; on a GPU a second one, as prefetching does in training."""
         count = 2 if self._context.device.type == "cuda" else 1
-        return [self._context.placed(self._batch(batch_size)) for _ in range(count)]
+        return [self._context.batches.placed(self._batch(batch_size)) for _ in range(count)]
 
     def _survives(self, batch: Any) -> bool:
         groups = [module.process_group for module in self._synced]
@@ -140,7 +140,7 @@ class TrialBench:
 
     def _read(self, count: int) -> Any:
         rank, samples = self._context.rank, self._context.order.samples
-        return self._context.train_loader.read([(rank.rank + rank.world_size * i) % samples for i in range(count)])
+        return self._context.batches.read([(rank.rank + rank.world_size * i) % samples for i in range(count)])
 
 
 def _without_agreement(context: TrainContext) -> TrainContext:

@@ -11,9 +11,9 @@ from pipeline.strategies.base import Sharded
 from pipeline.training import compilation, optimizers, parts, rank_equality, recomputation
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
+from pipeline.training.batches import Batches, dealt, read, runtime
 from pipeline.training.context import DTYPES, TrainContext
 from pipeline.training.learned import learned_by, take_from_first, trainable
-from pipeline.training.source import dealt, read, runtime
 from pipeline.training.stream import Streams
 
 
@@ -28,11 +28,10 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainC
     experiment = trial.experiment
     device = device_of(trial, rank=rank)
     source = dealt(trial, streams, rank=rank, device=device) if streams else read(trial, rank=rank, device=device)
-    order = source.order
     create = partial(
         components.build,
         allowed=trial.allowed,
-        runtime=runtime(trial, order=order, rank=rank),
+        runtime=runtime(trial, order=source.order, rank=rank),
     )
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     is_sharded = isinstance(strategy, Sharded)
@@ -62,10 +61,7 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainC
         trial=trial,
         rank=rank,
         device=device,
-        order=order,
-        train_loader=source.train,
-        validation_loader=source.validation,
-        validation_samples=source.validation_samples,
+        batches=Batches(source, experiment, rank=rank, device=device, strategy=strategy, task=task),
         model=model,
         wrapped=wrapped,
         strategy=strategy,
@@ -74,7 +70,6 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainC
         optimizer=optimizer,
         scheduler=parts.scheduler(create, experiment, optimizer=optimizer, validates=source.validation is not None),
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
-        data_digest=parts.digest(experiment, order.samples, source.validation_samples, source.first),
         compiling=stopwatch,
         learned=learned,
         averages=Averages(model, ema, learned=learned) if (ema := experiment.train.ema) is not None else None,

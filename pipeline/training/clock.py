@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pipeline.training.batches import MicroBatches
 from pipeline.training.compilation import Stopwatch
-from pipeline.training.step import MicroBatches
 
 Instant = float | torch.cuda.Event
 

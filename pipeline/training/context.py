@@ -1,44 +1,33 @@
 """Everything that one rank trains with."""
 
 import math
-import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeline.config.schema import Experiment
-from pipeline.protocol.events import Started
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Sharded, Strategy
-from pipeline.tasks import Supervised, Task
+from pipeline.tasks import Task
 from pipeline.training import metrics, parts
 from pipeline.training.averages import Averages
+from pipeline.training.batches import Batches
 from pipeline.training.compilation import Stopwatch
-from pipeline.training.learned import PREFIX
-from pipeline.training.loader import BatchLoader, prefetched, to_device
 from pipeline.training.order import (
-    MicroBatch,
     SampleOrder,
-    StreamOrder,
-    evaluation_micro_batches,
-    padded,
-    padded_evaluation,
 )
-from pipeline.training.stream import StreamLoader
 from pipeline.training.weighting import Boundary
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 @dataclass(kw_only=True)
@@ -48,10 +37,7 @@ class TrainContext:
     trial: Trial
     rank: Rank
     device: torch.device
-    order: SampleOrder
-    train_loader: BatchLoader | StreamLoader
-    validation_loader: BatchLoader | StreamLoader | None
-    validation_samples: int
+    batches: Batches
     model: nn.Module
     wrapped: nn.Module
     strategy: Strategy
@@ -60,7 +46,6 @@ class TrainContext:
     optimizer: Optimizer
     scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler
-    data_digest: str
     compiling: Stopwatch | None = None
     """Runs while torch.compile does; None where nothing is compiled."""
     averages: Averages | None = None
@@ -76,6 +61,11 @@ class TrainContext:
     def experiment(self) -> Experiment:
         """The experiment of the trial."""
         return self.trial.experiment
+
+    @property
+    def order(self) -> SampleOrder:
+        """Samples of each global batch."""
+        return self.batches.order
 
     @cached_property
     def metrics(self) -> "MetricCollection | None":
@@ -105,15 +95,14 @@ class TrainContext:
         """The model, and what the task has learned besides: whatever training changes."""
         return self.model if self.learned is None else nn.ModuleList([self.model, self.learned])
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters: the model's by their own names, then the task's."""
-        others = self.learned.named_parameters() if self.learned is not None else ()
-        return {**dict(self.model.named_parameters()), **{f"{PREFIX}{name}": one for name, one in others}}
-
     @cached_property
     def trained(self) -> list[nn.Parameter]:
         """What the optimizer changes; of other parameters nobody clears the gradients."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of the parameters that the optimizer updates, where there are any."""
+        return [parameter.grad for parameter in self.trained if parameter.grad is not None]
 
     @cached_property
     def trained_by_kind(self) -> list[list[nn.Parameter]]:
@@ -154,57 +143,10 @@ class TrainContext:
         """Micro-batches in one step of each rank."""
         return self.experiment.train.gradient_accumulation
 
-    def micro_batches(self, epoch: int, *, first: int = 0) -> Iterator[MicroBatch]:
-        """The rank's micro-batches of an epoch from its step ``first`` on, both counted from 0."""
-        world_size, accumulation = self.rank.world_size, self.accumulation
-        micro_batches = self.order.micro_batches(
-            epoch, rank=self.rank.rank, world_size=world_size, accumulation=accumulation, first=first
-        )
-        if not self.strategy.needs_equal_passes:
-            return micro_batches
-        return padded(micro_batches, order=self.order, world_size=world_size, accumulation=accumulation, first=first)
-
-    def evaluation_micro_batches(self) -> Iterator[MicroBatch]:
-        """The rank's part of the validation set."""
-        micro_batches = self._evaluation_draws(self.rank.rank)
-        return (
-            padded_evaluation(micro_batches, self._evaluation_draws(0)) if self.sharded is not None else micro_batches
-        )
-
-    def evaluation_sample(self) -> Any:
-        """A batch as large as those of evaluation, on the CPU; of a stream, rows that are at hand."""
-        loader = self.train_loader if isinstance(self.validation_loader, StreamLoader) else self.validation_loader
-        assert loader is not None
-        return loader.read(next(self._evaluation_draws(0)).indices)
-
-    def _evaluation_draws(self, rank: int) -> Iterator[MicroBatch]:
-        """A rank's part, in batches of the size that training's micro-batches have, which is known to fit."""
-        world_size, samples, parts = self.rank.world_size, self.validation_samples, self.accumulation
-        if isinstance(self.order, StreamOrder):
-            order = replace(self.order, samples=samples, deals_evenly=False)
-            return order.evaluation_micro_batches(rank=rank, world_size=world_size, accumulation=parts)
-        batch_size = max(1, self.order.global_batch_size // (world_size * parts))
-        return evaluation_micro_batches(samples, rank=rank, world_size=world_size, batch_size=batch_size)
-
     @property
-    def input_dtype(self) -> torch.dtype | None:
-        """Type that floating-point inputs are cast to; None leaves them as they are."""
-        return torch.float64 if self.experiment.train.precision == "fp64" else None
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        """How images lie in memory."""
-        return MEMORY_FORMATS[self.experiment.train.memory_format]
-
-    def placed(self, batch: Any) -> Any:
-        """A batch from the loader as the model takes it: on the device, in the experiment's type and layout."""
-        return to_device(batch, device=self.device, dtype=self.input_dtype, memory_format=self.memory_format)
-
-    def prefetched(self, batches: Iterator[tuple[MicroBatch, Any]]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Batches from the loader, on a GPU placed there one ahead."""
-        if isinstance(self.task, Supervised):
-            batches = _looked_at(batches, self.task)
-        return prefetched(batches, place=self.placed, device=self.device)
+    def loss_dtype(self) -> torch.dtype:
+        """Type in which losses are summed."""
+        return torch.float64 if self.experiment.train.precision == "fp64" else torch.float32
 
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision where the experiment asks for it."""
@@ -212,25 +154,3 @@ class TrainContext:
         if precision not in DTYPES or self.sharded is not None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=DTYPES[precision])
-
-    def started(self, devices: tuple[str, ...]) -> Started:
-        """What rank 0 tells before its first step."""
-        return Started(
-            time=time.time(),
-            trial=self.trial.name,
-            total_steps=self.steps,
-            steps_per_epoch=self.order.steps_per_epoch,
-            epochs=self.epochs,
-            train_samples=self.order.samples,
-            validation_samples=self.validation_samples,
-            parameters=sum(p.numel() for p in self.whole.parameters() if p.requires_grad),
-            devices=devices,
-            data_name=self.experiment.data.target,
-            data_digest=self.data_digest,
-        )
-
-
-def _looked_at(batches: Iterator[tuple[MicroBatch, Any]], task: Supervised) -> Iterator[tuple[MicroBatch, Any]]:
-    for micro_batch, batch in batches:
-        task.refuse_ignored(batch)
-        yield micro_batch, batch

@@ -53,14 +53,17 @@ def costs(context: TrainContext) -> Costs:
             f"an epoch has {context.order.samples} samples, fewer than the global batch of "
             f"{context.order.global_batch_size}: a step can't be measured; lower train.global_batch_size",
         )
+    rank = context.rank
     with without_updates(context):
-        batch = context.train_loader.read(list(range(_micro_batch(context))))
+        batch = context.batches.read(list(range(_micro_batch(context))))
         measured = Costs(
             curve=_curve(context),
-            optimizer_ms=_optimizer(context) if context.rank.world_size == 1 else 0.0,
+            optimizer_ms=_optimizer(context) if rank.world_size == 1 else 0.0,
             gradients=gradients(context.model, partial(_backward, context, batch), device=context.device),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in context.model.buffers()),
-            all_reduces=all_reduces(context) if context.rank.world_size > 1 else (),
+            all_reduces=all_reduces(context.model, rank=context.rank, device=context.device)
+            if context.rank.world_size > 1
+            else (),
             world_size=context.rank.world_size,
         )
         forget_local_steps(context, held_step(context))
@@ -85,7 +88,7 @@ def _curve(context: TrainContext) -> tuple[BatchCost, ...]:
     measured = sizes(_micro_batch(context), smallest=_smallest(context), count=SIZES_ALONE)
     if context.rank.world_size > 1:
         measured = measured[-SIZES_TOGETHER:]  # enough for the slowdown by ranks that share the machine
-    times = in_turn({size: partial(_timed, context, size=size) for size in measured}, context=context, what="batches")
+    times = in_turn({size: partial(_timed, context, size=size) for size in measured}, rank=context.rank, what="batches")
     own = [_Pass(*map(median, zip(*times[size], strict=True))) for size in measured]
     slowest = [
         _Pass(*map(max, zip(*ranks, strict=True))) for ranks in zip(*gather(own, rank=context.rank), strict=True)
@@ -115,7 +118,7 @@ def _timed(context: TrainContext, *, size: int) -> _Pass:
         synchronize(context.device)
         instants.append(time.perf_counter())
 
-    batch = context.train_loader.read(list(range(size)))
+    batch = context.batches.read(list(range(size)))
     lap()
     _backward(context, batch, lap)
     lap()
@@ -136,7 +139,7 @@ def _optimizer(context: TrainContext) -> float:
     """Measure the milliseconds of a step beyond loading and computing, at the smallest batch size."""
     size = _smallest(context)
     micro_batch = MicroBatch(0, list(range(size)), weight=1.0, is_last=True)
-    batch = context.train_loader.read(micro_batch.indices)
+    batch = context.batches.read(micro_batch.indices)
 
     def step() -> float:
         start = time.perf_counter()
@@ -151,5 +154,5 @@ def _optimizer(context: TrainContext) -> float:
         synchronize(context.device)
         return 1e3 * (time.perf_counter() - start)
 
-    times = in_turn({"step": step, "compute": compute}, context=context, what="the optimizer")
+    times = in_turn({"step": step, "compute": compute}, rank=context.rank, what="the optimizer")
     return max(0.0, median(whole - part for whole, part in zip(times["step"], times["compute"], strict=True)))

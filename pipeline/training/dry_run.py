@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from pipeline.training.batches import MicroBatches
 from pipeline.training.context import TrainContext
 from pipeline.training.optimizers import weights_kept
 from pipeline.training.order import MicroBatch
-from pipeline.training.step import MicroBatches, forward_backward
+from pipeline.training.step import forward_backward
 from pipeline.training.step_guard import Buffers
 
 
@@ -18,9 +19,9 @@ def rehearse(context: TrainContext, *, with_last: bool = False) -> None:
     """Compute and discard the gradients of the first step, and of an epoch's last (``with_last``). Collective."""
     buffers = Buffers(context.whole)  # checkpoints lack some of them
     context.wrapped.train()
-    micro_batches = _steps(context.micro_batches(0))
+    micro_batches = _steps(context.batches.micro_batches(0))
     chosen = [micro_batches[0], micro_batches[-1]] if with_last and len(micro_batches) > 1 else [micro_batches[0]]
-    stream = context.train_loader.batches([micro_batch for step in chosen for micro_batch in step])
+    stream = context.batches.load(micro_batch for step in chosen for micro_batch in step)
     for _ in chosen:
         forward_backward(context, stream)
         context.optimizer.zero_grad(set_to_none=True)
@@ -75,9 +76,7 @@ def endless(context: TrainContext) -> MicroBatches:
     """Yield micro-batches endlessly, without the smaller last global batch of an epoch."""
     full_batches = max(1, context.order.samples // context.order.global_batch_size)
     for epoch in count():
-        yield from context.prefetched(
-            context.train_loader.batches(first_steps(full_batches, context.micro_batches(epoch)))
-        )
+        yield from context.batches.load(first_steps(full_batches, context.batches.micro_batches(epoch)))
 
 
 def held_step(context: TrainContext) -> list[tuple[MicroBatch, Any]]:
@@ -85,8 +84,7 @@ def held_step(context: TrainContext) -> list[tuple[MicroBatch, Any]]:
 
     Loader processes are idle afterwards, and take no core from the next measurement.
     """
-    micro_batches = first_steps(1, context.micro_batches(0))
-    return list(context.prefetched(context.train_loader.batches(micro_batches)))
+    return list(context.batches.load(first_steps(1, context.batches.micro_batches(0))))
 
 
 def forget_local_steps(context: TrainContext, held: Iterable[tuple[MicroBatch, Any]]) -> None:

@@ -42,7 +42,7 @@ def prepare(context: TrainContext) -> None:
         ExperimentError: a metric can't be built, refuses the batch, computes neither numbers nor a curve, or reports a
             name that is taken; or ``checkpoint.best`` names none of the numbers.
     """
-    if context.validation_loader is None or context.trial.is_measurement or context.metrics is None:
+    if not context.batches.has_validation or context.trial.is_measurement or context.metrics is None:
         return
     collection = context.metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
     with warnings.catch_warnings(action="ignore"):  # e.g. that the batch lacks samples of a class
@@ -60,7 +60,7 @@ def evaluate(context: TrainContext, *, show: Show | None = None) -> dict[str, fl
 
     ``show`` receives the curves, on all ranks.
     """
-    if context.validation_loader is None:
+    if not context.batches.has_validation:
         return {}
     mark(Phase.EVALUATING)
     with resulting_weights(context):
@@ -137,13 +137,10 @@ def _over_own_samples(context: TrainContext, module: torch.nn.Module) -> torch.T
     The sums are those of weighted losses and of weights. Without weights the first is this rank's share of the mean
     over all samples.
     """
-    assert context.validation_loader is not None
     total = torch.zeros(2, dtype=torch.float64, device=context.device)
-    samples, world_size = context.validation_samples, context.rank.world_size
+    samples, world_size = context.batches.validation_samples, context.rank.world_size
     with ProgressReporter("evaluating", total=samples, unit="samples", silent=not context.rank.is_first) as progress:
-        for micro_batch, batch in context.prefetched(
-            context.validation_loader.batches(context.evaluation_micro_batches())
-        ):
+        for micro_batch, batch in context.batches.validation():
             output = forward(context, module, batch)
             if micro_batch.weight:
                 if output.weight is None:
@@ -163,7 +160,7 @@ def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[
     buffers = Buffers(context.whole)
     module = evaluation_module(context)
     module.eval()
-    output = forward(context, module, context.evaluation_sample())
+    output = forward(context, module, context.batches.validation_sample())
     context.wrapped.train()
     buffers.restore()
     for name, metric in collection.items(copy_state=False):

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import AllReduce, Gradient
+from pipeline.protocol.trial import AllReduce, Gradient, Rank
 from pipeline.training.clock import synchronize
 from pipeline.training.collectives import barrier, gather
-from pipeline.training.context import TrainContext
 
 BUDGET_SECONDS = 2.5  # for each kind of measurement
 ROUNDS, FEWEST_ROUNDS = 15, 3
@@ -26,53 +25,46 @@ Key = TypeVar("Key")
 Measured = TypeVar("Measured")
 
 
-def in_turn(
-    variants: Mapping[Key, Callable[[], Measured]], *, context: TrainContext, what: str
-) -> dict[Key, list[Measured]]:
+def in_turn(variants: Mapping[Key, Callable[[], Measured]], *, rank: Rank, what: str) -> dict[Key, list[Measured]]:
     """Run the variants alternately in several rounds and return each variant's results. Collective.
 
     Ranks start each variant together. ``what`` names the measurement in the terminal.
     """
     seconds = 0.0
     for _ in range(2):  # the first round is cold
-        barrier(context.rank)
+        barrier(rank)
         start = time.perf_counter()
         for measure in variants.values():
             measure()
-        seconds = max(gather(time.perf_counter() - start, rank=context.rank))
+        seconds = max(gather(time.perf_counter() - start, rank=rank))
     results: dict[Key, list[Measured]] = {key: [] for key in variants}
     rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(BUDGET_SECONDS / seconds)))
-    with ProgressReporter(
-        f"measuring {what}", total=rounds, unit="rounds", silent=not context.rank.is_first
-    ) as progress:
+    with ProgressReporter(f"measuring {what}", total=rounds, unit="rounds", silent=not rank.is_first) as progress:
         for done in range(rounds):
             for key, measure in variants.items():
-                barrier(context.rank)
+                barrier(rank)
                 results[key].append(measure())
             progress.to(done + 1)
     return results
 
 
-def all_reduces(context: TrainContext) -> tuple[AllReduce, ...]:
+def all_reduces(model: nn.Module, *, rank: Rank, device: torch.device) -> tuple[AllReduce, ...]:
     """Time all-reduces over all ranks, from 4 KiB to the size of all gradients; the slowest rank counts. Collective."""
-    gradients = sum(p.numel() * p.element_size() for p in context.model.parameters() if p.requires_grad)
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     largest = min(LARGEST_BYTES, max(LARGEST_AT_LEAST, gradients))
     step = (largest / SMALLEST_BYTES) ** (1 / (SIZES - 1))
     tensors = [
-        torch.zeros(round(SMALLEST_BYTES * step**i) // 4, dtype=torch.float32, device=context.device)
-        for i in range(SIZES)
+        torch.zeros(round(SMALLEST_BYTES * step**i) // 4, dtype=torch.float32, device=device) for i in range(SIZES)
     ]
 
     def exchange(tensor: torch.Tensor) -> float:
         start = time.perf_counter()
         dist.all_reduce(tensor)
-        synchronize(context.device)
+        synchronize(device)
         return 1e3 * (time.perf_counter() - start)
 
-    times = in_turn(
-        {4 * len(tensor): partial(exchange, tensor) for tensor in tensors}, context=context, what="the link"
-    )
-    ranks = gather(times, rank=context.rank)
+    times = in_turn({4 * len(tensor): partial(exchange, tensor) for tensor in tensors}, rank=rank, what="the link")
+    ranks = gather(times, rank=rank)
     return tuple(
         AllReduce(bytes=size, ms=median(max(round_) for round_ in zip(*(rank[size] for rank in ranks), strict=True)))
         for size in times

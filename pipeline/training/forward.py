@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
@@ -17,7 +16,7 @@ def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
         ExperimentError: loss or weight isn't a scalar, or some batches have a weight and others have none.
     """
     with context.autocast():
-        output = context.task(module, context.placed(batch))
+        output = context.task(module, context.batches.placed(batch))
     if output.loss.ndim:
         raise _refused(context, f"returned {_shape(output.loss)}; it must be a scalar, the mean over the samples")
     gives_weight = output.weight is not None
@@ -31,7 +30,7 @@ def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
 def _weight(context: TrainContext, weight: object, loss: Tensor) -> Tensor:
     if not isinstance(weight, Tensor) or weight.ndim:
         raise _refused(context, f"returned {_shape(weight)} as StepOutput.weight; it must be a scalar tensor")
-    return weight.detach().to(loss.device, context.input_dtype or torch.float32)
+    return weight.detach().to(loss.device, context.loss_dtype)
 
 
 def _refused(context: TrainContext, message: str) -> ExperimentError:

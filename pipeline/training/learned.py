@@ -6,7 +6,6 @@ the last backward pass. The optimizer has them in a group of their own.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,6 @@ from torch import Tensor, nn
 
 from pipeline.protocol.trial import Rank
 from pipeline.tasks import Supervised
-
-if TYPE_CHECKING:
-    from pipeline.training.context import TrainContext
 
 PREFIX = "task:"
 """Before the names of their parameters, which are in one list with the model's."""
@@ -68,15 +64,18 @@ def take_from_first(learned: nn.Module, *, rank: Rank, buffers_only: bool = Fals
 
 
 @torch.no_grad()
-def exchange_gradients(context: "TrainContext") -> None:
-    """Bring the gradients together as the strategy does the model's; those that no rank has stay away. Collective."""
-    parameters = trainable(context.learned)
+def exchange_gradients(learned: nn.Module, *, scale: float, device: torch.device) -> None:
+    """Sum the gradients over all ranks, divided by the strategy's ``scale``. Collective.
+
+    A parameter without a gradient on any rank stays without: the optimizer would let it decay.
+    """
+    parameters = trainable(learned)
     for dtype in dict.fromkeys(one.dtype for one in parameters):
         chosen = [one for one in parameters if one.dtype == dtype]
         own = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in chosen]
-        has = torch.tensor([one.grad is not None for one in chosen], dtype=dtype, device=context.device)
+        has = torch.tensor([one.grad is not None for one in chosen], dtype=dtype, device=device)
         flat = torch.cat([*(one.reshape(-1) for one in own), has])
-        flat /= context.strategy.gradient_scale
+        flat /= scale
         dist.all_reduce(flat)
         *sums, seen = torch.split(flat, [*(one.numel() for one in chosen), len(chosen)])
         for index, (parameter, total) in enumerate(zip(chosen, sums, strict=True)):

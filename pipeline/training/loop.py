@@ -100,8 +100,7 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
     first = epoch * context.order.steps_per_epoch
     last = min(first + context.order.steps_per_epoch, context.steps)
     begin = max(first, start)
-    batches = context.train_loader.batches(context.micro_batches(epoch, first=begin - first))
-    stream = meter.waits.timed(context.prefetched(batches))
+    stream = meter.waits.timed(context.batches.training(epoch, first=begin - first))
     meter.clock.resume()
     for step in range(begin, last):
         mark_step(step)

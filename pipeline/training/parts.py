@@ -3,13 +3,11 @@
 All of them raise ExperimentError with the key of the part that is wrong.
 """
 
-import hashlib
 import importlib
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -151,10 +149,3 @@ def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, v
             "scheduler", "ReduceLROnPlateau follows the validation loss, but there is no validation set; use another"
         )
     return scheduler
-
-
-def digest(experiment: Experiment, train_samples: int, validation_samples: int, first: Any) -> str:
-    """Tells data sets apart without reading them whole: declaration, sizes and the first sample."""
-    values = apply_to_collection(first, torch.Tensor, torch.Tensor.tolist)  # the text of large tensors is shortened
-    parts = (experiment.data.model_dump_json(), train_samples, validation_samples, values)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

@@ -19,11 +19,12 @@ from pipeline.protocol import estimates
 from pipeline.protocol.events import ArtifactSaved, Outbox
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Spread, StepParts
+from pipeline.training.batches import MicroBatches
 from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import endless, forget_local_steps, held_step, without_updates
-from pipeline.training.step import MicroBatches, forward_backward, optimizer_step
+from pipeline.training.step import forward_backward, optimizer_step
 
 ROUNDS = 7
 SLOT_SECONDS = 0.2  # long enough for the clock

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipeline.protocol.events import ArtifactSaved, FirstStep, ModelSaved, Outbox, Warned
+from pipeline.protocol.events import ArtifactSaved, FirstStep, ModelSaved, Outbox, Started, Warned
 from pipeline.protocol.trial import Held
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
@@ -32,7 +32,21 @@ def start(context: TrainContext, outbox: Outbox) -> None:
     """Report that training begins, and on which devices. Collective."""
     devices = gather(_device_name(context), rank=context.rank)
     if context.rank.is_first:
-        outbox.event(context.started(tuple(devices)))
+        outbox.event(
+            Started(
+                time=time.time(),
+                trial=context.trial.name,
+                total_steps=context.steps,
+                steps_per_epoch=context.order.steps_per_epoch,
+                epochs=context.epochs,
+                train_samples=context.order.samples,
+                validation_samples=context.batches.validation_samples,
+                parameters=sum(p.numel() for p in context.whole.parameters() if p.requires_grad),
+                devices=tuple(devices),
+                data_name=context.experiment.data.target,
+                data_digest=context.batches.digest,
+            )
+        )
 
 
 def first_step(context: TrainContext, outbox: Outbox) -> None:
@@ -151,11 +165,11 @@ def _save_learned(context: TrainContext, path: Path) -> None:
 
 def _example(context: TrainContext) -> torch.Tensor | None:
     """Return the inputs of two training samples; None unless a batch's inputs are a single tensor."""
-    batch = context.train_loader.read(list(range(min(2, context.order.samples))))
+    batch = context.batches.read(list(range(min(2, context.order.samples))))
     inputs = batch[0] if isinstance(batch, tuple | list) and batch else None
     if not isinstance(inputs, torch.Tensor):
         return None
-    moved: torch.Tensor = to_device(inputs, device=torch.device("cpu"), dtype=context.input_dtype)
+    moved: torch.Tensor = to_device(inputs, device=torch.device("cpu"), dtype=context.batches.dtype)
     return moved
 
 

@@ -3,11 +3,9 @@
 What guards it (random numbers, skipped steps) is in `pipeline.training.step_guard`.
 """
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
@@ -15,6 +13,7 @@ from torch.optim import Optimizer
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
 from pipeline.training import lone_sample
+from pipeline.training.batches import MicroBatches
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.learned import exchange_gradients
@@ -24,9 +23,6 @@ from pipeline.training.order import MicroBatch
 from pipeline.training.step_guard import StepGuard, skips_nonfinite
 from pipeline.training.watch import mark
 from pipeline.training.weighting import Denominator
-
-MicroBatches = Iterator[tuple[MicroBatch, Any]]
-"""A rank's micro-batches, in order."""
 
 
 class StepResult(NamedTuple):
@@ -84,7 +80,7 @@ def forward_backward(
             mark(Phase.BACKWARD)
             context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     if context.learned is not None and exchange and context.rank.world_size > 1 and not context.is_local_step:
-        exchange_gradients(context)
+        exchange_gradients(context.learned, scale=context.strategy.gradient_scale, device=context.device)
     return losses.settle()
 
 
@@ -106,9 +102,14 @@ class _StepLoss:
         loss: Tensor = output.loss
         share: float | Tensor = micro_batch.weight
         if output.weight is not None:
-            self._denominator = self._denominator or Denominator(context, exchange=self._exchange)
+            self._denominator = self._denominator or Denominator(
+                micro_batches=context.accumulation,
+                is_shared=self._exchange and context.rank.world_size > 1 and not context.is_local_step,
+                is_local_step=context.is_local_step,
+                boundary=context.boundary,
+            )
             loss, share = self._denominator.counted(output, micro_batch)
-        part = _times(loss.detach().to(context.input_dtype or torch.float32), share)
+        part = _times(loss.detach().to(context.loss_dtype), share)
         if context.compiling is not None:  # a CUDA graph that is replayed overwrites what it returned
             part = part.clone()
         self._total = part if self._total is None else self._total + part
@@ -120,7 +121,9 @@ class _StepLoss:
     def settle(self) -> tuple[Tensor, Tensor | None]:
         """Return `StepResult`'s loss and weight, and correct the gradients where the weight was only estimated."""
         assert self._total is not None  # each step has a micro-batch
-        return (self._total, None) if self._denominator is None else self._denominator.settle(self._total)
+        if self._denominator is None:
+            return self._total, None
+        return self._denominator.settle(self._total, gradients=self._context.gradients())
 
 
 def _one_step(stream: MicroBatches) -> MicroBatches:
@@ -167,7 +170,7 @@ def _clip(context: TrainContext, *, unscales: bool) -> Tensor | None:
         return None
     if unscales:
         context.scaler.unscale_(context.optimizer)
-    norm = total_norm([one.grad for one in context.trained if one.grad is not None], device=context.device)
+    norm = total_norm(context.gradients(), device=context.device)
     if not unscales:
         return norm / context.scaler.get_scale()
     for parameters in context.trained_by_kind:

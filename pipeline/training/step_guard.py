@@ -82,6 +82,5 @@ def skips_nonfinite(context: TrainContext) -> bool:
 def _is_finite(context: TrainContext, norm: Tensor | None) -> bool:
     """Return whether the norm of all gradients is finite; it is computed if it isn't known. Collective if sharded."""
     if norm is None:
-        gradients = [parameter.grad for parameter in context.trained if parameter.grad is not None]
-        norm = total_norm(gradients, device=context.device)
+        norm = total_norm(context.gradients(), device=context.device)
     return bool(torch.isfinite(norm))

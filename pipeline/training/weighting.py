@@ -5,7 +5,7 @@ the sum of the weights, all micro-batches of all ranks taken together.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from pipeline.tasks import StepOutput
 from pipeline.training.norms import local
 from pipeline.training.order import MicroBatch
 
-if TYPE_CHECKING:
-    from pipeline.training.context import TrainContext
-
 
 class Denominator:
     """What the losses of one optimizer step are divided by.
@@ -28,15 +25,25 @@ class Denominator:
     of a sum), and they are corrected once at the end. Where a rank steps by itself, the sum is its own.
     """
 
-    def __init__(self, context: "TrainContext", *, exchange: bool) -> None:
-        self._context = context
-        self._is_shared = exchange and context.rank.world_size > 1 and not context.is_local_step
+    def __init__(
+        self, *, micro_batches: int, is_shared: bool, is_local_step: bool, boundary: "Boundary | None"
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            micro_batches: in the step, on each rank.
+            is_shared: True if the divisor is summed over all ranks.
+            is_local_step: True if ranks step on their own gradients.
+            boundary: of the model, if gradients of NaN must be kept from it.
+        """
+        self._micro_batches, self._is_shared = micro_batches, is_shared
+        self._is_local_step, self._boundary = is_local_step, boundary
         self._weights: list[Tensor] = []
         self._samples = 0.0
         self._likely = torch.ones(())
 
     def counted(self, output: StepOutput, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """A micro-batch's loss, which is 0 if it has no weight, and what to multiply it by. All ranks call it alike."""
+        """Return a micro-batch's loss, 0 if it has no weight, and its factor. Collective if the divisor is shared."""
         assert output.weight is not None
         weight = output.weight * bool(micro_batch.weight)  # the sample of a rank that has none left counts nothing
         if not self._weights:
@@ -45,27 +52,26 @@ class Denominator:
         self._samples += micro_batch.weight
         return self._loss(output.loss, weight), weight / self._likely
 
-    def settle(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Correct the gradients once all micro-batches are through; returns the sum of losses, and of weights.
+    def settle(self, loss: Tensor, *, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Correct the gradients after the last micro-batch; return the sum of losses, and of weights.
 
         Weights only where ranks step by themselves: elsewhere the sum of losses is already divided by those of all.
         """
-        steps_alone = self._context.is_local_step
-        if self._context.accumulation == 1 and not steps_alone:
+        if self._micro_batches == 1 and not self._is_local_step:
             return loss, None
         own = torch.stack(self._weights).sum()
-        sums = (loss * self._likely, own) if steps_alone else None
-        if sums is not None and self._context.accumulation == 1:
+        sums = (loss * self._likely, own) if self._is_local_step else None
+        if sums is not None and self._micro_batches == 1:
             return sums
         known = self._summed(own) if self._is_shared else own / (self._samples or 1)
         factor = self._likely / _not_zero(known)
-        multiply([one.grad for one in self._context.trained if one.grad is not None], factor)
+        multiply(gradients, factor)
         return sums or (loss * factor, None)
 
     def _first(self, weight: Tensor, micro_batch: MicroBatch) -> Tensor:
         """What the first micro-batches say of the sum."""
         if self._is_shared:
-            return self._summed(weight) * self._context.accumulation
+            return self._summed(weight) * self._micro_batches
         return weight / (micro_batch.weight or 1)
 
     def _summed(self, weight: Tensor) -> Tensor:
@@ -74,7 +80,7 @@ class Denominator:
         return total
 
     def _loss(self, loss: Tensor, weight: Tensor) -> Tensor:
-        boundary = self._context.boundary
+        boundary = self._boundary
         if boundary is not None and boundary.is_known and not weight:  # the host waits for the device
             return boundary.nothing()
         return _or_nothing(loss, weight)

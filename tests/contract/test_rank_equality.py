@@ -184,7 +184,7 @@ def _drawn(context: TrainContext) -> dict[str, Any]:
     """What was drawn on this rank: the samples, and what the model keeps."""
     model: Any = context.model
     kept = getattr(model.inner, "kept", [])
-    labels = [context.train_loader.read([index]) for index in range(4)]
+    labels = [context.batches.read([index]) for index in range(4)]
     return {
         "labels": [batch[1].tolist() for batch in labels],
         "kept": [getattr(one, "tolist", lambda one=one: one)() for one in kept[:3]],

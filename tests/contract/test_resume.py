@@ -196,7 +196,7 @@ def _shard(folder: Path, rank: Rank) -> None:
     outbox = _Written(Path(f"{folder}.{rank.rank}.jsonl"))
     context = _sharded(trial, rank)
     with _manager(context, outbox) as manager:
-        optimizer_step(context, context.train_loader.batches(context.micro_batches(0)), step=0)
+        optimizer_step(context, context.batches.training(0), step=0)
         manager.save(step=1)
         again = _sharded(trial.model_copy(update={"resume": True}), rank)
     with _manager(again, outbox) as manager:

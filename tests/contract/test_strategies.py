@@ -226,7 +226,7 @@ def _take_steps(rank: Rank, trials: dict[str, Trial], folder: Path) -> None:
     for name, trial in trials.items():
         context = build(trial, rank=rank)
         for epoch in range(context.epochs):
-            stream = context.train_loader.batches(context.micro_batches(epoch))
+            stream = context.batches.training(epoch)
             for step in range(context.order.steps_per_epoch):
                 optimizer_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
         (folder / name).mkdir(parents=True, exist_ok=True)

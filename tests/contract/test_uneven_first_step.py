@@ -31,8 +31,8 @@ def _context(batch: int, *, strategy: str, options: dict[str, Any], rank: Rank) 
 
 
 def _batches(context: TrainContext, first: int) -> Iterator[Any]:
-    yield from context.train_loader.batches(context.micro_batches(0, first=first))
-    yield from context.train_loader.batches(context.micro_batches(1))
+    yield from context.batches.training(0, first=first)
+    yield from context.batches.training(1)
 
 
 def _weights(batch: int, first: int, **how: Any) -> dict[str, torch.Tensor]:

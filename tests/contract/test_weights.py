@@ -139,7 +139,7 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
     context = build(trial, rank=rank)
     losses = []
     for epoch in range(context.epochs):
-        stream = context.train_loader.batches(context.micro_batches(epoch))
+        stream = context.batches.training(epoch)
         for step in range(context.order.steps_per_epoch):
             result = optimizer_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
             assert not result.is_skipped

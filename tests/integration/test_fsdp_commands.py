@@ -101,7 +101,7 @@ def _as_trial(overrides: list[str], strategy: str) -> Trial:
 
 def _take_steps(trial: Trial, rank: Rank) -> TrainContext:
     context = build(trial, rank=rank)
-    stream = context.train_loader.batches(context.micro_batches(0))
+    stream = context.batches.training(0)
     for step in range(context.order.steps_per_epoch):
         optimizer_step(context, stream, step=step)
     return context
@@ -127,11 +127,11 @@ def expected(root: Path) -> dict[str, Weights]:
 def _measure_in_between(rank: Rank) -> TrainContext:
     """A step; then what one rank does without the other, which must not wait or leave a trace; then the other steps."""
     context = build(_plain("one sample left", {}), rank=rank)
-    stream = context.train_loader.batches(context.micro_batches(0))
+    stream = context.batches.training(0)
     optimizer_step(context, stream, step=0)
     if rank.is_first:
         for _ in range(2):
-            forward_backward(context, context.train_loader.batches(context.micro_batches(0)), exchange=False)
+            forward_backward(context, context.batches.training(0), exchange=False)
         assert context.sharded is not None
         with suppress(MemoryError), context.sharded.no_communication(context.wrapped):
             context.wrapped(torch.zeros(2, 4, dtype=torch.float64))

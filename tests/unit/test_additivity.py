@@ -126,4 +126,4 @@ def test_ignored_labels_must_be_declared() -> None:
 
 
 def _first(context: TrainContext) -> Any:
-    return context.prefetched(context.train_loader.batches(context.micro_batches(0)))
+    return context.batches.training(0)

@@ -39,7 +39,7 @@ def settings(**more: Any) -> dict[str, Any]:
 def by_hand(context: TrainContext, *, steps: int, start_step: int) -> dict[str, Tensor]:
     """Train, and average each state as the definition says."""
     averages: dict[str, Tensor] = {}
-    stream = context.train_loader.batches(context.micro_batches(0))
+    stream = context.batches.training(0)
     for step in range(steps):
         optimizer_step(context, stream, step=step)
         state = {name: own.clone() for name, own in context.model.state_dict().items()}

@@ -241,7 +241,7 @@ def test_batches_are_real_samples_repeated_where_there_are_too_few(size: int) ->
 
     inputs = context.model.seen[-1]
     assert inputs.shape == (size, 3)
-    assert torch.equal(inputs[: toys.SAMPLES], context.train_loader.read(list(range(min(size, toys.SAMPLES))))[0])
+    assert torch.equal(inputs[: toys.SAMPLES], context.batches.read(list(range(min(size, toys.SAMPLES))))[0])
     assert len(inputs.unique(dim=0)) == min(size, toys.SAMPLES)
 
 

@@ -151,7 +151,7 @@ def test_all_reduces_between_ranks(tmp_path):
     # A group of one says nothing about time, but which sizes are measured; test_predict.py has two workers.
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        found = all_reduces(setup_of())
+        found = all_reduces(setup_of().model, rank=Rank(), device=torch.device("cpu"))
     finally:
         dist.destroy_process_group()
     assert [one.bytes for one in found][:1] == [SMALLEST_BYTES]

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pipeline.training.batches import MicroBatches
 from pipeline.training.clock import DataWait
 from pipeline.training.order import MicroBatch
-from pipeline.training.step import MicroBatches
 
 
 class Watch:

@@ -29,7 +29,7 @@ def built(**sections: Any) -> TrainContext:
 
 def kernels(context: TrainContext) -> set[str]:
     """Names of what a training step computes."""
-    stream = context.train_loader.batches(context.micro_batches(0))
+    stream = context.batches.training(0)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         optimizer_step(context, stream, step=0)
     return {event.name for event in seen.events() or ()}
@@ -103,9 +103,9 @@ def test_what_cannot_be_fused_trains_all_the_same(model: str) -> None:
 def test_a_training_goes_on_with_the_implementation_of_its_own() -> None:
     """As when a checkpoint of ddp goes on in fsdp, which can't fuse what ddp can."""
     saved, resumed = built(optimizer=OPTIMIZERS["Adam"]), built(optimizer={**OPTIMIZERS["Adam"], "foreach": True})
-    optimizer_step(saved, saved.train_loader.batches(saved.micro_batches(0)), step=0)
+    optimizer_step(saved, saved.batches.training(0), step=0)
     restore(resumed, snapshot(saved))
 
     group = resumed.optimizer.param_groups[0]
     assert (group["fused"], group["foreach"]) == (None, True)
-    optimizer_step(resumed, resumed.train_loader.batches(resumed.micro_batches(0)), step=1)
+    optimizer_step(resumed, resumed.batches.training(0), step=1)

@@ -44,7 +44,7 @@ def test_weights_and_batches_lie_as_asked() -> None:
     context = build(toys.trial(**sections("channels_last", precision="fp32")), rank=Rank())
     seen = []
     context.model.conv1.register_forward_hook(lambda module, given, out: seen.append((given[0], out)))  # type: ignore[union-attr, operator]
-    batch = context.placed([torch.zeros(2, 3, 5, 5)[:, :1].expand(2, 1, 5, 5).contiguous(), torch.zeros(2)])
+    batch = context.batches.placed([torch.zeros(2, 3, 5, 5)[:, :1].expand(2, 1, 5, 5).contiguous(), torch.zeros(2)])
     context.model(batch[0])
 
     ((_, out),) = seen

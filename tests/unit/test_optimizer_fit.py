@@ -218,7 +218,7 @@ class TestComplexParameters:
         state = context.model.state_dict()
         assert {name: own.dtype for name, own in state.items()} == dict.fromkeys(state, torch.complex128)
         assert all(own.imag.abs().max() > 0 for own in state.values())
-        assert context.placed(torch.ones(1, dtype=torch.complex64)).dtype == torch.complex128
+        assert context.batches.placed(torch.ones(1, dtype=torch.complex64)).dtype == torch.complex128
 
     def test_train_in_fp64_what_they_do_in_fp32(self) -> None:
         exact, usual = (_train(model="Rotating", train={"precision": name}) for name in ("fp64", "fp32"))
@@ -251,14 +251,14 @@ class TestOptimizersWithModes:
         validation: list[float] = []
         for epoch in range(2):
             optimizer.train()
-            for draw, batch in context.train_loader.batches(context.micro_batches(epoch)):
-                inputs, targets = context.placed(batch)
+            for draw, batch in context.batches.training(epoch):
+                inputs, targets = context.batches.placed(batch)
                 nn.functional.mse_loss(context.model(inputs), targets).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 assert draw.is_last
             optimizer.eval()
-            inputs, targets = context.placed(toys.regression()[1][:])  # type: ignore[index]
+            inputs, targets = context.batches.placed(toys.regression()[1][:])  # type: ignore[index]
             validation.append(nn.functional.mse_loss(context.model(inputs), targets).item())
         assert outbox.series("validation/loss") == pytest.approx(validation, rel=1e-12)
         exported = outbox.files["model/weights.pt"]

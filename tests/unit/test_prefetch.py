@@ -7,8 +7,7 @@ import pytest
 import torch
 import toys
 
-from pipeline.protocol.trial import Rank
-from pipeline.training.build import build
+from pipeline.training import batches
 from pipeline.training.loader import Pair, one_ahead, prefetched
 from pipeline.training.order import MicroBatch
 
@@ -97,8 +96,5 @@ def test_training_is_the_same_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None
         return toys.trained(train={"gradient_accumulation": 3})[1].series("train/loss")
 
     expected = losses()
-    context = type(build(toys.trial(), rank=Rank()))
-    monkeypatch.setattr(
-        context, "prefetched", lambda self, batches: one_ahead(batches, copy=lambda batch: lambda: batch)
-    )
+    monkeypatch.setattr(batches, "prefetched", lambda pairs, **_: one_ahead(pairs, copy=lambda batch: lambda: batch))
     assert losses() == expected

@@ -298,7 +298,7 @@ def regression(**arguments: Any) -> dict[str, Any]:
 
 def test_a_digest_tells_data_sets_apart() -> None:
     def digest(**sections: Any) -> str:
-        return build(toys.trial(**sections), rank=Rank()).data_digest
+        return build(toys.trial(**sections), rank=Rank()).batches.digest
 
     digests = [digest(), digest(data=regression(samples=21)), digest(data=regression(validation=9)),
                digest(data={"_target_": "toys.noisy"}), digest(data={"_target_": "toys.picture", "dot": 0}),

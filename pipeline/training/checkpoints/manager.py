@@ -61,7 +61,7 @@ class CheckpointManager:
         self._is_behind = False
         if not (context.trial.checkpoints and self._options.keep) or context.trial.is_measurement:
             return
-        if self._options.best is not None and context.validation_loader is None:
+        if self._options.best is not None and not context.batches.has_validation:
             raise ExperimentError.of(
                 "checkpoint.best", f"is {self._options.best}, but there is no validation set; remove it"
             )

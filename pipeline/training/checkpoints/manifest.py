@@ -146,7 +146,7 @@ def describe(context: "TrainContext", *, step: int, metric: float | None) -> Man
         time=time.time(),
         versions={name: version(name) for name in ("torch", "ddp-pipeline")},
         experiment=trained(context.experiment),
-        data_digest=context.data_digest,
+        data_digest=context.batches.digest,
         metric=metric,
         files=(),
     )

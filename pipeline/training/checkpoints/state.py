@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.errors import ExperimentError
 from pipeline.training.checkpoints.encoding import Json, join, split
 from pipeline.training.context import TrainContext
-from pipeline.training.learned import kept, trainable
+from pipeline.training.learned import PREFIX, kept, trainable
 
 _IMPLEMENTATION = ("fused", "foreach")
 """Settings of an optimizer that select its implementation, which the strategy decides on resuming."""
@@ -178,9 +178,15 @@ def _groups_since(context: TrainContext, state: Mapping[str, Any]) -> list[dict[
     return groups[-1:] if is_new else []
 
 
+def _parameters(context: TrainContext) -> dict[str, Tensor]:
+    """Return all parameters: the model's by their own names, then the task's."""
+    task = context.learned.named_parameters() if context.learned is not None else ()
+    return {**dict(context.model.named_parameters()), **{f"{PREFIX}{name}": one for name, one in task}}
+
+
 def _names(context: TrainContext) -> list[str]:
     """Return the names of the optimizer's parameters, in its order."""
-    names = {id(parameter): name for name, parameter in context.named_parameters().items()}
+    names = {id(parameter): name for name, parameter in _parameters(context).items()}
     return [names[id(parameter)] for group in context.optimizer.param_groups for parameter in group["params"]]
 
 

@@ -1,0 +1,213 @@
+"""Batches of one rank: which samples, read from a dataset or a stream, and placed on the device.
+
+Apart from the loaders, which know of no ranks, and from `TrainContext`, which holds what is trained on the batches.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from pipeline.config import components
+from pipeline.config.schema import Experiment
+from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank, Trial
+from pipeline.strategies.base import Sharded, Strategy
+from pipeline.tasks import Supervised, Task
+from pipeline.training import parts, rank_equality
+from pipeline.training.loader import BatchLoader, length, prefetched, to_device
+from pipeline.training.order import (
+    MicroBatch,
+    SampleOrder,
+    StreamOrder,
+    evaluation_micro_batches,
+    padded,
+    padded_evaluation,
+)
+from pipeline.training.stream import RowStream, StreamLoader, Streams
+
+MicroBatches = Iterator[tuple[MicroBatch, Any]]
+"""A rank's micro-batches with their data, in order."""
+_MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+class Source(NamedTuple):
+    """The data of a rank."""
+
+    train: BatchLoader | StreamLoader
+    validation: BatchLoader | StreamLoader | None
+    order: SampleOrder
+    validation_samples: int
+    first: Any
+    """First sample or schema, which tells the data from other data of the same size."""
+
+
+def read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
+    """Build the datasets of the experiment and their loaders. Collective.
+
+    Raises:
+        ExperimentError: a dataset can't be built, is not map-style, or differs between ranks.
+    """
+    experiment = trial.experiment
+    train, validation = parts.data(experiment, allowed=trial.allowed)
+    samples = length(train, what="training")
+    validation_samples = length(validation, what="validation") if validation is not None else 0
+    order = SampleOrder(samples=samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed)
+    known, own = runtime(trial, order=order, rank=rank), experiment.loader.collate
+    collate = components.build(own, key="loader.collate", allowed=trial.allowed, runtime=known) if own else None
+
+    def loader(dataset: Any) -> BatchLoader:
+        return BatchLoader(dataset, options=experiment.loader, collate=collate, seed=experiment.seed, device=device)
+
+    train_loader = loader(train)
+    validation_loader = loader(validation) if validation is not None else None
+    held_out = {"validation": (validation_loader, validation_samples)} if validation_loader is not None else {}
+    rank_equality.check_data({"training": (train_loader, samples), **held_out}, rank=rank)
+    return Source(train_loader, validation_loader, order, validation_samples, train_loader.read([0]))
+
+
+def dealt(trial: Trial, streams: Streams, *, rank: Rank, device: torch.device) -> Source:
+    """Build loaders of the streams that the launcher sends."""
+    batch_size, pin = trial.experiment.train.global_batch_size, trial.experiment.loader.pin_memory
+    order = StreamOrder(
+        samples=streams.train.rows,
+        global_batch_size=batch_size,
+        seed=trial.experiment.seed,
+        share_size=batch_size // rank.world_size,
+        deals_evenly=not streams.train.keeps_order,
+    )
+
+    def loader(stream: RowStream) -> StreamLoader:
+        return StreamLoader(stream, order=order, pin_memory=device.type == "cuda" if pin == "auto" else pin)
+
+    held_out = streams.validation
+    validation, rows = (loader(held_out), held_out.rows) if held_out else (None, 0)
+    return Source(loader(streams.train), validation, order, rows, streams.train.schema)
+
+
+def runtime(trial: Trial, *, order: SampleOrder, rank: Rank) -> Mapping[str, int]:
+    """Return the values of ${total_steps}, ${steps_per_epoch} and ${world_size}."""
+    return {
+        "total_steps": order.steps_per_epoch * trial.experiment.train.epochs,
+        "steps_per_epoch": order.steps_per_epoch,
+        "world_size": rank.world_size,
+    }
+
+
+class Batches:
+    """Micro-batches of one rank, for training and for evaluation."""
+
+    def __init__(
+        self,
+        source: Source,
+        experiment: Experiment,
+        *,
+        rank: Rank,
+        device: torch.device,
+        strategy: Strategy,
+        task: Task,
+    ) -> None:
+        self._source, self._experiment = source, experiment
+        self.rank, self._device, self._strategy, self._task = rank, device, strategy, task
+        self.digest = _digest(source, declaration=experiment.data.model_dump_json())
+        """Tells data sets apart without reading them whole."""
+
+    @property
+    def order(self) -> SampleOrder:
+        """Samples of each global batch."""
+        return self._source.order
+
+    @property
+    def validation_samples(self) -> int:
+        """Size of the validation set; 0 without one."""
+        return self._source.validation_samples
+
+    @property
+    def has_validation(self) -> bool:
+        """True if there is a validation set."""
+        return self._source.validation is not None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type that floating-point inputs are cast to; None leaves them as they are."""
+        return torch.float64 if self._experiment.train.precision == "fp64" else None
+
+    def read(self, samples: Sequence[int], *, validation: bool = False) -> Any:
+        """Return samples of the training or validation set as one batch, on the CPU.
+
+        Raises:
+            ExperimentError: there is no validation set.
+        """
+        loader = self._source.validation if validation else self._source.train
+        if loader is None:
+            raise ExperimentError.of("data", "has no validation set")
+        return loader.read(list(samples))
+
+    def placed(self, batch: Any) -> Any:
+        """Return a loader's batch as the model takes it: on the device, in the experiment's type and memory format."""
+        memory_format = _MEMORY_FORMATS[self._experiment.train.memory_format]
+        return to_device(batch, device=self._device, dtype=self.dtype, memory_format=memory_format)
+
+    def micro_batches(self, epoch: int, *, first: int = 0) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch from its step ``first`` on, both counted from 0, without their data."""
+        split: dict[str, int] = {"world_size": self.rank.world_size, "accumulation": self._accumulation}
+        micro_batches = self.order.micro_batches(epoch, rank=self.rank.rank, first=first, **split)
+        if not self._strategy.needs_equal_passes:
+            return micro_batches
+        return padded(micro_batches, order=self.order, first=first, **split)
+
+    def training(self, epoch: int, *, first: int = 0) -> MicroBatches:
+        """Yield the micro-batches of an epoch from its step ``first`` on, both counted from 0."""
+        return self.load(self.micro_batches(epoch, first=first))
+
+    def load(self, micro_batches: Iterable[MicroBatch]) -> MicroBatches:
+        """Read the data of training micro-batches; on a GPU the next one is copied ahead."""
+        return self._ahead(self._source.train.batches(micro_batches))
+
+    def validation(self) -> MicroBatches:
+        """Yield this rank's part of the validation set, of which there must be one."""
+        assert self._source.validation is not None
+        micro_batches = self._evaluation(self.rank.rank)
+        if isinstance(self._strategy, Sharded):
+            micro_batches = padded_evaluation(micro_batches, self._evaluation(0))
+        return self._ahead(self._source.validation.batches(micro_batches))
+
+    def validation_sample(self) -> Any:
+        """Return a batch as large as those of evaluation, on the CPU; of a stream, rows that have arrived."""
+        streams = isinstance(self._source.validation, StreamLoader)
+        return self.read(next(self._evaluation(0)).indices, validation=not streams)
+
+    @property
+    def _accumulation(self) -> int:
+        return self._experiment.train.gradient_accumulation
+
+    def _ahead(self, batches: MicroBatches) -> MicroBatches:
+        if isinstance(self._task, Supervised):
+            batches = _without_ignored(batches, self._task)
+        return prefetched(batches, place=self.placed, device=self._device)
+
+    def _evaluation(self, rank: int) -> Iterator[MicroBatch]:
+        """Yield a rank's part, in batches of the size of training's micro-batches, which is known to fit in memory."""
+        world_size, samples, parts = self.rank.world_size, self.validation_samples, self._accumulation
+        if isinstance(self.order, StreamOrder):
+            order = replace(self.order, samples=samples, deals_evenly=False)
+            return order.evaluation_micro_batches(rank=rank, world_size=world_size, accumulation=parts)
+        batch_size = max(1, self.order.global_batch_size // (world_size * parts))
+        return evaluation_micro_batches(samples, rank=rank, world_size=world_size, batch_size=batch_size)
+
+
+def _without_ignored(batches: MicroBatches, task: Supervised) -> MicroBatches:
+    """Refuse batches of which the loss would ignore every target."""
+    for micro_batch, batch in batches:
+        task.refuse_ignored(batch)
+        yield micro_batch, batch
+
+
+def _digest(source: Source, *, declaration: str) -> str:
+    """Return a short hash of the declaration, the sizes and the first sample."""
+    first = apply_to_collection(source.first, torch.Tensor, torch.Tensor.tolist)  # large tensors have shortened texts
+    parts = (declaration, source.order.samples, source.validation_samples, first)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
