@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pipeline.training.checkpoints.files import write_whole
+from pipeline.training.checkpoints.files import write_unsharded
 from pipeline.training.checkpoints.state import State
 from pipeline.training.checkpoints.storage import Storage
 
@@ -32,7 +32,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[Synced]:
 
 
 def test_each_file_is_written_to_the_disk(tmp_path: Path, synced: list[Synced]) -> None:
-    written = write_whole(State({"model/weight": torch.ones(2)}, {"meter": 1}), tmp_path)
+    written = write_unsharded(State({"model/weight": torch.ones(2)}, {"meter": 1}), tmp_path)
     names = {each.path.name for each in synced}
     assert {file.name for file in written} == names == {"state.safetensors", "values.json"}
 
