@@ -10,8 +10,6 @@ import torch
 from pipeline.training.batches import MicroBatches
 from pipeline.training.compilation import Stopwatch
 
-Instant = float | torch.cuda.Event
-
 
 @dataclass(frozen=True)
 class Lap:
@@ -103,6 +101,23 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Instant:
+    """A point in time on a device: a CUDA event in the current stream, or the host's clock on CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def since(self, other: "Instant") -> float:
+        """Return the milliseconds since another instant. Synchronize the device first."""
+        if self._event is not None and other._event is not None:
+            return float(other._event.elapsed_time(self._event))
+        return 1e3 * (self._time - other._time)
+
+
 class DataWait:
     """Time that steps wait for their batches, measured during training.
 
@@ -118,10 +133,10 @@ class DataWait:
     def timed(self, stream: MicroBatches) -> MicroBatches:
         """Yield the same micro-batches, and record the wait for each."""
         while True:
-            begin = self._now()
+            begin = Instant(self._device)
             if (pair := next(stream, None)) is None:
                 return
-            self._spans.append((begin, self._now()))
+            self._spans.append((begin, Instant(self._device)))
             yield pair
 
     def end_step(self) -> None:
@@ -132,18 +147,4 @@ class DataWait:
     def take(self) -> list[float]:
         """Return the milliseconds that each step since the last call has waited. Synchronize the device first."""
         steps, self._steps = self._steps, []
-        return [sum(_milliseconds(begin, end) for begin, end in spans) for spans in steps]
-
-    def _now(self) -> Instant:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-
-def _milliseconds(begin: Instant, end: Instant) -> float:
-    if isinstance(begin, float) and isinstance(end, float):
-        return 1000 * (end - begin)
-    assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)  # noqa: PT018 (one device's clock)
-    return float(begin.elapsed_time(end))
+        return [sum(end.since(begin) for begin, end in spans) for spans in steps]

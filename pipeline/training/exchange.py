@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import AllReduce, Gradient, Rank
-from pipeline.training.clock import synchronize
+from pipeline.training.clock import Instant, synchronize
 from pipeline.training.collectives import barrier, gather
 
 BUDGET_SECONDS = 2.5  # for each kind of measurement
@@ -78,9 +78,7 @@ Backward = Callable[[Callable[[], object]], object]
 def gradients(model: nn.Module, backward: Backward, *, device: torch.device) -> tuple[Gradient, ...]:
     """Measure each gradient's size and the fraction of the backward pass after which it is ready; leave none behind."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
-    passes = [_readiness(parameters, backward, device=device) for _ in range(PASSES + 1)][
-        1:
-    ]  # without the cold first pass
+    _cold, *passes = [_readiness(parameters, backward, device=device) for _ in range(PASSES + 1)]
     return tuple(
         Gradient(bytes=parameter.numel() * parameter.element_size(), ready=median(ready))
         for parameter, ready in zip(parameters, zip(*passes, strict=True), strict=True)
@@ -89,10 +87,10 @@ def gradients(model: nn.Module, backward: Backward, *, device: torch.device) -> 
 
 def _readiness(parameters: list[nn.Parameter], backward: Backward, *, device: torch.device) -> list[float]:
     """Return the fraction of a backward pass after which each gradient is ready; 1 for unused parameters."""
-    marks: dict[int, _Mark] = {}
+    marks: dict[int, Instant] = {}
 
     def note(number: int, _: Tensor | None = None) -> None:
-        marks[number] = _Mark(device)
+        marks[number] = Instant(device)
 
     hooks = [
         parameter.register_post_accumulate_grad_hook(partial(note, number))  # type: ignore[no-untyped-call]
@@ -100,7 +98,7 @@ def _readiness(parameters: list[nn.Parameter], backward: Backward, *, device: to
     ]
     try:
         backward(lambda: note(-1))
-        end = _Mark(device)
+        end = Instant(device)
         synchronize(device)
     finally:
         for hook in hooks:
@@ -109,23 +107,3 @@ def _readiness(parameters: list[nn.Parameter], backward: Backward, *, device: to
             parameter.grad = None
     whole = end.since(marks[-1])
     return [marks.get(number, end).since(marks[-1]) / whole for number in range(len(parameters))]
-
-
-class _Mark:
-    """A point in time on the device: a CUDA event, or the host's clock on CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._time = time.perf_counter()
-        self._event = _event() if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
-
-    def since(self, other: "_Mark") -> float:
-        """Return the milliseconds since another mark. Synchronize the device first."""
-        if self._event is not None and other._event is not None:
-            return float(other._event.elapsed_time(self._event))
-        return 1e3 * (self._time - other._time)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
