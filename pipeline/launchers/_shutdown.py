@@ -35,11 +35,6 @@ class StopRequest:
         for tell in tuple(self._tell):
             tell()
 
-    def withdraw(self) -> bool:
-        """Workers that come later go on; returns whether stopping had been asked for."""
-        asked, self.asked = self.asked, False
-        return asked
-
     @contextmanager
     def telling(self, tell: Callable[[], None]) -> Iterator[None]:
         """Call ``tell`` when stopping is asked for; at once if it has been."""

@@ -1,24 +1,33 @@
-"""What Ray runs in each worker process.
+"""The function that Ray runs in each worker process, with the rank's output kept in the run's folder.
 
-The driver loads this module, too, before it has workers started: whatever it imported at the top would be loaded there
-first, for nothing, and then by the workers.
+The driver loads this module before it starts workers: an import at the top would be paid for there, for nothing.
 """
 
 import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray.train
 
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.events import Outbox
 from pipeline.protocol.trial import Rank, Trial
+
+_SEND_EVERY_S = 5.0
+_MOST_BYTES = 2**20
+"""Size up to which a log is sent repeatedly; a larger one is sent when the rank ends."""
 
 
 def work(config: dict[str, Any]) -> None:
-    """Be one rank of a trial, in the process that Ray Train gave it."""
+    """Run one rank of a trial in the process that Ray Train gave it."""
     from pipeline.cluster.code import Code
-    from pipeline.launchers._ray.logs import kept_output
     from pipeline.worker import main
 
     if config["stream"] is not None:
@@ -40,3 +49,64 @@ def work(config: dict[str, Any]) -> None:
     ):
         streams = received(Facts.model_validate_json(config["stream"])) if config["stream"] is not None else None
         main.run(trial, rank=rank, outbox=outbox, end=partial(main.end_process, outbox.close), streams=streams)
+
+
+@contextmanager
+def kept_output(folder: str | None, *, rank: Rank, outbox: Outbox) -> Iterator[None]:
+    """Redirect this process's output to files in ``folder``; None passes it on to Ray.
+
+    A node that can't write to the driver's folder collects the output in a temporary one and sends it: every few
+    seconds, so that a killed rank's last lines arrive, and at the end.
+    """
+    if folder is None:
+        yield
+        return
+    place = Path(folder)
+    if place.is_dir() and os.access(place, os.W_OK):
+        _redirect(place, rank=rank)
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="pipeline-logs-") as own:
+        logs = _redirect(Path(own), rank=rank)
+        with _sending(logs, to=f"{place.parent.name}/{place.name}", outbox=outbox):
+            yield
+
+
+def _redirect(folder: Path, *, rank: Rank) -> list[Path]:
+    """Redirect standard output and standard error, those of C libraries included, to files in a folder."""
+    logs = []
+    for stream, number, name in ((sys.stdout, 1, "stdout"), (sys.stderr, 2, "stderr")):
+        stream.flush()
+        path = folder / f"rank{rank.rank}-{name}.log"
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), number)
+        logs.append(path)
+    return logs
+
+
+@contextmanager
+def _sending(logs: list[Path], *, to: str, outbox: Outbox) -> Iterator[None]:
+    done = threading.Event()
+    sizes = dict.fromkeys(logs, 0)
+
+    def send(most: int | None = None) -> None:
+        for path in logs:
+            size = path.stat().st_size
+            if size != sizes[path] and (most is None or size <= most):
+                sizes[path] = size
+                outbox.file(path, f"{to}/{path.name}")
+
+    def now_and_then() -> None:
+        while not done.wait(_SEND_EVERY_S):
+            send(_MOST_BYTES)
+
+    thread = threading.Thread(target=now_and_then, name="logs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        send()
