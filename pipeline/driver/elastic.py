@@ -1,4 +1,4 @@
-"""How many workers a training has: as many as there is room for, decided again whenever that changes.
+"""Elastic training: as many workers as fit, resized whenever that changes.
 
 Global batches, their order and the learning rate are functions of the step, and a checkpoint loads at any world size:
 with another number of workers it is the same training. See docs/decisions/0009-elastic-size.md.
@@ -18,19 +18,19 @@ from pipeline.wording import counted
 
 _POLL_S = 3.0
 _SETTLED_S = 3.0
-"""Cores of workers that have just ended come free one after the other."""
+"""Seconds for which capacity must stay the same: cores of workers that have just ended become free one by one."""
 
 
 def is_elastic(trial: Trial) -> bool:
-    """Whether the number of workers may change in the middle of the trial: measurements keep theirs."""
+    """Return whether the number of workers may change during the trial; that of measurements may not."""
     return trial.role == "main" and trial.experiment.parallel.is_elastic
 
 
 def sized(trial: Trial, *, launcher: Launcher) -> Trial:
-    """The trial with as many workers as there is room for; waits until there is room for the least.
+    """Return the trial with as many workers as fit; wait until the least number fits.
 
     Raises:
-        ResourceError: there isn't, for ``parallel.start_timeout_s``.
+        ResourceError: it doesn't within ``parallel.start_timeout_s``.
     """
     parallel = trial.experiment.parallel
     deadline = time.monotonic() + parallel.start_timeout_s
@@ -43,23 +43,23 @@ def sized(trial: Trial, *, launcher: Launcher) -> Trial:
         if room < parallel.least_workers and time.monotonic() > deadline:
             raise ResourceError(
                 f"parallel.workers: asked for at least {counted(parallel.least_workers, 'worker')} with "
-                f"{counted(trial.cpus_per_worker, 'core')} each; there was room for {room} within "
-                f"parallel.start_timeout_s, {parallel.start_timeout_s:g} s; add nodes, or go on later with --resume"
+                f"{counted(trial.cpus_per_worker, 'core')} each; {room} fit within "
+                f"parallel.start_timeout_s, {parallel.start_timeout_s:g} s; add nodes, or continue later with --resume"
             )
         time.sleep(0.2)
     return trial.model_copy(update={"workers": min(room, parallel.workers)})
 
 
 class Pace:
-    """How far and how fast a trial trains, over all its attempts. A recorder's subscriber."""
+    """Progress and speed of a trial over all its attempts; subscribes to the recorder."""
 
     def __init__(self) -> None:
         self.has_started = False
         """True once rank 0 of this attempt is about to take its first step."""
         self.idle_s: float | None = None
-        """Seconds without new steps until this attempt reported its first one; None before that, or without others."""
+        """Seconds from the last new step of earlier attempts to the first of this attempt; None without both."""
         self.checkpoint = 0
-        """The step of the newest checkpoint of this process's run."""
+        """Step of the newest checkpoint, as far as this process knows."""
         self.in_vain = False
         """True if resizing has brought no more workers."""
         self._opened_at = 0.0
@@ -68,7 +68,7 @@ class Pace:
         self._reported_at: float | None = None
 
     def receive(self, event: AnyEvent) -> None:
-        """Take note of an event."""
+        """Update from an event."""
         match event:
             case TrialOpened():
                 self._opened_at, self._reports = time.monotonic(), []
@@ -81,7 +81,7 @@ class Pace:
                 self._report(event.step, at=time.monotonic())
 
     def is_worth(self, gain: float) -> bool:
-        """Whether starting anew, which saves that part of the time that is left, takes less than it saves."""
+        """Return whether a restart takes less time than it saves; ``gain`` is the saved part of the rest."""
         if len(self._reports) < 2 or self.in_vain:
             return False
         (first_at, first), (last_at, last) = self._reports
@@ -98,10 +98,9 @@ class Pace:
 
 
 class Growth:
-    """While a trial runs with fewer workers than it may have, looks for room for more.
+    """Watches capacity while a trial runs with fewer workers than it may have; a context manager.
 
-    When two looks in a row have found some, and starting anew pays, the workers are asked to save and end. A context
-    manager.
+    If more workers fit twice in a row and a restart pays off, it asks the running workers to save and end.
     """
 
     def __init__(self, trial: Trial, *, launcher: Launcher, pace: Pace) -> None:
@@ -133,13 +132,13 @@ class Growth:
 
 
 def as_ended(trial: Trial, finished: Iterable[Finished]) -> Trial:
-    """The trial with the number of workers that it ended with: its throughput was measured with those."""
+    """Return the trial with its last number of workers, with which its throughput was measured."""
     ends = [end.result for end in finished if end.result.trial == trial.name]
     return trial.model_copy(update={"workers": len(ends[-1].parts.nodes)}) if ends and is_elastic(trial) else trial
 
 
 def course(events: Iterable[AnyEvent], *, trial: str) -> tuple[tuple[int, int], ...]:
-    """The numbers of workers of a trial, each with the step, counted from 1, that it began at."""
+    """Return the numbers of workers of a trial, each after the step, counted from 1, that it began at."""
     before: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for event in events:
@@ -156,7 +155,7 @@ def course(events: Iterable[AnyEvent], *, trial: str) -> tuple[tuple[int, int], 
 
 
 def remark(sizes: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """What a report says of a training whose number of workers changed; nothing if it didn't."""
+    """Yield a report's remark on a changed number of workers, if it changed."""
     if len(sizes) > 1:
         parts = ", ".join(f"{workers} from step {step} on" for step, workers in sizes)
         yield f"The number of workers changed: {parts}. Throughput and speedup are those of the last {sizes[-1][1]}."

@@ -19,12 +19,12 @@ from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.recorder import Recorder
 
 MOST_ROLLBACKS = 3
-"""A training that is not finite again and again won't be mended by leaving out batches."""
+"""Limit: a training that keeps becoming non-finite isn't cured by leaving out batches."""
 
 
 @contextmanager
 def explained(file: ExperimentFile) -> Iterator[None]:
-    """Problems that come up inside get their line in the file."""
+    """Give problems found inside their line in the file."""
     try:
         yield
     except ExperimentError as error:
@@ -37,7 +37,7 @@ class _Again(NamedTuple):
     trial: Trial
     why: str
     counts: bool = False
-    """Whether the one before counts towards ``parallel.max_failures``."""
+    """True if the attempt before counts towards ``parallel.max_failures``."""
 
 
 def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: ExperimentFile) -> Outcome:
@@ -59,12 +59,12 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
         if is_elastic(trial):
             trial = sized(trial, launcher=launcher)
             if trial.workers < (most := trial.experiment.parallel.workers):
-                warn(f"beginning with {trial.workers} of {most} workers: there is no room for more")
+                warn(f"starting with {trial.workers} of {most} workers: no more fit now")
         while True:
             with explained(file):
                 outcome = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace)
             if pace.idle_s is not None:
-                warn(f"training stood still for {pace.idle_s:.0f} s until it was where it had been")
+                warn(f"resumed: {pace.idle_s:.0f} s passed until training caught up with the last reported step")
             if outcome.has_ended and not outcome.has_failed:
                 return outcome
             if outcome.trained is not None and not outcome.is_experiment_wrong and outcome.has_failed:
@@ -104,7 +104,7 @@ def _as_trained(outcome: Outcome, recorder: Recorder) -> Outcome:
     _warn(
         recorder,
         trained.trial,
-        f"{outcome.error}; the training had ended, what is measured after it is missing",
+        f"{outcome.error}; the training had finished, the measurements after it are missing",
     )
     finished = Finished(time=time.time(), trial=trained.trial, result=trained.result)
     recorder.receive(finished)
@@ -127,7 +127,7 @@ def _again(
         return None
     if outcome.has_only_lost_workers:
         if is_elastic(trial):
-            warn(f"{outcome.error}; looking for room for others")
+            warn(f"{outcome.error}; looking for room for other workers")
             pace.in_vain = False
             again = _resized(trial, launcher=launcher, pace=pace)
             if again.trial.workers < trial.workers:
@@ -145,7 +145,7 @@ def _resized(trial: Trial, *, launcher: Launcher, pace: Pace) -> _Again:
     """
     resumed = sized(trial.model_copy(update={"resume": True}), launcher=launcher)
     most = trial.experiment.parallel.workers
-    return _Again(resumed, f"going on with {resumed.workers} of {most} workers from step {pace.checkpoint}")
+    return _Again(resumed, f"resuming with {resumed.workers} of {most} workers from step {pace.checkpoint}")
 
 
 def _resumed(trial: Trial, outcome: Outcome, *, failures: int) -> _Again | None:
@@ -153,7 +153,7 @@ def _resumed(trial: Trial, outcome: Outcome, *, failures: int) -> _Again | None:
     most = trial.experiment.parallel.max_failures
     if failures >= most:
         return None
-    why = f"{outcome.error}; going on from the newest checkpoint (failure {failures + 1} of {most})"
+    why = f"{outcome.error}; resuming from the newest checkpoint (failure {failures + 1} of {most})"
     return _Again(trial.model_copy(update={"resume": True}), why, counts=True)
 
 
@@ -164,7 +164,7 @@ def _rolled_back(trial: Trial, outcome: Outcome) -> _Again | None:
         return None
     left_out = (*trial.left_out, bad)
     count = f"(rollback {len(left_out)} of {MOST_ROLLBACKS})"
-    why = f"{outcome.error}; going back to the newest checkpoint, without the batch of step {bad} {count}"
+    why = f"{outcome.error}; rolling back to the newest checkpoint, without the batch of step {bad} {count}"
     return _Again(trial.model_copy(update={"resume": True, "left_out": left_out}), why)
 
 

@@ -1,4 +1,4 @@
-"""The other ranks of a run that ``torchrun`` started: workers only, whose driver is rank 0."""
+"""Ranks other than 0 of a run that ``torchrun`` started: workers without a driver, which is in rank 0."""
 
 import sys
 from functools import partial
@@ -11,8 +11,8 @@ from pipeline.system.imports import undisturbed
 from pipeline.system.signals import end_after, on_sigterm
 
 
-class _Standing(NoOutbox):
-    """Nobody listens to this rank, but it can be stopped, and it says for itself when it stands still."""
+class _LonelyOutbox(NoOutbox):
+    """Outbox of a rank without a driver: handles stop requests and reports its own hangs."""
 
     def __init__(self) -> None:
         self.stop_asked = False
@@ -20,7 +20,7 @@ class _Standing(NoOutbox):
         self._has_told = False
 
     def event(self, event: AnyEvent) -> None:
-        """Tell of a hang as soon as it is one: this rank will be ended when another has waited in vain."""
+        """Report a hang at once: this rank is ended as soon as another rank gives up waiting."""
         if not isinstance(event, Heartbeat):
             return
         self._has_begun = event.step > 0
@@ -31,25 +31,25 @@ class _Standing(NoOutbox):
             sys.stderr.flush()
 
     def ask_to_stop(self, trial: Trial) -> None:
-        """``torchrun`` passes a SIGTERM on to all ranks; one that has asked is enough for all to stop together."""
+        """Stop at SIGTERM: ``torchrun`` passes it on to all ranks, which agree on a step to stop at."""
         self.stop_asked = True
         is_worth_it = self._has_begun and not trial.is_measurement
         end_after(trial.experiment.parallel.grace_s if is_worth_it else 0.0)
 
 
 def follow(plan: Plan) -> None:
-    """Be one of the workers of a run whose driver is rank 0, in a process that ``torchrun`` started.
+    """Run this process, which ``torchrun`` started, as one of the workers of rank 0's trials.
 
     Raises:
-        Exception: this rank failed by it; ``torchrun`` shows what is printed.
-        SystemExit: it was stopped, after a checkpoint if there was something to save.
+        Exception: the error of this rank; ``torchrun`` shows what is printed.
+        SystemExit: SIGTERM, after a checkpoint if there was something to save.
     """
     with undisturbed():
         from pipeline.worker import main  # imports torch, which takes seconds
 
     for trial in plan.trials:
         if trial.workers > 1:
-            outbox = _Standing()
+            outbox = _LonelyOutbox()
             on_sigterm(partial(outbox.ask_to_stop, trial))
             end = partial(main.end_process, _quietly)
             try:
@@ -62,4 +62,4 @@ def follow(plan: Plan) -> None:
 
 
 def _quietly() -> None:
-    """There is no connection to close."""
+    """Close nothing: there is no connection."""

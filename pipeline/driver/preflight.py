@@ -1,6 +1,6 @@
-"""Everything that can be wrong with an experiment before a process is started, all at once.
+"""Checks of an experiment before any process is started; all problems are reported together.
 
-What needs torch imports it where it is called: it takes seconds, and most mistakes are found without it.
+Functions that need torch import it themselves: it takes seconds, and most mistakes are found without it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +20,9 @@ from pipeline.system.imports import undisturbed
 
 
 def check(file: ExperimentFile, *, with_data: bool = False) -> tuple[str, ...]:
-    """Check what the file names: components with their arguments, strategies with their options, values of a sweep.
+    """Check components and their arguments, strategies and their options, metrics and values of a sweep.
 
-    Metrics are built; the data is loaded if asked for, unless Ray streams it.
+    With ``with_data`` the data is loaded, too, unless Ray streams it.
 
     Returns the packages that components may come from.
 
@@ -48,10 +48,10 @@ def check(file: ExperimentFile, *, with_data: bool = False) -> tuple[str, ...]:
 def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any]:
     """Build the metrics, which know whether small or large values are good.
 
-    Those that need run-time values can't be built yet; their classes stand for them.
+    Metrics that need run-time values can't be built yet; their classes are returned instead.
 
     Raises:
-        ExperimentError: some can't be built.
+        ExperimentError: a metric can't be built.
     """
     with undisturbed():
         from pipeline.training import metrics
@@ -68,13 +68,13 @@ def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
     """Resolve ``sweep.mode``.
 
     Raises:
-        ExperimentError: nothing says which values are good.
+        ExperimentError: it is ``auto``, and the metric doesn't know whether small or large values are good.
     """
     return _direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
 
 
 def dataset_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[int, int]:
-    """Training and validation samples, by really loading the data.
+    """Load the data; return the numbers of training and validation samples.
 
     Raises:
         ExperimentError: the data can't be loaded, or is empty.
@@ -88,7 +88,7 @@ def dataset_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[
 
 
 def steps_per_epoch(experiment: Experiment, *, train_samples: int) -> int:
-    """Optimizer steps in an epoch over that many samples."""
+    """Return the optimizer steps in an epoch over that many samples."""
     with undisturbed():
         from pipeline.training.order import SampleOrder
 
@@ -116,10 +116,10 @@ def _direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) 
     return metrics.direction(metric, mode, key=key, judges=judges)
 
 
-def _refusals(look: Callable[[], object]) -> list[Problem]:
-    """What a look at the experiment finds wrong."""
+def _refusals(check: Callable[[], object]) -> list[Problem]:
+    """Return the problems that a check raises."""
     try:
-        look()
+        check()
     except ExperimentError as error:
         return list(error.problems)
     return []

@@ -1,4 +1,4 @@
-"""Going on with a run that was interrupted: which one, and whether the experiment is still the same."""
+"""``--resume``: find the interrupted run, and compare its experiment with the file's."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,26 +12,24 @@ from pipeline.recording import journal, runs
 from pipeline.recording.folder import RunState, read_state, runs_named, shown
 
 LATEST = "latest"
-"""The run of this experiment that began last."""
+"""Value of ``--resume``: the run of this experiment that began last."""
 
 _HOW_NOT_WHAT = (
     *("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint.", "sweep"),
     *("train.compile", "train.activation_checkpointing"),
 )
-"""Parts of an experiment that don't decide what is trained: they may change between two attempts."""
+"""Prefixes of keys that don't affect what is trained: they may change between two sessions of a run."""
 _STEP = "train.global_batch_size"
-_DEALT_ANEW = (
-    "samples come in another order from here on: of an epoch that is under way, some come twice and others not at all"
-)
-_DEALS = ("seed", "data.")
-"""Parts that decide which samples are in the batch of a step."""
+_NEW_ORDER = "the order of samples changes from here on: in an epoch under way, some come twice and others not at all"
+_ORDERING = ("seed", "data.")
+"""Prefixes of keys that decide which samples are in the batch of a step."""
 
 
 def earlier(file: ExperimentFile, resume: str) -> RunState:
-    """The run that is meant by `LATEST`, an id, or a folder.
+    """Find the run meant by `LATEST`, an id, or a folder.
 
     Raises:
-        UsageError: there is no such run, it is going on, or nothing is left to do.
+        UsageError: there is no such run, it is running, or it has finished.
     """
     experiment = file.experiment
     directory = Path(experiment.tracking.directory)
@@ -42,7 +40,7 @@ def earlier(file: ExperimentFile, resume: str) -> RunState:
     if state.experiment.name != experiment.name:
         raise UsageError(f"--resume: {folder} is a run of {state.experiment.name}, not of {experiment.name}")
     if state.status == "RUNNING":
-        raise UsageError(f"--resume: {folder} is still going on in another process; wait for it, or stop it")
+        raise UsageError(f"--resume: {folder} is still running in another process; wait for it, or stop it")
     if state.status == "FINISHED":
         raise UsageError(f"--resume: {folder} has finished; start a new run without --resume")
     return state
@@ -61,7 +59,7 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
         folder, opened = found[0]
         raise UsageError(
             f"--resume: {folder} is a run of {opened.file}, which has the same name: {name}, as {file.path}; "
-            f"go on with that file, give this one a name of its own, or write --resume {folder.name}"
+            f"resume with that file, give this one another name, or write --resume {folder.name}"
         )
     return own
 
@@ -70,7 +68,7 @@ def named(resume: str, directory: Path) -> Path:
     """Find the run that ``--resume RUN`` means.
 
     Raises:
-        UsageError: there is none, or more than one.
+        UsageError: no run matches, or several do.
     """
     try:
         return runs.find(resume, directory)
@@ -79,15 +77,15 @@ def named(resume: str, directory: Path) -> Path:
 
 
 def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str]:
-    """What the experiment has now and had otherwise then, in words.
+    """Describe what has changed in the experiment since the run.
 
     Raises:
-        ExperimentError: a change that makes another training of it, unless those are ``allowed``; of the size of a
-            step in any case.
+        ExperimentError: a change affects what is trained, unless ``allowed``; a change of the size of a step is never
+            allowed.
     """
     changed = _changed(file, state)
     if _STEP in changed:
-        raise file.explain([Problem(_STEP, _of_another_size(*changed[_STEP], state=state))])
+        raise file.explain([Problem(_STEP, _refusal_of_size(*changed[_STEP], state=state))])
     refused = [key for key in changed if not key.startswith(_HOW_NOT_WHAT)]
     if refused and not allowed:
         raise file.explain(
@@ -101,15 +99,15 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
     notes = [f"{key} was {_value(before)}, is {_value(after)}" for key, (before, after) in changed.items()]
     if state.opened.file not in ("", file.source):
         notes.insert(0, f"{state.folder.name} was started with {state.opened.file}, not with {file.path}")
-    return [*notes, _DEALT_ANEW] if any(key.startswith(_DEALS) for key in changed) else notes
+    return [*notes, _NEW_ORDER] if any(key.startswith(_ORDERING) for key in changed) else notes
 
 
 def left_out(file: ExperimentFile, state: RunState) -> Mapping[str, tuple[int, ...]]:
-    """Steps whose batch a rollback has left out, by trial: a resumed run leaves them out, too.
+    """Return the steps whose batch a rollback has left out, by trial: a resumed run leaves them out, too.
 
-    With another seed or other data these steps have other batches, and none is left out.
+    With another seed or other data these steps have different batches, and none is left out.
     """
-    if any(key.startswith(_DEALS) for key in _changed(file, state)):
+    if any(key.startswith(_ORDERING) for key in _changed(file, state)):
         return {}
     opened = (event for event in journal.read(state.folder / journal.FILE_NAME) if isinstance(event, TrialOpened))
     latest = {event.trial: event.left_out for event in opened}
@@ -117,20 +115,20 @@ def left_out(file: ExperimentFile, state: RunState) -> Mapping[str, tuple[int, .
 
 
 def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | None, str | None]]:
-    """What was and what is, by key."""
+    """Return the changed values by key: before and now."""
     now, then = flatten(shown(file.experiment)), flatten(_relocated(state.experiment, file.experiment))
     return {key: (then.get(key), now.get(key)) for key in now | then if then.get(key) != now.get(key)}
 
 
 def _is_of_another(file: ExperimentFile, source: str) -> bool:
-    """Whether a run was started with a file that is still there, and isn't this one; one that is gone was renamed."""
+    """Return whether a run was started with a different file that still exists; a missing one was renamed."""
     return source not in ("", file.source) and Path(source).is_file()
 
 
-def _of_another_size(before: str | None, after: str | None, *, state: RunState) -> str:
-    """Why such a run can't go on.
+def _refusal_of_size(before: str | None, after: str | None, *, state: RunState) -> str:
+    """Say why a run can't be resumed with another batch size.
 
-    A step of another size would be another place in the data, in the scheduler's count and on the axis of every metric.
+    The step number would no longer give the place in the data, the learning rate and the axis of every metric.
     """
     return (
         f"is {_value(after)}, but was {_value(before)} in {state.folder.name}, whose data, learning rate and metrics "
@@ -140,7 +138,7 @@ def _of_another_size(before: str | None, after: str | None, *, state: RunState) 
 
 
 def _relocated(then: Experiment, now: Experiment) -> Experiment:
-    """Credentials and relative addresses of the store are no change of the experiment."""
+    """Return the earlier experiment with today's credentials and addresses of the store, which are no change."""
     return then.model_copy(update={"tracking": shown(now).tracking})
 
 

@@ -86,7 +86,7 @@ class Outcome:
         nodes = [device.split()[0] for device in self.started.devices] if self.started else []
         places = {rank: f" on {node}" for rank, node in enumerate(nodes) if len(set(nodes)) > 1}
         return "\n".join(
-            f"rank {rank}{places.get(rank, '')} ended without a word: {how}"
+            f"rank {rank}{places.get(rank, '')} exited without reporting an error: {how}"
             for rank, how in self.losses.items()
             if rank not in reported
         )

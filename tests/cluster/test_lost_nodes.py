@@ -98,7 +98,7 @@ def test_three_nodes_train_what_one_process_does(expected: dict[int, float]) -> 
 def test_a_killed_node_that_comes_back_is_used_again(expected: dict[int, float]) -> None:
     with Nodes(2) as nodes, training(nodes, "parallel.workers=2", *RESUMES) as (process, cwd):
         nodes.kill(1)
-        await_warning("going on from the newest checkpoint (failure 1 of 1)", cwd, process)
+        await_warning("resuming from the newest checkpoint (failure 1 of 1)", cwd, process)
         nodes.start(1)
         done = ended(process, cwd)
 

@@ -81,7 +81,7 @@ def test_a_killed_worker_is_named(launched: Session, launcher: str) -> None:
 
     assert outcome.has_only_lost_workers
     assert 1 not in {failure.rank.rank for failure in outcome.failures}
-    assert "rank 1 ended without a word" in str(outcome.error)
+    assert "rank 1 exited without reporting an error" in str(outcome.error)
     assert "killed" in str(outcome.error)
     assert ("SIGKILL" in str(outcome.error)) == (launcher != "ray")  # Ray doesn't know how its processes end
     assert "rank 0" not in str(outcome.error)

@@ -38,7 +38,7 @@ def test_killed_workers_are_replaced(
     lost = [event.message for event in attempt.all_of(Warned) if "killed by SIGKILL" in event.message]
     assert len(lost) == len(moments)
     assert "(failure 1 of 3)" in lost[0]
-    assert any("training stood still for" in event.message for event in attempt.all_of(Warned))
+    assert any("passed until training caught up" in event.message for event in attempt.all_of(Warned))
 
 
 def test_a_killed_driver_leaves_no_worker_and_its_run_goes_on(
@@ -134,7 +134,7 @@ def test_failures_beyond_the_limit_end_the_run(attempt_in: Callable[..., Attempt
     stdout, stderr = process.communicate(timeout=60)
 
     assert process.returncode == 1, stdout + stderr
-    assert "rank 0 ended without a word: killed by SIGKILL" in stderr
+    assert "rank 0 exited without reporting an error: killed by SIGKILL" in stderr
     assert "Traceback" not in stderr
 
 

@@ -64,7 +64,7 @@ def test_the_first_that_failed_by_itself_is_to_blame() -> None:
 def test_those_that_only_lost_another_rank_are_not(origin: Origin) -> None:
     own, collateral = failed(1, "ValueError: mine"), failed(0, "whatever it says", origin=origin)
     assert str(error_of([collateral, own], {})) == "rank 1 on node-1: ValueError: mine"
-    assert str(error_of([collateral], {1: KILLED})) == f"rank 1 ended without a word: {KILLED}"
+    assert str(error_of([collateral], {1: KILLED})) == f"rank 1 exited without reporting an error: {KILLED}"
 
 
 def test_a_rank_that_lost_a_connection_of_its_own_is_no_lost_worker() -> None:
@@ -93,7 +93,8 @@ def test_an_own_error_is_more_than_a_loss() -> None:
 
 def test_all_that_ended_without_a_word_are_named() -> None:
     error = error_of([], {0: KILLED, 3: "ended with exit code 7"})
-    assert str(error) == f"rank 0 ended without a word: {KILLED}\nrank 3 ended without a word: ended with exit code 7"
+    silent = "exited without reporting an error"
+    assert str(error) == f"rank 0 {silent}: {KILLED}\nrank 3 {silent}: ended with exit code 7"
 
 
 def test_if_all_lost_each_other_the_first_is_shown() -> None:
@@ -117,8 +118,10 @@ def test_a_mistake_in_the_experiment_is_no_training_error() -> None:
 
 
 def test_a_lost_rank_is_named_with_its_node_where_there_are_several() -> None:
-    assert str(error_of([], {1: KILLED}, nodes=("a", "b"))) == f"rank 1 on b ended without a word: {KILLED}"
-    assert str(error_of([], {1: KILLED}, nodes=("a", "a"))) == f"rank 1 ended without a word: {KILLED}"
+    assert (
+        str(error_of([], {1: KILLED}, nodes=("a", "b"))) == f"rank 1 on b exited without reporting an error: {KILLED}"
+    )
+    assert str(error_of([], {1: KILLED}, nodes=("a", "a"))) == f"rank 1 exited without reporting an error: {KILLED}"
 
 
 def test_an_outcome_is_what_the_events_say() -> None:
