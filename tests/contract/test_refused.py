@@ -6,6 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from toys import Kept
+
+from pipeline.config.load import load
+from pipeline.config.project import allowed_packages
+from pipeline.errors import PipelineError
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.trial import Rank
+from pipeline.training.loop import train
 
 TRACEBACK = "Traceback (most recent call last)"
 LAB = (Path(__file__).parents[1] / "project" / "lab.yaml").read_text()
@@ -81,9 +90,9 @@ COMPONENTS = [
     Wrong("loss is not a scalar", 2, ("loss", "not a scalar"), lab("torch.nn.CrossEntropyLoss", "lab.per_sample")),
     Wrong("loss is a sum", 2, ("use reduction: mean",),
           lab("torch.nn.CrossEntropyLoss", "torch.nn.CrossEntropyLoss, reduction: sum")),
+    Wrong("negative learning rate", 2, ("optimizer: torch.optim.SGD raised ValueError",), lab("lr: 0.1", "lr: -0.1")),
     Wrong("loss is NaN", 1, ("the loss is nan in step 1 (epoch 1)",),
           lab("torch.nn.CrossEntropyLoss", "lab.NotANumber")),
-    Wrong("negative learning rate", 2, ("optimizer: torch.optim.SGD raised ValueError",), lab("lr: 0.1", "lr: -0.1")),
 ]  # fmt: skip
 """Found once the experiment is built."""
 
@@ -115,7 +124,27 @@ def test_it_is_refused_before_it_starts(command: Command, project: Path, wrong: 
 
 
 @pytest.mark.parametrize("wrong", COMPONENTS, ids=lambda wrong: wrong.name)
-def test_it_is_refused_once_it_is_built(command: Command, project: Path, store: tuple[str, str], wrong: Wrong) -> None:
+def test_it_is_refused_once_it_is_built(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Wrong
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    file = tmp_path / "wrong.yaml"
+    file.write_text(str(wrong.text))
+    plan = make_plan(
+        load(file).experiment, Resources(cpus=2, memory_mb=4096), allowed=allowed_packages(), with_baseline=False
+    )
+    with pytest.raises(PipelineError) as caught:
+        train(plan.main, rank=Rank(), outbox=Kept())
+    assert caught.value.exit_code == wrong.code
+    for fragment in wrong.said:
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [COMPONENTS[0], COMPONENTS[-1]], ids=lambda wrong: wrong.name)
+def test_the_command_says_what_a_worker_refused(
+    command: Command, project: Path, store: tuple[str, str], wrong: Wrong
+) -> None:
     assert_refused(run(command, project, wrong._replace(more=store)), wrong)
 
 

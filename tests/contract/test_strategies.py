@@ -3,7 +3,6 @@
 Options that lose bits of the gradients on purpose come close to that instead.
 """
 
-import gc
 import importlib
 from collections.abc import Callable
 from functools import cache
@@ -231,8 +230,6 @@ def _take_steps(rank: Rank, trials: dict[str, Trial], folder: Path) -> None:
                 optimizer_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
         (folder / name).mkdir(parents=True, exist_ok=True)
         torch.save(context.model.state_dict(), folder / name / f"{rank.rank}.pt")
-        del context, stream
-        gc.collect()
 
 
 Reached = dict[tuple[str, str], list[Weights]]

@@ -1,5 +1,6 @@
 """Functions that several ranks run: real processes, which meet over gloo."""
 
+import gc
 import multiprocessing
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pipeline.protocol.trial import Rank
 
 # What takes seconds to import, once for all ranks of all tests; toys have a metric.
 multiprocessing.set_forkserver_preload(
-    ["pipeline.worker.main", "torch._dynamo", "torchmetrics", "pytest", "hypothesis"]
+    ["pipeline.worker.main", "pipeline.strategies.fsdp", "torch._dynamo", "torchmetrics", "pytest", "hypothesis"]
 )
 
 
@@ -48,6 +49,7 @@ def _be_rank(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # the fork server's imports: each collection would look through them and copy their pages
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
