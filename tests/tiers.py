@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 LINT = ("ruff format --check .", "ruff check .", "mypy", "lint-imports")
 SPREAD = ["--numprocesses=logical", "--maxschedchunk=8"]
 """Over all cores, test by test."""
-GROUPED = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
-"""Two at a time, as processes wait much; tests that share something costly stay together."""
+GROUPED = ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
+"""Three at a time, as processes wait much; tests that share something costly stay together."""
 OPTIONS = {
     "unit": ["tests/unit", *SPREAD],
     "contract": ["tests/contract", *GROUPED],

@@ -81,5 +81,5 @@ def test_a_sample_that_cannot_be_read_is_named(where: str, workers: int) -> None
         toys.trained(data={"_target_": "toys.unreadable_in", "where": where}, loader={"num_workers": workers})
     assert str(caught.value) == "sample 5 of the data can't be read: OSError: no such image"
     assert "toys.py" in caught.value.details
-    # Python's collector would end the queues of the loader's processes before the loader, which waits for them 5 s each.
+    # Python's collector would end the queues of the loader's processes before the loader, which waits 5 s for each.
     traceback.clear_frames(caught.tb)

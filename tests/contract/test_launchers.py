@@ -16,19 +16,19 @@ Session = Callable[[str], Any]
 
 def test_a_trial_returns_its_result(launched: Session, launcher: str) -> None:
     session = launched(launcher)
-    *_, finished = session.events["fp32"]
+    *_, finished = session.events["fp64"]
 
-    assert session.outcomes["fp32"].finished == finished
-    assert not session.outcomes["fp32"].has_failed
+    assert session.outcomes["fp64"].finished == finished
+    assert not session.outcomes["fp64"].has_failed
     assert isinstance(finished, Finished)
-    assert finished.result.steps == 23
+    assert finished.result.steps == 46
     assert finished.result.samples_per_second.median > 0
     assert finished.time_to_first_step_s is not None
     assert 0 < finished.result.metrics["validation/accuracy"] <= 1
 
 
 def test_events_arrive_in_the_order_in_which_they_were_sent(launched: Session, launcher: str) -> None:
-    events = [event for event in launched(launcher).events["fp32"] if event.kind != "system_metrics"]
+    events = [event for event in launched(launcher).events["fp64"] if event.kind != "system_metrics"]
     kinds = [type(event) for event in events]
     steps = [event.step for event in events if isinstance(event, Metrics)]
 
@@ -39,15 +39,15 @@ def test_events_arrive_in_the_order_in_which_they_were_sent(launched: Session, l
 
 
 def test_each_step_is_reported_once(launched: Session, launcher: str) -> None:
-    events = launched(launcher).events["fp32"]
+    events = launched(launcher).events["fp64"]
     points = [point for event in events if isinstance(event, Metrics) for point in event.points]
 
-    assert [point.step for point in points if point.name == "train/loss"] == list(range(1, 24))
+    assert [point.step for point in points if point.name == "train/loss"] == list(range(1, 47))
 
 
 def test_files_arrive_in_the_run_folder(launched: Session, launcher: str) -> None:
     session = launched(launcher)
-    saved = next(event for event in session.events["fp32"] if isinstance(event, ModelSaved))
+    saved = next(event for event in session.events["fp64"] if isinstance(event, ModelSaved))
 
     assert (session.folder / saved.weights).stat().st_size > 0
     assert (session.folder / saved.example).stat().st_size > 0
