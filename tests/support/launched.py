@@ -24,7 +24,6 @@ from pipeline.recording import journal
 from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.recorder import Recorder
 
-
 IN_FP32 = ("inprocess", "torchrun")
 """Launchers that train in fp32, too: one with a process and one with many."""
 
