@@ -125,7 +125,7 @@ class Forecast(Frozen):
         how = "as given" if self.link_from == "given" else f"measured between {self.measured_workers} workers"
         yield f"link       {self.link.bandwidth_gbit:.3g} Gbit/s, {self.link.latency_us:.3g} us, {how}"
         if self.slowdown > 1:
-            yield f"contention a worker computes {self.slowdown:.2f} times as long next to the others as alone"
+            yield f"contention a worker computes {self.slowdown:.2f} times as long next to other workers as alone"
         if not 1 / UNEVEN <= self.pace <= UNEVEN:
             yield (
                 f"scaled     a training step took {self.pace:.2f} times the sum of its parts, measured one by one: "

@@ -22,8 +22,9 @@ def straggler(case: Case) -> Finding | None:
     if not case.is_clear(lost):
         return None
     own, rest = amount(slowest.ratio * slowest.others_ms), amount(slowest.others_ms)
+    who = f"rank {slowest.rank} on {slowest.node}"
     return Finding(
-        reason=f"rank {slowest.rank} on {slowest.node} takes {own} ms for its own part of a step, the others {rest} ms",
+        reason=f"{who} takes {own} ms for its own part of a step, the other ranks {rest} ms",
         change=f"find out what slows it down on {slowest.node}; all ranks wait for the slowest rank",
         gain=lost / case.row.step_ms.median,
         is_measured=True,

@@ -89,8 +89,8 @@ class SweptReport(Frozen):
         if best is None:
             return "No trial finished, so there is no best trial.", *more
         if self.logs_model:
-            others = "; the weights of the others stay in their folders" if len(self.swept.trials) > 1 else ""
-            more = (*more, f"The model of trial {best.number} goes to its run in MLflow{others}.")
+            others = "; the weights of the other trials stay in their folders" if len(self.swept.trials) > 1 else ""
+            more = (*more, f"The model of trial {best.number} is logged to its run in MLflow{others}.")
         again = f"Best: trial {best.number} with {self.swept.metric} {_figure(best.value)}. To train it again:"
         return *more, again
 

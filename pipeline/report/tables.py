@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
+from typing import TypeVar
 
 from pipeline.config.values import Frozen
 from pipeline.protocol.estimates import is_wide, noise
@@ -13,7 +14,9 @@ SHORT_MS = 5.0
 UNEVEN = 1.1
 """Factor from which the values of devices or ranks count as different."""
 
-Column = tuple[str, Callable[[Row], str]]
+Item = TypeVar("Item")
+Column = tuple[str, Callable[[Item], str]]
+"""Head of a column, and the text of an item's cell."""
 
 
 class ReportTable(Frozen):
@@ -54,7 +57,7 @@ class Straggler(Frozen):
 
 def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bool) -> ReportTable:
     """Build the table of throughput and speedup; an unmeasured cell has a row, too, and its reason below."""
-    columns: list[Column] = [
+    columns: list[Column[Row]] = [
         ("strategy", lambda row: row.title),
         ("devices", lambda row: row.devices),
         ("samples/s", lambda row: with_spread(row.samples_per_second)),
@@ -96,7 +99,7 @@ def step_parts(rows: Sequence[Row]) -> ReportTable:
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:,.{decimals}f}"
 
-    columns: list[Column] = [
+    columns: list[Column[Row]] = [
         ("strategy", lambda row: row.title),
         ("step", lambda row: with_spread(row.step_ms, decimals=decimals)),
         ("compute", lambda row: shown(row.parts.compute_ms)),
@@ -119,7 +122,7 @@ def step_parts(rows: Sequence[Row]) -> ReportTable:
     ]
     if unknown:
         notes.append(f"{_listed(unknown)}: the parts of a step could not be measured.")
-    return _table("Where a step's time goes, ms", columns, rows, notes=notes)
+    return from_columns("Where a step's time goes, ms", columns, rows, notes=notes)
 
 
 def _why(row: Row) -> str:
@@ -134,7 +137,7 @@ def resources(rows: Sequence[Row]) -> ReportTable:
 
     Memory of weights, gradients and optimizer has a column if it differs between strategies.
     """
-    columns: list[Column] = [
+    columns: list[Column[Row]] = [
         ("strategy", lambda row: row.title),
         ("peak memory per device, MB", lambda row: low_to_high(row.peak_memory_mb)),
         ("time to first step, s", lambda row: _seconds(row.time_to_first_step_s)),
@@ -147,7 +150,7 @@ def resources(rows: Sequence[Row]) -> ReportTable:
             2, ("weights, gradients, optimizer, MB", lambda row: low_to_high(row.held.mb if row.held else ()))
         )
     notes = [f"{row.title}: each rank holds a part of {row.held.cut}." for row in rows if row.held and row.held.cut]
-    return _table("Memory and start", columns, rows, notes=notes)
+    return from_columns("Memory and start", columns, rows, notes=notes)
 
 
 def speedup(row: Row, *, has_interval: bool) -> str:
@@ -212,12 +215,15 @@ def low_to_high(values: Sequence[float]) -> str:
     return f"{amount(low)} to {amount(high)}" if high > UNEVEN * low else amount(high)
 
 
-def _table(title: str, columns: Sequence[Column], rows: Sequence[Row], *, notes: Sequence[str] = ()) -> ReportTable:
-    cells = tuple(tuple(text(row) for _, text in columns) for row in rows)
+def from_columns(
+    title: str, columns: Sequence[Column[Item]], items: Sequence[Item], *, notes: Sequence[str] = ()
+) -> ReportTable:
+    """Build a table with a row for each item."""
+    cells = tuple(tuple(text(item) for _, text in columns) for item in items)
     return ReportTable(title=title, header=tuple(name for name, _ in columns), rows=cells, notes=tuple(notes))
 
 
-def _result(entry: Row | Unmeasured, columns: Sequence[Column]) -> tuple[str, ...]:
+def _result(entry: Row | Unmeasured, columns: Sequence[Column[Row]]) -> tuple[str, ...]:
     if isinstance(entry, Row):
         return tuple(text(entry) for _, text in columns)
     return (entry.title, *("not measured" if name == "speedup" else "-" for name, _ in columns[1:]))

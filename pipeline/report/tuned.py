@@ -132,7 +132,10 @@ def advise_batch(trial: Trial, sizes: BatchSizes, *, recommended: int) -> BatchA
     if grew and declared > recommended:
         return BatchAdvice((), f"The file's {_division(trial)} is larger than all sizes tried: no reason to change it.")
     if declared < recommended and not _is_resolved(sizes, declared, recommended):
-        return BatchAdvice((), f"Nothing to change: the file's {_division(trial)} is as fast within the spread.")
+        return BatchAdvice(
+            (),
+            f"Nothing to change: the file's {_division(trial)} is as fast as the recommended size within the spread.",
+        )
     wanted = -(-train.global_batch_size // (recommended * replicas))
     accumulation = min(wanted, max(1, train.global_batch_size // trial.workers))
     split = train.model_copy(update={"gradient_accumulation": accumulation})
@@ -188,7 +191,8 @@ def _division(trial: Trial) -> str:
     train = trial.experiment.train
     devices = f"{trial.replicas} devices x " if trial.replicas > 1 else ""
     parts = f"{train.gradient_accumulation} micro-batches x " if train.gradient_accumulation > 1 else ""
-    return f"{train.global_batch_size:,} = {devices}{parts}{trial.device_batch_size:,}"
+    whole = f"{train.global_batch_size:,}"
+    return f"{whole} = {devices}{parts}{trial.device_batch_size:,}" if devices or parts else whole
 
 
 def _at(trial: Trial, sizes: BatchSizes) -> str:

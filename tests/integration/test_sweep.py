@@ -79,7 +79,7 @@ def test_mlflow_has_one_parent_with_children_and_marks_the_best(swept: tuple[Fol
     assert parent.data.metrics["validation/loss"] == runs[best].data.metrics["validation/loss"]
     assert runs["trial-003"].info.status == "KILLED"
     assert [name for name, run in runs.items() if run.outputs and run.outputs.model_outputs] == [best]
-    assert f"The model of trial {folder.result['best']} goes to its run in MLflow" in ended.stdout
+    assert f"The model of trial {folder.result['best']} is logged to its run in MLflow" in ended.stdout
     assert runs["trial-003"].data.tags["stopped_early"].startswith("stopped early by ASHA")
     assert parent.info.status == "FINISHED"
     artifacts = {

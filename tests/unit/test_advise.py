@@ -447,7 +447,7 @@ SINGLE = experiment(parallel__strategy="single", parallel__workers=1)
 
 def test_a_straggler_is_named() -> None:
     (one,) = run(ranks=(200, 300), nodes=SPREAD_OUT)
-    assert one.reason == "rank 1 on node-2 takes 300 ms for its own part of a step, the others 200 ms"
+    assert one.reason == "rank 1 on node-2 takes 300 ms for its own part of a step, the other ranks 200 ms"
     assert one.key == ""
 
 

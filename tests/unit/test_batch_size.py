@@ -396,7 +396,10 @@ def test_a_larger_global_batch_comes_with_a_learning_rate() -> None:
 
 def test_noise_is_no_reason_to_change_the_training() -> None:
     advice = advised(32, batch=32, noise=0.4)
-    assert advice == ((), "Nothing to change: the file's 32 = 2 devices x 16 is as fast within the spread.")
+    assert advice == (
+        (),
+        "Nothing to change: the file's 32 = 2 devices x 16 is as fast as the recommended size within the spread.",
+    )
     assert advised(32, batch=32, noise=0.3).change
 
 

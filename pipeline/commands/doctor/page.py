@@ -1,7 +1,7 @@
 """The output of ``pipeline doctor`` in the terminal."""
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import rich.console
 from rich.text import Text
@@ -10,11 +10,11 @@ from pipeline.cluster.node_facts import NodeFacts
 from pipeline.commands.doctor.check_result import CheckResult, amount
 from pipeline.commands.doctor.examination import Examination
 from pipeline.recording.text_tables import headed, print_report_table
-from pipeline.report import tables
+from pipeline.report.tables import Column, from_columns
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _INDENT = len("problem ")
-_Column = tuple[str, Callable[[NodeFacts], str]]
+_Column = Column[NodeFacts]
 _COLUMNS: tuple[_Column, ...] = (
     ("node", lambda node: node.node),
     ("Python", lambda node: node.python),
@@ -35,12 +35,7 @@ def show(examination: Examination, *, terminal: rich.console.Console) -> None:
     """Print a table of the nodes, each finding with its fix, and the number of problems and warnings."""
     at = f"Ray cluster at {examination.address}" if examination.address else "this machine"
     columns = _columns(examination)
-    nodes = tables.ReportTable(
-        title=f"Doctor: {at}",
-        header=tuple(name for name, _ in columns),
-        rows=tuple(tuple(text(node) for _, text in columns) for node in examination.nodes),
-    )
-    print_report_table(nodes, console=terminal)
+    print_report_table(from_columns(f"Doctor: {at}", columns, examination.nodes), console=terminal)
     terminal.print()
     for finding in examination.findings:
         _print(finding, terminal)
