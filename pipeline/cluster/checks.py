@@ -1,6 +1,6 @@
-"""Whether the nodes of a joined cluster can do the work: asked on all of them before anything is trained.
+"""Checks of all nodes of an existing cluster before anything is trained.
 
-All that is wrong comes in one error: a cluster's nodes often lack several things, and each attempt takes a while.
+All problems are reported in one error: nodes often lack several things, and each attempt takes a while.
 """
 
 import os
@@ -24,14 +24,14 @@ from pipeline.training.checkpoints.storage import Storage
 
 
 def refuse_others(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> None:
-    """Refuse nodes whose Python, torch, Ray or pipeline is another one than the driver's.
+    """Check that all nodes have the driver's versions of Python, torch, Ray and pipeline.
 
     Raises:
-        ResourceError: names all such nodes, with both versions.
+        ResourceError: versions differ; names all such nodes with both versions.
     """
     problems = [f"{node.label}: {problem}" for node in nodes for problem in _differences(node, here)]
     if problems:
-        raise ResourceError("\n".join(["the cluster's nodes don't fit this machine:", *problems]))
+        raise ResourceError("\n".join(["the cluster's nodes have other versions than this machine:", *problems]))
 
 
 def _differences(node: NodeFacts, here: NodeFacts) -> Iterator[str]:
@@ -49,7 +49,7 @@ def _differences(node: NodeFacts, here: NodeFacts) -> Iterator[str]:
 
 
 def _torch(node: NodeFacts) -> str | None:
-    """Its version without the build, such as +cpu: nodes with and without GPUs have different ones."""
+    """Return torch's version without the build, such as +cpu, which differs between nodes with and without GPUs."""
     return node.torch.version.partition("+")[0] if node.torch else None
 
 
@@ -58,16 +58,18 @@ def _minor(python: str) -> str:
 
 
 def look_around(experiment: Experiment, *, nodes: Mapping[str, str], code: Code, checkpoints: str | None) -> list[str]:
-    """Have each node look for what the workers will need there. Returns what a user should know.
+    """Check on each node what workers will need there: packages, data, network interface, checkpoint storage.
+
+    Returns warnings for the user.
 
     Args:
-        experiment: what will run.
+        experiment: the experiment that will run.
         nodes: names of the nodes that may get workers, by Ray's id.
-        code: where the code should be.
-        checkpoints: where they will lie; None: there will be none.
+        code: locations of the project's code on the nodes.
+        checkpoints: folder or address of the checkpoints; None: none are saved.
 
     Raises:
-        ResourceError: all that is missing, with its node.
+        ResourceError: a node lacks something; names all such nodes.
     """
     data = tuple(_existing(experiment.data.arguments))
     with _token(checkpoints) as token:
@@ -102,10 +104,10 @@ def _problems(answer: Answer, *, experiment: Experiment, checkpoints: str | None
 
 
 def _ask(question: Question, nodes: Mapping[str, str], *, timeout_s: float) -> list[tuple[str, Answer]]:
-    """Each node's name and answer.
+    """Ask all nodes; return each node's name and answer.
 
     Raises:
-        ResourceError: nodes that don't answer.
+        ResourceError: a node doesn't answer.
     """
     asked = {
         node: ray.remote(check_node)
@@ -131,7 +133,7 @@ def _ask(question: Question, nodes: Mapping[str, str], *, timeout_s: float) -> l
 
 @contextmanager
 def _token(checkpoints: str | None) -> Iterator[Path | None]:
-    """A file that those nodes can see whose storage for checkpoints is this machine's.
+    """Write a file among the checkpoints that only nodes with the same storage can see.
 
     Raises:
         ResourceError: this machine can't write there.
@@ -153,8 +155,8 @@ def _token(checkpoints: str | None) -> Iterator[Path | None]:
 
 
 def _existing(value: Any) -> Iterator[str]:
-    """Values that are paths of what is there."""
-    if isinstance(value, str) and os.path.exists(value):  # noqa: PTH110 - Path's fails on texts that are too long
+    """Yield the strings in a value that are existing paths."""
+    if isinstance(value, str) and os.path.exists(value):  # noqa: PTH110 - Path.exists raises for very long strings
         yield value
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     for each in inner:

@@ -1,4 +1,4 @@
-"""A Ray cluster that is joined."""
+"""Joining an existing Ray cluster: its address, its resources, and a connection to it."""
 
 import os
 import socket
@@ -25,15 +25,15 @@ _ALIVE = 0  # of Ray's GcsNodeInfo
 
 
 def cluster_address(parallel: Parallel) -> str | None:
-    """Where the cluster is to be found; None starts a local Ray."""
+    """Return the address of the cluster; None starts a local Ray."""
     return parallel.address or os.environ.get("RAY_ADDRESS") or None
 
 
 def cluster_resources(address: str, parallel: Parallel) -> Resources:
-    """The sum of all nodes of a cluster that can have workers.
+    """Return the total resources of the nodes that can have workers.
 
     Raises:
-        ResourceError: there is no cluster at that address, or its nodes can't be used.
+        ResourceError: no cluster answers at the address, or its nodes can't be used.
     """
     with connected(address, verbose=False):
         able = able_nodes(parallel)
@@ -52,16 +52,16 @@ def cluster_resources(address: str, parallel: Parallel) -> Resources:
 
 @contextmanager
 def connected(address: str, *, verbose: bool, runtime_env: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """A stay in a cluster that was there before.
+    """Connect to an existing cluster for the duration of the context.
 
     Args:
-        address: the cluster's.
-        verbose: whether to let Ray's output through.
-        runtime_env: Ray's description of what workers need.
+        address: address of the cluster, e.g. HOST:6379.
+        verbose: show Ray's output.
+        runtime_env: Ray's ``runtime_env`` for the workers.
 
     Raises:
-        UsageError: it is the address of something else.
-        ResourceError: there is no cluster at that address.
+        UsageError: the address is that of a dashboard.
+        ResourceError: no cluster answers at the address, or this machine is not one of its nodes.
     """
 
     def init(**logs: Any) -> None:
@@ -74,22 +74,22 @@ def connected(address: str, *, verbose: bool, runtime_env: Mapping[str, Any] | N
 
 
 def _refusal(address: str, error: Exception) -> str:
-    """Why the cluster can't be used, in one line."""
-    if "Version mismatch" in str(error):  # Ray's text has a line for each version
+    """Return a message of one line for Ray's error."""
+    if "Version mismatch" in str(error):  # Ray has no type for it; its message has a line for each version
         return f"{address}: {' '.join(str(error).split())}; use the same Python and Ray on all machines"
     return f"no Ray cluster answers at {address}: {first_line(error)}"
 
 
 def _check_reachable(address: str) -> None:
-    """Try the address ourselves: Ray would go on trying for minutes.
+    """Try to connect to the address, since Ray would retry for minutes.
 
     Raises:
-        UsageError: it is the address of something else.
-        ResourceError: nobody listens there.
+        UsageError: the address is that of a dashboard.
+        ResourceError: the address refuses the connection.
     """
     if address.startswith(("http://", "https://")):
         raise UsageError(
-            f"{address} is a dashboard, where pipeline submit sends runs; to join a cluster, write HOST:6379"
+            f"{address} is a dashboard, which pipeline submit sends runs to; to join a cluster, write HOST:6379"
         )
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):  # such as "auto"
@@ -101,10 +101,10 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_is_node(address: str) -> None:
-    """Ask whether Ray runs on this machine, too: without it, Ray's driver would abort this process.
+    """Check that this machine is a node of the cluster; on any other machine Ray's driver aborts the process.
 
     Raises:
-        ResourceError: it doesn't.
+        ResourceError: this machine is not a node.
     """
     if not address.rpartition(":")[2].isdecimal():  # such as "auto"
         return
@@ -114,6 +114,6 @@ def _check_is_node(address: str) -> None:
     here = {each.address for those in psutil.net_if_addrs().values() for each in those}
     if here.isdisjoint(there):
         raise ResourceError(
-            f"this machine is no node of the Ray cluster at {address}, whose nodes are {', '.join(there)}; make it one "
+            f"this machine is not a node of the Ray cluster at {address}, whose nodes are {', '.join(there)}; add it "
             f"with ray start --address={address} --num-cpus=0, or send the run there with pipeline submit"
         )

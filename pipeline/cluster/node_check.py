@@ -1,6 +1,6 @@
-"""What a node of a joined cluster is asked for, by a task that runs there; see `checks`.
+"""Task that checks one node of a cluster for `checks`: question, answer, and the function that runs on the node.
 
-It loads no torch, which takes seconds.
+Apart from `checks` because it must not import torch, which takes seconds.
 """
 
 import importlib.util
@@ -15,27 +15,27 @@ from pipeline.config.values import Frozen
 
 
 class Question(Frozen):
-    """What a node should look for."""
+    """Question to a node: what workers will need there."""
 
     code: Code
     data: tuple[str, ...] = ()
-    """Paths that the data's arguments name; relative ones from the working directory."""
+    """Paths in the arguments of the data; relative ones start at the working directory."""
     token: Path | None = None
-    """A file that the driver has written among the checkpoints."""
+    """File that the driver has written among the checkpoints."""
 
 
 class Answer(Frozen):
-    """What a node has found."""
+    """Answer of a node."""
 
     missing_packages: tuple[str, ...] = ()
     missing_data: tuple[str, ...] = ()
     storage: str | None = None
-    """What is wrong with the place of checkpoints."""
+    """Problem with the checkpoint storage, if any."""
     interfaces: tuple[str, ...] = ()
 
 
 def check_node(question: str) -> str:
-    """Look around on this node; both ends are JSON."""
+    """Check this node; question and answer are JSON."""
     asked = Question.model_validate_json(question)
     folder = Path.cwd() / (asked.code.folder or ".")
     answer = Answer(
@@ -48,19 +48,19 @@ def check_node(question: str) -> str:
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
-    """This node's network interfaces with their addresses."""
+    """Return this node's network interfaces with their addresses."""
     return {name: tuple(each.address for each in those) for name, those in psutil.net_if_addrs().items()}
 
 
 def _is_there(package: str, code: Code) -> bool:
-    """Whether a worker here will find a package; changes nothing, since Ray may make a worker of this process."""
+    """Tell if workers will find a package; leaves ``sys.path`` alone, since Ray may reuse this process for a worker."""
     paths = [str(Path.cwd() / path) for path in code.paths]
     return bool(PathFinder.find_spec(package, paths) or importlib.util.find_spec(package))
 
 
 def _storage(token: Path) -> str | None:
     if not token.exists():
-        return "what this machine writes there isn't seen on that node: it is not the same storage"
+        return "files that this machine writes there are not visible on that node: it is other storage"
     if not os.access(token.parent, os.W_OK):
-        return "that node may not write there"
+        return "that node has no permission to write there"
     return None

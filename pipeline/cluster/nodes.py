@@ -1,4 +1,4 @@
-"""What the nodes of the connected Ray cluster have, each asked on the node itself and all at once."""
+"""Facts of all nodes of the connected Ray cluster, collected on each node by a Ray task, all at once."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ _CLOCK_TIMEOUT_S = 5.0
 
 
 class _Asked(NamedTuple):
-    """A living node and the answer that is awaited from it."""
+    """Living node with its pending answer."""
 
     id: str
     address: str
@@ -28,11 +28,11 @@ class _Asked(NamedTuple):
 
 
 class NodesSilent(ResourceError):
-    """Nodes that Ray counts as alive did not say what they have.
+    """Nodes that Ray counts as alive didn't answer.
 
     Attributes:
-        answered: the facts of the others.
-        silent: why each didn't answer, by its name and address.
+        answered: facts of the nodes that answered.
+        silent: reason for each node that didn't, by its name and address.
     """
 
     def __init__(self, answered: Sequence[NodeFacts], silent: Mapping[str, str]) -> None:
@@ -46,29 +46,27 @@ class NodesSilent(ResourceError):
 
 
 def facts_of_nodes(*, timeout_s: float) -> tuple[NodeFacts, ...]:
-    """The facts of all living nodes, in the order of their addresses, with Ray connected.
+    """Collect the facts of all living nodes, ordered by address. Needs a connection.
 
     Raises:
-        NodesSilent: nodes didn't answer within ``timeout_s``, or couldn't run the question.
+        NodesSilent: a node didn't answer within ``timeout_s``, or its task failed.
     """
     answered, silent = [], {}
     with by_value(collect):
-        asked = [_ask(node) for node in ray.nodes() if node["Alive"]]
-    asked.sort(key=lambda one: one.address)
-    in_time, _ = ray.wait([one.answer for one in asked], num_returns=len(asked), timeout=timeout_s)
-    for one in asked:
-        if one.answer not in in_time:
-            silent[one.label] = (
-                f"it didn't answer within {timeout_s:g} s; look at Ray's logs there, or restart Ray on it"
-            )
-            ray.cancel(one.answer, force=True)
+        asked = [_ask(record) for record in ray.nodes() if record["Alive"]]
+    asked.sort(key=lambda node: node.address)
+    in_time, _ = ray.wait([node.answer for node in asked], num_returns=len(asked), timeout=timeout_s)
+    for node in asked:
+        if node.answer not in in_time:
+            silent[node.label] = f"it didn't answer within {timeout_s:g} s; read Ray's logs there, or restart Ray on it"
+            ray.cancel(node.answer, force=True)
             continue
         try:
-            facts = NodeFacts.model_validate_json(ray.get(one.answer))
+            facts = NodeFacts.model_validate_json(ray.get(node.answer))
         except RayError as error:
-            silent[one.label] = _reason(error)
+            silent[node.label] = _reason(error)
         else:
-            answered.append(facts.model_copy(update={"address": one.address, "ray_node": one.id}))
+            answered.append(facts.model_copy(update={"address": node.address, "ray_node": node.id}))
     answered = [_with_clock(facts) for facts in answered]
     if silent:
         raise NodesSilent(answered, silent)
@@ -77,7 +75,7 @@ def facts_of_nodes(*, timeout_s: float) -> tuple[NodeFacts, ...]:
 
 @contextmanager
 def by_value(module: ModuleType) -> Iterator[None]:
-    """Send a module's functions themselves, not their names: a node may lack this package."""
+    """Pickle a module's functions by value inside the context, since a node may lack this package."""
     cloudpickle.register_pickle_by_value(module)
     try:
         yield
@@ -92,13 +90,13 @@ def _ask(node: Mapping[str, Any]) -> _Asked:
 
 
 def pinned(function: Callable[..., object], *, node: str, gpus: int = 0) -> Any:
-    """The function as a task on one node. Without GPUs it takes up nothing, so that busy nodes answer, too."""
+    """Return a function as a Ray task of one node; it reserves no CPU, so that busy nodes run it, too."""
     place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     return ray.remote(function).options(num_cpus=0, num_gpus=gpus, max_retries=0, scheduling_strategy=place)
 
 
 def _with_clock(facts: NodeFacts) -> NodeFacts:
-    """Compare clocks by the quickest of a few round trips, as NTP does: the process for them is there already."""
+    """Compare clocks by the fastest of a few round trips, as NTP does; the node's task process is already running."""
     assert facts.ray_node
     with by_value(collect):
         ask = pinned(collect.clock, node=facts.ray_node)

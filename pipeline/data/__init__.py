@@ -1,4 +1,4 @@
-"""Small real datasets, and files of any size. Any other callable that returns two datasets works as well."""
+"""Data functions: small real datasets, and files of any size. Any callable that returns two datasets works as well."""
 
 from pipeline.data.arrays import arrays
 from pipeline.data.cifar import cifar10

@@ -1,4 +1,4 @@
-"""Samples in .npy files that don't have to fit in memory."""
+"""Dataset of memory-mapped .npy files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +23,14 @@ def arrays(
     validation_targets: str | None = None,
     transform: Transform | None = None,
 ) -> Splits:
-    """Pairs of (inputs[i], targets[i]) from memory-mapped .npy files, in their own types.
+    """Return pairs of (inputs[i], targets[i]) from memory-mapped .npy files, in the dtypes of the files.
 
     Args:
-        inputs: file of an array of (samples, ...).
-        targets: file of an array of (samples, ...).
-        validation_inputs: the same for validation; none: no validation.
-        validation_targets: the same for validation.
-        transform: called with the input of each sample, e.g. to make floats of bytes; may be random.
+        inputs: file with an array of shape (samples, ...).
+        targets: file with an array of shape (samples, ...).
+        validation_inputs: inputs of the validation set; None: no validation.
+        validation_targets: targets of the validation set.
+        transform: called with the input of each sample, e.g. to convert bytes to floats; may be random.
 
     Raises:
         ExperimentError: a file can't be mapped, or inputs and targets differ in number.
@@ -69,7 +69,7 @@ class _Pairs(Table):
 
 
 class _Transformed(Dataset[tuple[Tensor, ...]]):
-    """Read sample by sample, each with random numbers of its own."""
+    """Dataset that is read sample by sample, since a transform may be random."""
 
     def __init__(self, pairs: _Pairs, transform: Transform) -> None:
         self._pairs = pairs

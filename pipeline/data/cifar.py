@@ -1,4 +1,4 @@
-"""CIFAR-10: Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images", in its binary version.
+"""CIFAR-10 (Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images"), binary version, with download.
 
 A record is one byte of label and 3072 bytes of image: 1024 red, 1024 green, 1024 blue, each row by row.
 """
@@ -31,7 +31,7 @@ _DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 _PADDING = 4
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 FOLDER = "cifar-10-batches-bin"
-"""Folder in the archive."""
+"""Folder name in the archive."""
 
 _MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # as the dataset's home page states it
 _STALL_SECONDS = 60.0
@@ -39,10 +39,12 @@ _CHUNK_BYTES = 2**16
 
 
 def cifar10(*, directory: str = ".data", download: bool = True, augment: bool = True) -> Splits:
-    """50 000 and 10 000 pairs of (float32 image of (3, 32, 32), int64 label), standardized by channel.
+    """Return 50 000 training and 10 000 validation pairs of (image, label), standardized by channel.
+
+    Images are float32 of shape (3, 32, 32), labels int64.
 
     Args:
-        directory: holds the folder cifar-10-batches-bin, or receives it.
+        directory: folder that holds cifar-10-batches-bin, or gets it.
         download: fetch the official archive (170 MB) when the folder is missing.
         augment: random crops after padding by 4, and random flips, of the training images (He et al. 2015, arXiv
             1512.03385, section 4.2), drawn from torch's global random generator.
@@ -53,7 +55,7 @@ def cifar10(*, directory: str = ".data", download: bool = True, augment: bool = 
     folder = Path(directory) / FOLDER
     if not folder.is_dir():
         if not download:
-            raise ExperimentError.of("data", f"{folder} is missing and download is off; {how_to_get(folder)}")
+            raise ExperimentError.of("data", f"{folder} is missing, and download is false; {how_to_get(folder)}")
         download_to(folder)
     train = _read(folder / f"data_batch_{number}.bin" for number in range(1, 6))
     validation = _read([folder / "test_batch.bin"])
@@ -61,7 +63,7 @@ def cifar10(*, directory: str = ".data", download: bool = True, augment: bool = 
 
 
 class _Images(Dataset[tuple[Tensor, ...]]):
-    """Keeps bytes in memory, a quarter of the size, and makes one sample's floats when it is asked for."""
+    """Dataset that stores bytes, a quarter of the size, and converts each sample to floats when it is read."""
 
     def __init__(self, images: Tensor, labels: Tensor, *, augment: bool) -> None:
         self._images = images
@@ -78,7 +80,7 @@ class _Images(Dataset[tuple[Tensor, ...]]):
 
 
 def _random_crop_and_flip(image: Tensor) -> Tensor:
-    """Pads with zeros, the mean colour of a standardized image."""
+    """Crop and flip at random; the padding of zeros is the mean color of a standardized image."""
     top, left = torch.randint(2 * _PADDING + 1, (2,)).tolist()
     padded = functional.pad(image, (_PADDING,) * 4)
     cropped = padded[:, top : top + image.shape[1], left : left + image.shape[2]]
@@ -86,7 +88,7 @@ def _random_crop_and_flip(image: Tensor) -> Tensor:
 
 
 def _read(paths: Iterable[Path]) -> tuple[Tensor, Tensor]:
-    """Images (samples, 3, 32, 32) as bytes, and labels (samples)."""
+    """Read images of shape (samples, 3, 32, 32) as bytes, and labels of shape (samples,)."""
     records = torch.cat([_records(path) for path in paths])
     return records[:, 1:].reshape(-1, *_IMAGE_SHAPE), records[:, 0].to(torch.int64)
 
@@ -107,19 +109,19 @@ def _records(path: Path) -> Tensor:
 
 
 def how_to_get(folder: Path) -> str:
-    """What to do by hand to have ``folder``; the end of an error message."""
+    """Return the manual way to get ``folder``, for the end of an error message."""
     return f"fetch {ADDRESS} and unpack it in {folder.parent.absolute()}, which makes {folder.name}"
 
 
 def download_to(folder: Path) -> None:
-    """Make ``folder`` appear, complete or not at all.
+    """Download and unpack CIFAR-10 to ``folder`` atomically, once per machine, however many ranks call this.
 
     Raises:
-        ExperimentError: the network or the file system refuses, or the archive is not the official one.
+        ExperimentError: the network or the file system fails, or the archive is not the official one.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):  # of several ranks one fetches, the others wait for it
+        with FileLock(folder.with_suffix(".lock")):  # one rank downloads, the others wait
             if not folder.is_dir():
                 _fetch_and_unpack(folder)
     except (OSError, HTTPException, tarfile.TarError) as error:
@@ -152,4 +154,4 @@ def _check(archive: Path) -> None:
     with archive.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if digest != _MD5:
-        raise OSError(f"what arrived has MD5 {digest}, expected {_MD5}")
+        raise OSError(f"the downloaded file has MD5 {digest}, expected {_MD5}")

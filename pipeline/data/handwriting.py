@@ -1,7 +1,6 @@
-"""Handwritten digits that need no download.
+"""Handwritten digits that need no download: 1797 scans that are installed with scikit-learn.
 
-Optical recognition of handwritten digits, Alpaydin and Kaynak 1998, doi 10.24432/C50P49: the 1797 scans of its test
-set, as scikit-learn brings them along.
+They are the test set of Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten Digits", doi 10.24432/C50P49.
 """
 
 import importlib.util
@@ -16,21 +15,23 @@ from torch.utils.data import TensorDataset
 from pipeline.data.splits import Splits, check_fraction
 from pipeline.errors import ExperimentError
 
-_BRIGHTEST = 16  # pixels count the dark ones of a 4x4 square of the scan
+_BRIGHTEST = 16  # a pixel is the number of dark ones in a 4x4 square of the scan
 
 
 def digits(*, image_size: int = 8, channels: int = 1, validation_fraction: float = 0.2, seed: int = 0) -> Splits:
-    """1797 digits as (float32 image of (channels, image_size, image_size), int64 label).
+    """Return 1797 digits as pairs of (image, label), split at random with an equal share of each class.
 
-    Images have mean 0 and deviation 1 over the training set and are enlarged bilinearly from 8x8. The same seed
-    always gives the same split, in which each digit has its share of both parts.
+    Images are float32 of shape (channels, image_size, image_size), labels int64. Images have mean 0 and standard
+    deviation 1 over the training set, and are enlarged bilinearly from 8x8. ``seed`` determines the split.
 
     Raises:
-        ExperimentError: impossible sizes.
+        ExperimentError: a size is less than 1, or the fraction is not in [0, 1).
     """
     check_fraction(validation_fraction)
     if image_size < 1 or channels < 1:
-        raise ExperimentError.of("data", f"{channels} x {image_size} x {image_size} is no image; use sizes from 1")
+        raise ExperimentError.of(
+            "data", f"{channels} x {image_size} x {image_size} is not an image size; write numbers of at least 1"
+        )
     images, labels = _load()
     train, validation = _split(labels, fraction=validation_fraction, seed=seed)
     images = (images - images[train].mean()) / images[train].std()
@@ -44,13 +45,13 @@ def digits(*, image_size: int = 8, channels: int = 1, validation_fraction: float
 
 
 def _load() -> tuple[Tensor, Tensor]:
-    """Images (1797, 1, 8, 8) with values in [0, 1], and labels (1797)."""
+    """Read images of shape (1797, 1, 8, 8) with values in [0, 1], and labels of shape (1797,)."""
     table = torch.from_numpy(np.loadtxt(_file(), delimiter=",", dtype=np.uint8))
     return table[:, :-1].to(torch.float32).view(-1, 1, 8, 8) / _BRIGHTEST, table[:, -1].to(torch.int64)
 
 
 def _file() -> Path:
-    """Where scikit-learn has them. Its own function would import all of it, which takes over a second in each rank."""
+    """Find scikit-learn's file; its load_digits would import all of it, which takes over a second in each rank."""
     package = importlib.util.find_spec("sklearn")
     assert package is not None
     assert package.origin is not None
@@ -58,7 +59,7 @@ def _file() -> Path:
 
 
 def _split(labels: Tensor, *, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Sorted indices of the training and the validation samples: ``fraction`` of each class, at random."""
+    """Return sorted indices of training and validation samples, the latter a random ``fraction`` of each class."""
     generator = torch.Generator().manual_seed(seed)
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(int(labels.max()) + 1):

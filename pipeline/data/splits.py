@@ -1,4 +1,4 @@
-"""What a data function returns."""
+"""Types of datasets: the splits that a data function returns, and tables that are read by whole batches."""
 
 from abc import abstractmethod
 from typing import NamedTuple
@@ -14,33 +14,33 @@ Pairs = Dataset[tuple[Tensor, ...]]
 
 
 class Splits(NamedTuple):
-    """Map-style datasets; any tuple of two does."""
+    """Training and validation dataset, both map-style; data functions may return any tuple of two."""
 
     train: Pairs
     validation: Pairs | None
-    """None trains without evaluation."""
+    """None: train without evaluation."""
 
 
 def check_fraction(validation_fraction: float) -> None:
-    """Make sure that a part of the data is left for training.
+    """Check the part of the data that is held out for validation.
 
     Raises:
-        ExperimentError: not in [0, 1).
+        ExperimentError: the fraction is not in [0, 1).
     """
     if not 0 <= validation_fraction < 1:
-        message = f"{validation_fraction} is no part of the data; write 0 (no validation) or more, and less than 1"
+        message = f"is {validation_fraction}; write a number from 0 (no validation) to less than 1"
         raise ExperimentError.of("data.validation_fraction", message)
 
 
 class Table(Dataset[tuple[Tensor, ...]]):
-    """A map-style dataset without random transformations, indexed once for a batch instead of once for each sample."""
+    """Map-style dataset without random transforms that reads a whole batch at once instead of each sample."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def batch(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """These samples, stacked: tensors of (len(indices), ...)."""
+        """Read samples, stacked to tensors of shape (len(indices), ...)."""
 
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:

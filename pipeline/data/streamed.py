@@ -1,4 +1,4 @@
-"""Rows that Ray Data reads and prepares on the cluster and streams to the workers."""
+"""Data that Ray Data reads and prepares on the cluster and streams to the workers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -12,7 +12,7 @@ Kept = Literal["kept", "free"]
 
 
 class Streamed(NamedTuple):
-    """Pipelines of Ray Data, which have not run yet."""
+    """Lazy Ray datasets, with the columns and the order of their batches."""
 
     train: "RayDataset"
     validation: "RayDataset | None"
@@ -27,20 +27,20 @@ def streamed(
     columns: Sequence[str] = (),
     order: Kept = "kept",
 ) -> Streamed:
-    """Pipelines of Ray Data, with ``parallel.launcher: ray``; called in the driver only.
+    """Return Ray datasets for ``parallel.launcher: ray``; called in the driver only.
 
     Args:
         train: such as {_target_: ray.data.read_parquet, paths: folder}, or a function of your own that returns a
             ray.data.Dataset.
-        validation: the same for validation; none: no validation.
-        columns: those that make up a batch, in order, e.g. [image, label]; none: a batch is a dictionary of all.
-        order: kept: global batches are consecutive rows, the same at any number of workers, and resuming is exact;
-            free: blocks go to a worker on the node where they are, as they come.
+        validation: dataset of the validation set; None: no validation.
+        columns: columns of a batch in order, e.g. [image, label]; none: a batch is a dictionary of all columns.
+        order: kept: global batches are consecutive rows, equal for any number of workers, and resuming is exact; free:
+            blocks go to workers on their own node, in no fixed order.
 
     Raises:
-        ExperimentError: not a Ray dataset, or no such order.
+        ExperimentError: not a Ray dataset, unknown order, or columns is not a list.
     """
-    from ray.data import Dataset as RayDataset  # takes a second, and workers don't need it
+    from ray.data import Dataset as RayDataset  # imported here since it takes a second, and workers don't need it
 
     for key, dataset in (("data.train", train), ("data.validation", validation)):
         if not isinstance(dataset, RayDataset | None):

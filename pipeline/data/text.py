@@ -1,4 +1,4 @@
-"""Text for character-level language models that needs no download."""
+"""Text for character-level language models, by default one that needs no download."""
 
 from pathlib import Path
 from typing import Final
@@ -11,7 +11,7 @@ from pipeline.data.splits import Splits, check_fraction
 from pipeline.errors import ExperimentError
 
 VOCABULARY_SIZE: Final = 128
-"""Tokens are ASCII codes; other characters become "?"."""
+"""Number of ASCII codes, which are the tokens; other characters become "?"."""
 
 
 def characters(
@@ -21,20 +21,19 @@ def characters(
     max_characters: int | None = None,
     validation_fraction: float = 0.1,
 ) -> Splits:
-    """Windows of a text as (tokens, next_tokens), both int64 of (context_length) with values below 128.
+    """Return windows of a text as (tokens, next_tokens), both int64 of shape (context_length,) with values below 128.
 
-    Windows don't overlap, apart from the last next token; what is left at the end is not used. Validation is the end
-    of the text.
+    Windows overlap only in the last next token; a remainder at the end is not used. Validation is the end of the text.
 
     Args:
         context_length: tokens in a window.
-        source: a UTF-8 text file. Default: the topics of Python's own help(), some 450 000 characters of English,
-            which are the same for all machines with the same Python.
+        source: UTF-8 text file; default: the topics of Python's help(), some 450 000 characters of English, equal on
+            all machines with the same Python.
         max_characters: use only the beginning of the text.
         validation_fraction: part of the text to validate on; 0 for none.
 
     Raises:
-        ExperimentError: unreadable source, or not a single window.
+        ExperimentError: the source can't be read, or is too short for a window.
     """
     check_fraction(validation_fraction)
     tokens = _encode(_python_topics() if source is None else _read(Path(source)))[:max_characters]
@@ -45,7 +44,8 @@ def characters(
 
 def _windows(tokens: Tensor, *, length: int) -> TensorDataset:
     if length < 1 or len(tokens) <= length:
-        message = f"{length} tokens and the one after them don't fit in {len(tokens)} characters; use 1 to that many"
+        most = max(1, len(tokens) - 1)
+        message = f"is {length}, but the text has {len(tokens)} characters; write a number from 1 to {most}"
         raise ExperimentError.of("data.context_length", message)
     used = (len(tokens) - 1) // length * length
     return TensorDataset(tokens[:used].view(-1, length), tokens[1 : used + 1].view(-1, length))
@@ -63,6 +63,6 @@ def _read(source: Path) -> str:
 
 
 def _python_topics() -> str:
-    from pydoc_data.topics import topics  # half a megabyte of source, read only when it is wanted
+    from pydoc_data.topics import topics  # half a megabyte of source, loaded only if used
 
     return "\n".join(topics[name] for name in sorted(topics))

@@ -1,4 +1,4 @@
-"""Tokens for language models in files that don't have to fit in memory."""
+"""Dataset of memory-mapped token files, for language models."""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -25,18 +25,18 @@ def tokens(
     length: int,
     dtype: DType = "uint16",
 ) -> Splits:
-    """Windows of memory-mapped token files as (tokens, next_tokens), both int64 of (length).
+    """Return windows of memory-mapped token files as (tokens, next_tokens), both int64 of shape (length,).
 
-    Windows don't overlap, apart from the last next token; what is left at the end of a file is not used.
+    Windows overlap only in the last next token; a remainder at the end of a file is not used.
 
     Args:
-        train: a file or several: .npy of one dimension, or nothing but tokens (.bin, as nanoGPT writes them).
-        validation: the same for validation; none: no validation.
+        train: one file or several: .npy of one dimension, or raw tokens (.bin, as nanoGPT writes them).
+        validation: files of the validation set; None: no validation.
         length: tokens in a window.
-        dtype: of files without header.
+        dtype: type of raw tokens.
 
     Raises:
-        ExperimentError: a file can't be mapped, is not one row of integers, or holds not a single window.
+        ExperimentError: a file can't be mapped, is not a row of integers, or is too short for a window.
     """
     if length < 1:
         raise ExperimentError.of("data.length", f"is {length}; a window needs at least 1 token")
@@ -51,10 +51,12 @@ def _windows(files: Files, *, key: str, length: int, dtype: str) -> "_Windows":
     mapped = [Mapped(Path(path), key=key, dtype=dtype) for path in paths]
     for path, file in zip(paths, mapped, strict=True):
         if file.values.ndim != 1 or not np.issubdtype(file.values.dtype, np.integer):
-            message = f"{path} holds {file.values.dtype} of shape {file.shape}; tokens are one row of integers"
+            message = (
+                f"{path} holds {file.values.dtype} of shape {file.shape}; write a one-dimensional array of integers"
+            )
             raise ExperimentError.of(key, message)
         if len(file) <= length:
-            message = f"{path} holds {len(file)} tokens, which a window of {length} and the one after don't fit in"
+            message = f"{path} has {len(file)} tokens, but a window of {length} needs {length + 1}"
             raise ExperimentError.of(key, f"{message}; write a smaller data.length")
     return _Windows(mapped, length=length)
 

@@ -1,4 +1,4 @@
-"""Small models of record, written plainly. Any other callable that returns an ``nn.Module`` works as well."""
+"""Small reference models. Any callable that returns an ``nn.Module`` works as well."""
 
 from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP

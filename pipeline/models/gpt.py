@@ -1,6 +1,6 @@
-"""A small decoder-only transformer: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2).
+"""Small decoder-only transformer: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2).
 
-Normalization before each sublayer and initialization as described there, learned positions, and one matrix for the
+Normalization before each sublayer and initialization as described there, learned positions, and tied weights of the
 embedding and the output (Press and Wolf 2017, arXiv 1608.05859).
 """
 
@@ -13,14 +13,14 @@ from pipeline.errors import ExperimentError
 
 
 class GPT(nn.Module):
-    """Predicts each next token from the tokens before it."""
+    """Language model that predicts each next token from the tokens before it."""
 
     def __init__(
         self, vocabulary_size: int, *, context_length: int, width: int, depth: int, heads: int, dropout: float = 0.0
     ) -> None:
         super().__init__()
         if width % heads:
-            message = f"{heads} heads can't share a width of {width} evenly; use a divisor of the width"
+            message = f"is {heads}, which doesn't divide the width of {width}; write a divisor of the width"
             raise ExperimentError.of("model.heads", message)
         self.context_length = context_length
         self.token = nn.Embedding(vocabulary_size, width)
@@ -39,14 +39,14 @@ class GPT(nn.Module):
         """
         time = tokens.shape[1]
         if time > self.context_length:
-            message = f"{self.context_length} is less than the {time} tokens of a sample; give data and model the same"
+            message = f"is {self.context_length}, but a sample has {time} tokens; give model and data the same length"
             raise ExperimentError.of("model.context_length", message)
         x = self.dropout(self.token(tokens) + self.position(torch.arange(time, device=tokens.device)))
         return functional.linear(self.norm(self.blocks(x)), self.token.weight)
 
 
 class _Block(nn.Module):
-    """Attention, then a perceptron, each added to what it read."""
+    """Transformer block: attention, then a perceptron, each with a residual connection."""
 
     def __init__(self, width: int, *, heads: int, dropout: float) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Attention(nn.Module):
 
 
 def _initialize(model: nn.Module, *, depth: int) -> None:
-    """Normal with deviation 0.02; what adds to the residual stream is scaled down by its 2 * depth summands."""
+    """Draw normal weights with deviation 0.02, divided by sqrt(2 * depth) for projections to the residual stream."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             deviation = 0.02 / (2 * depth) ** 0.5 if name.endswith("project") else 0.02

@@ -1,4 +1,4 @@
-"""A multilayer perceptron: without batch statistics, it trains the same however its batch is split."""
+"""Multilayer perceptron; without batch statistics, it trains the same however its batch is split."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from typing_extensions import override
 
 
 class MLP(nn.Module):
-    """Fully connected layers with ReLU between them.
+    """Fully connected layers with ReLU in between.
 
     ``hidden`` holds the width of each hidden layer and may be empty; dropout follows each hidden layer.
     """
@@ -22,6 +22,6 @@ class MLP(nn.Module):
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map (batch, ...), with ``in_features`` numbers in each sample, to logits (batch, num_classes)."""
+        """Map inputs (batch, ...), of ``in_features`` numbers per sample, to logits (batch, num_classes)."""
         logits: Tensor = self.layers(inputs)
         return logits

@@ -1,7 +1,7 @@
 """Residual networks: He et al. 2015, "Deep Residual Learning for Image Recognition", arXiv 1512.03385.
 
-Parameters bear torchvision's names, so its state dicts load at width 64 with the "imagenet" stem. As there, the
-bottleneck's stride sits in its 3x3 convolution ("ResNet v1.5") and convolutions start as in arXiv 1502.01852.
+Parameters have torchvision's names, so that its state dicts load at width 64 with the "imagenet" stem. As there, the
+bottleneck's stride is in its 3x3 convolution ("ResNet v1.5"), and convolutions are initialized as in arXiv 1502.01852.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ Stem = Literal["cifar", "imagenet"]
 
 
 class Basic(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: (batch, in_channels, height, width) to (batch, channels, ...)."""
+    """Residual block of two 3x3 convolutions, from (batch, in_channels, height, width) to (batch, channels, ...)."""
 
     expansion = 1
-    """Channels that come out, relative to ``channels``."""
+    """Output channels relative to ``channels``."""
 
     def __init__(self, in_channels: int, *, channels: int, stride: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Basic(nn.Module):
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
-        """The normalization at the end of the residual branch."""
+        """Normalization at the end of the residual branch."""
         return self.bn2
 
     @override
@@ -45,10 +45,10 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; four times ``channels`` come out."""
+    """Residual block of 1x1, 3x3 and 1x1 convolutions with four times ``channels`` output channels."""
 
     expansion = 4
-    """Channels that come out, relative to ``channels``."""
+    """Output channels relative to ``channels``."""
 
     def __init__(self, in_channels: int, *, channels: int, stride: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Bottleneck(nn.Module):
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
-        """The normalization at the end of the residual branch."""
+        """Normalization at the end of the residual branch."""
         return self.bn3
 
     @override
@@ -88,9 +88,9 @@ Block = type[Basic] | type[Bottleneck]
 
 
 class ResNet(nn.Module):
-    """Stem, four stages of residual blocks, each with twice the channels of the one before, pooling, classifier.
+    """Residual network: stem, four stages of residual blocks with doubling channels, pooling, classifier.
 
-    The "imagenet" stem reduces images to a quarter of their side; "cifar" keeps the size, for small images.
+    The "imagenet" stem reduces images to a quarter of their side length; "cifar" keeps the size, for small images.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if stem not in ("cifar", "imagenet"):
-            raise ExperimentError.of("model.stem", f"unknown stem {stem!r}; write cifar (small images) or imagenet")
+            raise ExperimentError.of("model.stem", f"is {stem!r}; write cifar (for small images) or imagenet")
         large = stem == "imagenet"
         kernel, stride = (7, 2) if large else (3, 1)
         self.conv1 = nn.Conv2d(in_channels, width, kernel, stride=stride, padding=kernel // 2, bias=False)
@@ -120,7 +120,7 @@ class ResNet(nn.Module):
 
     @override
     def forward(self, images: Tensor) -> Tensor:
-        """Map (batch, in_channels, height, width) to logits (batch, num_classes)."""
+        """Map images (batch, in_channels, height, width) to logits (batch, num_classes)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         logits: Tensor = self.fc(self.avgpool(x).flatten(1))
@@ -130,14 +130,14 @@ class ResNet(nn.Module):
 def resnet18(
     num_classes: int, *, width: int = 64, in_channels: int = 3, stem: Stem = "cifar", zero_init_residual: bool = False
 ) -> ResNet:
-    """ResNet-18.
+    """Return a ResNet-18.
 
     Args:
-        num_classes: logits that come out.
+        num_classes: number of logits.
         width: channels of the first stage; compute grows with its square.
         in_channels: channels of the images.
         stem: "cifar" for images of about 32 pixels, "imagenet" for about 224.
-        zero_init_residual: start each block as its shortcut, which helps large batches (arXiv 1706.02677).
+        zero_init_residual: initialize each block to its shortcut, which helps large batches (arXiv 1706.02677).
     """
     return ResNet(
         Basic,
@@ -153,7 +153,7 @@ def resnet18(
 def resnet34(
     num_classes: int, *, width: int = 64, in_channels: int = 3, stem: Stem = "cifar", zero_init_residual: bool = False
 ) -> ResNet:
-    """ResNet-34; arguments as for `resnet18`."""
+    """Return a ResNet-34; arguments as for `resnet18`."""
     return ResNet(
         Basic,
         depths=(3, 4, 6, 3),
@@ -168,7 +168,7 @@ def resnet34(
 def resnet50(
     num_classes: int, *, width: int = 64, in_channels: int = 3, stem: Stem = "cifar", zero_init_residual: bool = False
 ) -> ResNet:
-    """ResNet-50, of bottleneck blocks; arguments as for `resnet18`."""
+    """Return a ResNet-50, with bottleneck blocks; arguments as for `resnet18`."""
     return ResNet(
         Bottleneck,
         depths=(3, 4, 6, 3),

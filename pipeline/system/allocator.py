@@ -1,8 +1,8 @@
-"""The memory of a process that trains on CPU: what one step frees is kept for the next one.
+"""Memory allocator settings for training on CPU: memory that one step frees is reused by the next.
 
-By itself, glibc gives free memory at the end of its heap back to the system, and whatever is larger than 32 MiB at
-once. The next step gets it again page by page, and the kernel zeroes each: a tenth of the step of a small ResNet, more
-than half of a step with activations of 50 MB (docs/decisions/0015-memory-is-kept.md).
+By default, glibc returns free memory at the end of its heap to the system, and blocks of more than 32 MiB at once. The
+next step gets it back page by page, each zeroed by the kernel: a tenth of the step of a small ResNet, more than half of
+a step with activations of 50 MB (docs/decisions/0015-memory-is-kept.md).
 """
 
 import ctypes
@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read in c10/core/impl/alloc_cpu.cpp
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # their numbers in <malloc.h>, see mallopt(3)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3), from <malloc.h>
 _NEVER = -1
-_LARGEST = 32 * 2**20  # bytes; where glibc's own adjustment of the second one ends
+_LARGEST = 32 * 2**20  # bytes; limit of glibc's dynamic mmap threshold
 _SET_BY_USERS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 @contextmanager
 def huge_pages() -> Iterator[None]:
-    """Inside, torch asks the kernel for huge pages for large tensors, here and in the processes that this one starts.
+    """Have torch allocate large tensors in huge pages, in this process and in those started inside the context.
 
-    Each of them decides at its first tensor, for good.
+    Each process reads the setting once, at its first tensor.
     """
     is_set = _HUGE_PAGES in os.environ
     os.environ.setdefault(_HUGE_PAGES, "1")
@@ -34,9 +34,9 @@ def huge_pages() -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Inside, this process keeps what it frees, tensors above 32 MiB apart: they would tear holes into the heap.
+    """Keep freed memory in this process inside the context, except blocks above 32 MiB, which would fragment the heap.
 
-    Nothing changes where the C library isn't glibc, or a user has set it up by one of its variables.
+    Has no effect if the C library isn't glibc, or if one of glibc's own variables is set.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version") or any(name in os.environ for name in _SET_BY_USERS):
@@ -47,5 +47,5 @@ def kept() -> Iterator[None]:
     try:
         yield
     finally:
-        libc.mallopt(_TRIM_THRESHOLD, 2 * _LARGEST)  # what glibc itself arrives at where large tensors are freed
+        libc.mallopt(_TRIM_THRESHOLD, 2 * _LARGEST)  # glibc's own value after large blocks were freed
         libc.malloc_trim(0)

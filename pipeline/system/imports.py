@@ -1,4 +1,4 @@
-"""How modules are imported: a project's own are found, and large ones are left in peace."""
+"""Import contexts: the project's own modules are found, and imports run without signals or garbage collection."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ from pipeline.system.signals import postponed
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """Inside, modules of a folder and of its src/ can be imported, as for ``python -m``; all is put back afterwards."""
+    """Put a folder and its src/ on ``sys.path`` and PYTHONPATH inside the context."""
     entries = [str(place) for place in (folder, folder / "src") if place.is_dir()]
     inherited = os.environ.get("PYTHONPATH")
     sys.path[:0] = entries
@@ -31,11 +31,10 @@ def importable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, nobody looks for garbage, and Ctrl-C and SIGTERM wait until the end.
+    """Pause garbage collection, and defer SIGINT and SIGTERM, inside the context.
 
-    Modules stay, and so does nearly all that they make: looking through it again and again takes a quarter of the time
-    of importing torch. And an extension in C or C++ that is being imported may swallow the exception of a signal's
-    handler, or abort. Who can't wait presses Ctrl-C again.
+    Imported objects stay alive, and collecting them repeatedly takes a quarter of the time of importing torch. A C
+    extension that is being imported may swallow a signal handler's exception, or abort. A second Ctrl-C interrupts.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""This process: its environment variables, its signal handlers, and the rank that an outer launcher gave it."""
+"""Environment of this process: its variables, and the rank that an outer launcher gave it."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(**values: str | None) -> Iterator[None]:
-    """Environment variables for the processes started inside; None stays as it is. All are put back afterwards."""
+    """Set environment variables inside the context; None sets nothing. All of them are restored at the end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update({name: value for name, value in values.items() if value is not None})
     try:
@@ -21,5 +21,5 @@ def environment(**values: str | None) -> Iterator[None]:
 
 
 def outer_rank() -> int | None:
-    """The rank that ``torchrun`` gave this very process; None if it was started otherwise."""
+    """Return the rank that ``torchrun`` gave to this process; None if it was started otherwise."""
     return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None

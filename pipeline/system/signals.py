@@ -1,4 +1,7 @@
-"""Signals at a bad time: what a handler raises within an extension may be swallowed, wrapped, or end in an abort."""
+"""Signals: SIGINT and SIGTERM deferred while C extensions run, and SIGTERM in processes that train.
+
+An extension may swallow or wrap the exception of a signal handler, or abort.
+"""
 
 import os
 import signal
@@ -10,13 +13,13 @@ from threading import current_thread, main_thread
 from types import FrameType
 
 SAME_S = 2.0
-"""SIGTERMs closer together than this are one: a batch system sends it to each process, and a launcher passes it on."""
+"""SIGTERMs within this time count as one: a batch system signals every process, and launchers pass it on."""
 
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM wait until the end. Who can't wait presses Ctrl-C again."""
-    if current_thread() is not main_thread():  # no other one gets signals
+    """Defer SIGINT and SIGTERM to the end of the context; a second one, `SAME_S` later, acts at once."""
+    if current_thread() is not main_thread():  # other threads get no signals
         yield
         return
     known = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -42,7 +45,7 @@ def postponed() -> Iterator[None]:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """Put the signal handlers back that a launcher's library replaces; only the main thread can replace any."""
+    """Restore the signal handlers that a launcher's library replaces inside the context."""
     if current_thread() is not main_thread():
         yield
         return
@@ -56,7 +59,7 @@ def own_signals() -> Iterator[None]:
 
 
 def end_after(seconds: float, unless: Callable[[], bool] = lambda: False) -> None:
-    """End this process with exit code 143 after some seconds, whatever its threads do."""
+    """End this process with exit code 143 after some seconds, unless ``unless`` returns true then."""
     timer = threading.Timer(seconds, lambda: None if unless() else os._exit(143))
     timer.daemon = True
     timer.start()
@@ -67,7 +70,7 @@ def on_sigterm(do: Callable[[], None]) -> None:
     own = os.getpid()
 
     def handle(*_: object) -> None:
-        if os.getpid() == own:  # a loader process inherits the handler, until it has one of its own
+        if os.getpid() == own:  # a forked loader process inherits the handler until it sets its own
             do()
 
     signal.signal(signal.SIGTERM, handle)
@@ -75,9 +78,9 @@ def on_sigterm(do: Callable[[], None]) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """SIGTERM waits. A process that is forked inside has it blocked in all threads that it will ever have.
+    """Block SIGTERM inside the context, also in all threads of processes that are forked there.
 
-    torch gives a loader process a second thread before anything else, if this process has several for its operators.
+    It must be blocked at the fork: torch may start threads in a loader process before any other code runs.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -87,10 +90,10 @@ def held_back() -> Iterator[None]:
 
 
 def only_from_parent(_: int = 0) -> None:
-    """In a loader process: SIGTERM ends it only if the process that it reads for sends it, as torch does.
+    """Ignore SIGTERM in a loader process unless its parent sends it, as torch does.
 
-    Otherwise it would end with the job's SIGTERM, and training in an error instead of a checkpoint. It still ends with
-    its parent, however that ends: torch looks for it every few seconds.
+    Otherwise the job's SIGTERM would end the loader, and training with an error instead of a checkpoint. The loader
+    still ends when its parent does: torch checks for it every few seconds.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_wait_for_parent, name="sigterm", daemon=True).start()
@@ -98,5 +101,5 @@ def only_from_parent(_: int = 0) -> None:
 
 def _wait_for_parent() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        """From somebody else."""
+        pass  # sent by another process
     os._exit(0)  # as torch's own handler does

@@ -32,7 +32,7 @@ def test_all_that_differs_is_said_at_once() -> None:
     with pytest.raises(ResourceError) as refused:
         refuse_others(nodes, here=DRIVER)
     assert str(refused.value).splitlines() == [
-        "the cluster's nodes don't fit this machine:",
+        "the cluster's nodes have other versions than this machine:",
         "old (10.0.0.2): it has Python 3.10, this machine 3.11; use the same on all, e.g. one container image",
         "old (10.0.0.2): it has torch 2.12.1, this machine 2.13.0; on that node: pip install torch==2.13.0",
         "bare (10.0.0.2): it has no torch, this machine 2.13.0; on that node: pip install torch==2.13.0",
@@ -59,7 +59,7 @@ def test_a_node_looks_where_its_worker_will(tmp_path: Path, monkeypatch: pytest.
 
     assert answer.missing_packages == ("left_behind",)
     assert answer.missing_data == ("/no/such/data",)
-    assert answer.storage == ("what this machine writes there isn't seen on that node: it is not the same storage")
+    assert answer.storage == ("files that this machine writes there are not visible on that node: it is other storage")
     assert "lo" in answer.interfaces
 
 

@@ -134,8 +134,8 @@ def test_a_machine_without_ray_is_told_how_to_join(nodes: Nodes) -> None:
 
     assert refused.code == 3
     assert refused.stderr == (
-        f"error: this machine is no node of the Ray cluster at {nodes.address}, whose nodes are {nodes.host(0)}, "
-        f"{nodes.host(1)}, {nodes.host(2)}; make it one with ray start --address={nodes.address} --num-cpus=0, or send "
+        f"error: this machine is not a node of the Ray cluster at {nodes.address}, whose nodes are {nodes.host(0)}, "
+        f"{nodes.host(1)}, {nodes.host(2)}; add it with ray start --address={nodes.address} --num-cpus=0, or send "
         "the run there with pipeline submit\n"
     )
 

@@ -90,9 +90,9 @@ class TestDigits:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"validation_fraction": 1.0}, r"data\.validation_fraction: 1\.0 is no part of the data"),
-            ({"validation_fraction": -0.1}, r"data\.validation_fraction: -0\.1 is no part of the data"),
-            ({"image_size": 0}, r"data: 1 x 0 x 0 is no image"),
+            ({"validation_fraction": 1.0}, r"data\.validation_fraction: is 1\.0; write a number from 0"),
+            ({"validation_fraction": -0.1}, r"data\.validation_fraction: is -0\.1; write a number from 0"),
+            ({"image_size": 0}, r"data: 1 x 0 x 0 is not an image size"),
         ],
     )
     def test_impossible_arguments_are_refused(self, arguments, message):
@@ -146,7 +146,7 @@ class TestCharacters:
         assert (len(train), len(validation)) == (50, 49)
 
     def test_windows_longer_than_the_text_are_refused(self):
-        with pytest.raises(ExperimentError, match=r"data\.context_length: 64 tokens .* don't fit in 64 characters"):
+        with pytest.raises(ExperimentError, match=r"data\.context_length: is 64, but the text has 64 characters"):
             characters(max_characters=64, validation_fraction=0)
 
     def test_missing_source_is_named(self, tmp_path):
@@ -232,7 +232,7 @@ class TestCifar10:
 
         (problem,) = caught.value.problems
         assert problem.key == "data"
-        assert "cifar-10-batches-bin is missing and download is off" in problem.message
+        assert "cifar-10-batches-bin is missing, and download is false" in problem.message
         assert f"fetch {cifar.ADDRESS} and unpack it in {tmp_path}" in problem.message
 
     def test_no_network_says_what_to_fetch_and_leaves_nothing_behind(self, tmp_path, monkeypatch):

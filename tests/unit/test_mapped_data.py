@@ -70,7 +70,7 @@ class TestArrays:
         [
             ({"inputs": "nowhere.npy"}, r"data\.inputs: can't read nowhere\.npy \(No such file"),
             ({"inputs": "text.npy"}, r"data\.inputs: text\.npy can't be mapped \(.*\); write it with numpy\.save"),
-            ({"inputs": "raw.bin"}, r"data\.inputs: raw\.bin can't be mapped \(only \.npy says what it holds\)"),
+            ({"inputs": "raw.bin"}, r"data\.inputs: raw\.bin can't be mapped \(only \.npy files store their dtype\)"),
             ({"inputs": "one.npy"}, r"data\.inputs: one\.npy can't be mapped \(it holds a single value"),
             ({"inputs": "names.npy"}, r"data\.inputs: names\.npy can't be mapped \(.*numpy\.str_"),
             ({"inputs": "objects.npy"}, r"data\.inputs: objects\.npy can't be mapped \(.*allow_pickle|objects"),
@@ -126,13 +126,16 @@ class TestTokens:
             ({"train": "nowhere.bin"}, r"data\.train: can't read nowhere\.bin"),
             (
                 {"train": "odd.bin"},
-                r"data\.train: odd\.bin can't be mapped \(its 3 bytes are no whole number of uint16\)",
+                r"data\.train: odd\.bin can't be mapped \(its 3 bytes are not a multiple of the size of uint16\)",
             ),
             ({"train": "empty.bin"}, r"data\.train: empty\.bin can't be mapped"),
-            ({"train": "x.npy"}, r"data\.train: x\.npy holds float32 of shape \(10, 3, 2\); tokens are one row"),
+            (
+                {"train": "x.npy"},
+                r"data\.train: x\.npy holds float32 of shape \(10, 3, 2\); write a one-dimensional array",
+            ),
             (
                 {"length": 10},
-                r"data\.train: a\.bin holds 10 tokens, which a window of 10 and the one after don't fit in",
+                r"data\.train: a\.bin has 10 tokens, but a window of 10 needs 11",
             ),
             ({"length": 0}, r"data\.length: is 0"),
             ({"dtype": "float32"}, r"data\.dtype: is float32; choose one of uint8, uint16"),

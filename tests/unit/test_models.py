@@ -53,7 +53,7 @@ def test_resnet_stem_sets_the_size_of_the_first_stage(stem, side):
 
 
 def test_resnet_with_unknown_stem_is_refused():
-    with pytest.raises(ExperimentError, match=r"model\.stem: unknown stem 'mnist'; write cifar"):
+    with pytest.raises(ExperimentError, match=r"model\.stem: is 'mnist'; write cifar"):
         resnet18(2, stem="mnist")
 
 
@@ -150,10 +150,10 @@ def test_gpt_scales_what_adds_to_the_residual_stream():
 
 
 def test_gpt_with_an_uneven_width_is_refused():
-    with pytest.raises(ExperimentError, match=r"model\.heads: 5 heads can't share a width of 12"):
+    with pytest.raises(ExperimentError, match=r"model\.heads: is 5, which doesn't divide the width of 12"):
         gpt(heads=5)
 
 
 def test_gpt_refuses_more_tokens_than_it_has_positions_for():
-    with pytest.raises(ExperimentError, match=r"model\.context_length: 8 is less than the 9 tokens"):
+    with pytest.raises(ExperimentError, match=r"model\.context_length: is 8, but a sample has 9 tokens"):
         gpt()(torch.randint(16, (1, 9)))

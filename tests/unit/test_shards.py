@@ -96,7 +96,7 @@ def test_an_index_that_cannot_be_kept_is_found_again(written):
         ({"fields": ["jpeg"]}, r"data\.fields: train-000000\.tar: sample 00000 has cls, json, npy, png, but no jpeg"),
         ({"fields": []}, r"data\.fields: is \[\]; write the endings"),
         ({"fields": "png"}, r"data\.fields: is 'png'; write the endings"),
-        ({"fields": ["pth"]}, r"data\.fields: pth may run any code when it is read"),
+        ({"fields": ["pth"]}, r"data\.fields: decoding pth may run any code"),
         ({"fields": ["xyz"]}, r"data\.fields: xyz can't be decoded; known endings are apng, "),
     ],
 )
@@ -125,6 +125,6 @@ def test_a_shard_that_was_cut_meanwhile_is_named(written):
     os.truncate("train-000000.tar", 1000)
 
     with pytest.raises(
-        ValueError, match=r"train-000000\.tar: EOFError: it has fewer than [0-9]+ bytes; has it changed"
+        ValueError, match=r"train-000000\.tar: EOFError: the shard has fewer than [0-9]+ bytes; has it changed"
     ):
         train[3]

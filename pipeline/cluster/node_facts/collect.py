@@ -1,6 +1,6 @@
-"""The questions that are asked on a node. It may lack this package, so they travel there by value.
+"""Functions that collect a node's facts, sent there by value because the node may lack this package.
 
-They use the standard library only, nothing else of this package, and nothing at module level but functions.
+They use the standard library only, no other module of this package, and no module-level names but functions.
 """
 
 import importlib.metadata
@@ -21,9 +21,9 @@ from pathlib import Path
 
 
 def facts(*, all_gpus: bool = False) -> str:
-    """The facts of the machine that this runs on, as the JSON of a `NodeFacts`.
+    """Return the facts of this machine as the JSON of a `NodeFacts`.
 
-    ``all_gpus`` disregards CUDA_VISIBLE_DEVICES, which Ray empties for tasks that ask for no GPU.
+    ``all_gpus`` ignores CUDA_VISIBLE_DEVICES, which Ray empties for tasks that ask for no GPU.
     """
     gpus = _gpus(all_gpus=all_gpus)
     shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None  # noqa: PTH112, S108 - only looked at
@@ -57,7 +57,7 @@ def facts(*, all_gpus: bool = False) -> str:
 
 
 def clock() -> float:
-    """The node's clock, s since 1970."""
+    """Return the node's clock, s since 1970."""
     return time.time()
 
 
@@ -69,7 +69,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _torch(*, ask_cuda: bool, all_gpus: bool) -> dict[str, object] | None:
-    """Without importing it, which takes seconds, unless there are GPUs that it could use."""
+    """Read torch's version without importing it, which takes seconds, unless it may use GPUs."""
     found = importlib.util.find_spec("torch")
     if found is None or not found.origin:
         return None
@@ -87,7 +87,7 @@ def _torch(*, ask_cuda: bool, all_gpus: bool) -> dict[str, object] | None:
 
 
 def _cuda(*, all_gpus: bool) -> dict[str, object]:
-    """In a process of its own: CUDA can't be used in forks of one that has opened it."""
+    """Try CUDA in a child process: a process that has initialized CUDA can't be forked."""
     question = "import torch, json; torch.zeros(1, device='cuda'); print(json.dumps(torch.cuda.nccl.version()))"
     environment = {k: v for k, v in os.environ.items() if not (all_gpus and k == "CUDA_VISIBLE_DEVICES")}
     try:
@@ -141,7 +141,7 @@ def _cpus() -> int:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes that are available, and all of them: the machine's, or what the container's limit leaves."""
+    """Return available and total memory in bytes, of the machine or within the container's limit."""
     info = dict(line.split(":", 1) for line in (_text("/proc/meminfo") or "").splitlines())
     available, total = (int(info.get(name, "0 kB").split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
     limit = _text("/sys/fs/cgroup/memory.max") or "max"
