@@ -1,1 +1,1 @@
-"""What happened, written down: the journal first, then the terminal and MLflow."""
+"""Records of a run: the journal first; the terminal, MLflow and trackers are copies of it."""

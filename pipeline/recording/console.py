@@ -1,4 +1,4 @@
-"""Events in the terminal: a live display on a terminal or in a notebook, plain lines in a log file, the final table.
+"""Events of a run in the terminal, a notebook or a log file, and the printed report.
 
 A failure is not shown here: the command line prints it once everything has ended.
 """
@@ -20,7 +20,7 @@ from pipeline.wording import counted
 
 
 class Console:
-    """Shows events as they come: live on a terminal, where each finished trial leaves one line, else as lines."""
+    """Subscriber that shows events: a live display on a terminal or in a notebook, else plain lines."""
 
     def __init__(self, terminal: Terminal, *, trials: Sequence[Trial]) -> None:
         self._stdout, self._warnings = terminal.progress, terminal.warnings
@@ -31,7 +31,7 @@ class Console:
         self._label = ""
 
     def receive(self, event: AnyEvent) -> None:
-        """Show one event; callers see to it that this is not called twice at the same time."""
+        """Show one event; called by one thread at a time."""
         match event:
             case TrialOpened():
                 self.close()
@@ -49,7 +49,7 @@ class Console:
                 self._display.show(event)
 
     def _title(self, event: TrialOpened) -> str:
-        """A run's few trials are called by their roles, the many of a comparison are counted."""
+        """Label a trial by its role in a run, by its number in a comparison."""
         is_run = any(trial.role == "main" for trial in self._trials.values())
         return f"{event.trial}: {event.title}" if is_run else f"[{self._opened}/{self._total}] {event.title}"
 
@@ -63,7 +63,7 @@ class Console:
         return display(self._stdout, self._label, waiting=waiting)
 
     def close(self) -> None:
-        """Take the live display down and give the terminal back; may be called again."""
+        """Remove the live display; may be called again."""
         if self._display:
             self._display.close()
         self._display = None
@@ -72,7 +72,7 @@ class Console:
 def _waiting(event: TrialOpened, trial: Trial | None) -> str:
     if trial is None or trial.launcher == "inprocess":
         return "starting ..."
-    count = int(event.tags.get("world_size", trial.workers))  # an elastic trial may have others than planned
+    count = int(event.tags.get("world_size", trial.workers))  # an elastic trial may have fewer than planned
     return f"starting {counted(count, 'worker')} with {trial.launcher} ..."
 
 
@@ -85,7 +85,7 @@ def _finished(event: Finished) -> str:
 
 
 class Printable(Protocol):
-    """What `print_report` shows of a `pipeline.report.report.Report`: this package doesn't import that one."""
+    """Parts of a `pipeline.report.report.Report` to print; a protocol, because recording may not import report."""
 
     @property
     def opening(self) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ class Printable(Protocol):
 
     @property
     def tables(self) -> Sequence[PrintableTable]:
-        """What was measured, the result first."""
+        """Tables of measurements, the result first."""
 
     @property
     def closing(self) -> tuple[str, ...]:
@@ -101,11 +101,11 @@ class Printable(Protocol):
 
     @property
     def advised(self) -> tuple[str, ...]:
-        """Lines at the end, what to change; often none."""
+        """Advice, a line each; often none."""
 
 
 def print_report(report: Printable, *, stdout: rich.console.Console) -> None:
-    """Print the final tables with what they mean below."""
+    """Print a report: title, tables, their explanation, advice."""
     stdout.print(headed(report.opening, width=stdout.width))
     for table in report.tables:
         stdout.print()

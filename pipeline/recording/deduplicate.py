@@ -1,4 +1,4 @@
-"""How far a run's metrics have come, so that training that is done a second time leaves no second points."""
+"""Deduplication of metrics: steps that are trained again after a failure add no second points."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, SystemM
 
 
 class _Series(NamedTuple):
-    """One metric of one trial."""
+    """Key of a metric: the trial, its repeat and the metric's name."""
 
     trial: str
     repeat: int
@@ -15,14 +15,13 @@ class _Series(NamedTuple):
 
 
 class Deduplicator:
-    """Knows the highest step of each metric.
+    """Filter that drops points of steps already recorded, by the highest step of each metric.
 
-    Training that goes on from a checkpoint, in a resumed run or after a lost worker, does steps again that are known:
-    their points are left out. What the driver itself says about a trial that has finished, e.g. its throughput
-    beside that of others, is no such step.
+    Training that resumes from a checkpoint, in a resumed run or after a lost worker, repeats steps. Metrics of the
+    driver itself about a finished trial, e.g. the speedup, are kept.
 
     Args:
-        events: those of the run so far, from its journal.
+        events: events of the run so far, from its journal.
     """
 
     def __init__(self, events: Iterable[AnyEvent] = ()) -> None:
@@ -37,7 +36,7 @@ class Deduplicator:
         self._earlier = dict(self._steps)
 
     def new(self, event: AnyEvent) -> AnyEvent | None:
-        """The event without the points that are known; None if nothing is left of it."""
+        """Return the event without the points already recorded; None if no point is left."""
         match event:
             case TrialOpened():
                 self._training.add((event.trial, event.repeat))
@@ -63,7 +62,7 @@ class Deduplicator:
         return event.model_copy(update={"points": tuple(points)}) if points else None
 
     def _counted(self, event: SystemMetrics) -> SystemMetrics:
-        """Samples are never taken twice, but a new worker counts them from 0: here they are counted on."""
+        """Shift the steps of a new worker's samples, which it counts from 0, behind those of the worker before."""
         first = min((point.step for point in event.points), default=0)
         if first + self._shift.get(event.node, 0) <= (last := self._last_sample.get(event.node, -1)):
             self._shift[event.node] = last + 1 - first

@@ -1,4 +1,4 @@
-"""Getting events into MLflow while its store comes and goes: what is an outage, what is a refusal, and who is told."""
+"""Delivery of events to MLflow: an outage of the store, after which they are sent again, differs from a refusal."""
 
 import logging
 import os
@@ -19,66 +19,65 @@ from pipeline.recording.mlflow_run import MlflowRun
 from pipeline.recording.store import redacted
 
 _ENVIRONMENT = {
-    # MLflow's own defaults let one call to a dead server block for four minutes; we try again ourselves.
+    # MLflow's defaults let one call to a dead server block for four minutes; `persist` retries instead.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-_TRY_AGAIN = {401, 403, 408, 429}  # credentials can be mended while the run goes on
+_TRY_AGAIN = {401, 403, 408, 429}  # wrong credentials can be replaced during the run
 BATCH_POINTS = 1000
-"""Metric points that go into one call."""
-_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts during an outage; the last one again and again
-_LAST_ATTEMPTS = 3  # once the run has ended, nobody waits longer for a store that is down
+"""Metric points in one call."""
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts during an outage; the last is repeated
+_LAST_ATTEMPTS = 3  # after the end of the run
 
 
 class Outage:
-    """Tells once when MLflow stops taking results or files, and once when it takes them again.
+    """Warnings of an outage: one when MLflow stops accepting results or files, one when it accepts them again.
 
     Args:
         what: "results" or "files".
-        uri: of the store; may be empty.
-        place: where they wait.
-        warn: told.
+        uri: URI of the store; may be empty.
+        place: file or folder where they wait.
+        warn: called with each warning.
     """
 
     def __init__(self, what: str, *, uri: str, place: Path, warn: Callable[[str], None]) -> None:
         self.reason = ""
-        """Why MLflow doesn't take them; empty if it does."""
+        """Reason of the outage; empty if there is none."""
         self._what = what
         self._at = f" at {without_credentials(uri)}" if uri else ""
         self._place = place
         self._warn = warn
 
     def begin(self, reason: str) -> None:
-        """MLflow doesn't take them."""
+        """Begin the outage, or replace its reason."""
         if not self.reason:
             waiting = f"nothing is lost, they wait in {self._place}"
             self._warn(f"MLflow{self._at} takes no {self._what} ({reason}); {waiting}")
         self.reason = reason
 
     def end(self) -> None:
-        """MLflow takes them."""
+        """End the outage, if there is one."""
         if self.reason:
             self._warn(f"MLflow takes {self._what} again; those that waited are there now")
         self.reason = ""
 
 
 class Delivery:
-    """Writes events and files to MLflow. Used by one thread.
+    """Writer of events and files to MLflow, for one thread.
 
     Args:
         folder: the run's folder.
-        warn: told once when MLflow stops taking events or files, once when it takes them again, and of each kind of
-            refusal.
-        uri: the store, credentials included; empty for the one that the events name.
+        warn: called when an outage begins and when it ends, and once for each reason of a refusal.
+        uri: URI of the store with credentials; empty for the URI in the run's first event.
     """
 
     def __init__(self, *, folder: Path, warn: Callable[[str], None], uri: str = "") -> None:
         self.run = MlflowRun(folder=folder, warn=warn, uri=uri)
         self.refused = 0
-        """Events that MLflow will never take."""
+        """Number of events that MLflow has refused for good."""
         self._warn = warn
         self._told: set[str] = set()
         self._results = Outage("results", uri=uri, place=folder / FILE_NAME, warn=warn)
@@ -86,14 +85,14 @@ class Delivery:
 
     @property
     def trouble(self) -> str:
-        """Why the last attempt failed; empty if it didn't."""
+        """Reason of the current outage; empty if there is none."""
         return self._results.reason or self._files.reason
 
     def attempt(self, events: Sequence[AnyEvent]) -> bool:
-        """Write events; False if they must be written again later."""
+        """Write events; return False if they must be written again later."""
         try:
             self._write(events)
-        # No traceback goes to the log, here and below: exceptions of stores quote addresses with their passwords.
+        # No traceback goes to the log, here and below: exceptions of stores quote URIs with their passwords.
         except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
             self.fail(error)
             return False
@@ -101,7 +100,7 @@ class Delivery:
         return True
 
     def upload(self) -> bool:
-        """Upload the files that are due; False if there are some that must be tried again later."""
+        """Upload the files that are due; return False if the rest must be uploaded again later."""
         with ProgressReporter("sending files", total=len(self.run.uploads) or None, unit="files") as progress:
             while uploads := self.run.uploads:
                 try:
@@ -117,11 +116,11 @@ class Delivery:
         return True
 
     def fail(self, error: Exception) -> None:
-        """Take note that events could not be written; the first time in a row, tell."""
+        """Begin an outage: events could not be written."""
         self._results.begin(_reason(error))
 
     def _write(self, events: Sequence[AnyEvent]) -> None:
-        """Write all events; if MLflow refuses one of them for good, all the others."""
+        """Write all events except those that MLflow refuses for good."""
         try:
             self.run.write(events)
         except Exception as error:
@@ -141,7 +140,7 @@ class Delivery:
 
 
 def persist(attempt: Callable[[], bool], *, ending: Flag) -> bool:
-    """Try until it works, or the run has ended and it still doesn't."""
+    """Repeat an attempt until it succeeds; return False if it still fails after the end of the run."""
     attempts, last_attempts = 0, 0
     while not attempt():
         if ending.is_set():
@@ -156,7 +155,7 @@ def persist(attempt: Callable[[], bool], *, ending: Flag) -> bool:
 
 
 def batches(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
-    """Events in lists of about `BATCH_POINTS` points."""
+    """Yield the events in batches of about `BATCH_POINTS` points."""
     batch: list[AnyEvent] = []
     points = 0
     for event in events:
@@ -170,15 +169,15 @@ def batches(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
 
 
 def size(event: AnyEvent) -> int:
-    """What an event counts for in a batch: its metric points, else 1."""
+    """Return the number of metric points of an event; 1 for other events."""
     return len(event.points) if isinstance(event, Metrics | SystemMetrics) else 1
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what MLflow logs and warns about in this thread off the terminal; its exceptions tell us the same.
+    """Keep MLflow's log lines and warnings of this thread off the terminal; its exceptions say the same.
 
-    It also shortens MLflow's patience, unless the user has set it.
+    It also shortens MLflow's timeouts and retries, unless the user has set them.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -200,7 +199,7 @@ def quiet() -> Iterator[None]:
 
 
 class _NotHere(logging.Filter):
-    """Drops the records of one thread."""
+    """Logging filter that drops the records of one thread."""
 
     def __init__(self, thread: int) -> None:
         super().__init__()
@@ -211,7 +210,7 @@ class _NotHere(logging.Filter):
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause in one line; what MLflow wraps around it names no more than the address."""
+    """Return the first cause of an exception in one line; MLflow's own exceptions around it add only the URI."""
     hint = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" if _http_status(error) == 401 else ""
     while cause := error.__cause__ or error.__context__:
         error = cause
@@ -220,7 +219,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _is_outage(error: Exception) -> bool:
-    """Whether the same event may be taken later, in contrast to one that MLflow finds wrong."""
+    """Return True if the same event may be accepted later, False if MLflow has refused it as invalid."""
     from sqlalchemy.exc import OperationalError
 
     if (status := _http_status(error)) is not None:
@@ -229,7 +228,7 @@ def _is_outage(error: Exception) -> bool:
 
 
 def _http_status(error: BaseException) -> int | None:
-    """The server's answer, or the one that MLflow's own client would give for what happened."""
+    """Return the HTTP status of a store's answer, or the status that MLflow's client assigns to the error."""
     if "mlflow" not in sys.modules:  # it can't be imported: that is the error
         return None
     from mlflow.exceptions import MlflowException

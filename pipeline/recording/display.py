@@ -1,4 +1,4 @@
-"""A trial while it runs: a live display on a terminal, plain lines in a log file or a pipe."""
+"""Displays of a running trial and of other progress: bars on a terminal, plain lines in a log file or a pipe."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,34 +16,34 @@ from pipeline.recording.format import VALIDATION, amounts, facts, figures, left,
 from pipeline.recording.terminal import write
 
 LINE_EVERY_S = 5.0
-"""Between two plain lines."""
-_PACE_S = 300.0  # of the latest progress, from which the remaining time is estimated
+"""Seconds between two plain lines."""
+_PACE_S = 300.0  # window from which the remaining time is estimated
 Shown = Started | FirstStep | Metrics | Advanced
 
 
 class Display(Protocol):
-    """Shows one trial."""
+    """Display of one trial."""
 
     def show(self, event: Shown) -> None:
-        """Show how far it is."""
+        """Update the progress."""
 
     def close(self) -> None:
-        """The trial has ended."""
+        """Remove the display: the trial has ended."""
 
 
 class Lines:
-    """A trial as plain lines, for log files and pipes."""
+    """Display in plain lines, for log files and pipes."""
 
     def __init__(self, stdout: rich.console.Console, label: str, *, waiting: str) -> None:
         self._stdout, self._label = stdout, label
         self._started: Started | None = None
         self._first: Metrics | None = None
         self._printed_at = float("-inf")
-        self._besides = ThinnedLines(self._line)
+        self._activities = ThinnedLines(self._line)
         self._line(waiting)
 
     def show(self, event: Shown) -> None:
-        """As `Display` has it."""
+        """See `Display`."""
         match event:
             case Started():
                 self._started = event
@@ -56,13 +56,13 @@ class Lines:
                     rest = left(self._first, event, total=self._started.total_steps)
                     self._line(", ".join([*position(event, self._started), *figures(values), *rest]))
             case Advanced():
-                self._besides.show(event)
+                self._activities.show(event)
 
     def close(self) -> None:
-        """As `Display` has it: nothing is to be taken down."""
+        """Do nothing: lines stay."""
 
     def _is_due(self, event: Metrics) -> bool:
-        """Every validation has its line; what lies between is thinned out."""
+        """Return True if a line is due: for each validation, else every few seconds."""
         validated = any(point.name.startswith(VALIDATION) for point in event.points)
         return validated or event.time - self._printed_at >= LINE_EVERY_S
 
@@ -71,9 +71,9 @@ class Lines:
 
 
 class LiveDisplay:
-    """A trial as a progress bar with a line of figures below, both gone when it ends.
+    """Display with a progress bar and a line of figures; both disappear when the trial ends.
 
-    What takes its time besides, such as an evaluation or an upload, has a bar of its own meanwhile.
+    An evaluation or an upload has a second bar meanwhile.
     """
 
     def __init__(self, stdout: rich.console.Console, label: str, *, waiting: str) -> None:
@@ -81,13 +81,13 @@ class LiveDisplay:
         self._started: Started | None = None
         self._progress = bars(stdout)
         self._task = self._progress.add_task(f"{label}: {waiting}", total=None, steps="")
-        self._besides = Bars(self._progress)
+        self._activities = Bars(self._progress)
         self._below = Text(style="dim")
         self._live = Live(Group(self._progress, self._below), console=stdout, transient=True, refresh_per_second=8)
         self._live.start(refresh=True)
 
     def show(self, event: Shown) -> None:
-        """As `Display` has it."""
+        """See `Display`."""
         match event:
             case Started():
                 self._started = event
@@ -101,10 +101,10 @@ class LiveDisplay:
                 self._progress.update(self._task, completed=event.step, steps=step)
                 self._say(", ".join([*rest, *figures(self._values)]))
             case Advanced():
-                self._besides.show(event)
+                self._activities.show(event)
 
     def close(self) -> None:
-        """As `Display` has it."""
+        """See `Display`."""
         self._live.stop()
 
     def _say(self, text: str) -> None:
@@ -112,28 +112,28 @@ class LiveDisplay:
 
 
 class ThinnedLines:
-    """A line every few seconds."""
+    """Progress in plain lines, one every few seconds for each activity."""
 
     def __init__(self, line: Callable[[str], None]) -> None:
         self._line = line
         self._shown_at: dict[str, float] = {}
 
     def show(self, event: Advanced) -> None:
-        """Show how far it is."""
+        """Update the progress of an activity."""
         if event.time - self._shown_at.setdefault(event.what, event.time) >= LINE_EVERY_S:
             self._shown_at[event.what] = event.time
             self._line(f"{event.what}, {amounts(event)}")
 
 
 class Bars:
-    """Bars that go when it is done."""
+    """Progress bars of activities; a bar disappears when its activity is done."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._tasks: dict[str, TaskID] = {}
 
     def show(self, event: Advanced) -> None:
-        """Show how far it is."""
+        """Update the progress of an activity."""
         if event.done == event.total:
             if (task := self._tasks.pop(event.what, None)) is not None:
                 self._progress.remove_task(task)
@@ -146,7 +146,7 @@ class Bars:
 
 @contextmanager
 def progress_on(console: rich.console.Console) -> Iterator[None]:
-    """Inside, what takes its time in this very process is shown: a download before a dry run, what `sync` sends."""
+    """Show the progress of activities in this process, such as a download before a dry run, or `sync`."""
     if not console.is_interactive:
         with told_to(ThinnedLines(lambda text: write(console, text)).show):
             yield
@@ -156,7 +156,7 @@ def progress_on(console: rich.console.Console) -> Iterator[None]:
 
 
 def bars(console: rich.console.Console, *, transient: bool = False) -> Progress:
-    """A progress bar with its steps, times elapsed and remaining; none in it yet."""
+    """Return an empty group of progress bars with steps, elapsed and remaining time."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

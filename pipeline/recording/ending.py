@@ -1,4 +1,4 @@
-"""The end of a run: the tracking store gets the rest, and a user hears where the results are."""
+"""End of a run: flushing results to the tracking store, and the links to them."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from pipeline.recording.store import run_link, runs_link, ui_address
 from pipeline.recording.terminal import Terminal
 
 _DRAIN_SECONDS = 60.0
-_SILENT_SECONDS = 15.0  # of the drain; then a user is told what the run waits for
+_SILENT_SECONDS = 15.0  # of the drain, before a warning says what the run waits for
 _LOOK_SECONDS = 0.25
 
 
@@ -28,7 +28,7 @@ def flush(
     uri: str,
     warn: Callable[[str], None],
 ) -> None:
-    """Wait until the tracking store has everything, Ctrl-C or a minute at most, and say where to look."""
+    """Wait until the tracking store has all results, at most a minute or until Ctrl-C; print where they are."""
     try:
         if tracker and not _sent(tracker, _SILENT_SECONDS, console=terminal.progress):
             warn(
@@ -42,19 +42,19 @@ def flush(
         if tracker:
             tracker.close()
         if outcome:
-            with suppress(OSError):  # the disk is full, or the folder gone: that is told elsewhere
+            with suppress(OSError):  # a full disk or a deleted folder: the journal has raised it
                 outcome.keep(recorder.folder)
         places = where_to_look(recorder.folder, uri, outcome)
         terminal.result.print(places, markup=False, highlight=False, soft_wrap=True)
 
 
 def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> str:
-    """Where the results of a run are, a line for each place.
+    """Return the places of a run's results, a line each.
 
     Args:
-        folder: the run's.
-        uri: of its tracking store.
-        outcome: what became of its results there; None if they weren't sent.
+        folder: the run's folder.
+        uri: URI of its tracking store.
+        outcome: delivery of its results there; None if they weren't sent.
     """
     lines = [f"run      {folder}"]
     if (folder / "report.html").exists():
@@ -68,7 +68,7 @@ def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> st
 
 
 def places_of(folder: Path) -> str:
-    """The same for a run that has ended, as its end said."""
+    """Return the places of the results of a run that has ended; see `where_to_look`."""
     first = next(iter(journal.read(folder / journal.FILE_NAME)), None)
     own = first.tracking_uri if isinstance(first, RunOpened) else ""
     outcome = TrackingOutcome.kept(folder)
@@ -76,7 +76,7 @@ def places_of(folder: Path) -> str:
 
 
 def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.Console) -> bool:
-    """Whether the tracking store has everything, after so many seconds at most; a terminal shows what it waits for."""
+    """Wait for the tracking store; return True if it has everything. A terminal shows what is missing meanwhile."""
     if not console.is_interactive or console.quiet:
         return tracker.finish(timeout_s) is not None
     deadline = time.monotonic() + timeout_s

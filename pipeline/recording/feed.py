@@ -1,4 +1,4 @@
-"""What happens in a run, read by another process from its journal while it is written."""
+"""Reader of a journal that is still being written, as ``tail -f`` reads a file."""
 
 import os
 import threading
@@ -12,16 +12,13 @@ _CHUNK = 2**20
 
 
 class Feed:
-    """The events of a run, in order, while its journal is written.
+    """Queue of a run's events in order, backed by its journal: memory holds one event, however many are unread.
 
-    However far the reader is behind, memory holds one event: the others wait in the journal.
-
-    One thread gets; others may end and ask for the length.
+    One thread calls `get`; any thread may call `end` and ``len``.
 
     Args:
-        path: the journal; whatever becomes of its name, the file is read to its end.
-        known: events that a continued run has from before. That it was over then is over: a `RunClosed` among them
-            doesn't come.
+        path: the journal; read to its end even if it is deleted meanwhile.
+        known: number of events before this session of a resumed run; a `RunClosed` among them is skipped.
 
     Raises:
         OSError: the journal can't be read.
@@ -35,18 +32,18 @@ class Feed:
         self._over = threading.Event()
 
     def end(self) -> None:
-        """The journal has all that it will ever have; what waits can still be read."""
+        """Declare the journal complete; unread events can still be read."""
         self._over.set()
 
     def close(self) -> None:
-        """Nothing more will be read."""
+        """Close the journal."""
         self._file.close()
 
     def get(self, *, timeout_s: float | None = None) -> AnyEvent | None:
         """Take the next event; None after the last one.
 
         Raises:
-            TimeoutError: there was none in ``timeout_s`` seconds; by default it waits for ever.
+            TimeoutError: no event came within ``timeout_s`` seconds; None waits without limit.
             ValidationError: a line of the journal is damaged.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -62,14 +59,14 @@ class Feed:
             self._over.wait(left)
 
     def __len__(self) -> int:
-        """Events that wait."""
+        """Count the unread events."""
         while chunk := os.pread(self._file.fileno(), _CHUNK, self._seen_bytes):
             self._seen += chunk.count(b"\n")
             self._seen_bytes += len(chunk)
         return max(0, self._seen - self._lines)
 
     def _next(self) -> AnyEvent | None:
-        """The journal's next event; None if it has no more now."""
+        """Return the journal's next event; None if there is none yet."""
         while line := self._line():
             self._lines += 1
             event = event_from_json(line)
@@ -78,7 +75,7 @@ class Feed:
         return None
 
     def _line(self) -> bytes:
-        """The next line, or nothing as long as it isn't whole."""
+        """Return the next line; empty while it is incomplete."""
         start = self._file.tell()
         line = self._file.readline()
         if line.endswith(b"\n"):

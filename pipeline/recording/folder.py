@@ -1,4 +1,4 @@
-"""The folder of a run: made for a new one, found again for one that is to go on."""
+"""Folder of a run: created for a new run, found and read for a resumed one."""
 
 import re
 import secrets
@@ -26,19 +26,19 @@ _TRIAL = re.compile(r"trial-\d+")
 
 
 class RunState(Frozen):
-    """What a run's folder says about it."""
+    """State of a run, read from its folder."""
 
     folder: Path
     experiment: Experiment
-    """As it was run, without the credentials of its tracking store; see `shown`."""
+    """Experiment as it was run, without the credentials of its tracking store; see `shown`."""
     opened: RunOpened
-    """Its first event."""
+    """First event of the journal."""
     status: Status | Literal["RUNNING"]
-    """RUNNING while a driver writes to the journal; KILLED if none has closed it."""
+    """RUNNING while a driver writes to the journal; KILLED if its driver died without closing it."""
 
 
 def create(plan: Plan) -> Path:
-    """A folder for a new run.
+    """Create the folder of a new run.
 
     Raises:
         ResourceError: it can't be created.
@@ -56,38 +56,38 @@ def create(plan: Plan) -> Path:
 
 
 def is_trial(name: str) -> bool:
-    """Whether a folder of that name inside a sweep's is a trial's."""
+    """Return True if a folder with this name, inside a sweep's folder, belongs to a trial."""
     return _TRIAL.fullmatch(name) is not None
 
 
 def sweep_of(folder: Path) -> str:
-    """Id of the sweep that a run is a trial of, whose folder its own lies in; empty for other runs."""
+    """Return the id of the sweep whose folder contains this trial's; empty if the run is no trial of a sweep."""
     return folder.absolute().parent.name if is_trial(folder.name) else ""
 
 
 def id_of(folder: Path) -> str:
-    """Id of a run: the name of its folder, after that of its sweep if it has one."""
+    """Return the id of a run: the name of its folder, after the sweep's if it is a trial."""
     sweep = sweep_of(folder)
     return f"{sweep}/{folder.name}" if sweep else folder.name
 
 
 def trials_of(folder: Path) -> list[Path]:
-    """The folders of a sweep's trials that have begun, in their order; none for other runs."""
+    """Return the folders of a sweep's trials that have started, by number; empty if the run is no sweep."""
     there = (path.parent for path in folder.glob(f"trial-*/{journal.FILE_NAME}"))
     return sorted((each for each in there if is_trial(each.name)), key=lambda each: (len(each.name), each.name))
 
 
 def shown(experiment: Experiment) -> Experiment:
-    """The experiment as it may be written down: without credentials."""
+    """Return the experiment without credentials, as it may be written to files."""
     tracking = experiment.tracking.model_copy(update={"uri": without_credentials(experiment.tracking.uri)})
     return experiment.model_copy(update={"tracking": tracking})
 
 
 def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
-    """Write down what is run and with which packages; returns the names of the files.
+    """Write the experiment and the list of installed packages; return the names of the files.
 
     Raises:
-        OSError: they can't be written; what was there before is as it was.
+        OSError: a file can't be written; the file before it is kept.
     """
     text = to_yaml(shown(experiment))
     _replace(folder / EXPERIMENT_NAME, lambda path: path.write_text(text, encoding="utf-8"))
@@ -96,12 +96,12 @@ def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
 
 
 def runs_named(directory: Path, *, name: str, role: str = "main") -> Iterator[tuple[Path, RunOpened]]:
-    """Yield the folders of an experiment's runs and their first events, the run that began last first.
+    """Yield the folders of an experiment's runs with their first events, the newest first.
 
     Args:
-        directory: where runs are, ``tracking.directory``.
-        name: of the experiment.
-        role: main for a training, or the command that made it.
+        directory: folder of runs, ``tracking.directory``.
+        name: name of the experiment.
+        role: "main" for a training, else the command.
     """
     for folder in sorted(directory.glob(f"*-{name}-*"), reverse=True):  # their names begin with the time
         path = folder / journal.FILE_NAME
@@ -111,7 +111,7 @@ def runs_named(directory: Path, *, name: str, role: str = "main") -> Iterator[tu
 
 
 def read_state(folder: Path) -> RunState:
-    """What a run's folder says about it.
+    """Read the state of a run from its folder.
 
     Raises:
         UsageError: it isn't the folder of a run, or its journal is damaged.
@@ -120,7 +120,7 @@ def read_state(folder: Path) -> RunState:
     path = folder / journal.FILE_NAME
     opened = _opened(path)
     if opened is None:
-        raise UsageError(f"{folder}: this run ended before it began; start a new one")
+        raise UsageError(f"{folder}: this run ended before it started; start a new one")
     end = journal.ending(path)
     status: Status | Literal["RUNNING"] = "RUNNING" if journal.is_open(path) else end.status if end else "KILLED"
     experiment = load(folder / EXPERIMENT_NAME).experiment
@@ -129,7 +129,7 @@ def read_state(folder: Path) -> RunState:
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Turn a full disk, a deleted folder and an unwritable journal into an error that says so.
+    """Convert the OSError of a full disk, a deleted folder or an unwritable journal to an error for the user.
 
     Raises:
         ResourceError: a file inside can't be written.
@@ -144,14 +144,14 @@ def explained(folder: Path) -> Iterator[None]:
                 "checkpoint), or name another tracking.directory"
             ) from error
         if error.errno == ENOENT and not path.exists():
-            raise ResourceError(f"{folder} was deleted while its run went on, so the run was stopped") from error
+            raise ResourceError(f"{folder} was deleted during the run, so the run was stopped") from error
         if error.filename == str(path):
             raise ResourceError(f"{path} can't be written, so the run was stopped: {error.strerror}") from error
         raise
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         write(partial)

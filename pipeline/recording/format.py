@@ -1,4 +1,4 @@
-"""What is said of a trial while it runs: its facts, its step, its figures."""
+"""Phrases about a running trial, for terminals, notebooks and log files."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ _LOSS, _THROUGHPUT = "train/loss", "throughput/samples_per_second"
 
 
 def figures(values: Mapping[str, float]) -> Iterator[str]:
-    """The metrics that a user looks at, e.g. "loss 0.31"."""
+    """Yield the loss, the throughput and the validation metrics, e.g. "loss 0.31"."""
     if _LOSS in values:
         yield f"loss {values[_LOSS]:.4g}"
     if _THROUGHPUT in values:
@@ -22,7 +22,7 @@ def figures(values: Mapping[str, float]) -> Iterator[str]:
 
 
 def facts(event: Started) -> str:
-    """What is trained on what, in a line."""
+    """Describe model size, data, steps and devices in one line."""
     samples = f"{event.train_samples:,} training and {event.validation_samples:,} validation samples"
     devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
     shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")
@@ -30,12 +30,12 @@ def facts(event: Started) -> str:
 
 
 def position(event: Metrics, started: Started) -> list[str]:
-    """The step and the epoch, of how many."""
+    """Return step and epoch with their totals, e.g. "step 10/400" and "epoch 1/4"."""
     return [f"step {event.step}/{started.total_steps}", f"epoch {event.epoch}/{started.epochs}"]
 
 
 def left(first: Metrics, now: Metrics, *, total: int) -> Iterator[str]:
-    """How long the rest takes at the pace since the first report, pauses included."""
+    """Yield the remaining time at the average pace since the first report, pauses included."""
     steps, seconds = now.step - first.step, now.time - first.time
     if steps > 0 and seconds > 0 and now.step < total:
         rest = timedelta(seconds=round((total - now.step) * seconds / steps))
@@ -43,7 +43,7 @@ def left(first: Metrics, now: Metrics, *, total: int) -> Iterator[str]:
 
 
 def amounts(event: Advanced) -> str:
-    """How much of how much, e.g. "1,200/10,000 samples" or "12.3 MB/170 MB"."""
+    """Return the amount done and its total, e.g. "1,200/10,000 samples" or "12.3 MB/170 MB"."""
     known = [amount for amount in (event.done, event.total) if amount is not None]
     if event.unit == "B":
         return "/".join(map(decimal, known))

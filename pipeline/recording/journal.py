@@ -1,4 +1,4 @@
-"""The journal of a run: one event a line, appended and never changed. It is the truth; trackers are copies of it."""
+"""Journal of a run: one event per line, append-only. It is the source of truth, of which MLflow has a copy."""
 
 import errno
 import fcntl
@@ -16,14 +16,14 @@ from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json, event_to_json
 
 FILE_NAME = "events.jsonl"
-"""Name of the journal in a run's folder."""
+"""File name in a run's folder."""
 _LOOKS, _LOOK_S = 5, 0.05
 
 
 class Journal:
-    """Appends events to a file. An appended event survives a killed driver, the end of the run a power failure.
+    """Append-only file of events. An appended event survives a killed driver; the end of a run, a power failure.
 
-    The file stays locked while it is open, so that nobody writes to it twice and readers know whether its run goes on.
+    The file is locked while it is open: there is one writer, and readers see that the run is running.
 
     Raises:
         UsageError: another process writes to this journal.
@@ -38,15 +38,13 @@ class Journal:
             _lock(self._file)
         except BlockingIOError:
             self._file.close()
-            raise UsageError(
-                f"{path}: this run is still going on in another process; wait for it, or stop it"
-            ) from None
+            raise UsageError(f"{path}: this run is still running in another process; wait for it, or stop it") from None
         _cut_torn_line(path)
 
     def append(self, event: AnyEvent) -> None:
-        """Write one event to the operating system; to the disk too if it ends the run.
+        """Write one event to the operating system; if it ends the run, also to the disk.
 
-        What finds no room is written before the next event: the order is kept, and no line stays torn.
+        After an error the rest of its line is written before the next event: order is kept, and no line stays torn.
 
         Raises:
             OSError: the disk is full, or the journal was deleted; carries its path.
@@ -69,10 +67,10 @@ class Journal:
 
 
 def read(path: Path) -> Iterator[AnyEvent]:
-    """All events of a journal in order. A torn last line, left by a power failure, counts as not written.
+    """Yield all events of a journal in order. A torn last line, left by a power failure, is skipped.
 
     Raises:
-        UsageError: no such journal, or a line other than the last is damaged.
+        UsageError: there is no such journal, or a line before the last is damaged.
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such journal; name the folder of a run, e.g. runs/<run>")
@@ -80,9 +78,7 @@ def read(path: Path) -> Iterator[AnyEvent]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if torn is not None:
-                raise UsageError(
-                    f"{path}:{torn}: this line is damaged; remove it if the event on it can be done without"
-                )
+                raise UsageError(f"{path}:{torn}: this line is damaged; remove it if you don't need its event")
             event = _parsed(line)
             if event is None:
                 torn = number
@@ -91,13 +87,13 @@ def read(path: Path) -> Iterator[AnyEvent]:
 
 
 def ending(path: Path) -> RunClosed | None:
-    """How the run has ended; None if it goes on, or if its driver was killed. Doesn't read the whole journal."""
+    """Return the event that ended the run; None if it is running or its driver was killed. Reads only the last line."""
     event = _parsed(_last_line(path)[1])
     return event if isinstance(event, RunClosed) else None
 
 
 def is_open(path: Path) -> bool:
-    """Whether a running process writes to this journal."""
+    """Return True if a running process writes to this journal."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -107,7 +103,7 @@ def is_open(path: Path) -> bool:
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Lock for writing. Whoever looks whether the run goes on, see `is_open`, holds the lock for an instant.
+    """Lock the file for writing; retried, because `is_open` holds the lock for an instant.
 
     Raises:
         BlockingIOError: another process writes.
@@ -128,7 +124,7 @@ def _parsed(line: bytes) -> AnyEvent | None:
 
 
 def _last_line(path: Path) -> tuple[int, bytes]:
-    """Where the last line begins, and the line, whole or torn."""
+    """Return the offset and the content of the last line, complete or torn."""
     if not path.stat().st_size:
         return 0, b""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -137,9 +133,9 @@ def _last_line(path: Path) -> tuple[int, bytes]:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Without it, the first event appended to a torn line would be lost with it."""
+    """Remove a torn last line: the next event would be appended to it and be lost with it."""
     start, line = _last_line(path)
-    if not (line.endswith(b"\n") and _is_json(line)):  # an event of another version of this project is whole, too
+    if not (line.endswith(b"\n") and _is_json(line)):  # an unknown event of another version is complete, too
         os.truncate(path, start)
 
 

@@ -1,8 +1,8 @@
-"""MLflow as a subscriber: nothing that happens to the tracking store reaches training, and nothing is lost.
+"""Driver's side of the process that writes to MLflow, which keeps failures of the tracking store away from training.
 
-A process of its own, see `pipeline.recording.mlflow_process`, reads the run's journal and writes it to the store. What
-it costs to import MLflow, to write and to wait is its own: a thread would share the interpreter's lock with training.
-What isn't through at the end is in the journal, and `pipeline.recording.sync` sends it later.
+The process, see `pipeline.recording.mlflow_process`, reads the run's journal and writes it to the store. A thread would
+share the interpreter lock with training while it imports MLflow and writes. Results that aren't delivered by the end
+are in the journal; `pipeline.recording.sync` sends them later.
 """
 
 import json
@@ -26,13 +26,13 @@ from pipeline.recording.store import is_server
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pipeline.recording.mlflow_process as p; p.main()"
 )
-"""-P beside it: nothing is imported from the working folder before."""
+"""Program of the process. Python runs it with -P, which imports nothing from the working folder before."""
 _STOP = b""
 _begun: list["_Process"] = []
 
 
 class _Process(NamedTuple):
-    """The process, and what it printed before it had its order, which says where to."""
+    """The process, and its output before its task names the log file."""
 
     popen: subprocess.Popen[bytes]
     printed: IO[bytes]
@@ -40,13 +40,13 @@ class _Process(NamedTuple):
 
 @contextmanager
 def head_start(uri: str) -> Iterator[None]:
-    """Start the process while there is no run yet: it takes it seconds to import MLflow. Ends it if none comes.
+    """Start the process before there is a run, since importing MLflow takes seconds; end it if no run comes.
 
     Args:
-        uri: of the store, as the experiment has it.
+        uri: URI of the store, as in the experiment.
     """
     store = "mlflow.tracking" if is_server(uri) else "mlflow.store.tracking.sqlalchemy_store"
-    with suppress(OSError):  # the run will tell
+    with suppress(OSError):  # the run starts it again, and raises
         _begun.append(_process(store))
     try:
         yield
@@ -58,14 +58,14 @@ def head_start(uri: str) -> Iterator[None]:
 
 
 class MlflowSubscriber:
-    """Sends a run's events to the tracking store that its first event names.
+    """Subscriber that has a process send the run's events to its tracking store.
 
     Args:
-        folder: the run's folder, where the journal and the artifacts are.
-        log: where the process may write what nobody else wants to hear.
-        warn: told of trouble, from a background thread; once when it begins and once when it ends.
-        uri: the store, credentials included; empty for the one that the events name.
-        known: events that a continued run has in its journal.
+        folder: the run's folder, with journal and artifacts.
+        log: file for the output of the process.
+        warn: called from a background thread, once when an outage begins and once when it ends.
+        uri: URI of the store with credentials; empty for the URI in the run's first event.
+        known: number of events in the journal of a resumed run.
 
     Raises:
         OSError: the process can't be started.
@@ -81,12 +81,12 @@ class MlflowSubscriber:
         known: int = 0,
     ) -> None:
         self._folder, self._log, self._warn = folder, log, warn
-        self._said = WriterReply()
+        self._reply = WriterReply()
         self._is_stopping = False
         self._done = Flag()
-        self._orders: SimpleQueue[bytes] = SimpleQueue()
-        order = WriterTask(folder=folder, log=log, uri=uri, known=known, environment=WriterTask.encoded(os.environ))
-        self._orders.put(order.model_dump_json().encode() + b"\n")
+        self._lines: SimpleQueue[bytes] = SimpleQueue()
+        task = WriterTask(folder=folder, log=log, uri=uri, known=known, environment=WriterTask.encoded(os.environ))
+        self._lines.put(task.model_dump_json().encode() + b"\n")
         self._process, self._printed = _begun.pop() if _begun else _process()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -98,40 +98,40 @@ class MlflowSubscriber:
             thread.start()
 
     def receive(self, event: AnyEvent) -> None:
-        """Hand over the end of the run, which a full journal may lack; returns at once and never raises."""
+        """Pass on the end of the run, which the journal lacks on a full disk; it has all other events."""
         if isinstance(event, RunClosed):
-            self._orders.put(event_to_json(event) + b"\n")
+            self._lines.put(event_to_json(event) + b"\n")
 
     def finish(self, timeout_s: float) -> TrackingOutcome | None:
-        """Wait until MLflow has everything, or won't take it; no events may come after that.
+        """Wait until MLflow has accepted or refused all events; no event may follow.
 
         Returns:
-            What has become of the results; None if ``timeout_s`` seconds are over first. Then it may be called again.
+            Outcome of the delivery; None after ``timeout_s`` seconds without, then it may be called again.
         """
-        self._orders.put(CLOSE)  # a second one is not heard
+        self._lines.put(CLOSE)  # a second line is ignored
         return self.outcome if self._done.wait(timeout_s) else None
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process at once."""
         self._is_stopping = True
         if not self._done.is_set():
             self._process.kill()
-        self._orders.put(_STOP)
+        self._lines.put(_STOP)
         for thread in self._threads:
             thread.join()
 
     @property
     def waiting(self) -> str:
-        """What MLflow doesn't have yet, e.g. "12 events and 3 files"."""
-        return self._said.waiting or "all of it"
+        """Amount that MLflow lacks, e.g. "12 events and 3 files"."""
+        return self._reply.waiting or "all of it"
 
     @property
     def outcome(self) -> TrackingOutcome:
-        """What has become of the results by now."""
-        if self._said.outcome and (self._said.is_done or not self._done.is_set()):
-            return self._said.outcome
+        """Outcome of the delivery so far."""
+        if self._reply.outcome and (self._reply.is_done or not self._done.is_set()):
+            return self._reply.outcome
         trouble = self._ended if self._done.is_set() else "the run didn't wait any longer"
-        known = self._said.outcome or TrackingOutcome(delivered=False)
+        known = self._reply.outcome or TrackingOutcome(delivered=False)
         return known.lacking("some results", folder=self._folder, trouble=trouble)
 
     @property
@@ -141,39 +141,39 @@ class MlflowSubscriber:
     def _send(self, stdin: IO[bytes]) -> None:
         try:
             with stdin:
-                while (line := self._orders.get()) != _STOP:
+                while (line := self._lines.get()) != _STOP:
                     stdin.write(line)
                     stdin.flush()
         except OSError:
-            pass  # the process is gone, which `_listen` hears, too
+            pass  # the process has ended, which `_listen` notices, too
 
     def _listen(self, stdout: IO[bytes]) -> None:
         with stdout:
             for line in stdout:
-                said = WriterReply.model_validate_json(line)
-                if said.warning:
-                    self._warn(said.warning)
+                reply = WriterReply.model_validate_json(line)
+                if reply.warning:
+                    self._warn(reply.warning)
                 else:
-                    self._said = said
+                    self._reply = reply
         self._process.wait()
         with self._printed:
             self._printed.seek(0)
             if early := self._printed.read():
-                with suppress(OSError), self._log.open("ab") as file:  # a disk without room is told elsewhere
+                with suppress(OSError), self._log.open("ab") as file:  # a full disk: the journal has raised it
                     file.write(early)
-        if not self._said.is_done and not self._is_stopping:
+        if not self._reply.is_done and not self._is_stopping:
             self._warn(f"MLflow gets no more results, {self._ended}; nothing is lost, they wait in {self._folder}")
         self._done.set()
 
 
 def _process(*modules: str) -> _Process:
-    """Imports the modules, then waits for its order."""
+    """Start the process, which imports the modules and waits for its task."""
     printed = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
     popen = subprocess.Popen(  # noqa: S603 - our own interpreter
         [sys.executable, "-P", "-c", _START, json.dumps(sys.path), *modules],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=printed,
-        start_new_session=True,  # Ctrl-C is for the run, which tells it what that means
+        start_new_session=True,  # Ctrl-C is for the driver only
     )
     return _Process(popen, printed)

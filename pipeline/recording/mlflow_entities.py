@@ -1,4 +1,4 @@
-"""Events as MLflow's own entities, cut to MLflow's limits. No calls to MLflow's store happen here."""
+"""Conversion of events to MLflow's entities, cut to MLflow's limits. Nothing here calls the store."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 8000
 _CUT = " ... [cut]"
 _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
-"""Tags that MLflow's UI shows in a place of their own, by our name for them."""
+"""MLflow's names of tags that its UI shows specially, by our names."""
 
 
 def milliseconds(event: Event) -> int:
-    """The event's time as MLflow counts it. It comes from the event, so that a replay gives equal points."""
+    """Return the event's time in milliseconds since the epoch; a replay gives equal points."""
     return round(event.time * 1000)
 
 
 def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
-    """Metric points; ``timestamp`` in milliseconds since the epoch."""
+    """Convert metric points; ``timestamp`` in milliseconds since the epoch."""
     from mlflow.entities import Metric
 
     return [Metric(mlflow_name(point.name), point.value, timestamp, point.step) for point in points]
 
 
 def params(values: Mapping[str, str]) -> "list[Param]":
-    """Parameters."""
+    """Convert parameters."""
     from mlflow.entities import Param
 
     return [Param(mlflow_name(name), _cut(value, _PARAM_LENGTH)) for name, value in values.items()]
 
 
 def tags(values: Mapping[str, str]) -> "list[RunTag]":
-    """Tags, and those of them that MLflow's UI knows under its own name a second time."""
+    """Convert tags; those that MLflow's UI knows by another name are written under both names."""
     from mlflow.entities import RunTag
 
     known = {theirs: values[ours] for ours, theirs in _MLFLOW_TAGS.items() if ours in values}
@@ -44,7 +44,7 @@ def tags(values: Mapping[str, str]) -> "list[RunTag]":
 
 
 def datasets(event: Started) -> "list[DatasetInput]":
-    """The training set, and the validation set if there is one."""
+    """Describe the training set, and the validation set if there is one."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     counts = {"train": event.train_samples, "validation": event.validation_samples}
@@ -66,16 +66,16 @@ def datasets(event: Started) -> "list[DatasetInput]":
 
 
 def counts(event: Started) -> dict[str, str]:
-    """The sizes of a training, as parameters."""
+    """Return the sizes of a training (steps, samples, parameters) as MLflow parameters."""
     names = {"total_steps", "steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"}
     return {name: str(value) for name, value in event.model_dump(include=names).items()}
 
 
 def figures(event: Finished) -> Iterator[Point]:
-    """What a trial measured, as metrics at its last step.
+    """Return a trial's measurements as metrics at its last step.
 
-    Throughput and step time are those of the report; the series of their windows have names of their own,
-    ``throughput/samples_per_second`` and ``time/step_ms``.
+    Throughput and step time are the report's; the series of their windows are named ``throughput/samples_per_second``
+    and ``time/step_ms``.
     """
     result = event.result
     values = {
@@ -96,7 +96,7 @@ def figures(event: Finished) -> Iterator[Point]:
 
 
 def marked_table(tag: str, path: str) -> str:
-    """The value of the tag ``mlflow.loggedArtifacts`` with this artifact among the tables."""
+    """Return the value of the tag ``mlflow.loggedArtifacts`` with this artifact added as a table."""
     entries = json.loads(tag)
     entry = {"path": path, "type": "table"}
     return json.dumps(entries if entry in entries else [*entries, entry])

@@ -1,8 +1,8 @@
-"""The process that writes a run to MLflow, beside the one that trains and at a lower priority.
+"""Process that writes a run to MLflow, beside training and at a lower priority.
 
-It reads the run's journal as that grows. What `pipeline.recording.mlflow` tells it comes line by line on standard
-input, once it has imported MLflow: a `WriterTask`, the run's `RunClosed`, which a full journal may lack, then `CLOSE`.
-It answers with lines of `WriterReply`.
+It reads the run's journal while it is written. `pipeline.recording.mlflow` sends it lines on standard input: a
+`WriterTask`, the run's `RunClosed`, which the journal lacks on a full disk, then `CLOSE`. It answers with lines of
+`WriterReply` on standard output.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.outcome import TrackingOutcome
 
 CLOSE = b"close\n"
-"""The run has ended, its journal has its last event."""
+"""Line that ends the task: the journal is complete."""
 _BATCH_S = 1.0
 _UPLOAD_PAUSE_S = 2.0
 _TELL_S = 0.25
@@ -34,54 +34,54 @@ _NICE = 10
 
 
 class WriterTask(WithEnvironment):
-    """What to write, and where to."""
+    """Task of the process: the journal to read and the store to write to."""
 
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
     log: Path
-    """Where to write what nobody else wants to hear."""
+    """File for the output of libraries."""
     uri: str
-    """Of the store, credentials included; empty for the one that the events name."""
+    """URI of the store with credentials; empty for the URI in the run's first event."""
     known: int
-    """Events that a continued run has in its journal. They are sent first: some may not have arrived, and those that
-    have change nothing."""
+    """Number of events in the journal of a resumed run. They are sent again: some may not have been delivered, and a
+    delivered event changes nothing."""
 
 
 class WriterReply(Frozen):
-    """What a run hears of its results."""
+    """Report of the process on its progress, or a warning."""
 
     warning: str = ""
-    """Of trouble; once when it begins and once when it ends. Such a line says nothing else."""
+    """Warning that an outage began or ended; the other fields are then unset."""
     waiting: str = ""
-    """What MLflow doesn't have yet, e.g. "12 events and 3 files"."""
+    """Amount that MLflow lacks, e.g. "12 events and 3 files"."""
     outcome: TrackingOutcome | None = None
-    """What has become of the results by now."""
+    """Outcome of the delivery so far."""
     is_done: bool = False
-    """Whether MLflow has everything, or won't take it."""
+    """True once MLflow has accepted or refused all events."""
 
 
 class Writer:
-    """Sends what comes from a feed until it ends.
+    """Sender of a feed's events to MLflow, until the feed ends.
 
     Args:
-        order: what to write, and where to.
-        warn: told of trouble.
+        task: the journal and the store.
+        warn: called when an outage begins and when it ends.
     """
 
-    def __init__(self, order: WriterTask, *, warn: Callable[[str], None]) -> None:
-        self.feed = Feed(order.folder / FILE_NAME, known=order.known)
+    def __init__(self, task: WriterTask, *, warn: Callable[[str], None]) -> None:
+        self.feed = Feed(task.folder / FILE_NAME, known=task.known)
         self.closing = Flag()
-        """Set with the feed's end; from then on nobody waits long for a store that is down."""
+        """Set with the feed's end; from then on an attempt is repeated only a few times."""
         self.done = Flag()
         self.end: AnyEvent | None = None
         """The end of the run, sent last unless the journal has it."""
-        self._folder = order.folder
-        self._delivery = Delivery(folder=order.folder, warn=warn, uri=order.uri)
-        self._batch = 0  # events that are on their way
+        self._folder = task.folder
+        self._delivery = Delivery(folder=task.folder, warn=warn, uri=task.uri)
+        self._batch = 0  # events being sent
         self._upload_at = 0.0
 
     def work(self) -> None:
-        """Send everything; never raises."""
+        """Send all events and files; never raises."""
         try:
             with quiet():
                 if self._deliver_all():
@@ -91,20 +91,20 @@ class Writer:
         finally:
             self.done.set()
 
-    def said(self) -> WriterReply:
-        """How far it is."""
+    def reply(self) -> WriterReply:
+        """Report the progress."""
         is_done = self.done.is_set()
         events, files = self._batch + len(self.feed), len(self._delivery.run.uploads)
         parts = [f"{events:,} events"] * bool(events) + [f"{files} files"] * bool(files)
         trouble = self._delivery.trouble or ("" if is_done else "the run didn't wait any longer")
         return WriterReply(
-            waiting=" and ".join(parts) or "the last words",
+            waiting=" and ".join(parts) or "the end of the run",
             outcome=TrackingOutcome.of(self._delivery, folder=self._folder, trouble=trouble, waiting=events),
             is_done=is_done,
         )
 
     def _deliver_all(self) -> bool:
-        """Send events until the run ends; False if the last ones can't be sent."""
+        """Send events until the run ends; return False if the store doesn't accept the last of them."""
         has_ended = False
         while (batch := self._next_batch()) is not None:
             self._batch = len(batch)
@@ -113,13 +113,13 @@ class Writer:
             self._batch = 0
             has_ended = bool(batch) and isinstance(batch[-1], RunClosed)
             if monotonic() >= self._upload_at and not self._delivery.upload():
-                self._upload_at = monotonic() + _UPLOAD_PAUSE_S  # results don't wait for files
+                self._upload_at = monotonic() + _UPLOAD_PAUSE_S  # metrics don't wait for files
         return (
             has_ended or self.end is None or persist(partial(self._delivery.attempt, [self.end]), ending=self.closing)
         )
 
     def _next_batch(self) -> list[AnyEvent] | None:
-        """Events of about a second, none if files are due first; None after the end."""
+        """Collect the events of about a second; empty if files are due first, None after the end."""
         batch: list[AnyEvent] = []
         points, deadline = 0, self._upload_at if self._delivery.run.uploads else None
         while points < BATCH_POINTS:
@@ -137,28 +137,28 @@ class Writer:
 
 
 def main() -> None:
-    """Write a run, as standard input says, until it has ended or the process that trains is no more."""
+    """Write the run that standard input names, until it ends or the driver is killed."""
     _step_back()
-    with suppress(Exception), quiet():  # whoever needs it says what is wrong with it
+    with suppress(Exception), quiet():  # the writer reports it
         for name in sys.argv[2:]:
             importlib.import_module(name)
     line = sys.stdin.buffer.readline()
     if not line:
-        return  # there was nothing to write
-    order = WriterTask.model_validate_json(line)
-    order.enter()  # the user's own code may have changed it since this process was started
-    answers = _private_stdout(order.log)
+        return  # no run came
+    task = WriterTask.model_validate_json(line)
+    task.enter()  # user code may have changed the environment since this process started
+    replies = _private_stdout(task.log)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    writer = Writer(order, warn=lambda message: _tell(answers, WriterReply(warning=message)))
+    writer = Writer(task, warn=lambda message: _tell(replies, WriterReply(warning=message)))
     Thread(target=_listen, args=(writer,), daemon=True).start()
     Thread(target=writer.work, daemon=True).start()
     known = ""
     while not writer.done.wait(_TELL_S):
-        said = writer.said()
-        if said.outcome and (writer.closing.is_set() or said.outcome.run_id != known):
-            known = said.outcome.run_id
-            _tell(answers, said)
-    _tell(answers, writer.said())
+        reply = writer.reply()
+        if reply.outcome and (writer.closing.is_set() or reply.outcome.run_id != known):
+            known = reply.outcome.run_id
+            _tell(replies, reply)
+    _tell(replies, writer.reply())
 
 
 def _listen(writer: Writer) -> None:
@@ -168,25 +168,25 @@ def _listen(writer: Writer) -> None:
             writer.feed.end()
             return
         writer.end = event_from_json(line)
-    # The process that trains was killed. The journal has its results, and whoever resumes the run sends them.
+    # The driver was killed. The journal has the results; --resume or sync sends them.
     os._exit(1)
 
 
-def _tell(answers: BinaryIO, said: WriterReply) -> None:
-    answers.write(said.model_dump_json().encode() + b"\n")
+def _tell(replies: BinaryIO, reply: WriterReply) -> None:
+    replies.write(reply.model_dump_json().encode() + b"\n")
 
 
 def _private_stdout(log: Path) -> BinaryIO:
-    """Where the answers go; what libraries print goes to the run's log."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    with suppress(OSError), log.open("ab", buffering=0) as file:  # not on a disk without room
+    """Return standard output for the replies, and redirect what libraries print to the run's log."""
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    with suppress(OSError), log.open("ab", buffering=0) as file:  # not on a full disk
         os.dup2(file.fileno(), 2)
     os.dup2(2, 1)
-    return answers
+    return replies
 
 
 def _step_back() -> None:
-    """Let training go first where cores are few. Linux may weigh whole sessions, and this process is one."""
+    """Lower the priority below training's: nice, and the autogroup, because Linux may weigh whole sessions."""
     os.nice(_NICE)
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICE))

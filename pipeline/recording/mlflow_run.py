@@ -1,4 +1,4 @@
-"""What each event means in MLflow. Writing the same event twice changes nothing, so any failure may be retried."""
+"""Mapping of each event to calls of MLflow. Writing is idempotent, so any failure may be retried."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 MAIN = "main"
-"""The trial that events belong to unless they say otherwise; its run is the parent of all others."""
+"""Name of the main trial; its MLflow run is the parent of the measurements'."""
 
-_METRICS_PER_CALL, _PARAMS_PER_CALL = 1000, 100  # MLflow takes no more
+_METRICS_PER_CALL, _PARAMS_PER_CALL = 1000, 100  # MLflow's limits
 _TABLES_TAG = "mlflow.loggedArtifacts"
 
 
 class MlflowRun:
-    """The MLflow run of one run folder, with a child run for each measurement.
+    """MLflow run of one run folder, with a child run for each measurement.
 
-    MLflow runs are found again by their tags; a metric point carries the time of its event, and of equal points
-    MLflow keeps one. That is why a replay adds nothing.
+    Writing an event again adds nothing: MLflow runs are found by their tags, a metric point carries the time of its
+    event, and MLflow stores equal points once.
 
     Args:
         folder: the run's folder.
-        warn: told of what the run's results lack.
-        uri: the store, credentials included; empty for the one that the events name.
+        warn: called with each artifact or model that can't be logged.
+        uri: URI of the store with credentials; empty for the URI in the run's first event.
     """
 
     def __init__(self, *, folder: "Path", warn: Callable[[str], None], uri: str = "") -> None:
@@ -58,9 +58,9 @@ class MlflowRun:
         self.uri = uri
         self.experiment_id = ""
         self.run_id = ""
-        """Empty until MLflow has answered."""
+        """MLflow's id of the run; empty until MLflow has answered."""
         self.uploads: deque[ArtifactSaved | ModelSaved] = deque()
-        """Files that MLflow should have by now. Metrics don't wait for them."""
+        """Files to upload; metrics don't wait for them."""
         self._warn = warn
         self._client: MlflowClient
         self._runs: TaggedRuns
@@ -71,7 +71,7 @@ class MlflowRun:
         self._points: dict[str, list[Metric]] = {}
 
     def write(self, events: Iterable[AnyEvent]) -> None:
-        """Write events in order, their metrics in as few calls as MLflow allows; files are put into `uploads`.
+        """Write events in order, metrics in as few calls as MLflow allows; files are added to `uploads`.
 
         Raises:
             Exception: whatever MLflow raises; the same events may be written again.
@@ -82,10 +82,10 @@ class MlflowRun:
         self._flush()
 
     def upload(self, event: ArtifactSaved | ModelSaved) -> None:
-        """Upload what an event of `uploads` names.
+        """Upload the file or model of one of the `uploads`.
 
         Raises:
-            Exception: whatever MLflow raises; it may be tried again.
+            Exception: whatever MLflow raises; the upload may be repeated.
         """
         if isinstance(event, ModelSaved):
             self._upload_model(event)
@@ -100,7 +100,7 @@ class MlflowRun:
             self._client.set_tag(run_id, _TABLES_TAG, entities.marked_table(marked, str(path)))
 
     def _upload_model(self, event: ModelSaved) -> None:
-        """Log a model with a signature, or where there is no example of its inputs its weights as they are."""
+        """Log a model with a signature; without an example of its inputs, log its weights only."""
         run_id = self._runs.of(event.run, trial=MAIN) if event.run else self.run_id
         folder = self.folder / PurePosixPath(event.run).name if event.run else self.folder
         if event.example:
@@ -110,7 +110,7 @@ class MlflowRun:
 
     @singledispatchmethod
     def _write(self, event: Event) -> None:
-        """Other events (FirstStep, Warned) have no place in MLflow; they are in the journal and the log."""
+        """Skip events without a place in MLflow (FirstStep, Warned); the journal and the log have them."""
 
     @_write.register
     def _(self, event: RunOpened) -> None:
@@ -155,7 +155,7 @@ class MlflowRun:
 
     @_write.register
     def _(self, event: Metrics) -> None:
-        if not event.repeat:  # the same steps again; what all repeats come to is told at the end
+        if not event.repeat:  # repeats measure the same steps; their summary comes at the end
             self._add(event, event.points)
 
     @_write.register
@@ -164,7 +164,7 @@ class MlflowRun:
             return
         self._add(event, entities.figures(event))
         if event.trial in self._children:
-            self._flush()  # before it ends, here and below: no run that has ended may lack its metrics
+            self._flush()  # before the run ends, here and below: no finished run may lack metrics
             self._runs.end(self._run(event), event, status="FINISHED")
 
     @_write.register
@@ -180,13 +180,13 @@ class MlflowRun:
     @_write.register
     def _(self, event: ModelSaved) -> None:
         if self._logs_model and event not in self._models:
-            self._models.append(event)  # exporting takes cores, and a measurement may follow: it waits for the end
+            self._models.append(event)  # exported at the end: it uses cores, and a measurement may follow
 
     @_write.register
     def _(self, event: Tagged) -> None:
         tags = dict(event.tags)
         if "best_run" in tags:
-            tags["best_run_id"] = self._runs.of(tags["best_run"], trial=MAIN)  # each store has ids of its own
+            tags["best_run_id"] = self._runs.of(tags["best_run"], trial=MAIN)  # ids differ between stores
         self._describe(self._runs.of(event.run, trial=MAIN), tags=tags)
 
     @_write.register

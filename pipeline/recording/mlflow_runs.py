@@ -1,4 +1,4 @@
-"""The MLflow runs of one run folder: found again by their tags, ended all together, none of them twice."""
+"""MLflow runs of one run folder: found by their tags, ended together, without duplicates."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 RUN_TAG = "pipeline.run"
 TRIAL_TAG = "pipeline.trial"
 ERROR_TAG = "error"
-"""Tag with the first error of a run that failed."""
+"""Tag with a failed run's first error."""
 
 
 def experiment_id(client: "MlflowClient", name: str, *, root: str | None) -> str:
-    """The id of an MLflow experiment, created unless it exists with ``root`` for its artifacts."""
+    """Return the id of an MLflow experiment; create it with the artifact location ``root`` unless it exists."""
     from mlflow.exceptions import MlflowException
 
     if found := client.get_experiment_by_name(name):
@@ -33,11 +33,11 @@ def experiment_id(client: "MlflowClient", name: str, *, root: str | None) -> str
 
 
 class TaggedRuns:
-    """The MLflow runs that carry a run's name, one for each trial.
+    """MLflow runs tagged with a run's name, one for each trial.
 
     Args:
-        client: of the store.
-        name: of the run, its folder's.
+        client: client of the store.
+        name: name of the run's folder.
         experiment: MLflow's id of the experiment.
     """
 
@@ -47,11 +47,11 @@ class TaggedRuns:
         self._experiment = experiment
 
     def open(self, event: Event, *, trial: str, title: str, tags: Mapping[str, str]) -> str:
-        """Id of a trial's MLflow run, which is open now; created unless it exists."""
+        """Open a trial's MLflow run, created unless it exists; return its id."""
         if found := self._found({RUN_TAG: self._name, TRIAL_TAG: trial}):
             run = max(found, key=_content)
             self._client.update_run(run.info.run_id, status="RUNNING")
-            if ERROR_TAG in run.data.tags:  # it goes on: that is over
+            if ERROR_TAG in run.data.tags:  # of the session before
                 self._client.delete_tag(run.info.run_id, ERROR_TAG)
             return str(run.info.run_id)
         given = entities.tags({**tags, RUN_TAG: self._name, TRIAL_TAG: trial})
@@ -60,10 +60,10 @@ class TaggedRuns:
         return str(run.info.run_id)
 
     def of(self, name: str, *, trial: str) -> str:
-        """Id of another run's MLflow run, such as that of the sweep which this one is a trial of.
+        """Return the id of the MLflow run of another run folder, e.g. of this trial's sweep.
 
         Raises:
-            LookupError: MLflow doesn't have it, or not yet.
+            LookupError: MLflow doesn't have the run yet.
         """
         if not (found := self._found({RUN_TAG: name, TRIAL_TAG: trial})):
             raise LookupError(f"{name} isn't in MLflow yet; pipeline sync sends it")
@@ -74,9 +74,9 @@ class TaggedRuns:
         self._client.set_terminated(run_id, status=status, end_time=entities.milliseconds(event))
 
     def end_all(self, event: RunClosed) -> None:
-        """Leave no run open, and none twice.
+        """End all open runs, and delete empty duplicates.
 
-        A server may create a run and its answer get lost: that run is then empty, beside the one that is used.
+        A server may create a run although its answer is lost; a retry then creates the run that is used.
         """
         runs = self._found({RUN_TAG: self._name})
         used = Counter(run.data.tags[TRIAL_TAG] for run in runs if _content(run))
@@ -92,5 +92,5 @@ class TaggedRuns:
 
 
 def _content(run: "Run") -> int:
-    """How much has been written to a run besides its tags."""
+    """Count the parameters and metrics of a run."""
     return len(run.data.params) + len(run.data.metrics)

@@ -1,7 +1,7 @@
-"""The table of runs as our links open it: a view that MLflow's UI keeps with the experiment.
+"""Saved view of MLflow's table of runs, which the printed links open.
 
-By default that table shows where runs come from, not what they reached. The UI takes the columns of a saved view from
-a tag of the experiment and applies it where a link names it; nobody's own settings are changed.
+By default the table shows the source of runs, not their results. MLflow's UI reads the columns of a saved view from a
+tag of the experiment and applies them where a link names the view; a user's own settings don't change.
 """
 
 import json
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 TAG = f"mlflow.sharedViewState.{VIEW}"
-"""Of an experiment that has the view."""
+"""Tag of an experiment that has the view."""
 
 _ALWAYS = {"0": 50, "attributes.`Run Name`": 275, "runDateAndNestInfo": 145}
-"""Columns that can't be taken away, as the table calls them; the widths are in pixels."""
+"""Widths in pixels of the columns that can't be hidden."""
 _TAGS = {"strategy": 75, "world_size": 85, "launcher": 75}
 _METRICS = {"speedup": 75, "efficiency": 80, "samples_per_second": 150}
 _LOSSES = {"validation/loss": 100, "train/loss": 80}
-_METRIC_KEY = "metrics."  # of the experiment's metrics, among the flattened parameters
-_MOST_METRICS = 8  # more can't be read without scrolling
+_METRIC_KEY = "metrics."  # prefix of the experiment's metrics among its flattened parameters
+_MOST_METRICS = 8  # more need scrolling
 
 
 def save(client: "MlflowClient", experiment_id: str, *, params: Mapping[str, str], created_ms: int) -> None:
-    """Save the view with an experiment; the same again changes nothing.
+    """Save the view with an experiment; idempotent.
 
     Args:
-        client: of the store.
-        experiment_id: MLflow's id.
-        params: of a run, flattened; the metrics that it names have columns.
-        created_ms: when that run began, in milliseconds since the epoch.
+        client: client of the store.
+        experiment_id: MLflow's id of the experiment.
+        params: flattened parameters of a run; its metrics get columns.
+        created_ms: start of the run, in milliseconds since the epoch.
 
     Raises:
         Exception: whatever MLflow raises.
@@ -40,7 +40,7 @@ def save(client: "MlflowClient", experiment_id: str, *, params: Mapping[str, str
     widths = columns(params)
     chosen = [name for name in widths if name not in _ALWAYS]
     state = {
-        # The same column has one name among those that are chosen and another one in the table.
+        # The column is named differently in the two lists.
         "selectedColumns": ["attributes.`Duration`" if name == "duration" else name for name in chosen],
         "columnOrder": list(widths),
         "columnWidths": widths,
@@ -50,7 +50,7 @@ def save(client: "MlflowClient", experiment_id: str, *, params: Mapping[str, str
 
 
 def columns(params: Mapping[str, str]) -> dict[str, int]:
-    """The columns as the table calls them, from left to right, with their widths; those that no run has don't show."""
+    """Return the widths of the columns, from left to right; MLflow hides columns without values."""
     named = (name.removeprefix(_METRIC_KEY).partition(".")[0] for name in params if name.startswith(_METRIC_KEY))
     validation = {f"validation/{name}": 130 for name in list(dict.fromkeys(named))[:_MOST_METRICS]}
     tags = {f"tags.`{name}`": width for name, width in _TAGS.items()}

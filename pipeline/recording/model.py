@@ -1,4 +1,4 @@
-"""The trained model as an MLflow model with a signature, built again from what lies in the run's folder."""
+"""Logging of the trained model to MLflow, with signature and description; rebuilt from the run's folder."""
 
 import logging
 import shutil
@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 def log_model(
     client: "MlflowClient", event: ModelSaved, *, run_id: str, folder: Path, warn: Callable[[str], None]
 ) -> None:
-    """Log the model of a run once: torch.export's format, or pickle where the model can't be exported.
+    """Log the model of a run once: in torch.export's format, or as pickle if the export fails.
 
-    A model that can't be built or saved is a warning; its weights are an artifact of the run all the same.
+    A model that can't be rebuilt or saved is a warning; its weights are an artifact of the run in any case.
 
     Raises:
         Exception: whatever MLflow's store raises; the call may be repeated.
@@ -46,8 +46,8 @@ def log_model(
         try:
             module, example = rebuild(event, folder=folder)
         except Exception as error:  # noqa: BLE001 - user code; the run itself is fine
-            _log.warning("the model can't be built again", exc_info=error)
-            warn(f"the model isn't logged to MLflow, it can't be built again: {_first_line(error)}")
+            _log.warning("the model can't be rebuilt", exc_info=error)
+            warn(f"the model isn't logged to MLflow, it can't be rebuilt: {_first_line(error)}")
             return
         logged = logged or _create(client, run_id)
         try:
@@ -63,10 +63,10 @@ def log_model(
 
 
 def rebuild(event: ModelSaved, *, folder: Path) -> "tuple[nn.Module, torch.Tensor]":
-    """The trained module in evaluation mode, and a small batch of its inputs.
+    """Return the trained module in evaluation mode, on the CPU, and a small batch of its inputs.
 
     Raises:
-        ExperimentError: the model's component can't be built here.
+        ExperimentError: the model's component can't be built in this process.
         RuntimeError: the weights belong to another model.
     """
     import torch
@@ -83,14 +83,14 @@ def rebuild(event: ModelSaved, *, folder: Path) -> "tuple[nn.Module, torch.Tenso
 
 
 def _logged(client: "MlflowClient", run_id: str) -> "LoggedModel | None":
-    """What an earlier attempt has left."""
+    """Return the model that an earlier attempt created, if any."""
     run = client.get_run(run_id)
     outputs = run.outputs.model_outputs if run.outputs else []
     return client.get_logged_model(outputs[-1].model_id) if outputs else None
 
 
 def _create(client: "MlflowClient", run_id: str) -> "LoggedModel":
-    """A logged model, tied to its run before anything else so that a second attempt finds it."""
+    """Create a logged model and link it to its run first, so that a second attempt finds it."""
     from mlflow.entities import LoggedModelOutput
 
     run = client.get_run(run_id)
@@ -102,7 +102,7 @@ def _create(client: "MlflowClient", run_id: str) -> "LoggedModel":
 def _save(
     module: "nn.Module", example: "torch.Tensor", *, path: Path, logged: "LoggedModel", warn: Callable[[str], None]
 ) -> None:
-    """Write an MLflow model folder in the format that runs no code when it is loaded, or else in the one that does."""
+    """Write an MLflow model folder: as an exported program, which runs no code when loaded, else as pickle."""
     import mlflow.pytorch
     from mlflow.models import Model
 
@@ -116,7 +116,7 @@ def _save(
             signature=_signature(module, example),
             input_example=example.numpy(),
             serialization_format=serialization_format,
-            # Given, because MLflow would start a process that loads the model to find out.
+            # Given: MLflow would start a process that loads the model to infer it.
             pip_requirements=mlflow.pytorch.get_default_pip_requirements(),
         )
 
@@ -132,7 +132,7 @@ def _save(
 
 
 def _signature(module: "nn.Module", example: "torch.Tensor") -> "ModelSignature":
-    """Names, types and shapes of inputs and outputs; outputs that aren't tensors have no signature."""
+    """Infer names, types and shapes of inputs and outputs; outputs other than tensors have no signature."""
     import torch
     from mlflow.models import infer_signature
 
@@ -152,12 +152,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, example: "torch.Tensor") -> None:
-    """Fill the page; the same again changes nothing.
+    """Write the description on the model's page in MLflow: origin, code to load it, signature, metrics. Idempotent.
 
     Args:
-        client: of the store.
-        logged: the model, whose files are there by now.
-        path: folder with the model's files.
+        client: client of the store.
+        logged: the logged model, with its files uploaded.
+        path: local folder of the model's files.
         example: a small batch of its inputs.
 
     Raises:
@@ -173,7 +173,7 @@ def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, exam
 
 
 def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel") -> "Iterator[Metric]":
-    """What the run has reached in the end, as figures of the model; of equal points the run keeps one."""
+    """Yield the last validation metrics of the run as metrics of the model."""
     from mlflow.entities import Metric
 
     for name in run.data.metrics:
@@ -203,7 +203,7 @@ model(torch.zeros({shape}, dtype={example.dtype}))
 
 
 def _table(signature: "ModelSignature | None") -> str:
-    """Inputs and outputs as a table; -1 is a size of any length."""
+    """Format inputs and outputs as a Markdown table; -1 is a dimension of any size."""
     if signature is None:
         return ""
     schemas = {"input": signature.inputs, "output": signature.outputs}

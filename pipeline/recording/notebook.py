@@ -1,4 +1,4 @@
-"""A trial while it runs, in a notebook: plain HTML that is replaced in place, so no widget extension is needed."""
+"""Display of a running trial in a notebook: plain HTML replaced in place, which needs no widget extension."""
 
 import time
 from html import escape
@@ -11,13 +11,13 @@ from pipeline.recording.format import amounts, facts, figures, position
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
 
-_EVERY_S = 0.25  # a notebook keeps up with so many changes
+_EVERY_S = 0.25  # between two updates
 
 
 class NotebookDisplay:
-    """A trial as a progress bar with a line of figures below, both gone when it ends.
+    """Display with a progress bar and a line of figures; both disappear when the trial ends.
 
-    What takes its time besides has a bar of its own meanwhile.
+    An evaluation or an upload has a second bar meanwhile.
     """
 
     def __init__(self, label: str, *, waiting: str) -> None:
@@ -25,12 +25,12 @@ class NotebookDisplay:
         self._done: tuple[int, int | None] = 0, None
         self._started: Started | None = None
         self._values: dict[str, float] = {}
-        self._besides: dict[str, Advanced] = {}
+        self._activities: dict[str, Advanced] = {}
         self._shown_at = time.monotonic()
         self._handle = _displayed(self._html())
 
     def show(self, event: Shown) -> None:
-        """As `Display` has it."""
+        """See `Display`."""
         match event:
             case Started():
                 self._started, self._done = event, (0, event.total_steps)
@@ -42,27 +42,27 @@ class NotebookDisplay:
                 self._done = event.step, self._started.total_steps
                 self._below = ", ".join([*position(event, self._started), *figures(self._values)])
             case Advanced() if event.done == event.total:
-                self._besides.pop(event.what, None)
+                self._activities.pop(event.what, None)
             case Advanced():
-                self._besides[event.what] = event
+                self._activities[event.what] = event
         if (now := time.monotonic()) - self._shown_at >= _EVERY_S:
             self._shown_at = now
             _replace(self._handle, self._html())
 
     def close(self) -> None:
-        """As `Display` has it."""
+        """See `Display`."""
         _replace(self._handle, "")
 
     def _html(self) -> str:
         bars = [_bar(self._label, *self._done)]
-        bars += [_bar(f"{what}, {amounts(event)}", event.done, event.total) for what, event in self._besides.items()]
+        bars += [_bar(f"{what}, {amounts(event)}", event.done, event.total) for what, event in self._activities.items()]
         below = f'<div style="opacity: 0.7; margin-left: 1em">{escape(self._below)}</div>'
         return "".join([*bars, below])
 
 
 def _bar(label: str, done: int, total: int | None) -> str:
-    how_far = "" if total is None else f' value="{done}" max="{total}"'  # without: something is going on
-    return f'<div>{escape(label)} <progress{how_far} style="width: 20em"></progress></div>'
+    attributes = "" if total is None else f' value="{done}" max="{total}"'  # without a value: an animated bar
+    return f'<div>{escape(label)} <progress{attributes} style="width: 20em"></progress></div>'
 
 
 def _displayed(html: str) -> "DisplayHandle | None":

@@ -1,4 +1,4 @@
-"""Where the results of a run ended up, in figures and in words."""
+"""Outcome of delivering a run's results to MLflow, kept in the run's folder."""
 
 from pathlib import Path
 
@@ -12,26 +12,26 @@ _FILE_NAME = "tracking.json"
 
 
 class TrackingOutcome(Frozen):
-    """Where the results of a run ended up."""
+    """Outcome of a delivery: MLflow's ids, and a message about missing results."""
 
     experiment_id: str = ""
     """MLflow's id of the experiment; empty if MLflow never answered."""
     run_id: str = ""
     """MLflow's id of the main run; empty if MLflow never answered."""
     delivered: bool
-    """Whether everything is in MLflow that it will ever take."""
+    """True if MLflow has everything that it accepts."""
     uri: str = ""
-    """Of the store, without credentials, if results were sent to another one than the run's own."""
+    """URI of the store, without credentials, if it isn't the run's own."""
     message: str = ""
-    """What is missing and the command that sends it. Empty if nothing is, or after a sync where to see it."""
+    """Missing results and the command that sends them; after a sync, the link to the run; else empty."""
 
     def keep(self, folder: Path) -> None:
-        """Write it into the run's folder, for `kept`."""
+        """Write the outcome into the run's folder, for `kept`."""
         (folder / _FILE_NAME).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def kept(cls, folder: Path) -> "TrackingOutcome | None":
-        """What was known last of a run's results; None if the run wasn't tracked, or was killed."""
+        """Read the last outcome from a run's folder; None if the run wasn't tracked, or was killed."""
         try:
             return cls.model_validate_json((folder / _FILE_NAME).read_bytes())
         except (OSError, ValidationError):
@@ -39,14 +39,14 @@ class TrackingOutcome(Frozen):
 
     @classmethod
     def of(cls, delivery: Delivery, *, folder: Path, trouble: str, waiting: int, uri: str = "") -> "TrackingOutcome":
-        """What became of a run's events.
+        """Return the outcome of a delivery.
 
         Args:
-            delivery: has written them.
+            delivery: the delivery of the run's events.
             folder: the run's folder.
-            trouble: why some aren't in MLflow; empty if all are.
-            waiting: number of those that aren't.
-            uri: of the store, without credentials, unless it is the run's own.
+            trouble: why events or files aren't in MLflow; empty if all are.
+            waiting: number of events that aren't in MLflow.
+            uri: URI of the store, without credentials, unless it is the run's own.
         """
         files = len(delivery.run.uploads)
         parts = [f"{waiting} events"] * bool(waiting) + [f"{files} files"] * bool(files)
@@ -59,12 +59,12 @@ class TrackingOutcome(Frozen):
         return known.model_copy(update={"message": message})
 
     def lacking(self, what: str, *, folder: Path, trouble: str) -> "TrackingOutcome":
-        """The same when MLflow doesn't have everything.
+        """Return a copy for a delivery that is incomplete.
 
         Args:
-            what: isn't there, e.g. "some results".
+            what: missing results, e.g. "12 events".
             folder: the run's folder.
-            trouble: why.
+            trouble: why they are missing.
         """
         message = (
             f"{what} aren't in MLflow ({trouble}); they are in {folder / FILE_NAME}, "

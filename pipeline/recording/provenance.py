@@ -1,4 +1,4 @@
-"""Where a run comes from: code, configuration, hardware and installed packages."""
+"""Provenance of a run: code, configuration, hardware and installed packages."""
 
 import getpass
 import os
@@ -15,7 +15,7 @@ from pipeline.protocol.trial import Trial
 
 
 def run_tags(plan: Plan) -> dict[str, str]:
-    """Tags of the main run."""
+    """Return the tags of the main run."""
     commit = git("rev-parse", "HEAD")
     return {
         **(trial_tags(plan.main) if plan.command == "run" else {"role": plan.command}),
@@ -28,7 +28,7 @@ def run_tags(plan: Plan) -> dict[str, str]:
 
 
 def trial_tags(trial: Trial) -> dict[str, str]:
-    """Tags of one trial."""
+    """Return the tags of one trial."""
     return {
         "role": trial.role,
         "strategy": trial.strategy,
@@ -40,7 +40,7 @@ def trial_tags(trial: Trial) -> dict[str, str]:
 
 
 def trial_params(trial: Trial) -> dict[str, str]:
-    """Parameters of one trial. A store lets none change, so an elastic size is a tag and a metric instead."""
+    """Return the parameters of one trial. They are immutable in MLflow, so an elastic size is a tag and a metric."""
     is_elastic = trial.experiment.parallel.is_elastic and not trial.is_measurement
     return {
         f"trial.{name}": value for name, value in trial_tags(trial).items() if not (is_elastic and name == "world_size")
@@ -48,12 +48,12 @@ def trial_params(trial: Trial) -> dict[str, str]:
 
 
 def hardware(plan: Plan) -> str:
-    """The machine in one line."""
+    """Describe the machine in one line."""
     return ", ".join(part for part in (plan.resources.processor, plan.resources.summary) if part)
 
 
 def write_environment(path: Path) -> None:
-    """The installed packages with their versions, as pip reads them; not those that Ray brings within its own."""
+    """Write the installed packages and versions in pip's format, without those vendored by Ray."""
     vendored = tuple(f"{folder}{os.sep}ray{os.sep}" for folder in sys.path if folder)
     folders = [folder for folder in sys.path if not folder.startswith(vendored)]
     packages = sorted(set(filter(None, map(_name_and_version, distributions(path=folders)))), key=str.lower)
@@ -61,13 +61,13 @@ def write_environment(path: Path) -> None:
 
 
 def _name_and_version(package: Distribution) -> str:
-    """Such as "torch==2.13.0"; ``package.metadata`` would parse the description, too, which takes most of its time."""
+    """Return e.g. "torch==2.13.0"; ``package.metadata`` would also parse the description, which is slow."""
     headers = HeaderParser().parsestr(package.read_text("METADATA") or package.read_text("PKG-INFO") or "")
     return f"{headers['Name']}=={headers['Version']}" if headers["Name"] else ""
 
 
 def git(*arguments: str, folder: Path | None = None) -> str:
-    """What git says about a folder, by default the current one; empty without git or outside a repository."""
+    """Return the output of a git command; empty without git or outside a repository."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)  # noqa: S603, S607 - the user's own git
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""A recorded run: its folder, its journal and its subscribers, from the first event to the last."""
+"""Life of a recorded run: its folder, journal, log and subscribers, from the first event to the last."""
 
 import io
 import logging
@@ -32,22 +32,22 @@ LOG_NAME = "log.txt"
 
 @dataclass(frozen=True)
 class Membership:
-    """A run that is a trial of a sweep."""
+    """Role of a run as a trial of a sweep."""
 
     folder: Path
-    """Its own, inside the sweep's; it is made by the sweep."""
+    """Folder of the trial inside the sweep's folder, created by the sweep."""
     title: str
-    """What sets it apart from the others."""
+    """Title that distinguishes the trial, e.g. by its sampled values."""
     interruption: Callable[[], str]
-    """Why it was interrupted, if it was."""
+    """Returns why the trial was interrupted; empty if unknown."""
     logs_model: bool
-    """Whether it sends its model to the tracking store itself."""
+    """True if the trial logs its model to the tracking store itself."""
 
 
 class Log(io.TextIOBase):
-    """The run's log, for consoles and log handlers of any thread. What can't be written is dropped.
+    """Text stream to the run's log, for consoles and log handlers of any thread; never raises.
 
-    A full disk stops the run by its journal; nothing else may fail by it.
+    Text that can't be written is dropped: on a full disk the journal stops the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,16 +55,16 @@ class Log(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Append a text."""
-        with suppress(OSError, ValueError):  # ValueError: it is closed
+        with suppress(OSError, ValueError):  # ValueError: the log is closed
             self._file.write(text.encode(errors="replace"))
         return len(text)
 
     def writable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def close(self) -> None:
-        """Close the file; what is written later is dropped."""
+        """Close the file; later writes are dropped."""
         self._file.close()
         super().close()
 
@@ -79,20 +79,19 @@ def recorded(
     member: Membership | None = None,
     source: str = "",
 ) -> Iterator[Recorder]:
-    """A recorder for the events of a run. The run is closed with the status that the block ends in.
+    """Open a run and yield its recorder; close the run with the status in which the block ends.
 
     Args:
-        plan: what will run.
-        terminal: where progress and warnings are shown, and at the end the places of the results.
-        tracked: whether the run goes to the tracking store, too, or to its folder only.
-        folder: that of a run which goes on: its journal is continued, its run in the tracking store is opened again.
-            By default a new run begins.
-        member: what a run in a sweep is told by.
-        source: the experiment file, by which a run that is to go on is known again.
+        plan: trials of the run.
+        terminal: output for progress and warnings, and for the places of the results at the end.
+        tracked: True to send results to the tracking store, False to write to the run's folder only.
+        folder: folder of a run to resume, in the journal and in the tracking store; None starts a new run.
+        member: role of the run in a sweep, if it is a trial.
+        source: path of the experiment file, by which ``--resume`` finds the run.
 
     Raises:
         ResourceError: the run's folder or the tracking store can't be written, now or later.
-        UsageError: the run that is to go on hasn't ended.
+        UsageError: the run to resume hasn't ended.
     """
     uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None
@@ -135,7 +134,7 @@ def _tracker(recorder: Recorder, *, uri: str, warn: Callable[[str], None]) -> Ml
 
 
 def open_trial(trial: Trial, recorder: Recorder) -> None:
-    """Tell that a trial is about to be launched."""
+    """Record that a trial is about to be launched."""
     recorder.receive(
         TrialOpened(
             time=time.time(),
@@ -151,15 +150,15 @@ def open_trial(trial: Trial, recorder: Recorder) -> None:
 
 
 def artifact(name: str, recorder: Recorder) -> None:
-    """Tell that a file of the run's folder belongs to the results."""
+    """Record that a file of the run's folder belongs to the results."""
     recorder.receive(ArtifactSaved(time=time.time(), path=name))
 
 
 def _teller(terminal: rich.console.Console) -> Callable[[str], None]:
-    """Warnings stand out on the terminal, and are in the log, too."""
+    """Return a function that prints warnings in yellow and writes them to the log."""
 
     def warn(message: str) -> None:
-        wraps = terminal.is_interactive  # a log file gets its lines whole
+        wraps = terminal.is_interactive  # lines of a log file aren't wrapped
         terminal.print(message, style="yellow", markup=False, highlight=False, soft_wrap=not wraps)
         logging.getLogger(__name__).warning(message)
 
@@ -167,7 +166,7 @@ def _teller(terminal: rich.console.Console) -> Callable[[str], None]:
 
 
 def _console(log: Log) -> rich.console.Console:
-    """Plain lines, even where notebooks and FORCE_COLOR ask for more."""
+    """Return a console that writes plain lines, even in notebooks and with FORCE_COLOR."""
     return rich.console.Console(
         file=cast("IO[str]", log), width=120, force_jupyter=False, force_terminal=False, color_system=None
     )
@@ -200,7 +199,7 @@ def _close(recorder: Recorder, *, status: Status, message: str, warn: Callable[[
     """Record the end of the run.
 
     Raises:
-        OSError: the journal can't be written. If the run has failed, that is a warning: its failure is the error.
+        OSError: the journal can't be written. After a failed run this is only a warning.
     """
     try:
         try:
@@ -221,7 +220,7 @@ def _status(error: BaseException, *, interruption: str) -> tuple[Status, str]:
 
 @contextmanager
 def _logging_to(log: Log) -> Iterator[None]:
-    """Warnings and messages of libraries go to the run's log, not to the terminal."""
+    """Send log messages of libraries to the run's log instead of the terminal."""
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""The one place that all events of a run pass through: first into the journal, then to its subscribers."""
+"""Recorder of a run's events: every event passes here, first into the journal, then to the subscribers."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,24 +18,24 @@ from pipeline.recording.journal import FILE_NAME, Journal, read
 
 
 class Subscriber(Protocol):
-    """Gets every event after it has been journaled, `Advanced` too, which never is.
+    """Receiver of every event after it has been journaled; `Advanced` isn't journaled, but received.
 
-    It must not block and not raise: training would feel it.
+    It must neither block nor raise: it would slow training down.
     """
 
     def receive(self, event: AnyEvent) -> None:
-        """Take note of an event; called by one thread at a time."""
+        """Receive an event; called by one thread at a time."""
 
 
 class Recorder:
-    """Writes a run's events down and hands them on. Its methods may be called from any thread.
+    """Writer of a run's journal, which passes each event on to subscribers. Its methods may be called from any thread.
 
-    In a folder with a journal it continues that run: the trials that have ended are known, and points of steps that
-    are done again are dropped. Of a trial that is opened again only the new end counts.
+    In a folder with a journal it resumes that run: finished trials are known, metrics of repeated steps are dropped. If
+    a trial is opened again, its earlier result is discarded.
 
     Args:
         folder: the run's folder.
-        subscribers: get each event once it is in the journal.
+        subscribers: receivers of each event after it is journaled.
 
     Raises:
         UsageError: another process writes to the journal, or it is damaged.
@@ -45,11 +45,11 @@ class Recorder:
     def __init__(self, folder: Path, *, subscribers: Sequence[Subscriber]) -> None:
         self.folder = folder
         self.earlier: tuple[Finished, ...] = ()
-        """Ends of trials that the journal had before, the last one of each."""
+        """Results of a resumed run's finished trials, the last of each trial and repeat."""
         self.summary = ""
-        """What came out, in Markdown; set once it is known."""
+        """Summary of the results in Markdown; set by the report."""
         self.known = 0
-        """Events that the journal had before."""
+        """Number of events in the journal of a resumed run."""
         self._journal = Journal(folder / FILE_NAME)
         self._progress = self._earlier()
         self._subscribers = list(subscribers)
@@ -57,13 +57,13 @@ class Recorder:
         self._lock = threading.Lock()
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Hand the events from now on to one more."""
+        """Add a subscriber for the events from now on."""
         with self._lock:
             self._subscribers.append(subscriber)
 
     @contextmanager
     def subscribed(self, subscriber: Subscriber) -> Iterator[None]:
-        """Hand the events to one more inside the block."""
+        """Add a subscriber for the events inside the block."""
         self.subscribe(subscriber)
         try:
             yield
@@ -75,7 +75,7 @@ class Recorder:
         """Record an event.
 
         Raises:
-            OSError: the journal can't be written; the subscribers get the event all the same.
+            OSError: the journal can't be written; the subscribers receive the event in any case.
         """
         with self._lock:
             new = self._progress.new(event)
@@ -93,15 +93,15 @@ class Recorder:
                 raise failure
 
     def close(self) -> None:
-        """No more events."""
+        """Close the journal; no event may follow."""
         with self._lock:
             self._journal.close()
 
     def _earlier(self) -> Deduplicator:
-        """Continue what the journal has."""
+        """Read the journal of a resumed run: results, number of events, and the last step of each metric."""
         ends: dict[tuple[str, int], Finished] = {}
 
-        def noticed() -> Iterator[AnyEvent]:  # a long run's events needn't be in memory all at once
+        def noticed() -> Iterator[AnyEvent]:  # one event in memory at a time
             for event in read(self.folder / FILE_NAME):
                 self.known += 1
                 if isinstance(event, Finished):
@@ -117,7 +117,7 @@ class Recorder:
         return progress
 
     def _is_told(self, event: AnyEvent) -> bool:
-        """Return whether the trial has warned of the same subject before."""
+        """Return True if the trial has already warned of the same subject."""
         if isinstance(event, TrialOpened):
             self._subjects = set()
         if not isinstance(event, Warned) or not event.subject:

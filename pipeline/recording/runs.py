@@ -1,4 +1,4 @@
-"""The runs of a folder, by what their journals say: nothing else is needed, MLflow neither."""
+"""Runs of a directory, listed and found by their journals alone, without MLflow."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -14,57 +14,57 @@ from pipeline.recording.folder import id_of, is_trial, sweep_of, trials_of
 from pipeline.wording import did_you_mean
 
 LATEST = "latest"
-"""The run that began last."""
+"""Name of the newest run."""
 
 _MOST_NAMED = 5
 _TOLD = (b'"run_opened"', b'"run_closed"', b'"speedup"')
-"""What lines of a journal hold that are worth reading; a long training has hundreds of thousands of others."""
+"""Marks of the lines that a summary needs; a long training has hundreds of thousands of other lines."""
 
 
 class RunSummary(Frozen):
-    """One run in a line."""
+    """Summary of one run, a line of ``pipeline list``."""
 
     run: str
-    """Its id, the name of its folder; of a sweep's trial with the sweep's before it."""
+    """Id of the run: the name of its folder, after the sweep's if it is a trial."""
     folder: Path
     command: str
     """run, compare, predict, tune-batch or sweep."""
     experiment: str
     status: Status | Literal["RUNNING", "STOPPED"]
-    """RUNNING while a driver writes to the journal; KILLED if none has closed it; STOPPED: a trial, early, by ASHA."""
+    """RUNNING while a driver writes to the journal; KILLED if it died without closing it; STOPPED: a trial, by ASHA."""
     strategy: str | None
-    """Of a training; None for other commands."""
+    """Strategy of a training; None for other commands."""
     workers: int | None
-    """Processes (world size) of a training, as it was planned."""
+    """Planned number of processes (world size) of a training."""
     speedup: float | None
-    """Of a comparison the best cell's; None where none is claimed."""
+    """Speedup, in a comparison the best cell's; None if none is claimed."""
     efficiency: float | None
     began: datetime
     ended: datetime | None
-    """None while it goes on, and if its driver was killed."""
+    """End of the run; None while it is running, or if its driver was killed."""
     message: str = ""
-    """Why it ended, unless it finished."""
+    """Why the run ended, unless it finished."""
     sweep: str = ""
-    """Id of the sweep that it is a trial of; empty for other runs."""
+    """Id of the sweep; empty unless the run is a trial."""
 
     @property
     def what(self) -> str:
-        """What ran, e.g. "ddp x 2" or "compare"."""
+        """Kind of the run, e.g. "ddp x 2" or "compare"."""
         return self.command if self.strategy is None else titled(self.strategy, self.workers or 1)
 
 
 def titled(strategy: str, workers: int) -> str:
-    """Strategy and number of workers as tables call them."""
+    """Return strategy and number of workers as tables show them, e.g. "ddp x 2"."""
     return strategy if workers == 1 else f"{strategy} x {workers}"
 
 
 def folders(directory: Path) -> list[Path]:
-    """The folders of all runs, the one that began last at the end: their names begin with the time."""
+    """Return the folders of all runs, the newest last: their names begin with the time."""
     return sorted(path.parent for path in directory.glob(f"*/{journal.FILE_NAME}"))
 
 
 def summaries(directory: Path) -> Iterator[RunSummary]:
-    """All runs of a directory, the newest last, a sweep before its trials; none that ended before it began."""
+    """Yield all runs of a directory, the newest last, a sweep before its trials; skip runs that never started."""
     for folder in folders(directory):
         for each in (folder, *trials_of(folder)):
             if (summary := summarized(each)) is not None:
@@ -72,7 +72,7 @@ def summaries(directory: Path) -> Iterator[RunSummary]:
 
 
 def summarized(folder: Path) -> RunSummary | None:
-    """One run; None if its journal doesn't even say what was to be run."""
+    """Summarize one run; None if it never started."""
     path = folder / journal.FILE_NAME
     events = list(_told(path))
     opened = [event for event in events if isinstance(event, RunOpened)]
@@ -108,17 +108,17 @@ def _status(end: RunClosed | None) -> Status | Literal["STOPPED"]:
 
 
 def last_opened(folder: Path) -> RunOpened:
-    """How a run that has been `summarized` was started last."""
+    """Return the last start of a run that has been `summarized`."""
     return [event for event in _told(folder / journal.FILE_NAME) if isinstance(event, RunOpened)][-1]
 
 
 def find(text: str, directory: Path) -> Path:
-    """Find the folder of the run that is meant by `LATEST`, a part of its id, or a path.
+    """Find the folder of a run by `LATEST`, a unique part of its id, or a path.
 
-    Of a sweep's trial the sweep's part of the id may be shortened like that: ``latest/trial-003``.
+    The sweep's part of a trial's id may be shortened in the same way: ``latest/trial-003``.
 
     Raises:
-        UsageError: there is none, or more than one.
+        UsageError: no run matches, or several do.
     """
     there = folders(directory)
     if text == LATEST and there:
@@ -136,20 +136,20 @@ def find(text: str, directory: Path) -> Path:
     if found:
         some = ", ".join(found[-_MOST_NAMED:])
         more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        raise UsageError(f"{text}: {len(found)} runs have that in their id; write more of one of {some}{more}")
-    newest = f"; the newest are {', '.join(names[-3:])}" if names else ", nor any other"
+        raise UsageError(f"{text}: {len(found)} runs match; write more of one of these ids: {some}{more}")
+    newest = f"; the newest are {', '.join(names[-3:])}" if names else "; it has no runs"
     raise UsageError(f"{text}: no such run in {directory}{did_you_mean(text, names, cutoff=0.4) or newest}")
 
 
 def _is_run(folder: Path) -> bool:
     try:
         return (folder / journal.FILE_NAME).is_file()
-    except OSError:  # a name that is too long, for instance
+    except OSError:  # e.g. a name that is too long
         return False
 
 
 def _told(path: Path) -> Iterator[AnyEvent]:
-    """The events of a journal that a summary is made of; damaged lines say nothing."""
+    """Yield the events that a summary needs; skip damaged lines."""
     with path.open("rb") as file:
         for line in file:
             if any(mark in line for mark in _TOLD) and (event := _event(line)) is not None:

@@ -1,4 +1,4 @@
-"""The SQLite file in which MLflow keeps runs: whether it can be used, and its creation, whole or not at all."""
+"""MLflow's SQLite store: checking that the file is usable, and creating it atomically."""
 
 import os
 import sqlite3
@@ -11,17 +11,17 @@ from pipeline.config.uris import SQLITE
 from pipeline.errors import ResourceError
 
 _COMPANIONS = ("-journal", "-wal", "-shm")
-"""What SQLite keeps beside a database that is open, or whose writer was killed."""
-_PATIENCE_S = 60.0  # creating takes about two seconds, on a busy machine many times that
+"""Suffixes of the files that SQLite keeps beside an open database, or after its writer was killed."""
+_PATIENCE_S = 60.0  # creating takes two seconds, on a busy machine many times that
 
 
 def create(path: Path, *, artifacts: str) -> None:
-    """Create MLflow's store unless it is there: beside its place, then renamed, so that a kill leaves nothing of it.
+    """Create MLflow's store unless it exists: under another name, then renamed, so that a kill leaves no half of it.
 
     Several processes may call this at the same time.
 
     Args:
-        path: of the store.
+        path: file of the store.
         artifacts: URI of the folder for artifacts.
 
     Raises:
@@ -30,32 +30,34 @@ def create(path: Path, *, artifacts: str) -> None:
     """
     from filelock import FileLock
 
-    place = path.resolve()  # a link stays one
+    place = path.resolve()  # a symbolic link is kept
     if _has_content(place):
         return
     lock, draft = (place.with_name(f"{place.name}.{suffix}") for suffix in ("lock", "partial"))
     with FileLock(lock, timeout=_PATIENCE_S):
         if not _has_content(place):
-            _remove(draft, *_companions(draft))  # of a creation that was killed
+            _remove(draft, *_companions(draft))  # left by a creation that was killed
             _write(draft, artifacts=artifacts)
-            _remove(*_companions(place))  # of a store that was moved away: SQLite would take them for the new one's
+            _remove(
+                *_companions(place)
+            )  # left by a store that was moved away: SQLite would read them as the new store's
             draft.replace(place)
-        _remove(lock)  # nobody needs it any more: whoever waits finds the store there
+        _remove(lock)  # processes that wait for it find the store
 
 
 def check(path: Path) -> None:
-    """Find out whether MLflow can keep runs in the file, which needn't be there yet. Creates nothing.
+    """Check that MLflow can keep runs in the file, which needn't exist yet. Creates nothing.
 
     Raises:
-        ResourceError: it can't.
-        OSError: the path can't be looked at.
+        ResourceError: the file is no usable store.
+        OSError: the path can't be accessed.
     """
     folder = path.parent
     if not folder.is_dir():
         raise ResourceError(
             f"tracking.uri: the folder {folder} of {path.name} doesn't exist; create it: mkdir -p {folder}"
         )
-    try:  # asking for permission isn't enough: root has it on a read-only or virtual file system, too
+    try:  # os.access isn't enough: root has permission even on a read-only file system
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ResourceError(
@@ -72,11 +74,11 @@ def _check_database(path: Path) -> None:
     wrong = "" if os.access(path, os.W_OK) else "no permission to write"
     is_unfinished = False
     try:
-        # Not read-only: what a killed process has left half-written is undone by whoever opens it next.
+        # Not read-only: SQLite rolls back what a killed process has left half-written.
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as database:
             is_unfinished = _is_unfinished(database)
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:  # busy: someone writes right now, our turn comes
+        if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:  # busy: another process is writing
             wrong = wrong or str(error)
     if wrong:
         raise ResourceError(
@@ -91,7 +93,7 @@ def _check_database(path: Path) -> None:
 
 
 def _is_unfinished(database: sqlite3.Connection) -> bool:
-    """Whether a store's tables were begun and never completed: the first experiment is what its creation ends with."""
+    """Return True if creating the tables was never completed: MLflow adds the first experiment last."""
     tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "alembic_version" not in tables or "experiments" not in tables:
         return False  # empty, or not MLflow's
@@ -102,7 +104,7 @@ def _is_unfinished(database: sqlite3.Connection) -> bool:
 
 
 def _newest_revisions() -> set[str]:
-    """The schema of the MLflow that is installed."""
+    """Return the schema revisions of the installed MLflow."""
     from alembic.script import ScriptDirectory
 
     mlflow = find_spec("mlflow")
@@ -112,11 +114,11 @@ def _newest_revisions() -> set[str]:
 
 
 def _write(path: Path, *, artifacts: str) -> None:
-    """Have MLflow create a store, and leave one file."""
+    """Have MLflow create a store in a single file."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     SqlAlchemyStore(f"{SQLITE}{path}", artifacts).engine.dispose()
-    with closing(sqlite3.connect(path)) as database:  # the last one to close it
+    with closing(sqlite3.connect(path)) as database:  # the last connection leaves no other file
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 

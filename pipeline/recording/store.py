@@ -1,4 +1,4 @@
-"""Where MLflow keeps its runs: a SQLite file, a server, or another database that MLflow knows."""
+"""MLflow's tracking store by its URI: a SQLite file, a server, or another database; checks and links."""
 
 import os
 import re
@@ -13,15 +13,15 @@ from pipeline.recording import sqlite_store
 _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _HEALTH_TIMEOUT_S = 3
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
-_TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's menu is that for GenAI
+_TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
 VIEW = "speedups"
-"""What links to the table of runs call the view that `pipeline.recording.mlflow_view` saves."""
+"""Name of the view that `pipeline.recording.mlflow_view` saves, in links to the table of runs."""
 UI_ADDRESS = "http://127.0.0.1:5000"
-"""Where ``pipeline ui`` serves unless told otherwise."""
+"""Default address of ``pipeline ui``."""
 
 
 def resolve_uri(uri: str, *, base: Path) -> str:
-    """The same store for every working directory: the relative path of a SQLite file becomes absolute."""
+    """Make the relative path of a SQLite file absolute; return other URIs unchanged."""
     path, mark, query = uri.removeprefix(SQLITE).partition("?")
     if not uri.startswith(SQLITE):
         return uri
@@ -29,20 +29,20 @@ def resolve_uri(uri: str, *, base: Path) -> str:
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The file of a SQLite store; None for every other store."""
+    """Return the file of a SQLite store; None for other stores."""
     if not uri.startswith(SQLITE):
         return None
     return Path(uri.removeprefix(SQLITE).partition("?")[0])
 
 
 def artifact_root(uri: str) -> str | None:
-    """Where new experiments keep their artifacts: beside a SQLite file; None where the server decides."""
+    """Return the artifact location of new experiments: beside a SQLite file; None if the server decides."""
     path = sqlite_path(uri)
     return (path.parent / "mlartifacts").absolute().as_uri() if path else None
 
 
 def create_store(uri: str) -> None:
-    """Create a SQLite store unless it is there; other stores are created by whoever serves them.
+    """Create a SQLite store unless it exists; other stores are created by their servers.
 
     Raises:
         Exception: see `pipeline.recording.sqlite_store.create`.
@@ -53,36 +53,35 @@ def create_store(uri: str) -> None:
 
 
 def is_server(uri: str) -> bool:
-    """Whether the store is reached over HTTP."""
+    """Return True if the store is a server, reached over HTTP."""
     return uri.startswith(("http://", "https://"))
 
 
 def with_credentials(uri: str) -> str:
-    """A store's URI as the environment has it: with what `without_credentials` has removed.
+    """Return a store's URI with the credentials of MLFLOW_TRACKING_URI, if that names the same store.
 
-    MLFLOW_TRACKING_URI is taken if it names the same store. MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD
-    need nothing done: MLflow adds them itself.
+    MLflow itself reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
     current = os.environ.get("MLFLOW_TRACKING_URI", "")
     return current if without_credentials(current) == uri else uri
 
 
 def redacted(text: str) -> str:
-    """A text without the credentials of any address in it."""
+    """Remove the credentials from all URIs in a text."""
     return _CREDENTIALS.sub("", text)
 
 
 def check_store(uri: str) -> str | None:
-    """Find out before training whether results can be kept. Creates nothing.
+    """Check before training that the store can keep results. Creates nothing.
 
     Args:
         uri: tracking URI, as `resolve_uri` returns it.
 
     Returns:
-        A warning if a server doesn't answer now: training goes on, and the journal waits for it. Else None.
+        A warning if a server doesn't answer now, else None. Training continues; results wait in the journal.
 
     Raises:
-        ResourceError: no results can ever be written there.
+        ResourceError: the store can never keep results.
     """
     if problem := problem_of(uri):
         raise ResourceError(f"tracking.uri: is {without_credentials(uri)}; {problem}")
@@ -100,18 +99,18 @@ def check_store(uri: str) -> str | None:
 
 
 def run_link(uri: str, experiment_id: str, run_id: str) -> str:
-    """Where people look at a run: an address, preceded by the command that serves it if no server does yet."""
+    """Return the link to a run in MLflow's UI, after the command that serves the UI if there is no server."""
     page = f"{ui_address(uri)}/#/experiments/{experiment_id}/runs/{run_id}?{_TRAINING_VIEW}"
     return page if is_server(uri) else f"pipeline ui, then {page}"
 
 
 def runs_link(address: str, experiment_id: str) -> str:
-    """Where people compare the runs of an experiment; without ``/runs`` MLflow opens its page for GenAI."""
+    """Return the link to the table of runs; without ``/runs`` MLflow opens its page for GenAI."""
     return f"{address}/#/experiments/{experiment_id}/runs?viewStateShareKey={VIEW}&{_TRAINING_VIEW}"
 
 
 def ui_address(uri: str) -> str:
-    """Where the UI on a store is, or will be once ``pipeline ui`` serves it."""
+    """Return the address of the UI: the server's, or the default of ``pipeline ui``."""
     return without_credentials(uri).rstrip("/") if is_server(uri) else UI_ADDRESS
 
 
@@ -120,10 +119,10 @@ def _check_server(uri: str) -> str | None:
         with urllib.request.urlopen(f"{without_credentials(uri).rstrip('/')}/health", timeout=_HEALTH_TIMEOUT_S):  # noqa: S310 - the scheme is http(s)
             return None
     except urllib.error.HTTPError:
-        return None  # it answers; a proxy in front of it may ask for credentials that only MLflow sends
+        return None  # it answers; a proxy may ask for credentials that only MLflow sends
     except OSError as error:
         reason = getattr(error, "reason", error)
         return (
             f"{without_credentials(uri)} doesn't answer ({reason}); "
-            "training goes on, results wait in the journal until it does"
+            "training continues, results wait in the journal until it does"
         )

@@ -1,4 +1,4 @@
-"""``pipeline sync``: what MLflow lacks of a run that has ended, from its journal."""
+"""``pipeline sync``: delivery of a run that has ended, from its journal."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -18,27 +18,26 @@ from pipeline.recording.store import check_store, run_link, with_credentials
 
 
 def sync(folder: Path, *, warn: Callable[[str], None], to: str = "") -> TrackingOutcome:
-    """Send a finished or crashed run's journal to its tracking store. What is there already isn't added again.
+    """Send the journal of a finished or killed run to its tracking store; idempotent.
 
-    A journal that nobody closed is that of a killed driver: its MLflow runs end as KILLED, at the time of its last
-    event.
+    If the journal lacks the end of the run, its MLflow runs end as KILLED at the time of its last event.
 
     Args:
-        folder: the run's.
-        warn: told of trouble.
-        to: another store, as `resolve_uri` returns it, credentials included; empty for the run's own.
+        folder: the run's folder.
+        warn: called when an outage begins and when it ends.
+        to: URI of another store as `resolve_uri` returns it, with credentials; empty for the run's own.
 
     Raises:
-        UsageError: no journal, a damaged one, or its run is still going on and sends its events itself.
-        ResourceError: no results can ever be written to that store.
+        UsageError: the journal is missing or damaged, or the run is still running and sends its events itself.
+        ResourceError: the store can never keep results.
     """
     return _send(folder, warn=warn, to=to, wanted=lambda _: True)
 
 
 def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "") -> Iterator[TrackingOutcome]:
-    """Send a run, and if it is a sweep its trials, until one can't be sent; see `sync`.
+    """Send a run and, if it is a sweep, its trials; stop at the first incomplete delivery. See `sync`.
 
-    Trials need their sweep's run in the store, and what the sweep says of them needs theirs.
+    A trial's MLflow run needs its sweep's as parent, and the sweep's tags about trials need the trials' runs.
     """
     trials = [trial for trial in trials_of(folder) if _has_begun(trial)]
     if trials:
@@ -56,14 +55,12 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
 def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callable[[AnyEvent], bool]) -> TrackingOutcome:
     path = folder / journal.FILE_NAME
     opened, last, count = None, None, 0
-    for event in journal.read(path):  # a second time below: a long run's events needn't be in memory all at once
+    for event in journal.read(path):  # and again below: one event in memory at a time
         opened, last, count = (event if isinstance(event, RunOpened) else opened), event, count + 1
     if journal.is_open(path):
-        raise UsageError(
-            f"{folder}: this run is still going on and sends its results itself; sync it when it has ended"
-        )
+        raise UsageError(f"{folder}: this run is still running and sends its results itself; sync it when it has ended")
     if opened is None or last is None:
-        raise UsageError(f"{path}: nothing to send, the run ended before it began")
+        raise UsageError(f"{path}: nothing to send, the run ended before it started")
     uri = to or with_credentials(opened.tracking_uri)
     _check(uri, folder=folder)
     delivery = Delivery(folder=folder, warn=warn, uri=uri)
@@ -71,8 +68,8 @@ def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callabl
     elsewhere = "" if uri == with_credentials(opened.tracking_uri) else without_credentials(uri)
     outcome = TrackingOutcome.of(delivery, folder=folder, trouble=delivery.trouble, waiting=count, uri=elsewhere)
     known = TrackingOutcome.kept(folder)
-    if not (elsewhere and known and known.delivered):  # the run's own store is where to look
-        with suppress(OSError):  # a folder that can only be read is no reason to fail
+    if not (elsewhere and known and known.delivered):  # links stay on the run's own store
+        with suppress(OSError):  # the folder may be read-only
             outcome.keep(folder)
     if outcome.message:
         return outcome
@@ -82,7 +79,7 @@ def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callabl
 
 def _check(uri: str, *, folder: Path) -> None:
     try:
-        check_store(uri)  # a server that doesn't answer now is tried all the same
+        check_store(uri)  # a server that doesn't answer now is tried anyway
     except ResourceError as error:
         raise ResourceError(f"{error}\nor send it to another store: pipeline sync {folder} --to URI") from error
 
@@ -100,7 +97,7 @@ def _deliver(delivery: Delivery, events: Iterable[AnyEvent], *, count: int) -> N
 
 
 def _is_of_trials(event: AnyEvent) -> bool:
-    """Whether a sweep says something of its trials, which the store must have for that."""
+    """Return True for an event of a sweep about a trial, whose MLflow run must exist."""
     return isinstance(event, Tagged) or (isinstance(event, ModelSaved) and bool(event.run))
 
 
@@ -109,7 +106,7 @@ def _has_begun(folder: Path) -> bool:
 
 
 def _ended_once(path: Path, *, last: AnyEvent) -> Iterator[AnyEvent]:
-    """The events of a run that may have been continued, or killed; ``last`` is the last one."""
+    """Yield the events of a run with a single end, after ``last``, the last event: a run may be resumed or killed."""
     yield from (event for event in journal.read(path) if not isinstance(event, RunClosed))
     if isinstance(last, RunClosed):
         yield last

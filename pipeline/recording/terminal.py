@@ -1,4 +1,4 @@
-"""Where a command shows what, ``--json`` and ``--quiet`` choose, and a line there."""
+"""Output streams of a command, chosen by ``--json`` and ``--quiet``."""
 
 from typing import NamedTuple
 
@@ -7,22 +7,22 @@ from rich.text import Text
 
 
 class Terminal(NamedTuple):
-    """The places for what a command has to say."""
+    """Consoles of a command by kind of output."""
 
     progress: rich.console.Console
-    """How far it is; silent with ``--quiet``."""
+    """Progress; silent with ``--quiet``."""
     result: rich.console.Console
-    """What came out, for people."""
+    """Results for people; not on standard output with ``--json``."""
     warnings: rich.console.Console
-    """What a user should know; never silent."""
+    """Warnings; never silent."""
 
     @classmethod
     def of(cls, *, as_json: bool = False, quiet: bool = False) -> "Terminal":
-        """The places of a command.
+        """Return the consoles of a command.
 
         Args:
-            as_json: standard output belongs to one JSON document, and all else goes to standard error.
-            quiet: no progress, and warnings don't mix with the result.
+            as_json: standard output is one JSON document; all else goes to standard error.
+            quiet: no progress; warnings go to standard error.
         """
         stderr = rich.console.Console(highlight=False, stderr=True)
         stdout = stderr if as_json else rich.console.Console(highlight=False)
@@ -33,10 +33,10 @@ class Terminal(NamedTuple):
 
     @classmethod
     def on(cls, console: rich.console.Console) -> "Terminal":
-        """All in one place, such as a log."""
+        """Return one console for all output, e.g. a log's."""
         return cls(progress=console, result=console, warnings=console)
 
 
 def write(stdout: rich.console.Console, text: str, *, style: str = "") -> None:
-    """Print a line: whole into a log file, so that it can be searched; a terminal wraps between words."""
+    """Print a line; a terminal wraps it between words, a log file gets it unbroken for grep."""
     stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)

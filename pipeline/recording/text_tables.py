@@ -19,11 +19,11 @@ Item = TypeVar("Item")
 
 
 class PrintableTable(Protocol):
-    """What is shown of a `pipeline.report.tables.Table`: this package doesn't import that one."""
+    """Parts of a `pipeline.report.tables.Table` to print; a protocol, because recording may not import report."""
 
     @property
     def title(self) -> str:
-        """Stands above; may be empty."""
+        """Line above the table; may be empty."""
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -31,15 +31,15 @@ class PrintableTable(Protocol):
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """What stands in them."""
+        """Cells, a tuple for each row."""
 
     @property
     def emphasis(self) -> int | None:
-        """Index of the row to stress."""
+        """Index of the row printed in bold, if any."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines below."""
+        """Lines below the table."""
 
 
 def print_report_table(report_table: PrintableTable, *, console: Console) -> None:
@@ -96,13 +96,13 @@ def width_of(table: Table, console: Console) -> int:
 
 
 def headed(lines: Sequence[str], *, width: int) -> Text:
-    """Lines that wrap between words, the first one bold."""
+    """Wrap lines between words; the first is bold."""
     wrapped = [textwrap.fill(line, width, subsequent_indent="  ") for line in lines]
     return Text("\n").join(Text(line, style="" if index else "bold") for index, line in enumerate(wrapped))
 
 
 def _in_two_lines(name: str) -> str:
-    """A column's name, as narrow as two lines allow."""
+    """Break a column's name into at most two lines, as narrow as possible."""
     longest = max(map(len, name.split()))
     return next(
         lines for width in range(longest, len(name) + 1) if (lines := textwrap.fill(name, width)).count("\n") < 2

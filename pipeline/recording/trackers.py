@@ -1,7 +1,7 @@
-"""Trackers of the user's own, which ``tracking.trackers`` names: each gets a run's events beside MLflow.
+"""User-defined trackers, from ``tracking.trackers``: each receives the run's events, as MLflow does.
 
-Nothing that happens in one reaches training: each has a thread, so it may be slow; one that raises is told of and left
-out. The journal has all events in any case.
+Their failures don't reach training: each tracker has a thread, so it may be slow; after an exception it is left out,
+with a warning. The journal has all events in any case.
 """
 
 import threading
@@ -20,27 +20,27 @@ _PATIENCE_S = 60.0
 
 
 class Tracker(Protocol):
-    """What a component of ``tracking.trackers`` builds; it is called with the run's folder and its own arguments.
+    """Interface of a component of ``tracking.trackers``, which is built from the run's folder and its own arguments.
 
-    All calls come from one thread of the driver. In a run that goes on (``--resume``) it is built anew and gets all
-    events from the first one on, as the journal has them.
+    All calls come from one thread of the driver. In a resumed run (``--resume``) a new instance receives all events
+    of the journal from the first.
     """
 
     def receive(self, event: AnyEvent) -> None:
-        """Take note of an event that has just been journaled; see `pipeline.protocol.events`."""
+        """Receive an event that has been journaled; see `pipeline.protocol.events`."""
 
     def close(self) -> None:
-        """The run has ended, well or badly, and there are no more events."""
+        """End the tracker: the run has ended, finished or failed."""
 
 
 class Attached:
-    """A tracker that follows a run's journal, on a thread of its own.
+    """A tracker with the thread that feeds it the run's journal.
 
     Args:
-        tracker: the user's.
-        name: for warnings.
-        recorder: the run's.
-        warn: told, from that thread, when the tracker raises; from `close`, when it takes too long to end.
+        tracker: the user's tracker.
+        name: name in warnings.
+        recorder: recorder of the run.
+        warn: called from the thread when the tracker raises, and from `close` when it takes too long.
 
     Raises:
         OSError: the journal can't be read.
@@ -54,7 +54,7 @@ class Attached:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def close(self, *, timeout_s: float = _PATIENCE_S) -> None:
-        """Wait until the tracker has everything, so many seconds at most."""
+        """Wait until the tracker has received all events, at most ``timeout_s`` seconds."""
         self._feed.end()
         if not self._done.wait(timeout_s):
             missing = f"what it lacks is in {self._journal}"
@@ -68,7 +68,7 @@ class Attached:
                 self._tracker.receive(event)
             self._tracker.close()
         except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
-            # Without its traceback: exceptions of services quote addresses with their passwords.
+            # Without its traceback: exceptions of services quote URIs with their passwords.
             said = redacted(" ".join(str(error).split()))[:300]
             rest = f"it gets no more events, {self._journal} has them all"
             self._warn(f"{self._name} raised {type(error).__name__}: {said}; {rest}")
@@ -80,10 +80,10 @@ class Attached:
 def attach(
     experiment: Experiment, recorder: Recorder, *, allowed: tuple[str, ...], warn: Callable[[str], None]
 ) -> Sequence[Attached]:
-    """The trackers of an experiment, which follow its run.
+    """Build the trackers of an experiment and start feeding them.
 
     Raises:
-        ExperimentError: one can't be built.
+        ExperimentError: a tracker can't be built.
     """
     built = [
         (components.build(component, recorder.folder, key=f"tracking.trackers[{n}]", allowed=allowed), component.target)

@@ -1,4 +1,4 @@
-"""The MLflow UI on a tracking store."""
+"""MLflow's UI on a tracking store, served by ``pipeline ui``, and the links to its pages of runs."""
 
 import json
 import os
@@ -28,24 +28,24 @@ _TIMEOUT_S = 5.0
 
 
 class Page(NamedTuple):
-    """The runs of an experiment."""
+    """Link to the runs of an experiment."""
 
     experiment: str
-    """Its name."""
+    """Name of the experiment."""
     link: str
 
 
 def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str], None] | None = None) -> str:
-    """Serve the UI until interrupted; for a store behind a server there is nothing to serve.
+    """Serve the UI until interrupted; return at once if the store is a server, which has a UI.
 
     Args:
         uri: tracking URI, as `resolve_uri` returns it.
-        port: TCP port to listen on.
+        port: TCP port.
         host: address to listen on.
-        ready: called with the address once pages can be opened.
+        ready: called with the address once the server answers.
 
     Returns:
-        The address of the UI.
+        Address of the UI.
 
     Raises:
         UsageError: the port is in use, or there are no runs yet.
@@ -56,7 +56,7 @@ def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str]
             ready(without_credentials(uri))
         return without_credentials(uri)
     if (path := sqlite_path(uri)) and not path.exists():
-        raise UsageError(f"{path}: no runs yet; `pipeline run EXPERIMENT` makes this file")
+        raise UsageError(f"{path}: no runs yet; `pipeline run EXPERIMENT` creates it")
     check_store(uri)
     _check_port(host, port)
     address = f"http://{host}:{port}"
@@ -75,13 +75,13 @@ def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str]
 
 
 def pages(address: str) -> Iterator[Page]:
-    """The experiments of ours that were written to last, the latest first.
+    """Yield the experiments of this project that were updated last, the latest first.
 
     Args:
-        address: of the UI, which is a tracking server at the same time.
+        address: address of the UI, which is a tracking server, too.
 
     Raises:
-        OSError: it doesn't answer, or not to us.
+        OSError: the server doesn't answer, or asks for credentials.
     """
     query = urllib.parse.urlencode({"max_results": _MOST, "order_by": "last_update_time DESC"})
     url = f"{address}/api/2.0/mlflow/experiments/search?{query}"
@@ -98,11 +98,11 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise UsageError(f"port {port} on {host}: {error.strerror}; choose another one with --port") from None
+            raise UsageError(f"port {port} on {host}: {error.strerror}; choose another port with --port") from None
 
 
 def _start(uri: str, *, host: str, port: int, log: IO[str]) -> subprocess.Popen[bytes]:
-    """A server in a process group of its own, so that Ctrl-C reaches us alone and we end all of it."""
+    """Start the server in a separate process group: Ctrl-C reaches only this process, which then ends the group."""
     path = sqlite_path(uri)
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
     command += ["--host", host, "--port", str(port), "--workers", "1"]

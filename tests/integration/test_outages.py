@@ -361,7 +361,7 @@ def test_a_folder_that_is_deleted_under_way(proxy: Proxy, tmp_path: Path) -> Non
             shutil.rmtree(gone[0])
             training.set_step()
 
-    with pytest.raises(ResourceError, match="was deleted while its run went on, so the run was stopped"):
+    with pytest.raises(ResourceError, match="was deleted during the run, so the run was stopped"):
         train()
 
     client = MlflowClient(proxy.uri)
@@ -432,7 +432,7 @@ def test_a_killed_driver_is_continued_without_gaps_and_double_points(proxy: Prox
     assert (state.status, state.experiment, state.opened) == ("KILLED", run.plan.experiment, before[0])
     with run.training(run.folder, steps=30) as training:  # from a checkpoint at step 30
         assert read_state(run.folder).status == "RUNNING"
-        with pytest.raises(UsageError, match="still going on"), run.training(run.folder):
+        with pytest.raises(UsageError, match="still running"), run.training(run.folder):
             pass
         training.set_step(steps=len(before) + 100)
 

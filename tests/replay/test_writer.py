@@ -157,7 +157,7 @@ def test_a_file_that_is_gone_is_a_warning(store: Store, journal: Journal) -> Non
 def test_a_run_that_goes_on_is_not_sent(store: Store, tmp_path: Path) -> None:
     journal = journals.Journal(tmp_path / journals.FILE_NAME)
     journal.append(opened(store))
-    with pytest.raises(UsageError, match="still going on"):
+    with pytest.raises(UsageError, match="still running"):
         sync(tmp_path, warn=print)
     journal.close()
 

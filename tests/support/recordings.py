@@ -175,7 +175,7 @@ class _WriterHere:
 
     @property
     def outcome(self) -> TrackingOutcome | None:
-        return self._writer.said().outcome
+        return self._writer.reply().outcome
 
     def receive(self, event: AnyEvent) -> None:
         """It is in the journal."""

@@ -97,7 +97,7 @@ def test_a_missing_journal_is_an_error_of_the_caller(path: Path) -> None:
 
 def test_two_drivers_cannot_write_the_same_journal(path: Path) -> None:
     first = Journal(path)
-    with pytest.raises(UsageError, match="still going on"):
+    with pytest.raises(UsageError, match="still running"):
         Journal(path)
     first.close()
     Journal(path).close()
