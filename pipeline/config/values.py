@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from typing_extensions import override
 
 from pipeline import registry
-from pipeline.system.signals import postponed
+from pipeline.system.signals import deferred_signals
 
 
 class Frozen(BaseModel):
@@ -27,12 +27,12 @@ class Frozen(BaseModel):
 
     @override
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        with postponed():
+        with deferred_signals():
             return super().model_dump(**options)
 
     @override
     def model_dump_json(self, **options: Any) -> str:
-        with postponed():
+        with deferred_signals():
             return super().model_dump_json(**options)
 
 

@@ -33,7 +33,7 @@ def huge_pages() -> Iterator[None]:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def keep_freed_memory() -> Iterator[None]:
     """Keep freed memory in this process inside the context, except blocks above 32 MiB, which would fragment the heap.
 
     Has no effect if the C library isn't glibc, or if one of glibc's own variables is set.

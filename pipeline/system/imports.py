@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.system.signals import postponed
+from pipeline.system.signals import deferred_signals
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def undisturbed() -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with postponed():
+        with deferred_signals():
             yield
     finally:
         if was_enabled:

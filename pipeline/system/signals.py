@@ -17,7 +17,7 @@ SAME_S = 2.0
 
 
 @contextmanager
-def postponed() -> Iterator[None]:
+def deferred_signals() -> Iterator[None]:
     """Defer SIGINT and SIGTERM to the end of the context; a second one, `SAME_S` later, acts at once."""
     if current_thread() is not main_thread():  # other threads get no signals
         yield
@@ -77,7 +77,7 @@ def on_sigterm(do: Callable[[], None]) -> None:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def sigterm_blocked() -> Iterator[None]:
     """Block SIGTERM inside the context, also in all threads of processes that are forked there.
 
     It must be blocked at the fork: torch may start threads in a loader process before any other code runs.
@@ -89,7 +89,7 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def only_from_parent(_: int = 0) -> None:
+def sigterm_only_from_parent(_: int = 0) -> None:
     """Ignore SIGTERM in a loader process unless its parent sends it, as torch does.
 
     Otherwise the job's SIGTERM would end the loader, and training with an error instead of a checkpoint. The loader

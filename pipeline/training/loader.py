@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError
-from pipeline.system.signals import held_back, only_from_parent
+from pipeline.system.signals import sigterm_blocked, sigterm_only_from_parent
 from pipeline.training.fetch import Collate, fetcher, usable
 from pipeline.training.order import MicroBatch
 
@@ -46,7 +46,7 @@ class BatchLoader:
             pin_memory=pins,
             persistent_workers=options.persistent_workers and workers > 0,
             prefetch_factor=options.prefetch_factor if workers else None,
-            worker_init_fn=only_from_parent,
+            worker_init_fn=sigterm_only_from_parent,
             generator=torch.Generator(),  # each iteration draws a number, which must not come from the model's
         )
 
@@ -62,7 +62,7 @@ class BatchLoader:
                 yield micro_batch, usable(self._fetcher.__getitems__(micro_batch))
             return
         served = self._served.begin(micro_batches)
-        with held_back():
+        with sigterm_blocked():
             batches = iter(self._loader)
         for batch in batches:
             yield served.popleft(), usable(batch)

@@ -74,7 +74,7 @@ def run(
     try:
         with (
             allocator.huge_pages(),
-            allocator.kept(),
+            allocator.keep_freed_memory(),
             told_to(outbox.event, trial=trial.name),
             Watchdog(trial, rank=rank, outbox=outbox, end=end),
             _process_group(trial, rank=rank),

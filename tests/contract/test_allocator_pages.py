@@ -28,7 +28,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
 def measure(how):
-    kept = allocator.kept() if how != "without" else nullcontext()
+    kept = allocator.keep_freed_memory() if how != "without" else nullcontext()
     huge = allocator.huge_pages() if how == "huge" else nullcontext()
     with huge, kept:
         torch.zeros(1)
