@@ -1,19 +1,22 @@
-"""The forward pass of a batch, in training and in evaluation, and what its task must have returned."""
+"""The forward pass of a batch, in training and in evaluation, with checks of the task's output."""
 
+from traceback import walk_tb
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 
 from pipeline.errors import ExperimentError
 from pipeline.tasks import StepOutput
 from pipeline.training.context import TrainContext
+from pipeline.training.order import MicroBatch, StreamOrder
 
 
 def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
-    """What the task makes of a batch; the loss (scalar) with its graph, a weight without, in full precision.
+    """Compute the task's output for a batch: a scalar loss with its graph, and a weight without, in full precision.
 
     Raises:
-        ExperimentError: loss or weight isn't a scalar, or some batches have a weight and others have none.
+        ExperimentError: loss or weight isn't a scalar, or only some batches have a weight.
     """
     with context.autocast():
         output = context.task(module, context.batches.placed(batch))
@@ -23,7 +26,9 @@ def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
     if context.gives_weight is None:
         context.gives_weight = gives_weight
     elif context.gives_weight != gives_weight:
-        raise _refused(context, "gives StepOutput.weight for some batches and None for others; give it for all or none")
+        raise _refused(
+            context, "returns StepOutput.weight for some batches and None for others; return it for all or none"
+        )
     return output if output.weight is None else output._replace(weight=_weight(context, output.weight, output.loss))
 
 
@@ -39,3 +44,40 @@ def _refused(context: TrainContext, message: str) -> ExperimentError:
 
 def _shape(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def has_lone_sample(micro_batch: MicroBatch, *, error: ValueError) -> bool:
+    """Return True if BatchNorm raised the error because the micro-batch has a single sample, which has no variance."""
+    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    return len(micro_batch.indices) == 1 and batch_norm.__code__ in codes
+
+
+def lone_sample_error(context: TrainContext, micro_batch: MicroBatch) -> ExperimentError:
+    """Make the error that names the rank with a single sample, and a global batch size that avoids it."""
+    order, rank, parts = context.order, context.rank, context.accumulation
+    batch = round(1 / micro_batch.weight) if micro_batch.weight else order.samples % order.global_batch_size
+    split = [f"{rank.world_size} workers"] * (rank.world_size > 1) + [f"{parts} micro-batches each"] * (parts > 1)
+    shared = f" ({', '.join(split)})" if split else ""
+    if isinstance(order, StreamOrder):
+        return _too_small(rank.rank, batch, shared, f"write a size that divides the {order.samples} rows of an epoch")
+    needed = 2 * rank.world_size * parts
+    sizes = [size for size in range(1, order.samples + 1) if _smallest(size, order.samples) >= needed]
+    if sizes:
+        closest = min(sizes, key=lambda size: abs(size - order.global_batch_size))
+        remedy = f"write {closest}, which leaves at least 2 everywhere"
+    else:
+        remedy = f"there are only {order.samples} samples: use fewer workers or micro-batches"
+    return _too_small(rank.rank, batch, shared, remedy)
+
+
+def _too_small(rank: int, batch: int, shared: str, remedy: str) -> ExperimentError:
+    return ExperimentError.of(
+        "train.global_batch_size",
+        f"rank {rank} gets one sample of a global batch of {batch}{shared}; "
+        f"BatchNorm needs the variance of several: {remedy}, or use a layer without batch statistics, e.g. GroupNorm",
+    )
+
+
+def _smallest(size: int, samples: int) -> int:
+    """Return the size of an epoch's smallest global batch."""
+    return min(size, samples % size or size)

@@ -1,7 +1,7 @@
-"""What a loss or task keeps besides the model: parameters of its own, such as a temperature or centres of classes.
+"""Parameters and buffers of a loss or task, such as a temperature or class centers, trained beside the model.
 
-They are whole on every rank, whatever the strategy makes of the model: their gradients are added up once a step, after
-the last backward pass. The optimizer has them in a group of their own.
+They are replicated on every rank, whatever the strategy: their gradients are summed once a step, after the last
+backward pass. They form a separate parameter group of the optimizer.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from pipeline.protocol.trial import Rank
 from pipeline.tasks import Supervised
 
 PREFIX = "task:"
-"""Before the names of their parameters, which are in one list with the model's."""
+"""Prefix of their names where they are listed with the model's parameters."""
 
 
 def held_by(task: object) -> nn.Module:
-    """The modules and parameters that are attributes of a task, or of the loss that is its own."""
+    """Return the modules and parameters among the attributes of a task or its loss."""
     part = task.loss if isinstance(task, Supervised) else task
     if isinstance(part, nn.Module):
         return part
@@ -33,18 +33,18 @@ def held_by(task: object) -> nn.Module:
 
 
 def learned_by(task: object) -> nn.Module | None:
-    """What a task holds, if any of it changes in training."""
+    """Return the task's modules and parameters; None if nothing of them changes in training."""
     held = held_by(task)
     return held if kept(held) else None
 
 
 def trainable(learned: nn.Module | None) -> list[nn.Parameter]:
-    """The parameters that the optimizer gets besides the model's."""
+    """Return the parameters of the task that the optimizer trains."""
     return [one for one in learned.parameters() if one.requires_grad] if learned is not None else []
 
 
 def kept(learned: nn.Module) -> dict[str, Tensor]:
-    """What changes in training, by name: not what is frozen, nor the arguments of torch's own losses."""
+    """Return the tensors that change in training by name, without frozen parameters and arguments of torch's losses."""
     own: dict[str, Tensor] = {name: one for name, one in learned.named_parameters() if one.requires_grad}
     constant = [one for one in learned.modules() if type(one).__module__ == "torch.nn.modules.loss"]
     arguments = {id(buffer) for module in constant for buffer in module.buffers(recurse=False)}
@@ -53,7 +53,7 @@ def kept(learned: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def take_from_first(learned: nn.Module, *, rank: Rank, buffers_only: bool = False) -> None:
-    """Give all ranks rank 0's values. Collective."""
+    """Broadcast the values from rank 0. Collective."""
     if rank.world_size == 1:
         return
     for tensor in kept(learned).values():
@@ -79,13 +79,13 @@ def exchange_gradients(learned: nn.Module, *, scale: float, device: torch.device
         dist.all_reduce(flat)
         *sums, seen = torch.split(flat, [*(one.numel() for one in chosen), len(chosen)])
         for index, (parameter, total) in enumerate(zip(chosen, sums, strict=True)):
-            if parameter.grad is not None or seen[index]:  # else the optimizer would let it decay
+            if parameter.grad is not None or seen[index]:
                 parameter.grad = total.view_as(parameter).clone()
 
 
 @contextmanager
 def evaluating(learned: nn.Module | None) -> Iterator[None]:
-    """Inside, modules with parameters are in evaluation mode."""
+    """Put the task's modules into evaluation mode inside the block, if they have trainable parameters."""
     modes = {one: one.training for one in learned.modules()} if learned is not None and trainable(learned) else {}
     for module in modes:
         module.training = False

@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
-from pipeline.training import lone_sample
 from pipeline.training.batches import MicroBatches
 from pipeline.training.context import TrainContext
-from pipeline.training.forward import forward
+from pipeline.training.forward import forward, has_lone_sample, lone_sample_error
 from pipeline.training.learned import exchange_gradients
 from pipeline.training.learning_rate import advance_scheduler, warmup
 from pipeline.training.norms import total_norm
@@ -143,8 +142,8 @@ def _forward(context: TrainContext, micro_batch: MicroBatch, batch: Any) -> Step
     try:
         return forward(context, context.wrapped, batch)
     except ValueError as error:
-        if lone_sample.is_too_small(error, micro_batch):
-            raise lone_sample.explained(context, micro_batch) from error
+        if has_lone_sample(micro_batch, error=error):
+            raise lone_sample_error(context, micro_batch) from error
         raise
 
 

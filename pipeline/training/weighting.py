@@ -1,7 +1,7 @@
-"""A step's loss where losses are means over something else than samples, such as the tokens that aren't padding.
+"""The loss of a step where losses are means over something other than samples, e.g. over tokens without padding.
 
-Of micro-batches whose losses were divided by weights, the loss of the whole step is the sum of loss times weight over
-the sum of the weights, all micro-batches of all ranks taken together.
+Each micro-batch has a weight, the divisor of its loss. The step's loss is the sum of loss times weight divided by the
+sum of the weights, over all micro-batches of all ranks.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from pipeline.training.order import MicroBatch
 
 
 class Denominator:
-    """What the losses of one optimizer step are divided by.
+    """The divisor of the losses of an optimizer step: the sum of their weights.
 
-    With one micro-batch for each rank it is known before the backward pass. With several, backward begins with what
-    the first ones make likely, so that gradients are about as large as those of a mean (fp16 would overflow with those
-    of a sum), and they are corrected once at the end. Where a rank steps by itself, the sum is its own.
+    With one micro-batch for each rank it is known before the backward pass. With several, backward passes use an
+    estimate from the first micro-batches, so that gradients are about as large as those of a mean (those of a sum would
+    overflow in fp16), and the gradients are corrected once at the end. In a local step each rank has its own divisor.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Denominator:
         """Begin a step.
 
         Args:
-            micro_batches: in the step, on each rank.
+            micro_batches: micro-batches of the step on each rank.
             is_shared: True if the divisor is summed over all ranks.
             is_local_step: True if ranks step on their own gradients.
-            boundary: of the model, if gradients of NaN must be kept from it.
+            boundary: boundary of the model, if gradients of NaN must be kept from it.
         """
         self._micro_batches, self._is_shared = micro_batches, is_shared
         self._is_local_step, self._boundary = is_local_step, boundary
@@ -45,7 +45,7 @@ class Denominator:
     def counted(self, output: StepOutput, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return a micro-batch's loss, 0 if it has no weight, and its factor. Collective if the divisor is shared."""
         assert output.weight is not None
-        weight = output.weight * bool(micro_batch.weight)  # the sample of a rank that has none left counts nothing
+        weight = output.weight * bool(micro_batch.weight)  # 0 for the padding of a rank without samples
         if not self._weights:
             self._likely = _not_zero(self._first(weight, micro_batch))
         self._weights.append(weight)
@@ -55,7 +55,7 @@ class Denominator:
     def settle(self, loss: Tensor, *, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Correct the gradients after the last micro-batch; return the sum of losses, and of weights.
 
-        Weights only where ranks step by themselves: elsewhere the sum of losses is already divided by those of all.
+        The weights are None unless ranks step on their own gradients: the losses are already divided by all weights.
         """
         if self._micro_batches == 1 and not self._is_local_step:
             return loss, None
@@ -69,7 +69,7 @@ class Denominator:
         return sums or (loss * factor, None)
 
     def _first(self, weight: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """What the first micro-batches say of the sum."""
+        """Estimate the sum of weights from the first micro-batch of each rank."""
         if self._is_shared:
             return self._summed(weight) * self._micro_batches
         return weight / (micro_batch.weight or 1)
@@ -87,9 +87,9 @@ class Denominator:
 
 
 class Boundary:
-    """What a model returned in its last forward passes: where zeros can be sent back instead of a loss's gradients.
+    """The model's outputs of the last forward passes, from which gradients of zero can replace those of a loss.
 
-    A loss of one's own that divides 0 by 0 has gradients that are NaN, whatever they are multiplied by.
+    A user's loss that divides 0 by 0 has gradients of NaN, which no factor can remove.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -98,15 +98,15 @@ class Boundary:
 
     @property
     def is_known(self) -> bool:
-        """Whether the model returned anything that has gradients."""
+        """True if the model returned any tensor that requires gradients."""
         return bool(self._outputs)
 
     def clear(self) -> None:
-        """Forget what was returned."""
+        """Forget the outputs."""
         self._outputs = []
 
     def nothing(self) -> Tensor:
-        """A loss of 0 whose gradients are 0."""
+        """Return a loss of 0 whose gradients are 0."""
         return torch.stack([(output * 0).sum() for output in self._outputs]).sum()
 
     def _note(self, _: nn.Module, __: Any, returned: Any) -> None:
@@ -116,7 +116,7 @@ class Boundary:
 
 @torch.no_grad()
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place, whatever this rank holds of them."""
+    """Multiply gradients in place: dense, sparse or this rank's shards."""
     held = [local(gradient) for gradient in gradients]
     dense = [gradient for gradient in held if not gradient.is_sparse]
     for device in dict.fromkeys(gradient.device for gradient in dense):
@@ -127,12 +127,12 @@ def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """Loss times weight, and the weight, shape (2,), float64."""
+    """Return loss times weight, and the weight, shape (2,), float64."""
     return torch.stack([_or_nothing(loss, weight).double() * weight, weight.double()])
 
 
 def _or_nothing(loss: Tensor, weight: Tensor) -> Tensor:
-    """The loss; 0 in place of the mean over nothing, which is NaN."""
+    """Return the loss; 0 where the weight is 0, since the mean of an empty set is NaN."""
     return torch.where(weight != 0, loss, 0.0)
 
 

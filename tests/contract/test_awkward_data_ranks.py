@@ -65,8 +65,8 @@ def test_batch_norm_with_one_sample_says_which_batch_would_do(of_three: dict[str
     for rank in range(WORLD):
         assert errors[rank] == (
             f"train.global_batch_size: rank {rank} gets one sample of a global batch of 2 (3 workers); "
-            "BatchNorm can't take statistics of one: write 11, which leaves at least 2 everywhere, "
-            "or use a layer without them, such as GroupNorm"
+            "BatchNorm needs the variance of several: write 11, which leaves at least 2 everywhere, "
+            "or use a layer without batch statistics, e.g. GroupNorm"
         )
 
 
