@@ -207,7 +207,7 @@ def check(
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
 ) -> None:
-    """Check experiment files, everything they name and their data, without training."""
+    """Check experiment files, with their data and each component that they name, without training."""
     import rich.console
 
     from pipeline.config.load import load

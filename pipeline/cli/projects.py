@@ -34,7 +34,7 @@ def new(
         bool, typer.Option("--update", help="Merge changes of the template into the project in this folder.")
     ] = False,
 ) -> None:
-    """Create a project from a template, or update it to the template's changes."""
+    """Create a project from a template, or update an existing project."""
     if update:
         if template is not None:
             raise UsageError(f"--update works on the project in the working directory; leave out {template}")

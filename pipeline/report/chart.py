@@ -15,7 +15,7 @@ from pipeline.report import Row, Unmeasured
 from pipeline.report.report import Report
 from pipeline.report.tables import rate, speedup
 
-# Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with any colour vision; greys carry no meaning.
+# Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with any color vision; greys carry no meaning.
 _BLUE, _SKY, _ORANGE, _PURPLE = "#0072B2", "#56B4E9", "#E69F00", "#CC79A7"
 _INK, _MUTED, _RULE, _OTHER, _TRACK = "#1B1F24", "#59636E", "#E4E7EB", "#A8B1BB", "#E9EDF1"
 _PARTS = (("compute", _SKY), ("exposed comm.", _ORANGE), ("data wait", _PURPLE), ("rest", _OTHER))
@@ -93,25 +93,25 @@ def _names(axes: Axes, entries: Sequence[Row | Unmeasured], places: Sequence[flo
     for place, entry in zip(places, entries, strict=True):
         devices = entry.devices if isinstance(entry, Row) and entry.devices not in entry.title else ""
         ink = _INK if isinstance(entry, Row) else _MUTED
-        for text, rise, colour in ((entry.title, 1 if devices else -4, ink), (devices, -11, _MUTED)):
+        for text, rise, color in ((entry.title, 1 if devices else -4, ink), (devices, -11, _MUTED)):
             axes.annotate(
-                text, (0, place), xytext=(-8, rise), textcoords="offset points", ha="right", fontsize=9.5, color=colour
+                text, (0, place), xytext=(-8, rise), textcoords="offset points", ha="right", fontsize=9.5, color=color
             )
         if isinstance(entry, Unmeasured):
             lines = wrap(f"not measured: {entry.reason}", 60, max_lines=2, placeholder=" ...")
-            _label(axes, "\n".join(lines), at=0, row=place, colour=_MUTED, size=8.5)
+            _label(axes, "\n".join(lines), at=0, row=place, color=_MUTED, size=8.5)
     weak = [place for place, entry in zip(places, entries, strict=True) if entry.scaling == "weak"]
     if weak and weak[0] > 0:
         heading = "Weak scaling: each replica has the baseline's batch"
-        _label(axes, heading, at=0, row=weak[0] - (1 + _HEADING) / 2, colour=_MUTED, size=8.5)
+        _label(axes, heading, at=0, row=weak[0] - (1 + _HEADING) / 2, color=_MUTED, size=8.5)
 
 
 def _step(axes: Axes, entries: Sequence[Row | Unmeasured], places: Sequence[float]) -> None:
     rows, at = _measured(entries, places)
     parts = [_parts(row) for row in rows]
     starts = [0.0] * len(rows)
-    for (name, colour), widths in zip(_PARTS, zip(*parts, strict=True), strict=True):
-        axes.barh(at, widths, left=starts, height=_BAR, color=colour, label=name)
+    for (name, color), widths in zip(_PARTS, zip(*parts, strict=True), strict=True):
+        axes.barh(at, widths, left=starts, height=_BAR, color=color, label=name)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     steps = [row.step_ms.median for row in rows]
     missing = [max(0.0, row.unexplained_ms) for row in rows]
@@ -157,8 +157,8 @@ def _up(axes: Axes, points: float) -> Transform:
     return ScaledTranslation(0, points / 72, axes.figure.dpi_scale_trans)
 
 
-def _label(axes: Axes, text: str, *, at: float, row: float, colour: str = _INK, size: float = 9.5) -> None:
-    axes.annotate(text, (at, row), xytext=(7, 0), textcoords="offset points", va="center", fontsize=size, color=colour)
+def _label(axes: Axes, text: str, *, at: float, row: float, color: str = _INK, size: float = 9.5) -> None:
+    axes.annotate(text, (at, row), xytext=(7, 0), textcoords="offset points", va="center", fontsize=size, color=color)
 
 
 def _frame(axes: Axes, title: str, *, right: float) -> None:

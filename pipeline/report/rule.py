@@ -23,7 +23,7 @@ class Case:
 
     @property
     def workers_per_node(self) -> int:
-        """Workers on the node that has most."""
+        """Workers on the node with most workers."""
         nodes = self.row.parts.nodes
         return max(nodes.count(node) for node in nodes)
 

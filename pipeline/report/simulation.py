@@ -120,12 +120,12 @@ def _exposed(workload: Workload, link: Link, *, workers: int, backward_ms: float
 def _exchanged(workload: Workload, link: Link, *, workers: int, backward_ms: float) -> Iterator[float]:
     """Yield the end of each bucket's all-reduce, in milliseconds after backward began."""
     latency = latency_ms(link, workers=workers, backend=workload.backend)
-    room = [0.0] * _IN_FLIGHT[workload.backend]  # times at which the slots are free
+    free_at = [0.0] * _IN_FLIGHT[workload.backend]  # one time for each slot
     idle = 0.0  # time since which nothing is being sent
     for size, ready in buckets(workload):
-        start = max(ready * backward_ms, min(room), idle)
+        start = max(ready * backward_ms, min(free_at), idle)
         idle = start + transfer_ms(link, size / workload.compression, workers=workers)
-        room[room.index(min(room))] = idle + latency
+        free_at[free_at.index(min(free_at))] = idle + latency
         yield idle + latency
 
 
