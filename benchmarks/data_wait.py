@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # of the loader processes, too
 
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
-from pipeline.protocol.trial import Rank, StepParts, Trial
+from pipeline.protocol.trial import Rank, StepParts, Training
 from pipeline.training.loop import train
 
 STEPS, BATCH, LOG_EVERY = 40, 4, 10
@@ -124,8 +124,8 @@ def measured(case: Case) -> tuple[float, StepParts]:
             "tracking": {"log_model": False},
         }
     )
-    trial = Trial(
-        name="main", role="main", experiment=experiment, strategy="single", launcher="inprocess", workers=1,
+    trial = Training(
+        name="main", experiment=experiment, strategy="single", launcher="inprocess", workers=1,
         devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=(*BUILT_IN, "data_wait"),
     )  # fmt: skip
     result = train(trial, rank=Rank(), outbox=Silent())

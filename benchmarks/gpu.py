@@ -32,7 +32,7 @@ from pipeline.config.schema import Experiment
 from pipeline.config.train import Train
 from pipeline.launchers.base import Session
 from pipeline.launchers.inprocess import Launcher
-from pipeline.protocol.trial import Trial, TrialResult
+from pipeline.protocol.trial import Baseline, Trial, TrialResult
 from pipeline.recording.recorder import Recorder
 from pipeline.training.clock import synchronize
 from pipeline.training.order import mix
@@ -239,9 +239,8 @@ def trial_of(case: Case, *, device: str, compiled: bool, tiny: bool) -> Trial:
             "measure": {"warmup_steps": warmup, "steps": steps, "windows": windows},
         }
     )
-    return Trial(
+    return Baseline(
         name="main",
-        role="baseline",
         experiment=experiment,
         strategy="single",
         launcher="inprocess",
@@ -250,7 +249,6 @@ def trial_of(case: Case, *, device: str, compiled: bool, tiny: bool) -> Trial:
         device="cuda" if device == "cuda" else "cpu",
         cpus_per_worker=torch.get_num_threads(),
         allowed=(*BUILT_IN, "gpu_work"),
-        max_steps=experiment.measure.total_steps,
     )
 
 

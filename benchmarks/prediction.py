@@ -34,7 +34,7 @@ from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.planning import resources
 from pipeline.planning.layout import Planner
 from pipeline.protocol.events import Failed, Finished, event_from_json
-from pipeline.protocol.trial import Link, Trial, TrialResult
+from pipeline.protocol.trial import Link, Probe, Trial, TrialResult
 from pipeline.report.link import fit
 from pipeline.report.scaling import predict
 
@@ -165,7 +165,7 @@ def _trial(experiment: Experiment, *, workers: int) -> Trial:
     allowed = (*allowed_packages(), "sleeper")
     planner = Planner(experiment, detected.model_copy(update={"cpus": workers}), allowed, workers=workers)
     strategy, options = ("ddp", experiment.parallel.options) if workers > 1 else ("single", {})
-    return planner.trial(Comparison(strategy=strategy, workers=workers, options=options), role="probe")
+    return planner.trial(Probe, Comparison(strategy=strategy, workers=workers, options=options))
 
 
 def _measured(trial: Trial, *, network: namespaces.Network | None = None) -> tuple[TrialResult, float]:

@@ -10,7 +10,7 @@ from torch import nn
 from pipeline.config import components
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.execute import explained
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training
 from pipeline.system.imports import importable
 from pipeline.tasks import StepOutput
 from pipeline.training.build import build
@@ -29,9 +29,8 @@ class Parts:
         from torchmetrics import MetricCollection
 
         with explained(file), importable(Path.cwd()), generators_kept():
-            trial = Trial(
+            trial = Training(
                 name="main",
-                role="main",
                 experiment=file.experiment,
                 strategy="single",
                 launcher="inprocess",

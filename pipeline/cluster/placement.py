@@ -12,7 +12,7 @@ from ray._private.state import available_resources_per_node  # a DeveloperAPI; R
 
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 
 READERS = 1
 """Cores per node that are left to Ray Data where it reads the data."""
@@ -59,7 +59,7 @@ def await_capacity(trial: Trial) -> None:
     while (fit := free(trial)) < trial.workers:
         total = _fitting(trial, [node["Resources"] for node in _alive()])
         there = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
-        if total < trial.workers and not trial.resume:
+        if total < trial.workers and not (isinstance(trial, Training) and trial.resume):
             reading = f", each of which keeps {READERS} core for reading the data" if _is_streamed(trial) else ""
             raise ResourceError(f"{there}: room for {total} on its nodes{reading}")
         if time.monotonic() > deadline:

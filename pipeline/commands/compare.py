@@ -68,15 +68,16 @@ class _Comparison:
             PipelineError: the baseline failed, so there is nothing to compare with.
         """
         with self._invocation.launching() as execute:
+            baseline, *_ = self._matrix.plan.trials
             for trial in self._matrix.plan.trials:
                 if trial.name in self.failures or trial.name in self._too_large:
                     continue
                 try:
                     outcome = execute(trial)
-                    if trial.role == "baseline" and trial.repeat == 0:
+                    if trial is baseline:
                         self._check_sizes(outcome)
                 except (TrainingError, ResourceError, ExperimentError) as error:
-                    if trial.role == "baseline":
+                    if trial.name == baseline.name:
                         raise
                     self.failures[trial.name] = error
                     self._invocation.warn(f"{trial.title}: {error}")
@@ -108,7 +109,7 @@ class _Comparison:
         assert baseline.started is not None  # it has ended well
         for trial in (trial for trial in self._matrix.plan.trials if trial.repeat == 0):
             reason = too_small(trial, samples=baseline.started.train_samples)
-            if reason and trial.role == "baseline":
+            if reason and trial.name == self._matrix.plan.trials[0].name:
                 raise self._invocation.file.explain(ExperimentError.of("data", reason).problems)
             if reason:
                 self._too_large[trial.name] = reason

@@ -10,7 +10,7 @@ from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan, same_work
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Scaling, Trial
+from pipeline.protocol.trial import Baseline, CellMeasurement, Scaling, Trial
 
 
 class MatrixRequest(Frozen):
@@ -63,7 +63,7 @@ def make_matrix(
     """
     entries = list(_entries(experiment, wanted))
     planner = Planner(experiment, resources, allowed, workers=_most_workers(entries, experiment, resources))
-    baseline = planner.trial(experiment.compare[0], role="baseline", key="compare[0]")
+    baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
     cells = [_cell_of(baseline)]
     for scaling in _scalings(wanted):
         for entry in entries:
@@ -72,7 +72,7 @@ def make_matrix(
                 cells.append(cell.model_copy(update={"name": _unique(cell.name, cells)}))
     trials = [cell.trial.model_copy(update={"name": cell.name}) for cell in cells if cell.trial]
     if baseline.device == "cpu" and resources.nodes == 1 and any(trial.workers > 1 for trial in trials):
-        trials.append(planner.trial(Comparison(strategy="single"), role="reference"))
+        trials.append(planner.reference())
     rounds = [
         trial.model_copy(update={"repeat": repeat, "profile": wanted.profile and repeat == 0})
         for repeat in range(wanted.repeats)
@@ -129,7 +129,7 @@ def _cell(entry: Comparison, planner: Planner, experiment: Experiment, *, scalin
     name = f"{entry.strategy}-{workers}{'-weak' if scaling == 'weak' else ''}"
     cell = Cell(name=name, strategy=entry.strategy, workers=workers, scaling=scaling)
     try:
-        trial = planner.trial(entry, role="cell", name=name)
+        trial = planner.trial(CellMeasurement, entry, name=name, variant=_variant(entry, experiment))
     except ExperimentError as error:
         return cell.model_copy(update={"reason": "; ".join(problem.message for problem in error.problems)})
     except ResourceError as error:
@@ -139,8 +139,7 @@ def _cell(entry: Comparison, planner: Planner, experiment: Experiment, *, scalin
     batch = trial.experiment.train.global_batch_size
     if batch < trial.workers:
         return cell.model_copy(update={"reason": f"{workers} workers can't share a global batch of {batch} samples"})
-    variant = _variant(entry, experiment)
-    return cell.model_copy(update={"trial": trial.model_copy(update={"variant": variant})})
+    return cell.model_copy(update={"trial": trial})
 
 
 def _cell_of(baseline: Trial) -> Cell:
@@ -149,7 +148,7 @@ def _cell_of(baseline: Trial) -> Cell:
     )
 
 
-def _weak(trial: Trial, baseline: Trial) -> Trial:
+def _weak(trial: CellMeasurement, baseline: Trial) -> CellMeasurement:
     """The same with as many samples for each replica as the baseline has."""
     train = trial.experiment.train
     batch = train.global_batch_size * trial.replicas // baseline.replicas

@@ -12,7 +12,7 @@ from pipeline.errors import ExperimentError, ResourceError, TrainingError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Costs, Link, Scaling, TrialResult
+from pipeline.protocol.trial import Costs, Link, Probe, Scaling, TrialResult
 from pipeline.recording.terminal import Terminal
 from pipeline.report.forecast import FILE_NAME, Check, Forecast
 from pipeline.report.link import fit
@@ -77,10 +77,10 @@ def make_plan(experiment: Experiment, resources: Resources, *, allowed: tuple[st
         )
     together = 0 if link else _room(experiment, resources)
     planner = Planner(experiment, resources, allowed, workers=together or None)
-    trials = [planner.trial(Comparison(strategy="single"), role="probe", name="alone")]
+    trials = [planner.trial(Probe, Comparison(strategy="single"), name="alone")]
     if together:
         entry = Comparison(strategy="ddp", workers=together, options=options.model_dump(exclude_defaults=True))
-        trials.append(planner.trial(entry, role="probe", name="together"))
+        trials.append(planner.trial(Probe, entry, name="together"))
     return Plan(command="predict", experiment=experiment, resources=resources, trials=tuple(trials))
 
 

@@ -9,13 +9,13 @@ from pipeline.commands.invocation import Invocation, invoked, planning
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import preflight
 from pipeline.driver import resume as recovery
-from pipeline.driver.elastic import as_ended, course, is_elastic, remark
+from pipeline.driver.elastic import as_ended, course, remark
 from pipeline.driver.execute import explained
 from pipeline.driver.external_torchrun import follow
 from pipeline.errors import UsageError
 from pipeline.planning.describe import describe, record
 from pipeline.planning.plan import Plan, make_plan
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership
 from pipeline.recording.terminal import Terminal
@@ -102,7 +102,7 @@ def report(invocation: Invocation) -> Report:
     plan, finished = invocation.plan, invocation.finished
     trials = [as_ended(trial, finished) for trial in plan.trials]
     measured = Report.of(trials, finished, hardware=invocation.hardware)
-    if is_elastic(plan.main):
+    if plan.main.is_elastic:
         told = remark(course(read(invocation.folder / FILE_NAME), trial=plan.main.name))
         measured = measured.model_copy(update={"remarks": (*measured.remarks, *told)})
     result = invocation.advised(measured)
@@ -117,7 +117,7 @@ def report(invocation: Invocation) -> Report:
 
 def _placed(trial: Trial, *, folder: Path, resume: bool, left_out: Mapping[str, tuple[int, ...]]) -> Trial:
     """Return the trial with the address of its checkpoints; measurements have none."""
-    if trial.is_measurement:
+    if not isinstance(trial, Training):
         return trial
     address = address_of(trial.experiment.checkpoint.directory, run=folder)
     return trial.model_copy(update={"checkpoints": address, "resume": resume, "left_out": left_out.get(trial.name, ())})

@@ -6,7 +6,7 @@ from pipeline.config.schema import Comparison
 from pipeline.errors import ResourceError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
-from pipeline.protocol.trial import BatchSizes, Trial
+from pipeline.protocol.trial import BatchSizes, Trial, Tuning
 from pipeline.recording.terminal import Terminal
 from pipeline.report.tuned import FILE_NAME, TunedReport, advise_batch
 
@@ -44,8 +44,7 @@ def make(file: ExperimentFile, *, most: int | None) -> Plan:
     parallel = file.experiment.parallel
     own = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
     with planning(file) as (allowed, resources):
-        trial = Planner(file.experiment, resources, allowed).trial(own, role="tuning")
-    trial = trial.model_copy(update={"max_batch_size": most})
+        trial = Planner(file.experiment, resources, allowed).trial(Tuning, own, max_batch_size=most)
     return Plan(command="tune-batch", experiment=file.experiment, resources=resources, trials=(trial,))
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from pipeline.errors import ResourceError
 from pipeline.launchers.base import Launcher
@@ -16,17 +16,14 @@ from pipeline.protocol.events import AnyEvent, CheckpointSaved, Finished, Metric
 from pipeline.protocol.trial import Trial
 from pipeline.wording import counted
 
+T = TypeVar("T", bound=Trial)
+
 _POLL_S = 3.0
 _SETTLED_S = 3.0
 """Seconds for which capacity must stay the same: cores of workers that have just ended become free one by one."""
 
 
-def is_elastic(trial: Trial) -> bool:
-    """Return whether the number of workers may change during the trial; that of measurements may not."""
-    return trial.role == "main" and trial.experiment.parallel.is_elastic
-
-
-def sized(trial: Trial, *, launcher: Launcher) -> Trial:
+def sized(trial: T, *, launcher: Launcher) -> T:
     """Return the trial with as many workers as fit; wait until the least number fits.
 
     Raises:
@@ -112,7 +109,7 @@ class Growth:
         self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
 
     def __enter__(self) -> Self:
-        if is_elastic(self._trial) and self._trial.workers < self._most:
+        if self._trial.is_elastic and self._trial.workers < self._most:
             self._thread.start()
         return self
 
@@ -134,7 +131,7 @@ class Growth:
 def as_ended(trial: Trial, finished: Iterable[Finished]) -> Trial:
     """Return the trial with its last number of workers, with which its throughput was measured."""
     ends = [end.result for end in finished if end.result.trial == trial.name]
-    return trial.model_copy(update={"workers": len(ends[-1].parts.nodes)}) if ends and is_elastic(trial) else trial
+    return trial.model_copy(update={"workers": len(ends[-1].parts.nodes)}) if ends and trial.is_elastic else trial
 
 
 def course(events: Iterable[AnyEvent], *, trial: str) -> tuple[tuple[int, int], ...]:

@@ -8,12 +8,12 @@ from functools import partial
 from typing import NamedTuple
 
 from pipeline.config.load import ExperimentFile
-from pipeline.driver.elastic import Growth, Pace, is_elastic, sized
+from pipeline.driver.elastic import Growth, Pace, sized
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.launchers._shutdown import gracefully
 from pipeline.launchers.base import Launcher
 from pipeline.protocol.events import Finished, Warned
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.recorder import Recorder
@@ -34,7 +34,7 @@ def explained(file: ExperimentFile) -> Iterator[None]:
 class _Again(NamedTuple):
     """The next attempt of a trial."""
 
-    trial: Trial
+    trial: Training
     why: str
     counts: bool = False
     """True if the attempt before counts towards ``parallel.max_failures``."""
@@ -56,7 +56,7 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
     failures, pace = 0, Pace()
     warn = partial(_warn, recorder, trial.name)
     with recorder.subscribed(pace):
-        if is_elastic(trial):
+        if trial.is_elastic:
             trial = sized(trial, launcher=launcher)
             if trial.workers < (most := trial.experiment.parallel.workers):
                 warn(f"starting with {trial.workers} of {most} workers: no more fit now")
@@ -84,13 +84,13 @@ def _attempt(trial: Trial, *, launcher: Launcher, recorder: Recorder, pace: Pace
     with gracefully(
         launcher.stop,
         grace_s=trial.experiment.parallel.grace_s,
-        is_worth_it=lambda: pace.has_started and not trial.is_measurement,
+        is_worth_it=lambda: pace.has_started and isinstance(trial, Training),
     ):
         try:
             with Growth(trial, launcher=launcher, pace=pace):
                 return launcher.launch(trial)
         except ResourceError as error:
-            if not is_elastic(trial) or launcher.capacity(trial) >= trial.workers:
+            if not trial.is_elastic or launcher.capacity(trial) >= trial.workers:
                 raise
             return Outcome(losses={0: str(error)})  # a node was lost before its worker began
 
@@ -119,14 +119,16 @@ def _again(
     Raises:
         ResourceError: there is no room for the least number of workers.
     """
+    if not isinstance(trial, Training):
+        return None
     if outcome.was_resized and not outcome.has_failed:
         again = _resized(trial, launcher=launcher, pace=pace)
         pace.in_vain = again.trial.workers <= trial.workers
         return again
-    if not trial.checkpoints:
+    if not trial.saves:
         return None
     if outcome.has_only_lost_workers:
-        if is_elastic(trial):
+        if trial.is_elastic:
             warn(f"{outcome.error}; looking for room for other workers")
             pace.in_vain = False
             again = _resized(trial, launcher=launcher, pace=pace)
@@ -137,7 +139,7 @@ def _again(
     return _rolled_back(trial, outcome)
 
 
-def _resized(trial: Trial, *, launcher: Launcher, pace: Pace) -> _Again:
+def _resized(trial: Training, *, launcher: Launcher, pace: Pace) -> _Again:
     """Return the trial with as many workers as fit now, from its newest checkpoint.
 
     Raises:
@@ -148,7 +150,7 @@ def _resized(trial: Trial, *, launcher: Launcher, pace: Pace) -> _Again:
     return _Again(resumed, f"resuming with {resumed.workers} of {most} workers from step {pace.checkpoint}")
 
 
-def _resumed(trial: Trial, outcome: Outcome, *, failures: int) -> _Again | None:
+def _resumed(trial: Training, outcome: Outcome, *, failures: int) -> _Again | None:
     """Return the trial from its newest checkpoint, unless it has failed too often."""
     most = trial.experiment.parallel.max_failures
     if failures >= most:
@@ -157,7 +159,7 @@ def _resumed(trial: Trial, outcome: Outcome, *, failures: int) -> _Again | None:
     return _Again(trial.model_copy(update={"resume": True}), why, counts=True)
 
 
-def _rolled_back(trial: Trial, outcome: Outcome) -> _Again | None:
+def _rolled_back(trial: Training, outcome: Outcome) -> _Again | None:
     """Return the trial from its newest checkpoint without the batch that made it non-finite, if it may leave it out."""
     bad = outcome.nonfinite_step
     if bad is None or trial.experiment.train.on_nonfinite != "rollback" or len(trial.left_out) >= MOST_ROLLBACKS:

@@ -6,7 +6,7 @@ from functools import partial
 from pipeline.launchers.base import NoOutbox
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import AnyEvent, Heartbeat
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.system.imports import undisturbed
 from pipeline.system.signals import end_after, on_sigterm
 
@@ -33,7 +33,7 @@ class _LonelyOutbox(NoOutbox):
     def ask_to_stop(self, trial: Trial) -> None:
         """Stop at SIGTERM: ``torchrun`` passes it on to all ranks, which agree on a step to stop at."""
         self.stop_asked = True
-        is_worth_it = self._has_begun and not trial.is_measurement
+        is_worth_it = self._has_begun and isinstance(trial, Training)
         end_after(trial.experiment.parallel.grace_s if is_worth_it else 0.0)
 
 

@@ -45,7 +45,7 @@ def record(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation_s
             "epochs": plan.experiment.train.epochs,
             "global_batch_size": plan.experiment.train.global_batch_size,
             "tracking": without_credentials(plan.experiment.tracking.uri),
-            "trials": [trial.model_dump(mode="json", include=fields) for trial in plan.trials],
+            "trials": [{"max_steps": None} | trial.model_dump(mode="json", include=fields) for trial in plan.trials],
             "notes": list(plan.notes),
         },
         indent=2,
@@ -59,18 +59,12 @@ def _describe_trial(trial: Trial) -> list[str]:
     accumulated = f" in {train.gradient_accumulation} micro-batches" if train.gradient_accumulation > 1 else ""
     device = f"{trial.devices_per_worker} GPU each, " if trial.device == "cuda" else "CPU, "
     threads = counted(trial.cpus_per_worker, "thread")
-    what = (
-        f"trains {train.epochs} epochs; measures throughput, exposed communication, data wait, peak memory"
-        if trial.max_steps is None
-        else f"measures throughput over {trial.experiment.measure.windows} windows of "
-        f"{trial.experiment.measure.steps} steps after {trial.experiment.measure.warmup_steps} to warm up"
-    )
     workers = counted(trial.workers, "worker")
     parallel = trial.experiment.parallel
-    if trial.role == "main" and parallel.is_elastic:
+    if trial.is_elastic:
         workers += f" now ({parallel.least_workers} to {parallel.workers})"
     return [
         f"{trial.role:<10} {trial.title} with {trial.launcher}: {workers}, {device}{threads} each, "
         f"{share} samples per worker{accumulated}",
-        f"{'':<10} {what}",
+        f"{'':<10} {trial.purpose}",
     ]

@@ -1,13 +1,15 @@
 """How each trial of an experiment is laid out: its workers, their devices, cores and threads."""
 
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from pipeline import registry
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Role, Trial
+from pipeline.protocol.trial import Reference, Trial
 from pipeline.wording import counted
+
+T = TypeVar("T", bound=Trial)
 
 
 class Planner:
@@ -33,8 +35,8 @@ class Planner:
         if workers is None and parallel.is_elastic:
             self.workers = max(parallel.least_workers, min(self.workers, self._room()))
 
-    def trial(self, entry: Comparison, *, role: Role, key: str = "parallel", name: str = "") -> Trial:
-        """The trial of one entry, which stands at ``key`` of the experiment file.
+    def trial(self, kind: type[T], entry: Comparison, *, key: str = "parallel", **own: Any) -> T:
+        """Return the trial of an entry, which stands at ``key`` of the experiment file, with its role's ``own`` fields.
 
         Raises:
             ExperimentError: strategy, launcher and workers don't go together.
@@ -53,25 +55,28 @@ class Planner:
             raise ExperimentError.of(f"{key}.options", refusal)
         self._check_compiler()
         gpus = self._gpus_per_worker(strategy.devices == "all", entry.strategy, key=key)
-        trial = Trial(
-            name=name or role,
-            role=role,
-            experiment=self._experiment,
-            strategy=entry.strategy,
-            options=entry.options,
-            launcher=launcher,
-            workers=workers,
-            devices_per_worker=gpus if self.device == "cuda" else 0,
-            device=self.device,
-            cpus_per_worker=self._cpus * self.workers if role == "reference" else self._cpus,
-            allowed=self._allowed,
-            max_steps=None if role == "main" else self._experiment.measure.total_steps,
-        )
+        layout = {
+            "name": kind.model_fields["role"].default,
+            "experiment": self._experiment,
+            "strategy": entry.strategy,
+            "options": entry.options,
+            "launcher": launcher,
+            "workers": workers,
+            "devices_per_worker": gpus if self.device == "cuda" else 0,
+            "device": self.device,
+            "cpus_per_worker": self._cpus,
+            "allowed": self._allowed,
+        }
+        trial = kind(**layout | own)
         _check_room(trial, self._resources)
         if trial.strategy == "dp" and trial.replicas > 1 and self._experiment.train.compile is not None:
             message = "dp copies the model in each step, which torch.compile can't; write ddp, or train.compile: false"
             raise ExperimentError.of(f"{key}.strategy", message)
         return trial
+
+    def reference(self) -> Reference:
+        """Return the trial of one process with all the cores; for the errors see `trial`."""
+        return self.trial(Reference, Comparison(strategy="single"), cpus_per_worker=self._cpus * self.workers)
 
     def _check_compiler(self) -> None:
         how = self._experiment.train.compile

@@ -7,7 +7,7 @@ from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.values import Frozen
 from pipeline.planning.layout import Planner
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Baseline, Training, Trial
 
 
 class Plan(Frozen):
@@ -23,7 +23,7 @@ class Plan(Frozen):
     @property
     def main(self) -> Trial:
         """The training itself; of a command that only measures, its first trial."""
-        return next((trial for trial in self.trials if trial.role == "main"), self.trials[0])
+        return next((trial for trial in self.trials if isinstance(trial, Training)), self.trials[0])
 
 
 def make_plan(
@@ -41,21 +41,21 @@ def make_plan(
     """
     planner = Planner(experiment, resources, allowed)
     parallel = experiment.parallel
-    main = planner.trial(
-        Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options), role="main"
-    )
-    trials = [main]
+    own = Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)
+    main = planner.trial(Training, own)
+    before: list[Trial] = []
+    after: list[Trial] = []
     if with_baseline:
-        baseline = planner.trial(experiment.compare[0], role="baseline", key="compare[0]")
+        baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
         if not same_work(baseline, main):
-            trials.insert(0, baseline)
+            before.append(baseline)
         if main.device == "cpu" and main.workers > 1 and resources.nodes == 1:
-            trials.append(planner.trial(Comparison(strategy="single"), role="reference"))
+            after.append(planner.reference())
     return Plan(
         experiment=experiment,
         resources=resources,
-        trials=tuple(trials),
-        notes=tuple(_notes(main, has_baseline=trials[0].role == "baseline", wanted=with_baseline)),
+        trials=(*before, main, *after),
+        notes=tuple(_notes(main, has_baseline=bool(before), wanted=with_baseline)),
     )
 
 

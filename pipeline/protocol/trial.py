@@ -3,10 +3,12 @@
 Everything here is frozen, typed and survives a round trip through JSON, because it crosses processes and machines.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
+from typing_extensions import override
 
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
@@ -17,17 +19,15 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class Trial(Frozen):
-    """One training or measurement, completely described: what to train and on how many devices."""
+    """One job for a group of workers, completely described; its class is its role."""
 
     name: str
     """Unique in the plan, e.g. "main" or "baseline"."""
     role: Role
-    """main: the training; baseline: what speedups are relative to; reference: one process with all the cores; cell:
-    one of a matrix of comparisons; probe: also measures what a prediction needs; tuning: looks for a batch size."""
     experiment: Experiment
     strategy: str
     options: Mapping[str, Any] = {}
-    """The strategy's own options."""
+    """Options of the strategy."""
     launcher: str
     workers: int
     """Processes (world size)."""
@@ -38,38 +38,23 @@ class Trial(Frozen):
     """Cores, and threads, of each process."""
     allowed: tuple[str, ...] = ()
     """Packages that a ``_target_`` may name, as the driver found them; workers have another working directory."""
-    max_steps: int | None = None
-    """Stop after that many steps and measure; None trains all epochs and evaluates."""
     repeat: int = 0
-    """Which of several equal measurements this is, from 0; all have the same name."""
-    scaling: Scaling = "strong"
-    """Whether the global batch is that of the baseline (strong) or the batch of each worker is (weak)."""
-    variant: str = ""
-    """What sets it apart from others of the same strategy and size, e.g. "static_graph"."""
-    checkpoints: str = ""
-    """Absolute folder, or fsspec address, of this trial's checkpoints; empty: none are saved."""
-    left_out: tuple[int, ...] = ()
-    """Steps, counted from 1, whose global batch is not trained on: they made a loss or gradient non-finite."""
-    resume: bool = False
-    """Go on from the newest whole checkpoint there, from the beginning if there is none."""
-    profile: bool = False
-    """Record a torch.profiler trace of a few steps once everything is measured."""
-    max_batch_size: int | None = None
-    """Only for tuning: the largest batch of one device to try; None goes as far as memory or data allow."""
-
-    @property
-    def is_measurement(self) -> bool:
-        """Whether this is a short measurement instead of a whole training."""
-        return self.max_steps is not None
+    """Index among equal measurements, from 0; all have the same name."""
 
     @property
     def title(self) -> str:
-        """What stands in tables, e.g. "ddp x 2"."""
-        if self.role == "reference":
-            return f"{self.strategy}, {self.cpus_per_worker} cores"
-        title = f"{self.strategy} x {self.replicas}" if self.replicas > 1 else self.strategy
-        remarks = ", ".join(filter(None, ["weak" if self.scaling == "weak" else "", self.variant]))
-        return f"{title} ({remarks})" if remarks else title
+        """Title in tables, e.g. "ddp x 2"."""
+        return f"{self.strategy} x {self.replicas}" if self.replicas > 1 else self.strategy
+
+    @property
+    def purpose(self) -> str:
+        """Work of the trial in words, for a plan."""
+        raise NotImplementedError
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the number of workers may change on the way."""
+        return False
 
     @property
     def replicas(self) -> int:
@@ -81,6 +66,149 @@ class Trial(Frozen):
         """Samples of the largest micro-batch of one device, as the experiment declares it."""
         train = self.experiment.train
         return -(-train.global_batch_size // (self.replicas * train.gradient_accumulation))
+
+    @property
+    def saves(self) -> bool:
+        """True if the trial saves checkpoints."""
+        return False
+
+    def steps_of(self, total: int) -> int:
+        """Return the optimizer steps that the trial takes of a whole training's."""
+        return total
+
+    def leaves_out(self, step: int) -> bool:
+        """Return True if a step, counted from 1, is taken without its global batch."""
+        return False
+
+
+class Training(Trial):
+    """The training itself: all epochs, with evaluation and checkpoints."""
+
+    role: Literal["main"] = "main"
+    checkpoints: str = ""
+    """Absolute folder, or fsspec address, of the checkpoints; empty: none are saved."""
+    left_out: tuple[int, ...] = ()
+    """Steps, counted from 1, whose global batch is not trained on: they made a loss or gradient non-finite."""
+    resume: bool = False
+    """True to resume from the newest complete checkpoint, from the beginning if there is none."""
+
+    @property
+    @override
+    def purpose(self) -> str:
+        return (
+            f"trains {self.experiment.train.epochs} epochs; measures throughput, exposed communication, data wait, "
+            "peak memory"
+        )
+
+    @property
+    @override
+    def is_elastic(self) -> bool:
+        return self.experiment.parallel.is_elastic
+
+    @property
+    @override
+    def saves(self) -> bool:
+        return bool(self.checkpoints)
+
+    @override
+    def leaves_out(self, step: int) -> bool:
+        return step in self.left_out
+
+
+class Measurement(Trial):
+    """The first steps of a training, timed and reported in windows, without evaluation and checkpoints."""
+
+    max_steps: int = Field(default_factory=lambda known: known["experiment"].measure.total_steps)
+    """Optimizer steps, warm-up included; by default as many as ``measure`` asks for."""
+    profile: bool = False
+    """True to record a torch.profiler trace of a few steps once everything is measured."""
+
+    @property
+    @override
+    def purpose(self) -> str:
+        measure = self.experiment.measure
+        return (
+            f"measures throughput over {measure.windows} windows of {measure.steps} steps after "
+            f"{measure.warmup_steps} to warm up"
+        )
+
+    @property
+    @override
+    def saves(self) -> bool:
+        """True if the trial saves checkpoints."""
+        return False
+
+    @override
+    def steps_of(self, total: int) -> int:
+        return min(self.max_steps, total)
+
+
+class Baseline(Measurement):
+    """The measurement that speedups are relative to."""
+
+    role: Literal["baseline"] = "baseline"
+
+
+class Reference(Measurement):
+    """One process with all the cores."""
+
+    role: Literal["reference"] = "reference"
+
+    @property
+    @override
+    def title(self) -> str:
+        return f"{self.strategy}, {self.cpus_per_worker} cores"
+
+
+class CellMeasurement(Measurement):
+    """One cell of a matrix of comparisons."""
+
+    role: Literal["cell"] = "cell"
+    scaling: Scaling = "strong"
+    """strong: the global batch is the baseline's; weak: the batch of each worker is."""
+    variant: str = ""
+    """Difference from cells of the same strategy and size, e.g. "static_graph"."""
+
+    @property
+    @override
+    def title(self) -> str:
+        remarks = ", ".join(filter(None, ["weak" if self.scaling == "weak" else "", self.variant]))
+        return f"{super().title} ({remarks})" if remarks else super().title
+
+
+class Probe(Measurement):
+    """A measurement that includes the `Costs` that a prediction needs."""
+
+    role: Literal["probe"] = "probe"
+
+
+class Tuning(Measurement):
+    """A search for the batch size of a device."""
+
+    role: Literal["tuning"] = "tuning"
+    max_batch_size: int | None = None
+    """The largest batch of one device to try; None goes as far as memory or data allow."""
+
+
+ROLES: Mapping[str, type[Trial]] = {
+    kind.model_fields["role"].default: kind
+    for kind in (Training, Baseline, Reference, CellMeasurement, Probe, Tuning)
+}  # fmt: skip
+"""Classes of trials by role."""
+
+_ONCE_SHARED = frozenset(name for kind in ROLES.values() for name in kind.model_fields)
+
+
+def trial_from_json(text: str | bytes) -> Trial:
+    """Read a trial from its JSON.
+
+    Raises:
+        ValidationError: it is none.
+    """
+    values = json.loads(text)
+    kind = ROLES[values["role"]]
+    others = _ONCE_SHARED - kind.model_fields.keys()  # earlier versions wrote the fields of all roles
+    return kind.model_validate_json(json.dumps({name: value for name, value in values.items() if name not in others}))
 
 
 class Rank(Frozen):

@@ -10,7 +10,7 @@ import rich.console
 
 from pipeline.protocol import events
 from pipeline.protocol.events import Advanced, AnyEvent, Finished, FirstStep, Metrics, Started, TrialOpened
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.display import Display, Lines, LiveDisplay
 from pipeline.recording.format import figures
 from pipeline.recording.notebook import NotebookDisplay
@@ -50,7 +50,7 @@ class Console:
 
     def _title(self, event: TrialOpened) -> str:
         """Label a trial by its role in a run, by its number in a comparison."""
-        is_run = any(trial.role == "main" for trial in self._trials.values())
+        is_run = any(isinstance(trial, Training) for trial in self._trials.values())
         return f"{event.trial}: {event.title}" if is_run else f"[{self._opened}/{self._total}] {event.title}"
 
     def _new_display(self, event: TrialOpened) -> Display | None:

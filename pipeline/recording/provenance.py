@@ -41,9 +41,10 @@ def trial_tags(trial: Trial) -> dict[str, str]:
 
 def trial_params(trial: Trial) -> dict[str, str]:
     """Return the parameters of one trial. They are immutable in MLflow, so an elastic size is a tag and a metric."""
-    is_elastic = trial.experiment.parallel.is_elastic and not trial.is_measurement
     return {
-        f"trial.{name}": value for name, value in trial_tags(trial).items() if not (is_elastic and name == "world_size")
+        f"trial.{name}": value
+        for name, value in trial_tags(trial).items()
+        if not (trial.is_elastic and name == "world_size")
     }
 
 

@@ -16,7 +16,7 @@ from pipeline.config.uris import without_credentials
 from pipeline.errors import PipelineError
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened
-from pipeline.protocol.trial import Status, Trial
+from pipeline.protocol.trial import Status, Training, Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import Console
 from pipeline.recording.ending import flush
@@ -144,7 +144,7 @@ def open_trial(trial: Trial, recorder: Recorder) -> None:
             repeat=trial.repeat,
             tags=provenance.trial_tags(trial),
             params=provenance.trial_params(trial),
-            left_out=trial.left_out,
+            left_out=trial.left_out if isinstance(trial, Training) else (),
         )
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.config.values import Frozen
 from pipeline.protocol.events import Finished
-from pipeline.protocol.trial import Role, Trial
+from pipeline.protocol.trial import Role, Training, Trial
 from pipeline.report import Advice, Row, Unmeasured, records, tables
 from pipeline.report import sentences as summary
 from pipeline.report.tables import ReportTable
@@ -59,7 +59,7 @@ class Report(Frozen):
             ends.setdefault(end.result.trial, []).append(end)
         once = {trial.name: trial for trial in trials if trial.repeat == 0}
         rows = [Row.of(trial, ends[name]) for name, trial in once.items() if name in ends]
-        mains = [trial.name for trial in once.values() if trial.role == "main"]
+        mains = [trial.name for trial in once.values() if isinstance(trial, Training)]
         if not rows or any(name not in ends for name in mains):
             raise ValueError(f"nothing to report: only {', '.join(ends) or 'no trial'} finished")
         entries = _sorted([*rows, *unmeasured], order=order)

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipeline.errors import ExperimentError
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Trial
+from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Tuning
 from pipeline.training.bench import TrialBench
 from pipeline.training.build import build
 from pipeline.training.stream import Streams
@@ -42,7 +42,7 @@ class Bench(Protocol):
         ...
 
 
-def find(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> BatchSizes:
+def find(trial: Tuning, *, rank: Rank, streams: Streams | None = None) -> BatchSizes:
     """Search the batch sizes of a trial. Collective; returns the same on all ranks.
 
     Raises:

@@ -119,7 +119,7 @@ class TrainContext:
     @cached_property
     def steps(self) -> int:
         """Optimizer steps of this trial."""
-        return min(self.trial.max_steps or self.total_steps, self.total_steps)
+        return self.trial.steps_of(self.total_steps)
 
     @property
     def epochs(self) -> int:
@@ -129,7 +129,7 @@ class TrainContext:
     def is_checkpoint_step(self, steps: int) -> bool:
         """Whether ``checkpoint.every_steps`` asks for a checkpoint after that many steps."""
         every = self.experiment.checkpoint.every_steps
-        return every is not None and bool(self.trial.checkpoints) and steps % every == 0
+        return every is not None and self.trial.saves and steps % every == 0
 
     @property
     def gpus(self) -> list[int]:

@@ -14,6 +14,7 @@ from pipeline.config.reported import PREFIX, mlflow_name, source_of
 from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import Phase
 from pipeline.protocol.progress import ProgressReporter
+from pipeline.protocol.trial import Measurement
 from pipeline.training import learned
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
@@ -42,7 +43,7 @@ def prepare(context: TrainContext) -> None:
         ExperimentError: a metric can't be built, refuses the batch, computes neither numbers nor a curve, or reports a
             name that is taken; or ``checkpoint.best`` names none of the numbers.
     """
-    if not context.batches.has_validation or context.trial.is_measurement or context.metrics is None:
+    if not context.batches.has_validation or isinstance(context.trial, Measurement) or context.metrics is None:
         return
     collection = context.metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
     with warnings.catch_warnings(action="ignore"):  # e.g. that the batch lacks samples of a class

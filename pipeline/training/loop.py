@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from pipeline.errors import Stopped
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
-from pipeline.protocol.trial import Rank, Trial, TrialResult
+from pipeline.protocol.trial import Measurement, Probe, Rank, Training, Trial, TrialResult
 from pipeline.training import reporting
 from pipeline.training.afterwards import Afterwards
 from pipeline.training.build import build
@@ -48,18 +48,20 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None =
     )
     meter = Meter(context=context, clock=clock, outbox=outbox)
     manager = CheckpointManager(context, meter=meter, outbox=outbox)
+    is_training = isinstance(trial, Training)
     reporting.start(context, outbox)
-    reporting.averaging(context, outbox)
+    if is_training:
+        reporting.averaging(context, outbox)
     compile_ahead(context)
     with manager:
         start = manager.resume()
         for epoch in range(start // context.order.steps_per_epoch, context.epochs):
             train_epoch(context, epoch=epoch, start=start, meter=meter, manager=manager)
-            if not trial.is_measurement:
+            if is_training:
                 end_epoch(context, epoch=epoch, meter=meter, manager=manager)
                 if meter.stop_agreed:
                     raise Stopped
-    if not trial.is_measurement:
+    if is_training:
         meter.finiteness.summarize()
         reporting.model(context, outbox)
     steady = clock.steady
@@ -88,8 +90,8 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
     afterwards = Afterwards(context, result, outbox=outbox)
     parts = afterwards.measure("the parts of a step", lambda: probe(context, laps=laps, known=result.parts))
     unused = afterwards.measure("unused parameters", lambda: unused_parameters(context))
-    known = afterwards.measure("what a prediction needs", lambda: costs(context)) if trial.role == "probe" else None
-    if trial.profile:
+    known = afterwards.measure("what a prediction needs", lambda: costs(context)) if isinstance(trial, Probe) else None
+    if isinstance(trial, Measurement) and trial.profile:
         afterwards.measure("the trace", lambda: record_trace(context, outbox))
     return result.model_copy(update={"parts": parts or result.parts, "unused_parameters": unused or 0, "costs": known})
 

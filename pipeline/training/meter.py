@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.protocol.events import Metrics, Outbox, Phase, Point
+from pipeline.protocol.trial import Measurement
 from pipeline.training.clock import Clock, DataWait, Lap
 from pipeline.training.context import TrainContext
 from pipeline.training.nonfinite import Finiteness
@@ -100,14 +101,14 @@ class Meter:
         points = [Point(name, first + i, column[i]) for name, column in columns.items() for i in range(count)]
         points.append(Point("throughput/samples_per_second", step, lap.samples_per_second))
         points.append(Point("time/step_ms", step, lap.step_ms))
-        if not self.trial.is_measurement and self.trial.experiment.parallel.is_elastic:
+        if self.trial.is_elastic:
             points.append(Point("throughput/workers", step, self.rank.world_size))
         if self.trial.experiment.train.on_nonfinite == "skip":
             points.append(Point(SKIPPED, step, self._skipped_before + len(self.finiteness.skipped)))
         self.send(points, step=step, epoch=epoch)
         norms = columns.get("train/gradient_norm", [])
         self.finiteness.judge(losses, norms=norms, own=own, first=first)
-        if self.trial.is_measurement:  # its windows are short, and reporting would be a large part of them
+        if isinstance(self.trial, Measurement):  # its windows are short, and reporting would be a large part of them
             self.clock.resume()
 
     def _of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
@@ -193,7 +194,7 @@ class Cadence:
         in_epoch = steps % context.order.steps_per_epoch
         if not in_epoch or steps == context.steps:
             return True
-        if context.trial.is_measurement:
+        if isinstance(context.trial, Measurement):
             return steps >= measure.warmup_steps and (steps - measure.warmup_steps) % measure.steps == 0
         if in_epoch % self._log_every == 0 and steps - self._last >= self._intervals * self._log_every:
             return True

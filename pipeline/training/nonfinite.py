@@ -70,7 +70,7 @@ class Finiteness:
         """How many of the steps from ``first`` on, counted from 1, may be reported: those that won't be done again."""
         if self.trial.experiment.train.on_nonfinite != "rollback":
             return len(losses)
-        bad = (i for i, loss in enumerate(losses) if not math.isfinite(loss) and first + i not in self.trial.left_out)
+        bad = (i for i, loss in enumerate(losses) if not math.isfinite(loss) and not self.trial.leaves_out(first + i))
         return next(bad, len(losses))
 
     def judge(self, losses: Sequence[float], *, norms: Sequence[float], own: Tensor, first: int) -> None:
@@ -93,7 +93,7 @@ class Finiteness:
         if self.trial.experiment.train.precision == "fp16" or self.trial.options.get("local_sgd_period"):
             norms = ()  # the scaler finds its scale by making gradients overflow; in local SGD ranks have their own
         for index, (loss, norm) in enumerate(zip_longest(losses, norms, fillvalue=0.0)):
-            if not (math.isfinite(loss) and math.isfinite(norm)) and first + index not in self.trial.left_out:
+            if not (math.isfinite(loss) and math.isfinite(norm)) and not self.trial.leaves_out(first + index):
                 what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
                 where = self._where(first + index, own[index])
                 raise NonFiniteError(f"the {what} in {where}. {REMEDY}", step=first + index)

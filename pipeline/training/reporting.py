@@ -64,7 +64,7 @@ def compile_s(context: TrainContext) -> float | None:
 
 def averaging(context: TrainContext, outbox: Outbox) -> None:
     """Warn if the training is too short for the averages to forget the initial weights."""
-    if context.averages is None or context.trial.is_measurement or not context.rank.is_first:
+    if context.averages is None or not context.rank.is_first:
         return
     if (share := context.averages.share_of_start(context.total_steps)) > MUCH:
         message = (

@@ -30,7 +30,7 @@ class StepGuard:
 
     def __init__(self, context: TrainContext, *, step: int) -> None:
         self._context, self._step = context, step
-        self.is_left_out = step + 1 in context.trial.left_out
+        self.is_left_out = context.trial.leaves_out(step + 1)
         self._may_skip = self.is_left_out or skips_nonfinite(context)
 
     def __enter__(self) -> Self:

@@ -29,7 +29,7 @@ from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import AnyEvent, BatchSizesFound, Failed, Finished, Outbox, event_to_json
 from pipeline.protocol.progress import told_to
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training, Trial, Tuning, trial_from_json
 from pipeline.system import allocator
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
@@ -70,7 +70,7 @@ def run(
     """
     torch.set_num_threads(trial.cpus_per_worker)
     # One sampler for each node; a measurement is short and shouldn't be disturbed.
-    samples = rank.local_rank == 0 and not trial.is_measurement
+    samples = rank.local_rank == 0 and isinstance(trial, Training)
     try:
         with (
             allocator.huge_pages(),
@@ -111,7 +111,7 @@ def rank_from_environment() -> Rank:
 
 def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None) -> Finished | BatchSizesFound:
     """Do what the trial is for."""
-    if trial.role == "tuning":
+    if isinstance(trial, Tuning):
         sizes = batch_size.find(trial, rank=rank, streams=streams)
         return BatchSizesFound(time=time.time(), trial=trial.name, sizes=sizes)
     with compilation.explained(trial.experiment.train.compile):
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("trial", type=Path, help="JSON of the trial")
     parser.add_argument("--channel", type=Path, help="JSON of the driver's address; events are printed without it")
     arguments = parser.parse_args()
-    trial = Trial.model_validate_json(arguments.trial.read_text())
+    trial = trial_from_json(arguments.trial.read_text())
     rank = rank_from_environment()
     try:
         if arguments.channel is None:

@@ -25,7 +25,7 @@ from pipeline.protocol.events import (
     event_from_json,
     event_to_json,
 )
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.collectives import from_first
@@ -101,8 +101,8 @@ def _plain(work: str, options: dict[str, Any], *more: str, strategy: str = "fsdp
 
 
 def _as_trial(overrides: list[str], strategy: str) -> Trial:
-    return Trial(
-        name="main", role="main", experiment=load("lab.yaml", overrides).experiment, strategy=strategy,
+    return Training(
+        name="main", experiment=load("lab.yaml", overrides).experiment, strategy=strategy,
         launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1,
         allowed=allowed_packages(),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.protocol.events import AnyEvent, Failed, Metrics, Warned, event_from_json, event_to_json
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import build
 from pipeline.training.order import SampleOrder
 from pipeline.worker import main
@@ -68,8 +68,8 @@ def outcomes(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tu
 def _trial(case: str, workers: int) -> Trial:
     data = f"data={{_target_: lab.holed, index: {BAD}}}"
     more = ["train.precision=fp64", f"parallel.workers={workers}", data, *CASES[case]]
-    return Trial(
-        name=case, role="main", experiment=load("lab.yaml", more).experiment, strategy="ddp",
+    return Training(
+        name=case, experiment=load("lab.yaml", more).experiment, strategy="ddp",
         launcher="inprocess", workers=workers, devices_per_worker=0, device="cpu", cpus_per_worker=1,
         allowed=allowed_packages(),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext
 
@@ -136,8 +136,8 @@ def _trial(
             "train": {"epochs": 1, "global_batch_size": 8},
         }
     )
-    return Trial(
-        name="main", role="main", experiment=experiment, strategy=strategy, launcher="inprocess", workers=2,
+    return Training(
+        name="main", experiment=experiment, strategy=strategy, launcher="inprocess", workers=2,
         devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=(*BUILT_IN, HERE),
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ from pipeline.protocol.events import (
     event_from_json,
     event_to_json,
 )
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import build
 from pipeline.training.checkpoints import files, inventory
 from pipeline.training.checkpoints.manager import CheckpointManager
@@ -82,8 +82,8 @@ def _trial(folder: Path, name: str, *, precision: str, stopped: str = "", after:
         (folder / name).mkdir()
         for step in range(1, after + 1):
             shutil.copytree(folder / stopped / folder_name(step), folder / name / folder_name(step))
-    return Trial(
-        name=name, role="main", experiment=load("lab.yaml", overrides).experiment, strategy="ddp",
+    return Training(
+        name=name, experiment=load("lab.yaml", overrides).experiment, strategy="ddp",
         launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1,
         allowed=allowed_packages(), checkpoints=str(folder / name), resume=bool(stopped),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from pipeline.config.project import allowed_packages
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, Failed
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.strategies import base
 from pipeline.training.build import build
 from pipeline.training.step import optimizer_step
@@ -82,9 +82,8 @@ def trained(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 def _trial(case: str, strategy: str, workers: int, *more: str) -> Trial:
     overrides = ["train.precision=fp64", f"parallel.workers={workers}", *CASES[case], *more]
     experiment = load("lab.yaml", overrides).experiment
-    return Trial(
+    return Training(
         name=case,
-        role="main",
         experiment=experiment,
         strategy=strategy,
         launcher="inprocess",

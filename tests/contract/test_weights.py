@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline.config import components
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.tasks import LanguageModel
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext
@@ -104,8 +104,8 @@ def _trial(case: str, strategy: str, workers: int, accumulation: int) -> Trial:
             **CASES[case],
         }
     )
-    return Trial(
-        name=case, role="main", experiment=experiment, strategy=strategy, launcher="inprocess", workers=workers,
+    return Training(
+        name=case, experiment=experiment, strategy=strategy, launcher="inprocess", workers=workers,
         devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=(*BUILT_IN, "weighed"),
     )  # fmt: skip
 

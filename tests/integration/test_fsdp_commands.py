@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
 from pipeline.protocol.events import AnyEvent, Failed, event_to_json
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.collectives import from_first
@@ -92,8 +92,8 @@ def _plain(work: str, options: dict[str, Any], *more: str, strategy: str = "fsdp
 
 
 def _as_trial(overrides: list[str], strategy: str) -> Trial:
-    return Trial(
-        name="main", role="main", experiment=load("lab.yaml", overrides).experiment, strategy=strategy,
+    return Training(
+        name="main", experiment=load("lab.yaml", overrides).experiment, strategy=strategy,
         launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1,
         allowed=allowed_packages(),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from ranks import on_ranks
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
 from pipeline.protocol.events import AnyEvent, Event, Failed, Finished, Metrics, event_from_json, event_to_json
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training
 from pipeline.training import probe
 from pipeline.worker import main
 
@@ -49,8 +49,8 @@ def _in_two_processes(where: Rank, folder: Path) -> None:
     probe.SLOT_SECONDS, probe.ROUNDS, probe.FEWEST_ROUNDS = 0.0, 1, 1
     for name, (strategy, options, overrides) in TRAININGS.items():
         experiment = load("lab.yaml", ["train.precision=fp64", MODEL, *overrides]).experiment
-        trial = Trial(
-            name=name, role="main", experiment=experiment, strategy=strategy, options=options, launcher="inprocess",
+        trial = Training(
+            name=name, experiment=experiment, strategy=strategy, options=options, launcher="inprocess",
             workers=2, devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=allowed_packages(),
         )  # fmt: skip
         main.run(trial, rank=where, outbox=_Written(folder / f"{name}.{where.rank}.jsonl"))

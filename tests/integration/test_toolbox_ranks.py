@@ -28,7 +28,7 @@ from pipeline.protocol.events import (
     event_from_json,
     event_to_json,
 )
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training import probe
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.collectives import from_first
@@ -104,8 +104,8 @@ def _trial(
         for step in range(1, STOPPED + 1):
             shutil.copytree(folder / stopped / folder_name(step), folder / name / folder_name(step))
     shared = ["checkpoint.every_steps=1", "checkpoint.keep=100", f"train.precision={precision}"]
-    return Trial(
-        name=name, role="main", experiment=load("lab.yaml", [*shared, *overrides]).experiment, strategy=strategy,
+    return Training(
+        name=name, experiment=load("lab.yaml", [*shared, *overrides]).experiment, strategy=strategy,
         options=options or {}, launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1,
         allowed=allowed_packages(), checkpoints=str(folder / name), resume=bool(stopped),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from recordings import JOURNALS, Recording, written_here
 
 from pipeline.driver.elastic import course, remark
 from pipeline.protocol.events import Metrics, Resumed, RunClosed, Started, event_from_json, event_to_json
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import trial_from_json
 from pipeline.recording.console import Console
 from pipeline.recording.folder import read_state
 from pipeline.recording.journal import FILE_NAME, read
@@ -39,7 +39,7 @@ def test_every_run_says_how_it_stands(journal: Journal, name: str) -> None:
     assert state.status == (closed[-1].status if closed else "KILLED")
     assert state.experiment.name in ("tiny", "lab")
     for trial in (recording.folder / "trials").glob("*.json"):
-        assert Trial.model_validate_json(trial.read_bytes()).name == trial.stem
+        assert trial_from_json(trial.read_bytes()).name == trial.stem
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +69,7 @@ def _points(events: list[Any]) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "sweep"])
 def test_the_terminal_shows_each_run(journal: Journal, name: str) -> None:
     recording, shown = journal(name), io.StringIO()
-    trials = [Trial.model_validate_json(path.read_bytes()) for path in (recording.folder / "trials").glob("*.json")]
+    trials = [trial_from_json(path.read_bytes()) for path in (recording.folder / "trials").glob("*.json")]
     console = Console(Terminal.on(rich.console.Console(file=shown, width=120)), trials=trials)
     for event in recording.events:
         console.receive(event)

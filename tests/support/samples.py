@@ -4,7 +4,7 @@ from pipeline.config.schema import Experiment
 from pipeline.config.train import Train
 from pipeline.config.values import Component
 from pipeline.protocol.events import Finished
-from pipeline.protocol.trial import Role, Scaling, Spread, StepParts, Trial, TrialResult
+from pipeline.protocol.trial import ROLES, Role, Scaling, Spread, StepParts, Trial, TrialResult
 from pipeline.report import Unmeasured
 from pipeline.report.report import Report
 
@@ -30,9 +30,10 @@ def trial(
         optimizer=Component(_target_="torch.optim.SGD"),
         train=Train(epochs=2, global_batch_size=batch),
     )
-    return Trial(
+    return ROLES[role](
         name=name, role=role, experiment=experiment, strategy=strategy, launcher="inprocess", workers=workers,
-        devices_per_worker=gpus, device="cuda" if gpus else "cpu", cpus_per_worker=cpus, scaling=scaling,
+        devices_per_worker=gpus, device="cuda" if gpus else "cpu", cpus_per_worker=cpus,
+        **({"scaling": scaling} if role == "cell" else {}),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
 from pipeline.protocol.events import AnyEvent, Metrics
-from pipeline.protocol.trial import Rank, Trial, TrialResult
+from pipeline.protocol.trial import Baseline, Measurement, Rank, Training, Trial, TrialResult
 from pipeline.tasks import StepOutput
 from pipeline.training.loop import train
 
@@ -65,12 +65,12 @@ def experiment(**sections: Any) -> Experiment:
     )
 
 
-def trial(*, max_steps: int | None = None, **sections: Any) -> Trial:
-    return Trial(
-        name="main", role="main" if max_steps is None else "baseline", experiment=experiment(**sections),
-        strategy="single", launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1,
-        allowed=(*BUILT_IN, "toys"), max_steps=max_steps,
-    )  # fmt: skip
+def trial(*, max_steps: int | None = None, kind: type[Measurement] = Baseline, **sections: Any) -> Trial:
+    shared: dict[str, Any] = {
+        "name": "main", "experiment": experiment(**sections), "strategy": "single", "launcher": "inprocess",
+        "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1, "allowed": (*BUILT_IN, "toys"),
+    }  # fmt: skip
+    return Training(**shared) if max_steps is None else kind(**shared, max_steps=max_steps)
 
 
 def trained(*, max_steps: int | None = None, **sections: Any) -> tuple[TrialResult, Kept]:

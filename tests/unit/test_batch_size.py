@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import BatchSizesFound, Failed
-from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Spread, Trial
+from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Spread, Tuning
 from pipeline.report.tuned import BatchAdvice, advise_batch
 from pipeline.training import bench
 from pipeline.training.batch_size import CLOSE, Search, find, outcome
@@ -180,10 +180,11 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def trial(*, most: int | None = None, **sections: Any) -> Trial:
-    made = toys.trial(max_steps=2, **{"train": {"precision": "fp32"}, **sections})
+def trial(*, most: int | None = None, **sections: Any) -> Tuning:
+    made = toys.trial(max_steps=2, kind=Tuning, **{"train": {"precision": "fp32"}, **sections})
     allowed = (*made.allowed, "test_batch_size")
-    return made.model_copy(update={"role": "tuning", "allowed": allowed, "max_batch_size": most})
+    assert isinstance(made, Tuning)
+    return made.model_copy(update={"allowed": allowed, "max_batch_size": most})
 
 
 def model(name: str, **arguments: Any) -> dict[str, Any]:

@@ -106,9 +106,8 @@ class TestWhen:
         assert (saved(often), saved(seldom)) == ([1, 2, 3, 4, 5, 6], [3, 6])
 
     def test_not_in_a_measurement(self, tmp_path: Path) -> None:
-        measurement = trial(tmp_path, **EVERY).model_copy(update={"max_steps": 4, "role": "baseline"})
         outbox = toys.Kept()
-        train(measurement, rank=Rank(), outbox=outbox)
+        train(toys.trial(max_steps=4, **EVERY), rank=Rank(), outbox=outbox)
 
         assert saved(outbox) == []
         assert list(tmp_path.iterdir()) == []

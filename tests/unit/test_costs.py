@@ -10,7 +10,7 @@ import toys
 from torch import nn
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial import Probe, Rank
 from pipeline.training.build import build
 from pipeline.training.costs import costs, sizes
 from pipeline.training.exchange import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces, gradients
@@ -58,9 +58,9 @@ def slow_data():
 
 
 def setup_of(**sections):
-    trial = toys.trial(max_steps=2, **sections)
+    trial = toys.trial(max_steps=2, kind=Probe, **sections)
     allowed = (*trial.allowed, "test_costs")
-    return build(trial.model_copy(update={"role": "probe", "allowed": allowed}), rank=Rank())
+    return build(trial.model_copy(update={"allowed": allowed}), rank=Rank())
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_sizes_are_halves(largest, smallest, expected):
 def test_only_a_probe_measures_costs():
     trial = toys.trial(max_steps=2)
     assert train(trial, rank=Rank(), outbox=toys.Kept()).costs is None
-    probed = train(trial.model_copy(update={"role": "probe"}), rank=Rank(), outbox=toys.Kept()).costs
+    probed = train(toys.trial(max_steps=2, kind=Probe), rank=Rank(), outbox=toys.Kept()).costs
     assert probed is not None
     assert [cost.samples for cost in probed.curve] == [1, 2, 4, 8]
     assert all(cost.forward_ms > 0 and cost.backward_ms > 0 and cost.data_ms > 0 for cost in probed.curve)

@@ -119,7 +119,7 @@ class Roomy(inprocess.Launcher):
 
 
 def trial(least: int, most: int, **parallel: object) -> Trial:
-    return toys.trial(parallel={"workers": [least, most], **parallel}).model_copy(update={"role": "main"})
+    return toys.trial(parallel={"workers": [least, most], **parallel})
 
 
 def test_room_on_this_machine(monkeypatch) -> None:
@@ -229,9 +229,9 @@ def test_workers_are_asked_to_make_way_for_more(pace: Paced, workers, room, look
 
 
 def test_a_measurement_keeps_its_size() -> None:
-    assert elastic.is_elastic(trial(1, 4))
-    assert not elastic.is_elastic(trial(1, 4).model_copy(update={"role": "baseline"}))
-    assert not elastic.is_elastic(trial(4, 4))
+    assert trial(1, 4).is_elastic
+    assert not toys.trial(max_steps=2, parallel={"workers": [1, 4]}).is_elastic
+    assert not trial(4, 4).is_elastic
 
 
 def test_the_course_of_a_training_is_told() -> None:

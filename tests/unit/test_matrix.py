@@ -9,6 +9,7 @@ from pipeline.commands.compare import too_small
 from pipeline.commands.matrix import Matrix, MatrixRequest, make_matrix
 from pipeline.errors import ResourceError
 from pipeline.planning.resources import Resources
+from pipeline.protocol.trial import Measurement
 
 LAPTOP = Resources(cpus=2, memory_mb=16384, node="laptop")
 SERVER = Resources(cpus=32, memory_mb=262144, gpus=("H200",) * 4, node="server")
@@ -40,7 +41,7 @@ def test_the_cells_take_turns() -> None:
     assert [(trial.name, trial.repeat) for trial in trials] == [
         (name, repeat) for repeat in range(3) for name in ("baseline", "ddp-2", "reference")
     ]
-    assert all(trial.is_measurement for trial in trials)
+    assert all(isinstance(trial, Measurement) for trial in trials)
 
 
 def test_the_product_of_strategies_and_workers_where_several_workers_make_sense() -> None:

@@ -1,5 +1,6 @@
 """What driver and workers share survives JSON, and errors survive a process boundary."""
 
+import json
 import pickle
 from typing import Any, get_args
 
@@ -12,7 +13,22 @@ from pipeline import errors
 from pipeline.errors import ExperimentError, Interrupted, Problem, TrainingError
 from pipeline.protocol import events
 from pipeline.protocol.events import AnyEvent, Event, Failed, Finished, event_from_json, event_to_json
-from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Spread, StepParts, Trial
+from pipeline.protocol.trial import (
+    ROLES,
+    Baseline,
+    BatchCandidate,
+    BatchSizes,
+    CellMeasurement,
+    Measurement,
+    Rank,
+    Reference,
+    Role,
+    Spread,
+    StepParts,
+    Training,
+    Trial,
+    trial_from_json,
+)
 
 EVENTS: list[AnyEvent] = [
     events.RunOpened(
@@ -111,7 +127,27 @@ def test_a_trial_survives_json() -> None:
         "train": {"clip_grad_norm": 1.5},
     }
     trial = toys.trial(max_steps=5, **sections)
-    assert Trial.model_validate_json(trial.model_dump_json()) == trial
+    assert trial_from_json(trial.model_dump_json()) == trial
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_trial_of_each_role_survives_json(role: Role) -> None:
+    shared = {name: getattr(toys.trial(), name) for name in Trial.model_fields if name != "role"}
+    trial = ROLES[role](**shared)
+    again = trial_from_json(trial.model_dump_json())
+    assert again == trial
+    assert (type(again), again.role) == (ROLES[role], role)
+
+
+def test_a_trial_with_the_fields_of_all_roles_is_read_as_earlier_versions_wrote_it() -> None:
+    others = {"max_steps": None, "scaling": "strong", "variant": "", "profile": False, "max_batch_size": None}
+    trial = toys.trial()
+    assert trial_from_json(json.dumps(json.loads(trial.model_dump_json()) | others)) == trial
+
+
+def test_a_role_has_its_own_fields_only() -> None:
+    with pytest.raises(ValidationError):
+        Training(**toys.trial().model_dump(), max_batch_size=2)
 
 
 def test_what_is_shared_cannot_be_changed() -> None:
@@ -153,16 +189,17 @@ def test_being_stopped_is_no_exception_that_user_code_catches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "title"),
+    ("kind", "changed", "title"),
     [
-        ({}, "single"),
-        ({"strategy": "ddp", "workers": 3}, "ddp x 3"),
-        ({"strategy": "dp", "devices_per_worker": 4, "device": "cuda"}, "dp x 4"),
-        ({"role": "reference", "cpus_per_worker": 6}, "single, 6 cores"),
+        (Baseline, {}, "single"),
+        (CellMeasurement, {"strategy": "ddp", "workers": 3}, "ddp x 3"),
+        (Baseline, {"strategy": "dp", "devices_per_worker": 4, "device": "cuda"}, "dp x 4"),
+        (CellMeasurement, {"scaling": "weak", "variant": "static_graph"}, "single (weak, static_graph)"),
+        (Reference, {"cpus_per_worker": 6}, "single, 6 cores"),
     ],
 )
-def test_titles(changed: dict[str, Any], title: str) -> None:
-    assert toys.trial().model_copy(update=changed).title == title
+def test_titles(kind: type[Measurement], changed: dict[str, Any], title: str) -> None:
+    assert toys.trial(max_steps=2, kind=kind).model_copy(update=changed).title == title
 
 
 def test_finished_is_completed_by_the_driver() -> None:

@@ -14,7 +14,7 @@ from pipeline.cluster.placement import able_nodes, node_name
 from pipeline.launchers._ray.early import local_ray
 from pipeline.launchers.base import Session
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.training.checkpoints.storage import address_of
 
 _SHOWN = 5
@@ -70,7 +70,7 @@ class Joined:
     def _checkpoints(self, trial: Trial) -> str | None:
         """Where they will lie; a run's baseline is asked, too, so that nothing is measured in vain."""
         options = trial.experiment.checkpoint
-        if trial.role not in ("main", "baseline") or not options.keep:
+        if not (isinstance(trial, Training | Baseline) and options.keep):
             return None
         return address_of(options.directory, run=self._session.folder)
 

@@ -18,7 +18,7 @@ import ray.train
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import Outbox
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, trial_from_json
 
 _SEND_EVERY_S = 5.0
 _MOST_BYTES = 2**20
@@ -33,7 +33,7 @@ def work(config: dict[str, Any]) -> None:
     if config["stream"] is not None:
         from pipeline.launchers._ray.ingest import Facts
         from pipeline.launchers._ray.rows import received
-    trial = Trial.model_validate_json(config["trial"])
+    trial = trial_from_json(config["trial"])
     context = ray.train.get_context()
     rank = Rank(
         rank=context.get_world_rank(),

@@ -10,7 +10,7 @@ from pipeline.config.reported import source_of
 from pipeline.config.values import Direction
 from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol.events import Outbox, Resumed, Warned
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import device_of
 from pipeline.training.checkpoints import rank_state, resuming
 from pipeline.training.checkpoints.manifest import Manifest, describe, folder_name
@@ -32,7 +32,7 @@ _PATIENCE_S = 30.0
 
 def placed(trial: Trial, *, rank: Rank) -> Trial:
     """Give every rank rank 0's checkpoint address, resume flag and steps to leave out. Collective."""
-    if trial.is_measurement:
+    if not isinstance(trial, Training):
         return trial
     device_of(trial, rank=rank)  # selects the GPU that the broadcast uses
     known = {"checkpoints": trial.checkpoints, "resume": trial.resume, "left_out": trial.left_out}
@@ -59,14 +59,17 @@ class CheckpointManager:
         self._writer: AsyncCheckpointWriter | None = None
         self._saved_at = time.monotonic()
         self._is_behind = False
-        if not (context.trial.checkpoints and self._options.keep) or context.trial.is_measurement:
+        self._resumes = False
+        trial = context.trial
+        if not (isinstance(trial, Training) and trial.checkpoints and self._options.keep):
             return
         if self._options.best is not None and not context.batches.has_validation:
             raise ExperimentError.of(
                 "checkpoint.best", f"is {self._options.best}, but there is no validation set; remove it"
             )
         check(context)
-        self._storage = Storage(context.trial.checkpoints)
+        self._storage = Storage(trial.checkpoints)
+        self._resumes = trial.resume
         self._writer = self._new_writer(self._storage)
 
     def __enter__(self) -> Self:
@@ -85,7 +88,7 @@ class CheckpointManager:
             ExperimentError: the checkpoint belongs to a different experiment.
             TrainingError: the storage can't be read.
         """
-        if self._storage is None or not self._context.trial.resume:
+        if self._storage is None or not self._resumes:
             return 0
         found = resuming.newest(self._context, self._storage, warn=self._warn)
         if found is None:
