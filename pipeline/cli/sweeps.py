@@ -1,10 +1,7 @@
 """``pipeline sweep``: hyperparameter search."""
 
-from typing import Annotated
-
 import typer
 
-from pipeline.cli import completion
 from pipeline.cli.arguments import (
     Cluster,
     DryRun,
@@ -12,21 +9,12 @@ from pipeline.cli.arguments import (
     Json,
     Overrides,
     Quiet,
+    Resume,
     Verbose,
     interruptible,
     with_address,
 )
 from pipeline.system.imports import undisturbed
-
-ResumeSweep = Annotated[
-    str | None,
-    typer.Option(
-        "--resume",
-        metavar="[RUN]",
-        help="Resume an interrupted sweep: RUN, or the newest sweep of this experiment.",
-        autocompletion=completion.runs,
-    ),
-]
 
 
 def sweep(
@@ -34,7 +22,7 @@ def sweep(
     overrides: Overrides = None,
     *,
     dry_run: DryRun = False,
-    resume: ResumeSweep = None,
+    resume: Resume = None,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
