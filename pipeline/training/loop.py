@@ -14,7 +14,6 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import Measurement, Probe, Rank, Training, Trial, TrialResult
 from pipeline.training import reporting
-from pipeline.training.afterwards import Afterwards
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
@@ -26,7 +25,7 @@ from pipeline.training.evaluation import evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.meter import Meter
 from pipeline.training.nonfinite import check_weights
-from pipeline.training.probe import probe, record_trace, unused_parameters, waits
+from pipeline.training.probe import Afterwards, probe, record_trace, unused_parameters, waits
 from pipeline.training.step import optimizer_step
 from pipeline.training.stream import Streams
 from pipeline.training.watch import mark, mark_step

@@ -4,27 +4,34 @@ The wait for data is timed during training, since loader processes that fetch ah
 The other parts are measured afterwards by leaving them out, since a profiler would change them: steps with gradient
 exchange against steps without, steps with the optimizer against steps without, alternately (A B C A B C ...), so that
 drift affects all equally, on a batch in memory. The learning rate is zero, and buffers are restored, so the model
-doesn't change. `record_trace` records a few more steps with torch's profiler.
+doesn't change. `record_trace` records a few more steps with torch's profiler. `Afterwards` runs such measurements,
+which may fail without losing the training's result.
 """
 
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from torch.profiler import ProfilerActivity, profile
 
+from pipeline.errors import ExperimentError
 from pipeline.protocol import estimates
-from pipeline.protocol.events import ArtifactSaved, Outbox
+from pipeline.protocol.events import ArtifactSaved, Outbox, Trained, Warned
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Spread, StepParts
+from pipeline.protocol.trial import Spread, StepParts, TrialResult
 from pipeline.training.batches import MicroBatches
 from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import endless, forget_local_steps, held_step, without_updates
 from pipeline.training.step import forward_backward, optimizer_step
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 ROUNDS = 7
 SLOT_SECONDS = 0.2  # long enough for the clock
@@ -35,6 +42,44 @@ _SETTLING_STEPS = 2  # which absorb the profiler's start and what the measuremen
 
 Times = dict[str, list[float]]
 """Milliseconds of a step by variant, a list with a value for each round."""
+
+
+class Afterwards:
+    """A series of collective measurements, which ends at the first failure on this rank.
+
+    A rank that fails skips the remaining measurements and ends with the training's result. The other ranks find its
+    connections closed and do the same, or hang until the driver, which has the result by then, ends them.
+    """
+
+    def __init__(self, context: TrainContext, result: TrialResult, *, outbox: Outbox) -> None:
+        self._context, self._outbox = context, outbox
+        self._failed = False
+        if context.rank.is_first:
+            outbox.event(Trained(time=time.time(), trial=context.trial.name, result=result))
+
+    def measure(self, what: str, measurement: Callable[[], T]) -> T | None:
+        """Return a collective measurement's result; None, with a warning that names it, if it fails.
+
+        Raises:
+            ExperimentError: the experiment doesn't allow this measurement, on any rank.
+        """
+        if self._failed:
+            return None
+        try:
+            return measurement()
+        except ExperimentError:
+            raise
+        except Exception as error:  # noqa: BLE001 - no error may cost the result of the training
+            _log.warning("%s could not be measured", what, exc_info=error)
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            rank = self._context.rank
+            where = f" on rank {rank.rank}" if rank.world_size > 1 else ""
+            message = f"{what} could not be measured{where}, the training is not affected: {said}"
+            self._outbox.event(
+                Warned(time=time.time(), trial=self._context.trial.name, message=message, subject="measuring")
+            )
+            self._failed = rank.world_size > 1
+            return None
 
 
 def waits(context: TrainContext, *, laps: Sequence[Lap]) -> StepParts:
