@@ -11,7 +11,7 @@ from pipeline.system.imports import undisturbed
 from pipeline.system.signals import end_after, on_sigterm
 
 
-class _LonelyOutbox(NoOutbox):
+class _DriverlessOutbox(NoOutbox):
     """Outbox of a rank without a driver: handles stop requests and reports its own hangs."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ def follow(plan: Plan) -> None:
 
     for trial in plan.trials:
         if trial.workers > 1:
-            outbox = _LonelyOutbox()
+            outbox = _DriverlessOutbox()
             on_sigterm(partial(outbox.ask_to_stop, trial))
             end = partial(main.end_process, _quietly)
             try:

@@ -1,4 +1,4 @@
-"""Who starts the workers: one file each, the file name is the name in the YAML.
+"""Launchers, which start a trial's workers: one file each, whose name is the name in the YAML.
 
-A launcher module exports ``Launcher``, which fulfils `pipeline.launchers.base.Launcher`.
+A launcher module exports ``Launcher``, a subclass of `pipeline.launchers.base.Launcher`.
 """

@@ -1,4 +1,4 @@
-"""Worker processes of this machine: forked from one that is ready for it, or started afresh where that can't be."""
+"""Worker processes on this machine: forked from a server that has imported torch, or started one by one without it."""
 
 import logging
 import os
@@ -14,37 +14,37 @@ from typing import Protocol, Self
 from pipeline.launchers._forkserver import ForkReply, ForkRequest
 
 _log = logging.getLogger(__name__)  # into the run's log
-_AFRESH = "each worker is started afresh, which takes longer"
+_SLOWER = "each worker is started as a new interpreter, which takes longer"
 _MODULE = "pipeline.worker.main"
 _MOST_BYTES = 2**16
 
 
 class Process(Protocol):
-    """A worker."""
+    """A worker process."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """Its exit code, a negative one for a signal; None while it runs."""
+        """Return its exit code, negative for a signal; None while it runs."""
 
 
 class Forks:
-    """Starts workers. A context manager that ends those that are still there, and what it needs for them.
+    """Starts workers; a context manager that ends the remaining ones and the fork server.
 
-    A server is started with it (`pipeline.launchers._forkserver`), and imports what workers need while this process
-    does something else. Only on Linux: elsewhere system libraries don't outlive a fork.
+    The server (`pipeline.launchers._forkserver`) starts at once and imports what workers need while this process
+    continues. Only on Linux: elsewhere system libraries don't survive a fork.
 
     Args:
-        preload: packages that workers will import, too.
+        preload: further packages that workers will import.
     """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._channel: socket.socket | None = None
         self._codes: dict[int, int | None] = {}
-        """Of forked workers, by process id; None while they run."""
+        """Exit codes of forked workers by process id; None while they run."""
         self._forked_last = 0
         self._unread = b""
-        self._can_fork: bool | None = None  # not known yet
+        self._can_fork: bool | None = None  # until the server replies
         if not sys.platform.startswith("linux"):
             return
         self._channel, theirs = socket.socketpair()
@@ -64,7 +64,7 @@ class Forks:
 
     def __exit__(self, *_: object) -> None:
         if self._channel is not None:
-            self._hear()  # of one whose start was interrupted
+            self._receive()  # includes a worker whose start was interrupted
             for pid in [pid for pid, code in self._codes.items() if code is None]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -78,7 +78,7 @@ class Forks:
         Args:
             arguments: its arguments.
             environment: all of its environment.
-            logs: for standard output and standard error; those of this process if there are none.
+            logs: files for standard output and standard error; empty: those of this process.
         """
         files = [log.open("wb") for log in logs]
         try:
@@ -99,11 +99,11 @@ class Forks:
                 file.close()
 
     def _forked(self, order: ForkRequest, files: list[int]) -> "_Forked | None":
-        """A worker forked from the server; None if there is none, or it can't."""
+        """Return a worker forked from the server; None without a server, or if it can't fork."""
         if self._channel is None:
             return None
         while self._can_fork is None:
-            self._hear(wait=True)
+            self._receive(wait=True)
         if not self._can_fork:
             return None
         self._forked_last = 0
@@ -114,16 +114,16 @@ class Forks:
         except BrokenPipeError:
             self._lose()
         while self._can_fork and not self._forked_last:
-            self._hear(wait=True)
+            self._receive(wait=True)
         return _Forked(self._forked_last, self) if self._can_fork else None
 
     def exit_code(self, pid: int) -> int | None:
-        """That of a forked worker; None while it runs."""
-        self._hear()
+        """Return the exit code of a forked worker; None while it runs."""
+        self._receive()
         return self._codes[pid]
 
-    def _hear(self, *, wait: bool = False) -> None:
-        """Take in what the server has said, or wait until it says something."""
+    def _receive(self, *, wait: bool = False) -> None:
+        """Process the server's replies; with ``wait``, block until there is one."""
         assert self._channel is not None
         while self._can_fork is not False:
             try:
@@ -141,15 +141,15 @@ class Forks:
                 if each.can_fork is not None:
                     self._can_fork = each.can_fork
                     if not each.can_fork:
-                        _log.warning("a library has started threads or uses a GPU: %s", _AFRESH)
+                        _log.warning("a library has started threads or uses a GPU: %s", _SLOWER)
                 else:
                     self._codes[each.pid] = each.exit_code
                     self._forked_last = each.pid if each.exit_code is None else self._forked_last
 
     def _lose(self) -> None:
-        """The server was killed: nobody hears any more how its workers end, so they count as lost with it."""
+        """Count all workers as lost: the server, which alone learns how they end, was killed."""
         self._can_fork = False
-        _log.warning("the process that workers are forked from has ended: %s", _AFRESH)
+        _log.warning("the process that workers are forked from has ended: %s", _SLOWER)
         self._codes = {pid: -signal.SIGKILL if code is None else code for pid, code in self._codes.items()}
 
 

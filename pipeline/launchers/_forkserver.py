@@ -1,9 +1,8 @@
-"""The process that workers are forked from: it has imported what all of them need, which takes seconds, once.
+"""Fork server: a process that imports once what all workers need, which takes seconds, and forks them.
 
-`pipeline.launchers._forks` starts it with one end of a socket and talks to it in lines of JSON. First it says whether
-it can fork. Then each `ForkRequest` is answered with the id of a process, which becomes that worker, and later with
-how the process ended. It ends when the other end of the socket is closed; its workers hear of that over their own
-channel.
+`pipeline.launchers._forks` starts it with one end of a socket; both sides send lines of JSON. The server first replies
+whether it can fork. It answers each `ForkRequest` with the id of the worker's process, and later with its exit code. It
+ends when the other end of the socket is closed; its workers learn of that through their own channel.
 """
 
 import gc
@@ -21,27 +20,27 @@ from pipeline.config.values import Frozen, WithEnvironment
 from pipeline.system.imports import undisturbed
 
 PRELOADED = ("pipeline.worker.main", "torch._dynamo")
-"""Each optimizer of torch imports the second one."""
+"""torch's optimizers import torch._dynamo."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _MOST_BYTES = 2**16
 
 
 class ForkRequest(WithEnvironment):
-    """A worker to start; standard output and standard error come with it, as file descriptors."""
+    """Request for a worker; its standard output and standard error are sent along as file descriptors."""
 
     arguments: tuple[str, ...]
 
 
 class ForkReply(Frozen):
-    """What the server answers."""
+    """Reply of the server."""
 
     can_fork: bool | None = None
-    """Comes first."""
+    """Set in the first reply only."""
     pid: int = 0
-    """Of a worker that was started, or that has ended."""
+    """Process id of a worker that was started or has ended."""
     exit_code: int | None = None
-    """Of one that has ended; a negative one is the number of a signal."""
+    """Exit code of a worker that has ended; negative for a signal."""
 
 
 class _Server:
@@ -53,7 +52,7 @@ class _Server:
         self._wakeup = wakeup
 
     def serve(self) -> ForkRequest | None:
-        """Start workers and tell how they ended. Returns in each worker, with its order; None when it is over."""
+        """Fork workers, report their exit codes; return the request in each worker, None in the server at its end."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._ended, selectors.EVENT_READ)
@@ -61,9 +60,9 @@ class _Server:
                 ready = {key.fd for key, _ in selector.select()}
                 if self._ended in ready:
                     os.read(self._ended, _MOST_BYTES)
-                    self._tell_ended()
+                    self._report_exits()
                 if self._channel.fileno() in ready:
-                    line, files = self._order()
+                    line, files = self._request()
                     if not line:
                         return None
                     order = ForkRequest.model_validate_json(line)
@@ -76,10 +75,10 @@ class _Server:
                     signal.pthread_sigmask(signal.SIG_SETMASK, before)
                     for file in files:
                         os.close(file)
-                    self._tell(ForkReply(pid=pid))
+                    self._reply(ForkReply(pid=pid))
 
-    def _order(self) -> tuple[bytes, list[int]]:
-        """A line and its files; nothing at the end."""
+    def _request(self) -> tuple[bytes, list[int]]:
+        """Return the next line and its file descriptors; an empty line at the end."""
         line, files = b"", []
         while not line.endswith(b"\n"):
             part, sent, *_ = socket.recv_fds(self._channel, _MOST_BYTES, 2)
@@ -89,14 +88,14 @@ class _Server:
             line += part
         return line, files
 
-    def _tell_ended(self) -> None:
-        with suppress(ChildProcessError):  # there are no others
+    def _report_exits(self) -> None:
+        with suppress(ChildProcessError):  # no children are left
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self._tell(ForkReply(pid=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1])))
+                self._reply(ForkReply(pid=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1])))
 
-    def _tell(self, said: ForkReply) -> None:
-        with suppress(BrokenPipeError):  # its end follows
-            self._channel.sendall(said.model_dump_json(exclude_defaults=True).encode() + b"\n")
+    def _reply(self, reply: ForkReply) -> None:
+        with suppress(BrokenPipeError):  # the driver has closed it; serve() ends next
+            self._channel.sendall(reply.model_dump_json(exclude_defaults=True).encode() + b"\n")
 
     def _become_worker(self, files: list[int]) -> None:
         signal.set_wakeup_fd(-1)
@@ -112,19 +111,19 @@ class _Server:
 
 
 def can_fork() -> bool:
-    """Whether this process may be forked: it has one thread, and no GPU's driver knows it."""
+    """Return whether this process may be forked: it has a single thread and no open GPU device."""
     files = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
     return len(list(Path("/proc/self/task").iterdir())) == 1 and not any(file.startswith(_GPUS) for file in files)
 
 
 def main() -> None:
-    """Be the server, or one of its workers."""
+    """Run the server; returns in each worker, too, and runs it."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a job's signals go to each process; what they mean, the driver says
     channel = socket.socket(fileno=int(sys.argv[1]))
     with undisturbed():
         for name in (*PRELOADED, *sys.argv[2:]):
-            with suppress(Exception):  # whoever needs it says what is wrong with it
+            with suppress(Exception):  # the worker that needs it reports the error
                 importlib.import_module(name)
     gc.freeze()  # a collection in a worker would write to all of the shared memory
     is_able = can_fork()

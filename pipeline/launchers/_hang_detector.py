@@ -1,7 +1,7 @@
-"""The driver's ear for ranks that hang: keeps each one's latest heartbeat, names the culprit, ends its process.
+"""Detection of ranks that hang, in the driver: from their heartbeats it finds the culprit, and ends its process.
 
-When one rank stands still all others do, because they wait for it. To blame is the one that is not heard any more
-(stopped, swapped out), else the one that has come less far than those that wait.
+When one rank hangs, all others do, because they wait for it. The culprit is a rank without heartbeats (stopped, swapped
+out), else the rank that is behind those that wait.
 """
 
 import socket
@@ -23,23 +23,23 @@ _SILENCE = 3  # missing heartbeats
 
 
 @dataclass
-class _Heard:
-    """What is known of one rank."""
+class _RankState:
+    """The last heartbeat of a rank, and the seconds since."""
 
     last: Heartbeat
     silent_s: float = 0.0
 
     @property
     def progress(self) -> tuple[int, Phase]:
-        """How far it has come, as far as ranks can be compared."""
+        """The rank's step and phase, by which ranks are compared."""
         return self.last.step, self.last.phase
 
 
 class HangDetector:
-    """Stands between a trial's workers and the run: hands all events on but heartbeats. A context manager.
+    """Forwards a trial's events to the run, except heartbeats, which it watches; a context manager.
 
-    A rank that hangs gets a `Failed` in its name, with the stack that it sent last. One of another node that is silent
-    is taken for lost with its node: it is in `lost`, since training may go on without that node.
+    It reports a hanging rank by a `Failed` with the rank's last stack. A silent rank of another node counts as lost
+    with its node instead, in `lost`, since training may continue without that node.
     """
 
     def __init__(self, trial: Trial, *, receive: Receive) -> None:
@@ -48,12 +48,12 @@ class HangDetector:
         self._silence_s = _SILENCE * min(HEARTBEAT_S, self._timeout_s / 10)
         self._receive = receive
         self.lost: dict[int, str] = {}
-        """How silent workers of other nodes were lost, by rank."""
+        """Reasons for which silent ranks of other nodes count as lost, by rank."""
         self._has_judged = False
-        self._ranks: dict[int, _Heard] = {}
+        self._ranks: dict[int, _RankState] = {}
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vigil", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hang-detector", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -64,7 +64,7 @@ class HangDetector:
         self._thread.join()
 
     def receive(self, event: AnyEvent) -> None:
-        """Take an event from a worker; may be called from any thread."""
+        """Take an event of a worker; called from any thread."""
         if isinstance(event, Heartbeat):
             self._judge(self._after(event))
             return
@@ -72,18 +72,18 @@ class HangDetector:
             self._judge(self._behind_failed(event))
         self._receive(event)
 
-    def _after(self, heartbeat: Heartbeat) -> _Heard | None:
-        """Who is to blame, if this heartbeat says that somebody is."""
+    def _after(self, heartbeat: Heartbeat) -> _RankState | None:
+        """Return the culprit if this heartbeat reports a hang."""
         rank = heartbeat.rank.rank
         with self._lock:
             if heartbeat.phase is Phase.ENDED:
                 self._ranks.pop(rank, None)
                 return None
-            self._ranks[rank] = _Heard(heartbeat)
+            self._ranks[rank] = _RankState(heartbeat)
             return self._behind(heartbeat) or self._ranks[rank] if heartbeat.is_stuck else None
 
-    def _behind_failed(self, failure: Failed) -> _Heard | None:
-        """Who a rank that gave up has waited for; nobody if it failed by itself."""
+    def _behind_failed(self, failure: Failed) -> _RankState | None:
+        """Return the rank that a failed rank has waited for; None if it failed by itself."""
         with self._lock:
             own = self._ranks.pop(failure.rank.rank, None)
             if failure.origin != "peer_timeout":
@@ -91,8 +91,8 @@ class HangDetector:
                 return None
             return self._behind(own.last) if own is not None else None
 
-    def _behind(self, other: Heartbeat) -> _Heard | None:
-        """The rank that one like this waits for: a silent one, or the one that has come least far."""
+    def _behind(self, other: Heartbeat) -> _RankState | None:
+        """Return the rank that another rank waits for: a silent rank, else the one furthest behind."""
         silent = [heard for heard in self._ranks.values() if self._is_silent(heard)]
         behind = [heard for heard in self._ranks.values() if heard.progress < (other.step, other.phase)]
         return min(silent or behind, key=lambda heard: heard.progress, default=None)
@@ -109,9 +109,9 @@ class HangDetector:
                 gone = [heard for heard in self._ranks.values() if heard.silent_s >= self._timeout_s]
             self._judge(min(gone, key=lambda heard: heard.progress, default=None))
 
-    def _judge(self, culprit: _Heard | None) -> None:
+    def _judge(self, culprit: _RankState | None) -> None:
         """Report a hanging rank and end its process."""
-        if culprit is None or _is_gone(culprit.last):  # the launcher sees how it went
+        if culprit is None or _is_gone(culprit.last):  # the launcher knows how it ended
             return
         with self._lock:
             if self._has_judged:
@@ -131,20 +131,20 @@ class HangDetector:
         self._receive(failed)
         _end(last)
 
-    def _is_silent(self, heard: _Heard) -> bool:
+    def _is_silent(self, heard: _RankState) -> bool:
         return heard.silent_s >= self._silence_s
 
-    def _is_lost(self, heard: _Heard) -> bool:
+    def _is_lost(self, heard: _RankState) -> bool:
         return self._is_silent(heard) and not _is_here(heard.last)
 
     def _stopped(self, last: Heartbeat) -> str:
         return (
-            f"its process stopped while {last.activity}: nothing was heard of it for parallel.timeout_s "
-            f"({self._timeout_s:g} s). A signal stopped it"
+            f"its process was stopped by a signal while {last.activity}: "
+            f"no heartbeat for parallel.timeout_s ({self._timeout_s:g} s)"
         )
 
     def _cut_off(self, last: Heartbeat) -> str:
-        return f"its node hangs or is cut off, or a signal stopped it while {last.activity}"
+        return f"its node hangs or is unreachable, or a signal stopped its process while {last.activity}"
 
 
 def _is_here(heartbeat: Heartbeat) -> bool:
@@ -152,7 +152,7 @@ def _is_here(heartbeat: Heartbeat) -> bool:
 
 
 def _process(heartbeat: Heartbeat) -> psutil.Process | None:
-    """The process of a rank, if it is one of this node and lives."""
+    """Return the process of a rank, if it lives and is on this node."""
     if not _is_here(heartbeat):
         return None
     with suppress(psutil.Error):
@@ -167,7 +167,7 @@ def _is_gone(heartbeat: Heartbeat) -> bool:
 
 
 def _end(heartbeat: Heartbeat) -> None:
-    """Kill a rank and its loader processes: a stopped process feels no other signal."""
+    """Kill a rank and its loader processes: a stopped process reacts to no other signal."""
     if (process := _process(heartbeat)) is not None:
         with suppress(psutil.Error):
             for each in (*process.children(recursive=True), process):

@@ -1,6 +1,6 @@
-"""What a launcher begins while the experiment is still being checked: its processes take as long to start.
+"""Processes of a launcher, started while the experiment is still being checked, which takes as long.
 
-A command calls `given` as soon as it has read the file, before it imports torch. The launcher asks for what was begun.
+A command calls `given` as soon as it has read the file, before it imports torch; the launcher takes the processes over.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ _begun: list[Forks] = []
 
 @contextmanager
 def given(experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
-    """Begin to start what the experiment's launcher will need; ends what nobody has asked for.
+    """Start the processes that the experiment's launcher will need; end those that it hasn't taken over.
 
     Args:
-        experiment: what will be run.
-        verbose: whether to let the launcher's and the workers' output through to the terminal.
+        experiment: the experiment that will run.
+        verbose: pass the output of the launcher and the workers on to the terminal.
     """
     with ExitStack() as stack:
         if experiment.parallel.launcher == "torchrun" and outer_rank() is None:
@@ -37,7 +37,7 @@ def given(experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
 
 
 def forks() -> Forks:
-    """A starter of worker processes, which was begun before if there was a head start. The caller ends it."""
+    """Return the `Forks` that were started in advance, or new ones. The caller ends them."""
     return _begun.pop() if _begun else Forks()
 
 
@@ -47,6 +47,6 @@ def _end_unused() -> None:
 
 
 def _libraries(experiment: Experiment) -> list[str]:
-    """What its components come from, beside torch. The project's own packages are for each worker to import."""
+    """Return the libraries of built-in components, except torch; each worker imports the project's own packages."""
     targets = [component.target for _, component in components.named(experiment)]
     return sorted({target.partition(".")[0] for target in targets if target.startswith(BUILT_IN)} - _LOADED)

@@ -1,4 +1,4 @@
-"""Graceful shutdown of a training: at SIGTERM (Slurm, Kubernetes, a spot machine) or when it can't be recorded."""
+"""Graceful shutdown of a training: at SIGTERM (Slurm, Kubernetes, spot instances) or when it can't be recorded."""
 
 import logging
 import os
@@ -15,18 +15,18 @@ _log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Asks a run's workers to write a checkpoint and end. It may be called in a signal handler, and more than once."""
+    """Request to a run's workers to save a checkpoint and end."""
 
     def __init__(self) -> None:
         self.asked = False
         self.asked_at = 0.0
-        """When, in `time.monotonic`'s seconds."""
+        """Time of the request, in seconds of `time.monotonic`."""
         self.why: BaseException = Terminated()
-        """What the run ends with."""
+        """Exception that ends the run."""
         self._tell: list[Callable[[], None]] = []
 
     def ask(self, why: BaseException | None = None) -> None:
-        """Tell the workers there are, and those that come; only the first call counts."""
+        """Tell all workers, later ones included; only the first call counts. Safe in a signal handler."""
         if self.asked:
             return
         self.asked = True
@@ -37,7 +37,7 @@ class StopRequest:
 
     @contextmanager
     def telling(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Call ``tell`` when stopping is asked for; at once if it has been."""
+        """Call ``tell`` at the request, inside the block; at once if it was made before."""
         self._tell.append(tell)
         try:
             if self.asked:
@@ -49,13 +49,13 @@ class StopRequest:
 
 @contextmanager
 def gracefully(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], bool]) -> Iterator[None]:
-    """Raise why stopping was asked for, however the block ended; SIGTERM asks the workers to stop.
+    """Ask the workers to stop at SIGTERM; after a stop request, raise its reason however the block ended.
 
-    They are ended when they haven't stopped ``grace_s`` seconds after a SIGTERM, or at a second one; where nothing has
-    been trained yet, at once.
+    If the workers haven't stopped after ``grace_s`` seconds, or at a second SIGTERM, the block ends at once; so it does
+    at the first one if there is nothing worth a checkpoint.
 
     Raises:
-        Terminated: SIGTERM asked.
+        Terminated: SIGTERM.
         OSError: the run can't be recorded.
     """
     try:

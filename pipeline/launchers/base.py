@@ -23,21 +23,21 @@ from pipeline.protocol.trial_outcome import Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a launcher works with during one run."""
+    """The run that a launcher works for."""
 
     folder: Path
     """The run's folder; files of workers go there."""
     receive: Receive
-    """Called with each event, from any thread."""
+    """Takes each event; called from any thread."""
     parallel: Parallel
-    """Where the workers run."""
+    """Placement of the workers."""
     streams: bool = False
-    """Whether the launcher reads the data and sends it to the workers."""
+    """True if the launcher reads the data and sends it to the workers."""
     verbose: bool = False
-    """Whether to let the launcher's and the workers' output through to the terminal."""
+    """True if the output of the launcher and the workers goes to the terminal."""
 
     def log_folder(self, trial: Trial) -> Path:
-        """Where the workers of a trial write what they print."""
+        """Return the folder for the output of a trial's workers; make it if it is missing."""
         folder = self.folder / "logs" / trial.name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -56,7 +56,7 @@ class DirectOutbox:
         return self._is_stopping()
 
     def event(self, event: AnyEvent) -> None:
-        """Hand the event over."""
+        """Pass the event on."""
         self._session.receive(event)
 
     def file(self, path: Path, name: str) -> None:
@@ -68,7 +68,7 @@ class DirectOutbox:
 
 
 class NoOutbox:
-    """Outbox of a rank whose driver hears everything from rank 0."""
+    """Outbox of a rank whose events only rank 0 reports."""
 
     stop_asked = False
 
@@ -86,7 +86,7 @@ class Attempt:
         self.outbox = DirectOutbox(replace(session, receive=self.receive), is_stopping=lambda: stop.asked)
         """Outbox for a worker in this process."""
         self.silent: Mapping[int, str] = {}
-        """How ranks of other nodes became silent, by rank."""
+        """Reasons for which ranks of other nodes were lost, by rank."""
         self._trial = trial
         self._session = session
         self._stop, self._resize = stop, resize
@@ -96,7 +96,7 @@ class Attempt:
         self._lock = threading.Lock()
 
     def receive(self, event: AnyEvent) -> None:
-        """Take an event from a worker; may be called from any thread. One that can't be recorded stops the run."""
+        """Forward an event of a worker, from any thread; if it can't be recorded, the run stops."""
         if isinstance(event, FirstStep):
             self._time_to_first_step = time.monotonic() - self._opened_at
         elif isinstance(event, Finished):
@@ -121,7 +121,7 @@ class Attempt:
         self.silent = detector.lost
 
     def outcome(self, losses: Mapping[int, str] | None = None) -> Outcome:
-        """Return the outcome, with how workers ended that were lost, by rank."""
+        """Return the outcome; ``losses`` says how workers were lost, by rank."""
         return replace(self._outcome, losses=dict(losses or {}), was_resized=self._resize.asked)
 
 
@@ -144,7 +144,7 @@ class Launcher(ABC):
         """Asks the workers of the running trial to save a checkpoint and end because more of them can continue."""
 
         self.held = ExitStack()
-        """What is kept for all trials together; released in the end."""
+        """Resources shared by all trials, released at the end."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""The trial in the driver's own process: the shortest way, and where a debugger works."""
+"""Launcher for one worker in the driver's own process: nothing to start, and debuggers work."""
 
 import socket
 from contextlib import suppress
@@ -13,13 +13,13 @@ from pipeline.worker import main
 
 
 class Launcher(base.Launcher):
-    """Runs the worker function where it stands."""
+    """Calls the worker function directly."""
 
     many_processes = False
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
-        """Return this machine's."""
+        """Return the resources of this machine."""
         return resources.detect()
 
     def capacity(self, trial: Trial) -> int:

@@ -1,6 +1,6 @@
-"""Workers that Ray Train places, on this machine or across the nodes of a cluster.
+"""Launcher for workers under Ray Train, on this machine or across the nodes of a cluster.
 
-A local Ray is started unless ``parallel.address`` or RAY_ADDRESS names a cluster. One Ray serves all trials of a run.
+It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster. All trials of a run share it.
 """
 
 import threading
@@ -21,7 +21,7 @@ from pipeline.errors import ResourceError
 from pipeline.launchers import base
 from pipeline.launchers._ray import local
 from pipeline.launchers._ray.ingest import Ingest
-from pipeline.launchers._ray.network import Meeting
+from pipeline.launchers._ray.network import RendezvousConfig
 from pipeline.launchers._ray.session import Joined
 from pipeline.launchers._ray.trainer import Trainer
 from pipeline.launchers._ray.work import work
@@ -35,7 +35,7 @@ from pipeline.system.process import environment
 from pipeline.wording import counted
 
 _AFTER_OTHERS_S = 30.0
-"""Ranks that wait for a lost one give up by themselves, and Ray may find out that its node is gone."""
+"""Seconds after ``parallel.timeout_s`` in which waiting ranks give up and Ray may notice a dead node."""
 
 
 class Launcher(base.Launcher):
@@ -53,23 +53,23 @@ class Launcher(base.Launcher):
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
-        """This machine, or all nodes of the cluster."""
+        """Return the resources of this machine, or of all nodes of the cluster."""
         address = join.cluster_address(parallel)
-        to_send(parallel, joined=address is not None)  # tells what is wrong with it before anything is started
+        to_send(parallel, joined=address is not None)  # raises what is wrong with the code before anything is started
         return resources.detect() if address is None else join.cluster_resources(address, parallel)
 
     def capacity(self, trial: Trial) -> int:
-        """What is free on each node that answers, and the workers that run."""
+        """Return the workers that fit on reachable nodes, running ones included."""
         try:
             return self._running + places.free(trial)
-        except RayError:  # the head doesn't answer, which ends what runs
+        except RayError:  # the head doesn't answer: the workers end, too
             return self._running
 
     def launch(self, trial: Trial) -> Outcome:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
         attempt = self.attempt(trial)
         places.await_death_notices(timeout_s=trial.experiment.parallel.start_timeout_s)
-        self._joined.look_at_nodes(trial)
+        self._joined.check_nodes(trial)
         places.await_capacity(trial)
         ingest = self._ingest(trial)
         host = local.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
@@ -85,7 +85,7 @@ class Launcher(base.Launcher):
             self._running = 0
 
     def _ingest(self, trial: Trial) -> Ingest | None:
-        """The trial's data, if it is Ray's; it was counted by the first trial that has the same."""
+        """Return the trial's data if Ray streams it; trials with the same data share it: rows are counted once."""
         if not trial.experiment.is_streamed:
             return None
         declared = trial.experiment.data.model_dump_json()
@@ -93,8 +93,8 @@ class Launcher(base.Launcher):
             self._ingests[declared] = Ingest(trial)
         ingest = self._ingests[declared]
         if left_out := ingest.left_out(trial):
-            reason = f"because {trial.workers} workers get equally many with data.order: free"
-            message = f"left out of each epoch: {counted(left_out, 'row')}, {reason}"
+            reason = f"with data.order: free, all {trial.workers} workers get the same number"
+            message = f"left out of each epoch: {counted(left_out, 'row')}; {reason}"
             self.session.receive(Warned(time=time.time(), trial=trial.name, message=message))
         return ingest
 
@@ -109,7 +109,7 @@ class Launcher(base.Launcher):
                 "code": self._joined.code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
-            backend_config=Meeting(interface=parallel.interface),
+            backend_config=RendezvousConfig(interface=parallel.interface),
             datasets=ingest.datasets(trial) if ingest else None,
             dataset_config=ingest.dealing() if ingest else None,
             scaling_config=ScalingConfig(
@@ -127,7 +127,10 @@ class Launcher(base.Launcher):
 
 
 def _patience(trial: Trial) -> dict[str, str]:
-    """How long Ray Train waits. A rank that hangs is found by the vigil; Ray's check is for one whose node is gone."""
+    """Return Ray Train's timeouts as environment variables.
+
+    The hang detector finds hanging ranks; Ray's health check is for ranks whose node is gone.
+    """
     parallel = trial.experiment.parallel
     return {
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{parallel.start_timeout_s:g}",
@@ -136,9 +139,9 @@ def _patience(trial: Trial) -> dict[str, str]:
 
 
 def _fit(trainer: Trainer) -> BaseException | None:
-    """Run the trainer; returns its error.
+    """Run the trainer and return its error.
 
-    It runs in a thread, because in the main thread Ray would replace the handler of Ctrl-C and end this process.
+    It runs in a thread: in the main thread Ray would replace the handler of Ctrl-C and end this process.
     """
     errors: list[BaseException] = []
 

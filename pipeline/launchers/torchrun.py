@@ -1,8 +1,8 @@
-"""Worker processes on this machine, which are told what ``torchrun`` tells its own.
+"""Launcher for worker processes on this machine, with the environment variables of ``torchrun``.
 
-They are forked from a process that has imported torch already, so that the first step comes sooner than under torch's
-elastic agent. A run that is itself started by ``torchrun`` doesn't start processes of its own: it joins those there
-are. Rank 0 is then driver and worker, the others are only workers.
+Workers are forked from a process that has imported torch, so that the first step comes sooner than under torch's
+elastic agent. A run that ``torchrun`` itself started uses the processes that exist: rank 0 is driver and worker, the
+other ranks are workers only.
 """
 
 import os
@@ -32,11 +32,11 @@ _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05
 _INTERRUPTED_S = 5.0
 _END_S = 30.0
-"""How long workers may take to end when they are interrupted, and when they are told to; then they are killed."""
+"""Seconds that workers get to end after SIGINT, and after SIGTERM, before they are killed."""
 
 
 class Launcher(base.Launcher):
-    """Has `pipeline.worker.main` run once for each rank."""
+    """Runs `pipeline.worker.main` in one process per rank."""
 
     def __init__(self, session: base.Session) -> None:
         super().__init__(session)
@@ -49,7 +49,7 @@ class Launcher(base.Launcher):
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
-        """Return this machine's."""
+        """Return the resources of this machine."""
         return resources.detect()
 
     def capacity(self, trial: Trial) -> int:
@@ -81,7 +81,7 @@ class Launcher(base.Launcher):
         return attempt.outcome(losses)
 
     def _run(self, trial: Trial, arguments: Sequence[str], forks: Forks) -> dict[int, str]:
-        """Start all ranks and wait for their end; end all when one ends badly, and return how those ended, by rank."""
+        """Run all ranks to their end; if some fail, end the others, and return how the failed ones ended, by rank."""
         timeout = timedelta(seconds=trial.experiment.parallel.start_timeout_s)
         store = rendezvous.opened(_LOOPBACK, 0, timeout=timeout)
         ranks: list[Process] = []
@@ -100,7 +100,7 @@ class Launcher(base.Launcher):
         return losses
 
     def _variables(self, trial: Trial, *, rank: int, port: int) -> dict[str, str]:
-        """What ``torchrun`` tells a worker."""
+        """Return the environment variables that ``torchrun`` sets for a worker."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -113,20 +113,20 @@ class Launcher(base.Launcher):
             "TORCHELASTIC_RUN_ID": f"{self.session.folder.name}-{trial.name}",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the one that this process has opened
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # opened by this process
             "OMP_NUM_THREADS": str(trial.cpus_per_worker),
         }
 
 
 def _losses(ranks: Sequence[Process]) -> dict[int, str]:
-    """Wait until all ranks have ended, or one badly; how those ended that did, by rank."""
+    """Wait until all ranks have ended, or one has failed; return how the failed ones ended, by rank."""
     while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
         time.sleep(_POLL_S)
     return {rank: _how(code) for rank, code in enumerate(codes) if code}
 
 
 def _end(ranks: Sequence[Process], *, interrupted: bool = False) -> None:
-    """Have the ranks end that haven't yet, with all that they have started."""
+    """End all ranks with the processes that they have started; SIGINT comes first if the run was interrupted."""
     attempts = {signal.SIGINT: _INTERRUPTED_S} if interrupted else {}
     for number, patience_s in (attempts | {signal.SIGTERM: _END_S, signal.SIGKILL: _END_S}).items():
         for rank in ranks:
@@ -139,9 +139,9 @@ def _end(ranks: Sequence[Process], *, interrupted: bool = False) -> None:
 
 @contextmanager
 def _hanging_up_ends() -> Iterator[None]:
-    """Have the terminal's end, and its key for quitting, raise an error: workers have sessions of their own.
+    """Raise Terminated at SIGHUP and SIGQUIT, which don't reach the workers: they are in sessions of their own.
 
-    What is ignored, as by nohup, stays ignored.
+    An ignored signal, as under nohup, stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
@@ -161,7 +161,7 @@ def _hanging_up_ends() -> Iterator[None]:
 
 
 def _logs(folder: Path, *, rank: int) -> tuple[Path, Path]:
-    """One file for each rank and stream, named as by the other launchers."""
+    """Return the files for a rank's standard output and standard error, named as under Ray."""
     return folder / f"rank{rank}-stdout.log", folder / f"rank{rank}-stderr.log"
 
 

@@ -20,7 +20,7 @@ class Outcome:
     failures: tuple[Failed, ...] = ()
     """Failures that ranks reported, in the order of their arrival."""
     losses: Mapping[int, str] = field(default_factory=dict)
-    """How workers ended, by rank, as the launcher saw it; ranks that reported a failure may be among them."""
+    """Reasons for which the launcher lost workers, by rank; some of them may have reported a failure."""
     was_resized: bool = False
     """True if the workers were asked to save and end because more of them can continue."""
 

@@ -1,1 +1,1 @@
-"""One process, one rank, one trial. `pipeline.worker.main` is where every launcher ends."""
+"""One rank of one trial in one process; `pipeline.worker.main` is what every launcher runs."""

@@ -1,4 +1,4 @@
-"""One process, one rank, one Trial. Every launcher ends here.
+"""Main function of a worker: one rank of one trial in one process. Every launcher runs it.
 
 Any rank can be replayed by hand: ``python -m pipeline.worker.main runs/<id>/trials/main.json`` trains rank 0 alone, or
 under ``torchrun`` as many ranks as it starts, and prints its events.
@@ -41,11 +41,11 @@ from pipeline.worker.system_metrics import SystemSampler
 
 _log = logging.getLogger(__name__)
 _REQUEST_S = 1.0
-"""How long the driver's request to stop may take to come after SIGTERM, without which a worker ends."""
+"""Seconds after SIGTERM within which the driver's stop request must arrive; else the worker ends."""
 
 
 class WorkerFailed(Exception):
-    """The rank failed and has told the driver why."""
+    """The rank failed and has reported it to the driver."""
 
 
 def run(
@@ -56,14 +56,14 @@ def run(
     end: Callable[[], None] | None = None,
     streams: Streams | None = None,
 ) -> None:
-    """Train a trial on this rank; what comes out, an error included, goes to the driver.
+    """Run a trial on this rank; send its result or its error to the driver.
 
     Args:
-        trial: what to do.
-        rank: this process among the workers.
-        outbox: the way to the driver.
-        end: ends this process when it hangs; None in the driver's own process, where that is only told.
-        streams: rows that the launcher has sent to the workers, instead of the data that the experiment names.
+        trial: the trial.
+        rank: the rank of this process.
+        outbox: channel to the driver.
+        end: ends this process when it hangs; None in the driver's own process, where a hang is only reported.
+        streams: rows that the launcher sends, in place of the experiment's data.
 
     Raises:
         WorkerFailed: after the failure has been reported.
@@ -91,7 +91,7 @@ def run(
 
 
 def end_process(close: Callable[[], None]) -> None:
-    """End this process, whatever its other threads do; ``close`` sends what the driver has yet to hear."""
+    """End this process, whatever its other threads do; ``close`` first sends the remaining events."""
     close()
     for child in psutil.Process().children(recursive=True):  # a loader process that hangs would outlive it
         child.kill()
@@ -99,7 +99,7 @@ def end_process(close: Callable[[], None]) -> None:
 
 
 def rank_from_environment() -> Rank:
-    """The rank that ``torchrun`` gave this process; rank 0 of 1 outside of it."""
+    """Return the rank that ``torchrun`` gave this process; rank 0 of 1 without ``torchrun``."""
     return Rank(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -110,7 +110,7 @@ def rank_from_environment() -> Rank:
 
 
 def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None) -> Finished | BatchSizesFound:
-    """Do what the trial is for."""
+    """Run the trial and return its result."""
     if isinstance(trial, Tuning):
         sizes = batch_size.find(trial, rank=rank, streams=streams)
         return BatchSizesFound(time=time.time(), trial=trial.name, sizes=sizes)
@@ -121,10 +121,10 @@ def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams |
 
 @contextmanager
 def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
-    """The ranks of this trial, able to talk to each other; their launcher has told them where to meet."""
+    """Join the process group of this trial's ranks, at the address that their launcher has set."""
     strategy = registry.load("strategies", trial.strategy).Strategy
     if dist.is_initialized() or not (rank.world_size > 1 or strategy.needs_process_group):
-        yield  # a process that trains several trials, as tests do, keeps its group
+        yield  # a process that runs several trials, as in tests, keeps its group
         return
     timeout = timedelta(seconds=trial.experiment.parallel.timeout_s)
     dist.init_process_group(
@@ -144,7 +144,7 @@ def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
 
 
 def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
-    if error.__cause__ is not None:  # a user gets one line; what is behind it is in the rank's log
+    if error.__cause__ is not None:  # the user gets one line; its cause is in the rank's log
         _log.warning("%s", error, exc_info=error)
     problems = error.problems if isinstance(error, ExperimentError) else ()
     if isinstance(error, ExperimentError | TrainingError):
@@ -164,7 +164,7 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback from the first frame that is neither this project's nor torch's, if there is one."""
+    """Return the traceback from the first frame that is neither this project's nor torch's, else the whole."""
     machinery = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pipeline, torch))
     start = error.__traceback__
     while start is not None and start.tb_frame.f_code.co_filename.startswith(machinery):
@@ -173,7 +173,7 @@ def _own_traceback(error: BaseException) -> str:
 
 
 class _PrintingOutbox:
-    """For a rank that is replayed by hand: events as JSON lines on standard output, files left alone."""
+    """Outbox of a rank that is replayed by hand: prints events as JSON lines, sends no files."""
 
     stop_asked = False
 
@@ -181,11 +181,11 @@ class _PrintingOutbox:
         sys.stdout.write(event_to_json(event).decode() + "\n")
 
     def file(self, path: Path, name: str) -> None:
-        """Nobody waits for it."""
+        """Send nothing."""
 
 
 def main() -> None:
-    """Entry of a worker process that was told its rank as ``torchrun`` tells it."""
+    """Run a worker process whose rank is in ``torchrun``'s environment variables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trial", type=Path, help="JSON of the trial")
     parser.add_argument("--channel", type=Path, help="JSON of the driver's address; events are printed without it")

@@ -1,6 +1,6 @@
-"""Where ranks meet: a key-value store of torch that listens on one address.
+"""Rendezvous of ranks: torch's key-value store, listening on one address.
 
-Left alone, torch has it listen on all interfaces, and it asks nobody who he is.
+By default torch's store listens on all interfaces, without authentication.
 """
 
 import os
@@ -14,7 +14,7 @@ from pipeline.protocol.trial import Rank
 
 
 def opened(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> TCPStore:
-    """The store itself; waits until ``world_size`` ranks have come, if that is given. Port 0 is any free one."""
+    """Open a store; wait until ``world_size`` ranks have joined, if it is given. Port 0 is any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -33,7 +33,7 @@ def opened(host: str, port: int, *, timeout: timedelta, world_size: int | None =
 
 
 def store(rank: Rank, *, timeout: timedelta) -> Store | None:
-    """Where this rank meets the others; None if its launcher has opened one, as ``torchrun`` does."""
+    """Return the store of this rank; None if its launcher has opened one, as ``torchrun`` does."""
     if rank.world_size == 1:
         return HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

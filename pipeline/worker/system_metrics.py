@@ -1,6 +1,6 @@
-"""Load of a node, sampled beside training: processor, memory, network, disk and GPUs.
+"""System metrics of a node, sampled during training: processor, memory, network, disk and GPUs.
 
-Names follow MLflow's own system metrics, so that its UI shows them under "System metrics".
+Names are those of MLflow's own system metrics, so that its UI shows them under "System metrics".
 """
 
 import itertools
@@ -22,7 +22,7 @@ _MEGABYTE = 1e6
 
 
 class SystemSampler:
-    """Samples this node in a thread until the block ends."""
+    """Samples this node in a thread; a context manager."""
 
     def __init__(self, rank: Rank, outbox: Outbox) -> None:
         self._node = rank.node
@@ -41,18 +41,18 @@ class SystemSampler:
         self._thread.join()
 
     def _run(self) -> None:
-        psutil.cpu_percent()  # the first call only sets the mark
+        psutil.cpu_percent()  # the first call only starts the interval
         start = psutil.net_io_counters()
         handles = _gpus()
         for number in itertools.count():
             ended = self._stop.wait(INTERVAL_SECONDS if number else 1.0)
             values = dict(_node(received=start.bytes_recv, sent=start.bytes_sent))
             for index, handle in enumerate(handles):
-                with suppress(pynvml.NVMLError):  # some GPUs don't tell everything, e.g. those that are shared
+                with suppress(pynvml.NVMLError):  # some GPUs don't report everything, e.g. shared ones
                     values.update(_gpu(index, handle))
             points = tuple(Point(self._prefix + name, number, value) for name, value in values.items())
             self._outbox.event(SystemMetrics(time=time.time(), node=self._node, points=points))
-            if ended:  # what came after the last sample counts, too: a short training has no other
+            if ended:  # after the last sample: a short training has no other
                 return
 
 

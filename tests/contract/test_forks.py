@@ -136,7 +136,7 @@ def test_a_library_that_starts_threads_cannot_be_forked(
 
         assert isinstance(rank, subprocess.Popen)
         assert ended(rank) == 0
-    assert "each worker is started afresh" in caplog.text
+    assert "each worker is started as a new interpreter" in caplog.text
 
 
 def test_a_gpu_in_use_cannot_be_forked(tmp_path: Path) -> None:

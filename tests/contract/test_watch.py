@@ -142,10 +142,10 @@ def failed(rank: int, origin: Origin = "peer_timeout") -> Failed:
 def verdicts(*events: AnyEvent, timeout_s: float = 300.0, wait_s: float = 0.0) -> list[Failed]:
     """What is reported besides the ranks' own failures."""
     received: list[AnyEvent] = []
-    vigil = HangDetector(toys.trial(parallel={"timeout_s": timeout_s}), receive=received.append)
-    with vigil:
+    detector = HangDetector(toys.trial(parallel={"timeout_s": timeout_s}), receive=received.append)
+    with detector:
         for event in events:
-            vigil.receive(event)
+            detector.receive(event)
         time.sleep(wait_s)
     assert not any(isinstance(event, Heartbeat) for event in received)
     return [event for event in received if isinstance(event, Failed) and event not in events]
@@ -179,27 +179,27 @@ def test_no_rank_is_blamed_where_one_failed_by_itself() -> None:
 
 
 def test_a_rank_of_another_node_that_is_not_heard_any_more_is_lost_with_its_node() -> None:
-    vigil = HangDetector(toys.trial(parallel={"timeout_s": 0.5}), receive=pytest.fail)
-    with vigil:
+    detector = HangDetector(toys.trial(parallel={"timeout_s": 0.5}), receive=pytest.fail)
+    with detector:
         for heartbeat in (beat(0, phase=Phase.ENDED), beat(1), beat(2, phase=Phase.WAITING)):
-            vigil.receive(heartbeat)
+            detector.receive(heartbeat)
         time.sleep(1.6)
-    assert vigil.lost == {
-        1: "its node hangs or is cut off, or a signal stopped it while in the backward pass in step 7",
-        2: "its node hangs or is cut off, or a signal stopped it while waiting for other ranks in step 7",
+    assert detector.lost == {
+        1: "its node hangs or is unreachable, or a signal stopped its process while in the backward pass in step 7",
+        2: "its node hangs or is unreachable, or a signal stopped its process while waiting for other ranks in step 7",
     }
 
 
 def test_ranks_that_waited_in_vain_for_a_silent_one_of_another_node_have_lost_it() -> None:
     received: list[AnyEvent] = []
-    vigil = HangDetector(toys.trial(parallel={"timeout_s": 1.0}), receive=received.append)
-    with vigil:
-        vigil.receive(beat(1))
+    detector = HangDetector(toys.trial(parallel={"timeout_s": 1.0}), receive=received.append)
+    with detector:
+        detector.receive(beat(1))
         time.sleep(0.8)  # some heartbeats of a tenth of a second each
-        vigil.receive(beat(0))
-        vigil.receive(failed(0))
+        detector.receive(beat(0))
+        detector.receive(failed(0))
     assert received == [failed(0)]
-    assert list(vigil.lost) == [1]
+    assert list(detector.lost) == [1]
 
 
 def test_a_process_that_is_gone_has_not_stopped() -> None:
@@ -220,7 +220,7 @@ def test_a_stopped_process_is_killed_with_its_children_and_no_other() -> None:
         assert itself.status() == psutil.STATUS_STOPPED  # another process got this pid
         (verdict,) = verdicts(beat(1, process_started=itself.create_time(), **more), timeout_s=0.5, wait_s=1.6)
         assert (verdict.rank.rank, verdict.traceback.endswith("frames of rank 1\n")) == (1, True)
-        assert "its process stopped while in the backward pass in step 7" in verdict.error
+        assert "its process was stopped by a signal while in the backward pass in step 7" in verdict.error
         assert process.wait(PATIENCE_S) < 0
         psutil.wait_procs([child], timeout=PATIENCE_S)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -27,7 +27,7 @@ def test_a_stopped_rank_is_named_and_ended(project: Path, tmp_path: Path, start:
     assert process.returncode == 1, stderr
     assert time.monotonic() - begin < TIMEOUT_S + ENDING_S
     error = stderr.rstrip().splitlines()[-1]
-    assert error.startswith(f"error: rank 1 on {os.uname().nodename}: its process stopped while ")
+    assert error.startswith(f"error: rank 1 on {os.uname().nodename}: its process was stopped by a signal while ")
     assert psutil.wait_procs(descendants, timeout=20)[1] == []
     assert "Stack of rank 1 (most recent call last):\n  File " in stderr
     assert "Traceback" not in stderr

@@ -234,7 +234,7 @@ def test_without_order_each_row_comes_once_and_a_resume_says_what_it_does_not_pr
     resumed = trials.train("again", "data.order=free", *CHECKPOINTS, workers=2, resume=trials.copied_up_to("free", 50))
 
     assert list(series(events)) == list(range(1, EPOCHS * (sum(FILES) - 1) // BATCH + 1))
-    assert warned == ["left out of each epoch: 1 row, because 2 workers get equally many with data.order: free"]
+    assert warned == ["left out of each epoch: 1 row; with data.order: free, all 2 workers get the same number"]
     assert list(series(resumed)) == list(range(51, EPOCHS * (sum(FILES) - 1) // BATCH + 1))
     assert any("the rest of this epoch may repeat some rows" in e.message for e in resumed if isinstance(e, Warned))
 

@@ -50,7 +50,9 @@ def test_a_rank_that_hangs_is_named_with_its_stack(project: Path, tmp_path: Path
 
     assert process.returncode == 1, stderr
     error = stderr.rstrip().splitlines()[-1]
-    assert error.startswith(f"error: rank 1 on {os.uname().nodename}: its process stopped while "), stderr
+    assert error.startswith(f"error: rank 1 on {os.uname().nodename}: its process was stopped by a signal while "), (
+        stderr
+    )
     assert "Stack of rank 1 (most recent call last):\n  File " in stderr
     assert "Traceback" not in stderr
     assert psutil.wait_procs(descendants, timeout=20)[1] == [], "processes are left behind"

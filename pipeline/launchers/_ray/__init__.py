@@ -1,1 +1,1 @@
-"""Parts of the Ray launcher. Nothing is imported here: workers load `work` first, and should load no more then."""
+"""Parts of the Ray launcher. This file imports nothing: workers load `work` first, and should load no more then."""

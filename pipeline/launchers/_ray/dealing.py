@@ -1,4 +1,4 @@
-"""How Ray deals blocks of rows to the ranks. Ray's controller loads this, so it imports little."""
+"""Distribution of blocks of rows to the ranks. An actor of Ray loads this file, so it imports little."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Dealing(DataConfig):  # type: ignore[misc]
-    """Ray's way to split data among workers, with what its own has no switch for: dealing blocks in order."""
+    """Ray's `DataConfig` with an option that it lacks: blocks are distributed in order."""
 
     def __init__(self, *, keeps_order: bool) -> None:
         super().__init__()
@@ -18,11 +18,11 @@ class Dealing(DataConfig):  # type: ignore[misc]
     def configure(
         self, datasets: dict[str, "Dataset"], world_size: int, worker_handles: Any, worker_node_ids: Any, **_: Any
     ) -> list[dict[str, "DataIterator"]]:
-        """Each worker's part of each dataset, by rank."""
+        """Return each worker's part of each dataset, by rank."""
         parts: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
         for name, dataset in datasets.items():
             copy = dataset.copy(dataset)
-            keeps_order = self._keeps_order or name == "validation"  # of which each row counts once
+            keeps_order = self._keeps_order or name == "validation"  # where each row must count once
             copy.context.execution_options.preserve_order = keeps_order
             hints = None if keeps_order else worker_node_ids
             splits = copy.streaming_split(world_size, equal=not keeps_order, locality_hints=hints)

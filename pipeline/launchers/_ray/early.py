@@ -1,6 +1,6 @@
-"""A local Ray that starts while the driver does something else.
+"""A local Ray that starts in a thread while the driver continues.
 
-Linux ends Ray's processes together with the thread that has started them. So one thread has them all the time.
+Linux ends Ray's processes together with the thread that started them, so one thread holds them until the end.
 """
 
 from threading import Event, Thread
@@ -16,10 +16,10 @@ _begun: list["LocalRay"] = []
 
 
 class LocalRay:
-    """Ray on this machine alone. It begins to start at once; a context manager that waits for it, and ends it.
+    """Ray on this machine alone; it starts at once. A context manager that waits until it has started, and ends it.
 
     Raises:
-        ResourceError: from ``with``: it could not be started.
+        ResourceError: on entering: it could not be started.
     """
 
     def __init__(self, wanted: LocalRayRequest, *, verbose: bool) -> None:
@@ -45,11 +45,11 @@ class LocalRay:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has been ended."""
+        """True once it has been ended."""
         return self._is_over.is_set()
 
     def end(self) -> None:
-        """End it, or wait until it has ended."""
+        """End it and wait until it has ended."""
         self._is_over.set()
         self._thread.join()
 
@@ -58,27 +58,27 @@ class LocalRay:
             with started(self._wanted, verbose=self._verbose):
                 self._is_ready.set()
                 self._is_over.wait()
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
+        except BaseException as error:  # noqa: BLE001 - raised in __enter__
             self._error = error
         finally:
             self._is_ready.set()
 
 
 def begin(experiment: Experiment, *, verbose: bool) -> None:
-    """Begin to start what an experiment needs, if it is a Ray of this machine's own."""
+    """Start the local Ray that an experiment needs, unless it names a cluster."""
     if cluster_address(experiment.parallel) is None:
         _begun.append(LocalRay(_wanted(experiment.parallel, streams=experiment.is_streamed), verbose=verbose))
 
 
 def local_ray(parallel: Parallel, *, streams: bool, verbose: bool) -> LocalRay:
-    """What was begun, if anything was. The caller ends it."""
+    """Return the local Ray that was started in advance, or a new one. The caller ends it."""
     if _begun and not _begun[-1].is_over:
         return _begun[-1]
     return LocalRay(_wanted(parallel, streams=streams), verbose=verbose)
 
 
 def end_begun() -> None:
-    """End what was begun, if nobody has asked for it or has ended it."""
+    """End what was started in advance and has not been ended."""
     while _begun:
         _begun.pop().end()
 

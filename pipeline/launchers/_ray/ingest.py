@@ -1,9 +1,8 @@
-"""Ray Data on its way to the workers: built and counted in the driver, cut into blocks, dealt to the ranks.
+"""Ray Data from the driver to the workers: built and counted here, cut into blocks, distributed to the ranks.
 
-Every block but the last holds the rows that a rank gets of a global batch. Where the order is kept, Ray deals blocks to
-the rank that has the fewest rows, which is in turn: so n blocks in a row are a global batch, at any number n of workers
-that divides it. Where it isn't, a rank gets a block that is on its node, and Ray evens out the rows at the end, which
-leaves out those that can't be divided.
+Every block but the last holds one rank's rows of a global batch. If the order is kept, Ray gives each block to the rank
+with the fewest rows, hence round robin: n successive blocks are a global batch for any number n of workers that divides
+it. Otherwise a rank gets blocks of its own node, and at the end Ray equalizes the rows, which drops the remainder.
 """
 
 import logging
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Facts(Frozen):
-    """What a worker has to know about its stream, by the name of its part: train, validation."""
+    """Facts that a worker needs about its streams, by part: train, validation."""
 
     rows: Mapping[str, int]
     schemas: Mapping[str, str]
@@ -31,15 +30,15 @@ class Facts(Frozen):
 
 
 class Ingest:
-    """The pipelines of one experiment, counted once for all its trials."""
+    """The datasets of one experiment, counted once for all its trials."""
 
     def __init__(self, trial: Trial) -> None:
-        """Build and count them; needs Ray.
+        """Build and count the datasets; needs a connection to Ray.
 
         Raises:
-            ExperimentError: a pipeline can't be built or run, is empty, or lacks a column.
+            ExperimentError: a dataset can't be built or read, is empty, or lacks a column.
         """
-        import ray.data  # takes a second, which users of other data needn't wait for
+        import ray.data  # takes a second, which other data needn't wait for
 
         ray.data.DataContext.get_current().enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -53,14 +52,14 @@ class Ingest:
         self._schemas = {name: schema for name, (_, schema) in counted.items()}
 
     def datasets(self, trial: Trial) -> dict[str, "Dataset"]:
-        """The pipelines as TorchTrainer takes them, in blocks of a rank's share.
+        """Return the datasets for TorchTrainer, in blocks of one rank's rows of a global batch.
 
         Raises:
-            ExperimentError: the global batch can't be dealt to that many workers, or is larger than an epoch.
+            ExperimentError: the global batch can't be divided by the number of workers, or is larger than an epoch.
         """
         size, workers = trial.experiment.train.global_batch_size, trial.workers
         if size % workers:
-            message = f"is {size}, of which {workers} workers can't get blocks of the same size; use a multiple"
+            message = f"is {size}, which {workers} workers can't share equally; use a multiple of {workers}"
             raise ExperimentError.of("train.global_batch_size", message)
         if size > (rows := self._rows["train"]):
             raise ExperimentError.of("train.global_batch_size", f"is {size}, but an epoch has {rows} rows; use fewer")
@@ -70,11 +69,11 @@ class Ingest:
         }
 
     def dealing(self) -> Dealing:
-        """How Ray deals the blocks."""
+        """Return the distribution of blocks to ranks."""
         return Dealing(keeps_order=self._streamed.keeps_order)
 
     def facts(self, trial: Trial) -> Facts:
-        """What the workers have to know."""
+        """Return the facts that workers need."""
         rows = dict(self._rows)
         if not self._streamed.keeps_order:
             rows["train"] -= rows["train"] % trial.workers
@@ -82,17 +81,21 @@ class Ingest:
         return Facts(rows=rows, schemas=self._schemas, columns=columns, keeps_order=keeps)
 
     def left_out(self, trial: Trial) -> int:
-        """Rows of an epoch that no worker gets."""
+        """Return the number of rows of an epoch that no worker gets."""
         return self._rows["train"] - self.facts(trial).rows["train"]
 
 
 def _counted(dataset: "Dataset", name: str, columns: tuple[str, ...]) -> tuple[int, str]:
-    """Rows and schema."""
+    """Return the number of rows and the schema of a dataset.
+
+    Raises:
+        ExperimentError: it can't be read, is empty, or lacks a column.
+    """
     key = f"data.{name}"
     try:
         schema = dataset.schema()
         rows = dataset.count()
-    except Exception as error:  # whatever reading raises, and the user's own functions in the pipeline
+    except Exception as error:  # from reading, or from the user's own functions
         said = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise ExperimentError.of(key, f"Ray Data can't count its rows: {said[:300]}") from error
     if not rows:

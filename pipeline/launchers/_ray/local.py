@@ -1,8 +1,8 @@
-"""What a Ray of this machine alone is made of: less than ray.init starts, and sooner.
+"""A local Ray with fewer processes than ray.init starts, and sooner.
 
-By itself, ray.init starts a server for the dashboard, a monitor for the autoscaler and a reader of log files, each a
-Python process that imports Ray, and waits for the first of them. One node has nothing to scale, and nobody asks for its
-dashboard. See docs/decisions/0011-time-to-first-step.md.
+ray.init starts a dashboard server, a monitor for the autoscaler and a reader of log files, each a Python process that
+imports Ray, and waits for the first. A single node has nothing to scale, and no one opens its dashboard. See
+docs/decisions/0011-time-to-first-step.md.
 """
 
 import time
@@ -23,7 +23,7 @@ from pipeline.planning import resources
 LOOPBACK = "127.0.0.1"
 _PRESTARTED = "--num_prestart_python_workers="
 _SETTINGS = {
-    "RAY_raylet_client_connect_timeout_milliseconds": "50",  # between two tries to connect to a socket that isn't there
+    "RAY_raylet_client_connect_timeout_milliseconds": "50",  # between two attempts to connect to a socket
     "RAY_raylet_client_num_connect_attempts": "600",
 }
 _OBJECT_STORE_BYTES = 200_000_000  # events go over the channel and data is loaded by the workers
@@ -33,21 +33,21 @@ _START_S = 30.0
 
 
 class LocalRayRequest(NamedTuple):
-    """What a local Ray is for."""
+    """Requirements of a local Ray."""
 
     workers: int = 0
-    """Processes that start at once and import what workers of a training need; they become the first workers."""
+    """Number of processes that start at once and import what workers need; they become the first workers."""
     streams: bool = False
-    """Whether Ray also reads the data, beside the workers, as loader processes would."""
+    """True if Ray also reads the data, beside the workers."""
 
 
 @contextmanager
 def started(wanted: LocalRayRequest, *, verbose: bool) -> Iterator[None]:
-    """A Ray that listens on loopback only, for as long as the thread lives that has started it.
+    """Start a Ray that listens on loopback only; it ends with the thread that started it.
 
     Args:
-        wanted: what it is for.
-        verbose: whether to let Ray's and the workers' output through.
+        wanted: its requirements.
+        verbose: pass the output of Ray and the workers on to the terminal.
 
     Raises:
         ResourceError: it can't be started.
@@ -84,39 +84,39 @@ def _refusal(error: Exception) -> str:
 
 @contextmanager
 def _lean(wanted: LocalRayRequest, *, verbose: bool) -> Iterator[None]:
-    """Have ray.init start what is needed."""
+    """Make ray.init start only what is needed."""
     start = services.start_ray_process
 
     def start_ray_process(command: list[str], *arguments: Any, **more: Any) -> Any:
         return start([_prestarting(wanted.workers, part) for part in command], *arguments, **more)
 
     with (
-        # Ray replaces 127.0.0.1 by the machine's address, but on macOS.
+        # Ray replaces 127.0.0.1 by the machine's address, except on macOS.
         replaced(ray_constants, ENABLE_RAY_CLUSTER=False),
         replaced(ray._private.node, Node=_VerboseNode if verbose else _Node),
         replaced(services, start_ray_process=start_ray_process),
         # Ray's agent leaves out its HTTP server where the dashboard isn't installed.
-        replaced(ray._private.utils, get_dashboard_dependency_error=lambda: "not wanted here"),
+        replaced(ray._private.utils, get_dashboard_dependency_error=lambda: "not needed"),
     ):
         yield
 
 
 def _prestarting(workers: int, part: str) -> str:
-    """A part of a command; by itself Ray starts as many processes in advance as the machine has cores."""
+    """Return a part of a command with our number of prestarted processes; Ray's own is the number of cores."""
     return f"{_PRESTARTED}{workers}" if part.startswith(_PRESTARTED) else part
 
 
 class _VerboseNode(ray._private.node.Node):  # type: ignore[misc]
-    """The processes of a node."""
+    """A node without autoscaler and dashboard."""
 
     def start_monitor(self) -> None:
-        """There is nothing to scale."""
+        """Start nothing: there is nothing to scale."""
 
     def start_api_server(self, **_: object) -> None:
-        """Nobody asks it."""
+        """Start nothing: no one asks it."""
 
     def start_raylet(self, *arguments: Any) -> None:
-        """Start what starts workers, and wait until it is there: Ray would look once a second."""
+        """Start the raylet and wait until it is registered, for which Ray would poll once a second."""
         super().start_raylet(*arguments)
         deadline = time.monotonic() + _START_S
         while not self.get_gcs_client().get_all_node_info() and time.monotonic() < deadline:
@@ -124,7 +124,7 @@ class _VerboseNode(ray._private.node.Node):  # type: ignore[misc]
 
 
 class _Node(_VerboseNode):
-    """Those of a node whose workers' output goes to the run's folder."""
+    """A node whose workers write their output into the run's folder."""
 
     def start_log_monitor(self) -> None:
-        """Nobody reads what it would pass on."""
+        """Start nothing: no one reads what it would pass on."""

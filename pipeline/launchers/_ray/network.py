@@ -1,12 +1,12 @@
-"""Where the ranks of a trial meet, and the network interface over which they exchange gradients.
+"""Rendezvous of a trial's ranks under Ray, and the network interface over which they exchange gradients.
 
-Ray's `TorchConfig` would make the process group itself. It imports torch in Ray's controller, which starts before the
-workers do: about two seconds of each trial's start. Here a worker is told what torchrun tells its own, and makes the
-group as it does there, see `pipeline.worker.main`.
+Ray's `TorchConfig` would make the process group itself, but imports torch in Ray's controller before the workers start,
+which delays each trial by two seconds. Here workers get torchrun's environment variables and make the group themselves,
+see `pipeline.worker.main`.
 
-Left alone, gloo takes the address that a node's own name resolves to. On Debian and in containers that is often one of
-loopback, and ranks on several nodes never meet. So each rank is told the interface that owns the address under which
-its node joined Ray.
+By default gloo takes the address that a node's own name resolves to. On Debian and in containers that is often a
+loopback address, and ranks on several nodes never connect. So each rank is given the interface that owns the address
+under which its node joined Ray.
 """
 
 import os
@@ -20,42 +20,42 @@ from pipeline.cluster.node_check import interfaces
 
 
 def use_interface(name: str | None) -> None:
-    """Have gloo and NCCL use an interface; None: what the node's environment says, else the one of Ray's address."""
+    """Make gloo and NCCL use an interface; None: that of the node's environment, else that of Ray's address."""
     if name is not None:
         os.environ.update(_variables(name))
         return
     address = ray.util.get_node_ip_address()
-    for own in (there for there, addresses in interfaces().items() if address in addresses):
-        os.environ.update({**_variables(own), **os.environ})
+    for interface in (there for there, addresses in interfaces().items() if address in addresses):
+        os.environ.update({**_variables(interface), **os.environ})
 
 
 def _variables(interface: str) -> dict[str, str]:
-    """NCCL takes a name without the sign for the beginning of one."""
+    """Return the variables of gloo and NCCL; without ``=`` NCCL takes the name as a prefix."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
-class Meeting(BackendConfig):  # type: ignore[misc]
-    """Tells the workers of a `DataParallelTrainer` their interface and the address of rank 0."""
+class RendezvousConfig(BackendConfig):  # type: ignore[misc]
+    """Sends the workers of a `DataParallelTrainer` their interface and the address of rank 0."""
 
     def __init__(self, *, interface: str | None) -> None:
         self.interface = interface
 
     @property
     def backend_cls(self) -> type:
-        """What Ray calls when the workers are there."""
+        """The class whose ``on_start`` Ray calls once all workers have started."""
         return _Backend
 
 
 class _Backend(Backend):  # type: ignore[misc]
-    share_cuda_visible_devices = True  # as Ray's own for torch: NCCL connects GPUs of a node that see each other
+    share_cuda_visible_devices = True  # as in Ray's TorchConfig: NCCL connects GPUs of a node that see each other
 
-    def on_start(self, worker_group: Any, backend_config: Meeting) -> None:
+    def on_start(self, worker_group: Any, backend_config: RendezvousConfig) -> None:
         address, port = worker_group.execute_single(0, _free_address)
         worker_group.execute(_prepare, backend_config.interface, address=address, port=port)
 
 
 def _free_address() -> tuple[str, int]:
-    """This node's address in Ray, and a port that is free there now."""
+    """Return this node's address in Ray, and a port that is free now."""
     address = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

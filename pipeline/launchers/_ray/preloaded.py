@@ -1,10 +1,10 @@
-"""What a process of Ray's imports before it becomes a worker."""
+"""Imports of a prestarted Ray process, made before it becomes a worker."""
 
 import importlib
 
 from pipeline.system.imports import undisturbed
 
 with undisturbed():
-    # Each optimizer of torch imports the last one.
+    # torch's optimizers import torch._dynamo.
     for _name in ("pipeline.launchers._ray.work", "pipeline.worker.main", "torch._dynamo"):
         importlib.import_module(_name)

@@ -1,4 +1,4 @@
-"""Putting something of ours in the place of a part of Ray, where Ray has no setting: its release is pinned for that."""
+"""Replacement of private parts of Ray that no setting changes; Ray's release is pinned because of it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def replaced(module: Any, **parts: object) -> Iterator[None]:
-    """Replace parts of a module; they are put back afterwards."""
+    """Replace attributes of a module inside the block."""
     with ExitStack() as stack:
         for name, part in parts.items():
             stack.callback(setattr, module, name, getattr(module, name))

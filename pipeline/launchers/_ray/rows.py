@@ -1,4 +1,4 @@
-"""A worker's end of Ray Data: its rows as batches of tensors."""
+"""Rows of Ray Data in a worker, as batches of tensors."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def received(facts: Facts) -> Streams:
-    """This rank's streams. Collective."""
+    """Return this rank's streams; all ranks must call it."""
     parts = {name: stream_of(ray.train.get_dataset_shard(name), name, facts) for name in facts.rows}
     return Streams(parts["train"], parts.get("validation"))
 
 
 def stream_of(shard: "DataIterator", name: str, facts: Facts) -> RowStream:
-    """The stream that Ray's part of a dataset is."""
+    """Return Ray's part of a dataset as a stream."""
 
     def opened(rows: int) -> Pass:
         return _passed(shard, rows=rows, columns=facts.columns)

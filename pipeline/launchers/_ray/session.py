@@ -1,4 +1,4 @@
-"""One session's stay in a Ray. One that was there before is sent the code, and each of its nodes is looked at once."""
+"""A session's connection to Ray. An existing cluster receives the code, and each node is checked once."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ _SHOWN = 5
 
 
 class Joined:
-    """The session's connection to Ray; with a local Ray there is nothing to send and nothing to look at."""
+    """A session's connection to Ray; a local Ray needs no code and no checks."""
 
     def __init__(self, session: Session, *, address: str | None, code: Code, untracked: tuple[str, ...]) -> None:
         self.code = code
@@ -33,10 +33,10 @@ class Joined:
     @classmethod
     @contextmanager
     def session(cls, session: Session, *, address: str | None) -> Iterator[Self]:
-        """Connect for the time of a session.
+        """Connect for the duration of a session.
 
         Raises:
-            ResourceError: there is no cluster, or the code can't be sent.
+            ResourceError: no cluster answers, or the code can't be sent.
         """
         package = to_send(session.parallel, joined=address is not None)
         untracked = tuple(map(str, package.untracked_code)) if package else ()
@@ -48,27 +48,29 @@ class Joined:
                 stack.enter_context(connected(address, verbose=session.verbose, runtime_env=runtime_env))
             yield cls(session, address=address, code=code, untracked=untracked)
 
-    def look_at_nodes(self, trial: Trial) -> None:
-        """Look at those nodes that may get workers and haven't been looked at: a lost one may come back as another.
+    def check_nodes(self, trial: Trial) -> None:
+        """Check nodes that may get workers and weren't checked yet: a lost node may be replaced by a new one.
 
         Raises:
-            ResourceError: all that they lack.
+            ResourceError: everything that the nodes lack.
         """
         able: Mapping[str, Mapping[str, Any]] = {} if self._is_local else able_nodes(self._session.parallel)
         new = {id_: node_name(node) for id_, node in able.items() if id_ not in self._seen}
         if not new:
             return
-        if self._seen:  # the first ones were asked for their facts when the run was planned
+        if self._seen:  # the first nodes were asked for their facts when the run was planned
             facts = facts_of_nodes(timeout_s=self._session.parallel.start_timeout_s)
             refuse_others([node for node in facts if node.ray_node in new], here=facts_here())
         elif self._untracked:
-            self._warn(f"not sent, because git doesn't track it: {_listed(self._untracked)}; git add it", trial)
+            self._warn(
+                f"not sent to the cluster, because git doesn't track it: {_listed(self._untracked)}; git add it", trial
+            )
         for note in look_around(trial.experiment, nodes=new, code=self.code, checkpoints=self._checkpoints(trial)):
             self._warn(note, trial)
         self._seen |= new.keys()
 
     def _checkpoints(self, trial: Trial) -> str | None:
-        """Where they will lie; a run's baseline is asked, too, so that nothing is measured in vain."""
+        """Return the address of the checkpoints, also for the baseline: it runs first, so a mistake shows early."""
         options = trial.experiment.checkpoint
         if not (isinstance(trial, Training | Baseline) and options.keep):
             return None

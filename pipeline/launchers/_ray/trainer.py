@@ -1,11 +1,11 @@
-"""Ray Train's trainer, whose controller lives in this process: what Ray starts for itself costs the first step seconds.
+"""Ray Train's trainer with its controller in this process: the actors that Ray starts delay the first step by seconds.
 
-Ray Train gives its controller an actor of its own, a second one that cleans up should the first be killed, a third one
-that asks an autoscaler for nodes, a fourth for datasets, and a fifth where ranks meet that report checkpoints. Each is
-a process that imports Ray, and workers wait for three of them. Here the driver is the controller: if it is killed, its
-job ends, and with it the workers and their placement group. The placement group tells an autoscaler what is needed.
-Ranks report to the driver. With a dataset of Ray Data's, which has to know what the workers occupy, the third and the
-fourth stay. See docs/decisions/0011-time-to-first-step.md.
+Ray Train starts an actor for the controller, one that cleans up if the controller is killed, one that asks an
+autoscaler for nodes, one for datasets, and one that synchronizes ranks that report checkpoints. Each is a process that
+imports Ray, and workers wait for three of them. Here the driver is the controller: if it is killed, its job ends, and
+with it the workers and their placement group. The placement group tells an autoscaler what is needed, and ranks report
+to the driver. Ray Data has to know what the workers occupy: with it, the third and the fourth actor stay. See
+docs/decisions/0011-time-to-first-step.md.
 """
 
 import asyncio
@@ -38,27 +38,27 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         if not self.datasets:
             arguments["scaling_policy"] = _FixedSize(self.scaling_config)
         controller = _Controller(**arguments)
-        with replaced(worker_group, SynchronizationActor=_Nobody()), replaced(state, _shutdown_sync_actor=_ended):
+        with replaced(worker_group, SynchronizationActor=_NoActor()), replaced(state, _shutdown_sync_actor=_end):
             asyncio.run(controller.run())
         return controller.get_result()
 
 
-class _Nobody:
-    """In the place of the actor where ranks meet."""
+class _NoActor:
+    """Replacement of the actor that synchronizes ranks."""
 
-    def options(self, **_: object) -> "_Nobody":
+    def options(self, **_: object) -> "_NoActor":
         return self
 
-    def remote(self, **_: object) -> "_Nobody":
+    def remote(self, **_: object) -> "_NoActor":
         return self
 
 
-def _ended(nobody: _Nobody) -> None:
-    """There is no process to end."""
+def _end(_: _NoActor) -> None:
+    """End nothing: there is no process."""
 
 
 class _FixedSize(FixedScalingPolicy):  # type: ignore[misc]
-    """Asks nobody for nodes but the placement group."""
+    """Asks for nodes by the placement group only."""
 
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         pass
@@ -70,7 +70,7 @@ class _FixedSize(FixedScalingPolicy):  # type: ignore[misc]
 class _WorkerGroup(WorkerGroup):  # type: ignore[misc]
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: dict[str, Any]) -> dict[str, Any]:
-        """That of Ray's processes where this one has started them: those that are ready can be workers then."""
+        """Return the environment of Ray's processes if this one started them: prestarted ones can be workers then."""
         if (own := ray._private.worker._global_node) is not None and own.is_head():
             return custom_runtime_env
         return dict(WorkerGroup._get_worker_runtime_env(custom_runtime_env))
@@ -78,7 +78,7 @@ class _WorkerGroup(WorkerGroup):  # type: ignore[misc]
     def _init_train_context_on_workers(
         self, workers: list[Worker], sync_actor: Any, train_context_args: dict[str, list[Any]]
     ) -> None:
-        """As Ray's own, but for two actors: ranks would meet and ask there for checkpoints that went to Ray."""
+        """Do as Ray's own method, without the two actors that synchronize ranks and keep checkpoints sent to Ray."""
         ray.get(
             [
                 worker.actor.init_train_context.remote(
