@@ -1,6 +1,5 @@
 """The whole story of ``pipeline run`` on one screen: check, plan, launch, report."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership
 from pipeline.recording.terminal import Terminal
 from pipeline.report.report import Report
-from pipeline.system.process import outer_rank
+from pipeline.system.process import outer_rank, outer_world_size
 from pipeline.training.checkpoints.storage import Storage, address_of
 
 
@@ -128,14 +127,13 @@ def _stays_left_out(steps: Sequence[int]) -> str:
 
 
 def _as_started(plan: Plan) -> Plan:
-    """The plan; a run started by ``torchrun`` uses the processes there are.
+    """Return the plan, after a check that it uses the processes of an outer ``torchrun``, if there is one.
 
     Raises:
-        UsageError: the experiment wants others.
+        UsageError: it asks for another launcher or another number of processes.
     """
-    if outer_rank() is None:
+    if (processes := outer_world_size()) is None:
         return plan
-    processes = int(os.environ["WORLD_SIZE"])
     if plan.experiment.parallel.launcher != "torchrun":
         raise UsageError(
             f"started by torchrun, but parallel.launcher is {plan.experiment.parallel.launcher}; "

@@ -24,7 +24,7 @@ from pipeline.planning.resources import Resources
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system.process import outer_rank
+from pipeline.system.process import outer_rank, outer_world_size
 from pipeline.worker import main as worker
 from pipeline.worker import rendezvous
 
@@ -54,8 +54,8 @@ class Launcher(base.Launcher):
 
     def capacity(self, trial: Trial) -> int:
         """Return how many workers this machine has cores and GPUs for; under ``torchrun``, how many there are."""
-        if outer_rank() is not None:
-            return int(os.environ["WORLD_SIZE"])
+        if (processes := outer_world_size()) is not None:
+            return processes
         there = resources.detect()
         fit = there.cpus // trial.cpus_per_worker
         return min(fit, len(there.gpus) // trial.devices_per_worker) if trial.device == "cuda" else fit

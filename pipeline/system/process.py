@@ -23,3 +23,8 @@ def environment(**values: str | None) -> Iterator[None]:
 def outer_rank() -> int | None:
     """Return the rank that ``torchrun`` gave to this process; None if it was started otherwise."""
     return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def outer_world_size() -> int | None:
+    """Return how many processes ``torchrun`` started together with this one; None if it was started otherwise."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
