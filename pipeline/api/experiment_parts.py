@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.config import components
 from pipeline.config.load import ExperimentFile
+from pipeline.config.project import allowed_packages
 from pipeline.driver.execute import explained
 from pipeline.protocol.trial import Rank, Training
 from pipeline.system.imports import importable
@@ -38,7 +38,7 @@ class Parts:
                 devices_per_worker=0,
                 device="cpu",
                 cpus_per_worker=torch.get_num_threads(),
-                allowed=components.allowed_packages(),
+                allowed=allowed_packages(),
             )
             self._context = build(trial, rank=Rank())
             self.metrics = self._context.metrics or MetricCollection({})

@@ -12,7 +12,7 @@ from pipeline.errors import UsageError
 
 def schema() -> None:
     """Print the JSON Schema of experiment files, for editors."""
-    from pipeline.config.load import experiment_json_schema
+    from pipeline.config.jsonschema import experiment_json_schema
 
     typer.echo(json.dumps(experiment_json_schema(), indent=2))
 

@@ -9,13 +9,10 @@ from pydantic import ValidationError
 
 from pipeline.config import keys, targets
 from pipeline.config.deferred import fill_in
-from pipeline.config.project import allowed_packages, project_file
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem
 from pipeline.wording import did_you_mean
-
-__all__ = ["allowed_packages", "build", "check", "named", "project_file", "resolve"]
 
 _PASSED = {
     "optimizer": "the model's parameters",

@@ -14,14 +14,11 @@ from pydantic import ValidationError
 
 from pipeline.config import deferred, interpolation, keys, lines, messages, sweep
 from pipeline.config.consistency import contradictions
-from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.config.lines import Places
 from pipeline.config.overrides import apply_overrides, override
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, Problem, UsageError
 from pipeline.wording import did_you_mean
-
-__all__ = ["ExperimentFile", "checked", "experiment_json_schema", "load"]
 
 _MOST_BYTES = 2**20
 _IN_PYTHON = "experiment"  # instead of a file name in messages

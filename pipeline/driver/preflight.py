@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pipeline import registry
 from pipeline.config import components, deferred, messages
 from pipeline.config.load import ExperimentFile
+from pipeline.config.project import allowed_packages
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.sweep import Sweep, check_each
 from pipeline.config.values import Direction, Mode
@@ -30,7 +31,7 @@ def check(file: ExperimentFile, *, with_data: bool = False) -> tuple[str, ...]:
         ExperimentError: all problems, with their places.
         UsageError: the project's pyproject.toml is malformed.
     """
-    allowed = components.allowed_packages()
+    allowed = allowed_packages()
     problems = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
     wrong = {problem.key.partition(".")[0] for problem in problems}

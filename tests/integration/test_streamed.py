@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from pipeline import registry
-from pipeline.config.components import allowed_packages
 from pipeline.config.load import load
+from pipeline.config.project import allowed_packages
 from pipeline.errors import ExperimentError
 from pipeline.launchers._ray.ingest import Facts, Ingest
 from pipeline.launchers._ray.local import LocalRayRequest, started

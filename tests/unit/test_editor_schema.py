@@ -11,8 +11,8 @@ import yaml
 
 from pipeline import data, models, tasks
 from pipeline.config import targets
-from pipeline.config.jsonschema import SUGGESTED
-from pipeline.config.load import experiment_json_schema, load
+from pipeline.config.jsonschema import SUGGESTED, experiment_json_schema
+from pipeline.config.load import load
 from pipeline.config.project import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.tasks import Task

@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 
 from pipeline import registry
 from pipeline.config import keys
-from pipeline.config.jsonschema import Shape
-from pipeline.config.load import ExperimentFile, experiment_json_schema, load
+from pipeline.config.jsonschema import Shape, experiment_json_schema
+from pipeline.config.load import ExperimentFile, load
 from pipeline.config.schema import Experiment
 from pipeline.config.summary import config_hash, flatten, to_yaml
 from pipeline.config.train import Train
