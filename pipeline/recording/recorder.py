@@ -30,8 +30,7 @@ class Subscriber(Protocol):
 class Recorder:
     """Writer of a run's journal, which passes each event on to subscribers. Its methods may be called from any thread.
 
-    In a folder with a journal it resumes that run: finished trials are known, metrics of repeated steps are dropped. If
-    a trial is opened again, its earlier result is discarded.
+    In a folder with a journal it resumes that run: finished trials are known, metrics of repeated steps are dropped.
 
     Args:
         folder: the run's folder.
