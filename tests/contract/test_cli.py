@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline import registry
 from pipeline.protocol.trial import Experiment
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -156,7 +157,7 @@ def test_the_schema_explains_each_key(command: Command) -> None:
 
     assert bare == []
     assert set(schema["properties"]) == set(Experiment.model_fields)
-    assert schema["$defs"]["Parallel"]["properties"]["strategy"]["enum"] == ["ddp", "dp", "fsdp", "single"]
+    assert schema["$defs"]["Parallel"]["properties"]["strategy"]["enum"] == list(registry.names("strategies"))
 
 
 def test_the_ui_needs_a_free_port(command: Command, tmp_path: Path) -> None:

@@ -83,3 +83,23 @@ def test_the_map_in_contributing_is_the_contract():
     drawn = re.findall(r"^    (\w[\w |]*?)  ", section.partition("\n| ")[0], re.MULTILINE)
     assert drawn == layers
     assert f"{len(layers)} layers" in section.replace("Twelve", "12")
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/tour.md", "docs/extend.md", "tests/README.md"])
+def test_a_page_names_files_that_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    paths = [
+        path
+        for path in re.findall(r"`((?:pipeline|tests|docs|experiments|benchmarks)/[\w./-]+)`", text)
+        if "NAME" not in path
+    ]
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert set(re.findall(r"\btest_\w+\.py", text)) <= tests
+
+
+def test_the_tour_names_functions_that_exist() -> None:
+    stops = re.findall(r"`(pipeline/[\w/]+\.py): (\w+)`", (ROOT / "docs" / "tour.md").read_text())
+    assert len(stops) > 5
+    for path, name in stops:
+        assert re.search(rf"^(?:def|class) {name}\b", (ROOT / path).read_text(), re.MULTILINE), f"{path}: {name}"

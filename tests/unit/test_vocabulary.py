@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import registry
 from pipeline.config import vocabulary
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +29,10 @@ def test_a_file_that_cannot_be_read_adds_no_keys(tmp_path: Path, content: bytes 
 @pytest.mark.parametrize(
     ("key", "values"),
     [
-        ("parallel.launcher", ["inprocess", "ray", "torchrun"]),
+        ("parallel.launcher", list(registry.names("launchers"))),
         ("train.precision", ["fp32", "fp64", "bf16", "fp16"]),
         ("loader.pin_memory", ["true", "false", "auto"]),
-        ("compare[0].strategy", ["ddp", "dp", "fsdp", "single"]),
+        ("compare[0].strategy", list(registry.names("strategies"))),
         ("train.epochs", []),
         ("nothing.like.it", []),
         ("[", []),
