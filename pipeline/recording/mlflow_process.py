@@ -21,8 +21,7 @@ from typing import BinaryIO
 from pipeline.config.values import Frozen, WithEnvironment
 from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json
 from pipeline.recording.delivery import BATCH_POINTS, Delivery, persist, quiet, size
-from pipeline.recording.feed import Feed
-from pipeline.recording.journal import FILE_NAME
+from pipeline.recording.journal import FILE_NAME, Feed
 from pipeline.recording.outcome import TrackingOutcome
 
 CLOSE = b"close\n"

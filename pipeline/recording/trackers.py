@@ -12,7 +12,6 @@ from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.protocol.events import AnyEvent
 from pipeline.recording import journal
-from pipeline.recording.feed import Feed
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import redacted
 
@@ -49,7 +48,7 @@ class Attached:
     def __init__(self, tracker: Tracker, *, name: str, recorder: Recorder, warn: Callable[[str], None]) -> None:
         self._tracker, self._name, self._warn = tracker, name, warn
         self._journal = recorder.folder / journal.FILE_NAME
-        self._feed = Feed(self._journal, known=recorder.known)
+        self._feed = journal.Feed(self._journal, known=recorder.known)
         self._done = threading.Event()  # is_alive() is wrong once Ctrl-C has interrupted a join()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 

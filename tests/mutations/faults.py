@@ -202,7 +202,7 @@ FAULTS = (
     Fault(
         "steps that are done again are recorded again",
         "no point of a resumed run is there twice",
-        "pipeline/recording/deduplicate.py",
+        "pipeline/recording/recorder.py",
         "point.step > known[series]:",
         "point.step >= known[series]:",
         ("tests/unit/test_recorder.py",),
