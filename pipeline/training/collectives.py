@@ -77,7 +77,7 @@ def tensors_from_first(tensors: Mapping[str, Tensor], *, rank: Rank, device: tor
     return received
 
 
-def agreed(do: Callable[[], T], *, group: dist.ProcessGroup | None) -> list[T]:
+def on_all_ranks(do: Callable[[], T], *, group: dist.ProcessGroup | None) -> list[T]:
     """Call ``do`` on each rank of the group and return the results of all ranks.
 
     Raises:

@@ -15,7 +15,7 @@ from pipeline.training.step import forward_backward
 from pipeline.training.step_guard import Buffers
 
 
-def rehearse(context: TrainContext, *, with_last: bool = False) -> None:
+def dry_run(context: TrainContext, *, with_last: bool = False) -> None:
     """Compute and discard the gradients of the first step, and of an epoch's last (``with_last``). Collective."""
     buffers = Buffers(context.whole)  # checkpoints lack some of them
     context.wrapped.train()
@@ -33,7 +33,7 @@ def compile_ahead(context: TrainContext) -> None:
     if context.compiling is None:
         return
     memory = context.strategy.state_dict()
-    rehearse(context, with_last=context.steps >= context.order.steps_per_epoch)
+    dry_run(context, with_last=context.steps >= context.order.steps_per_epoch)
     if context.strategy.local_updates is not None:
         context.strategy.local_updates.set_step(steps=0)
     if memory is not None:

@@ -81,11 +81,11 @@ class _Replay:
 
     def begin(self, micro_batches: Iterable[MicroBatch]) -> deque[MicroBatch]:
         """Serve these micro-batches from now on; return the queue of those served."""
-        self._draws, self._served = micro_batches, deque[MicroBatch]()
+        self._micro_batches, self._served = micro_batches, deque[MicroBatch]()
         return self._served
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for micro_batch in self._draws:
+        for micro_batch in self._micro_batches:
             self._served.append(micro_batch)
             yield micro_batch
 

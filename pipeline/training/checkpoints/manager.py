@@ -20,6 +20,7 @@ from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
+from pipeline.training.dry_run import dry_run
 from pipeline.training.evaluation import averaged_weights
 from pipeline.training.learned import trainable
 from pipeline.training.meter import Meter
@@ -95,15 +96,17 @@ class CheckpointManager:
             self._warn_once(f"no complete checkpoint in {self._storage.address}: training starts from the beginning")
             return 0
         if self._context.rank.world_size > 2 or self._context.strategy.state_dict() is not None:
-            resuming.settle(self._context)
+            # DDP rebuilds its buckets after its first backward pass, and the rounding of a sum over three or more ranks
+            # depends on its bucket: the first resumed step is to have the buckets of an uninterrupted training.
+            dry_run(self._context)
         if trainable(self._context.learned) and found.state.values.get("task") is None:
             self._warn_once(f"{found.manifest.name} has no parameters of the loss or task: they start untrained")
-        written = Overrides.of(self._context)
+        overrides = Overrides.of(self._context)
         if (local := self._context.strategy.local_updates) is not None:
             local.set_step(steps=found.manifest.step)
         restore(self._context, found.state)
-        rank_state.hand_out(self._context, found.state, warn=self._warn_once)
-        written.put_back(self._context, manifest=found.manifest, warn=self._warn_once)
+        rank_state.load(self._context, found.state, warn=self._warn_once)
+        overrides.apply(self._context, manifest=found.manifest, warn=self._warn_once)
         self._meter.restore(found.state.values["meter"], is_over=found.manifest.step == self._context.steps)
         if self._writer is not None:
             self._writer.complete = [*found.older, found.manifest]
@@ -149,13 +152,13 @@ class CheckpointManager:
         elif not self._is_idle():
             self._tell_left_out(step)
             return
-        remembered = rank_state.collect(self._context)
+        local = rank_state.gather(self._context)
         with averaged_weights(self._context):
             state = snapshot(self._context) if self._writer is not None else None
         if self._writer is None or state is None:
             return
-        values = {**state.values, **remembered.values, "meter": self._meter.state()}
-        state = State({**state.tensors, **remembered.tensors}, values)
+        values = {**state.values, **local.values, "meter": self._meter.state()}
+        state = State({**state.tensors, **local.tensors}, values)
         blocked = time.perf_counter() - began
         manifest = describe(self._context, step=step, metric=metric)
         self._writer.start(CheckpointJob(state=state, manifest=manifest, began=began, blocked_s=blocked))

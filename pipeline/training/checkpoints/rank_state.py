@@ -19,22 +19,22 @@ KEY, OWN = "memory", "own"
 """Keys in a checkpoint."""
 
 
-def collect(context: TrainContext) -> State:
+def gather(context: TrainContext) -> State:
     """Gather the rank-local state on rank 0, on the CPU; empty on other ranks, or if there is none. Collective."""
     local = context.strategy.local_updates
     state = view(context) if local is not None and local.has_diverged else State({}, None)
     tensors = {f"{OWN}/{name}": tensor for name, tensor in state.tensors.items()}
-    if (remembered := context.strategy.state_dict()) is None and not tensors:
+    if (own := context.strategy.state_dict()) is None and not tensors:
         return State({}, {})
-    value = split(remembered, name=KEY, tensors=tensors)
+    value = split(own, name=KEY, tensors=tensors)
     gathered: dict[str, Tensor] = {}
     for name, tensor in sorted(tensors.items()):
         parts = _gathered(tensor, context=context)
-        gathered.update({_of(rank, name): part.to("cpu", copy=True) for rank, part in enumerate(parts)})
+        gathered.update({_key(rank, name): part.to("cpu", copy=True) for rank, part in enumerate(parts)})
     return State(gathered, {KEY: {"of": _owner(context), "value": value, OWN: state.values}})
 
 
-def hand_out(context: TrainContext, state: State, *, warn: Callable[[str], None]) -> None:
+def load(context: TrainContext, state: State, *, warn: Callable[[str], None]) -> None:
     """Load each rank's own state, or warn that it is dropped. Call it after a backward pass."""
     saved: Mapping[str, Json] | None = state.values.get(KEY)
     if context.strategy.state_dict() is None and not (saved and saved.get(OWN)):
@@ -53,9 +53,9 @@ def hand_out(context: TrainContext, state: State, *, warn: Callable[[str], None]
         )
         return
     rank = context.rank.rank
-    tensors = {name: state.tensors.get(_of(rank, name), tensor) for name, tensor in state.tensors.items()}
-    if (remembered := join(saved["value"], tensors)) is not None:
-        context.strategy.load_state_dict(remembered)
+    tensors = {name: state.tensors.get(_key(rank, name), tensor) for name, tensor in state.tensors.items()}
+    if (own := join(saved["value"], tensors)) is not None:
+        context.strategy.load_state_dict(own)
     if saved.get(OWN):
         mine = {name.removeprefix(f"{OWN}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{OWN}/")}
         restore(context, State(mine, saved[OWN]))
@@ -71,7 +71,7 @@ def _gathered(tensor: Tensor, *, context: TrainContext) -> list[Tensor]:
     return parts or []
 
 
-def _of(rank: int, name: str) -> str:
+def _key(rank: int, name: str) -> str:
     """Return the name of a rank's tensor; rank 0's is the name that the JSON value refers to."""
     return f"{name}@{rank}" if rank else name
 

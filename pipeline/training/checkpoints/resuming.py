@@ -19,7 +19,6 @@ from pipeline.training.checkpoints.state import State, is_sharded
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import from_first, tensors_from_first
 from pipeline.training.context import TrainContext
-from pipeline.training.dry_run import rehearse
 from pipeline.training.learning_rate import advance_scheduler
 
 Warn = Callable[[str], None]
@@ -63,16 +62,6 @@ def newest(context: TrainContext, storage: Storage, *, warn: Warn) -> Found | No
     if context.rank.is_first and manifest.data_digest != context.batches.digest:
         warn(f"the data has changed since {manifest.name} was saved: its arguments, sizes or first sample differ")
     return Found(manifest=manifest, older=older, state=_shared(context, storage, manifest, states))
-
-
-def settle(context: TrainContext) -> None:
-    """Compute and discard a step's gradients, before a state is restored. Collective.
-
-    DistributedDataParallel rebuilds its buckets after its first backward pass, and with three or more ranks the
-    rounding of a sum depends on its bucket. This gives the first resumed step the buckets that an uninterrupted
-    training would have.
-    """
-    rehearse(context)
 
 
 def _choose(
@@ -155,7 +144,7 @@ class Overrides:
             scheduler=copy.deepcopy(context.scheduler.state_dict()) if context.scheduler is not None else None,
         )
 
-    def put_back(self, context: TrainContext, *, manifest: Manifest, warn: Callable[[str], None]) -> None:
+    def apply(self, context: TrainContext, *, manifest: Manifest, warn: Callable[[str], None]) -> None:
         """Apply the settings over those of the restored checkpoint, if the experiment file has changed since.
 
         A changed scheduler is advanced to the restored step: a learning rate is a function of the steps done.

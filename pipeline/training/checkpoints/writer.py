@@ -19,7 +19,7 @@ from pipeline.training.checkpoints.inventory import kept
 from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, StoredFile, step_of
 from pipeline.training.checkpoints.state import State
 from pipeline.training.checkpoints.storage import Storage
-from pipeline.training.collectives import agreed
+from pipeline.training.collectives import on_all_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -113,12 +113,12 @@ class AsyncCheckpointWriter:
     def _write(self, job: CheckpointJob) -> tuple[StoredFile, ...]:
         """Write all files but the manifest. Collective if the model is sharded."""
         name = job.manifest.name
-        agreed(lambda: self._discard(name) if self._rank.is_first else None, group=self._group)
+        on_all_ranks(lambda: self._discard(name) if self._rank.is_first else None, group=self._group)
         with ExitStack() as stack:
-            folders = agreed(lambda: stack.enter_context(self._storage.staging(name)), group=self._group)
+            folders = on_all_ranks(lambda: stack.enter_context(self._storage.staging(name)), group=self._group)
             folder = folders[self._rank.rank if self._group is not None else 0]
-            parts = agreed(partial(self._write_part, job, folder), group=self._group)
-            agreed(stack.close, group=self._group)
+            parts = on_all_ranks(partial(self._write_part, job, folder), group=self._group)
+            on_all_ranks(stack.close, group=self._group)
         return tuple(file for part in parts for file in part)
 
     def _write_part(self, job: CheckpointJob, folder: Path) -> tuple[StoredFile, ...]:
