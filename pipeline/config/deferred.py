@@ -106,7 +106,7 @@ def exposed_secrets(tree: Mapping[str, Any]) -> Iterator[Problem]:
             message = f"{names[0]} is a secret by its name, and this would be written down; rename the variable"
         elif _is_nested(text):
             message = (
-                f"{names[0]} is a secret by its name, which is inserted as it is; write ${{oc.env:{names[0]}}} alone"
+                f"{names[0]} is a secret by its name, which no resolver may use; write ${{oc.env:{names[0]}}} alone"
             )
         else:
             continue

@@ -145,7 +145,7 @@ def test_in_the_experiment_stands_the_reference(project: Path, monkeypatch: pyte
 def test_where_a_secret_would_be_written_down_it_is_refused(project: Path) -> None:
     with pytest.raises(ExperimentError, match=rf"tracking.experiment: {USED} is a secret by its name"):
         load(project / "lab.yaml", [f"tracking.experiment=${{oc.env:{USED}}}"])
-    with pytest.raises(ExperimentError, match=rf"model.rank: {USED} .* is inserted as it is"):
+    with pytest.raises(ExperimentError, match=rf"model.rank: {USED} .* no resolver may use"):
         load(project / "lab.yaml", [f"model.rank=${{oc.decode:${{oc.env:{USED}}}}}"])
 
 
