@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 import torch
 
@@ -18,6 +18,7 @@ from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination
 from pipeline.errors import ResourceError
 
+MLFLOW = metadata.version("mlflow")
 Command = Callable[..., Any]
 REFUSED = "Invalid Host header - possible DNS rebinding attack detected"
 
@@ -46,7 +47,7 @@ def server(*, status: int = 200, text: str = "", version: str = "") -> Iterator[
 
 
 def looked_at(uri: str) -> CheckResult:
-    return tracking.judged(uri, client=mlflow.__version__)
+    return tracking.judged(uri, client=MLFLOW)
 
 
 def test_this_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +131,10 @@ def test_a_server_that_is_down_or_fails_is_a_warning_without_its_password() -> N
 def test_an_older_server_is_a_warning_and_one_as_new_is_not() -> None:
     with server(version="2.22.1") as uri:
         older = looked_at(uri)
-    with server(version=mlflow.__version__) as uri:
+    with server(version=MLFLOW) as uri:
         equal = looked_at(uri)
 
     assert older.status == "warning"
-    assert f"the server is MLflow 2.22.1, the client here {mlflow.__version__}" in older.what
-    assert f"pip install mlflow=={mlflow.__version__}" in older.fix
+    assert f"the server is MLflow 2.22.1, the client here {MLFLOW}" in older.what
+    assert f"pip install mlflow=={MLFLOW}" in older.fix
     assert equal.status == "ok"

@@ -30,7 +30,7 @@ METRICS = {
         "_target_": "torchmetrics.MinMaxMetric",
         "base_metric": {"_target_": f"{OF}MulticlassAUROC", "num_classes": 3},
     },
-    "parts": {"_target_": "toys.Parts"},
+    "parts": {"_target_": "toy_metrics.Parts"},
 }
 """List states that are concatenated, list states that aren't, both kinds in one, tensors, and metrics in a metric."""
 SAMPLES = (2, 5, 11)
@@ -74,7 +74,7 @@ def _train(rank: Rank, folder: Path) -> None:
     told = []
     cases: list[dict[str, Any]] = [
         {"data": {"_target_": "toys.poisoned_validation"}, "checkpoint": {"every_steps": 2}},
-        {"metrics": {"roc": {"_target_": "toys.Texts"}}},
+        {"metrics": {"roc": {"_target_": "toy_metrics.Texts"}}},
     ]
     for number, sections in enumerate(cases):
         trial = toys.trial(**sections).model_copy(

@@ -11,7 +11,6 @@ import psutil
 import pytest
 from census import compared, injected
 from command import Ended, started
-from mlflow import MlflowClient
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics
@@ -106,6 +105,8 @@ class Attempt:
             return []
 
     def in_mlflow(self, name: str) -> list[tuple[int, float]]:
+        from mlflow import MlflowClient
+
         client = MlflowClient(f"sqlite:///{self._folder}/mlflow.db")
         (experiment,) = client.search_experiments(filter_string="name = 'lab'")
         (run,) = client.search_runs([experiment.experiment_id])

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
-from torchmetrics import Metric
 
 from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
@@ -68,7 +67,8 @@ def experiment(**sections: Any) -> Experiment:
 def trial(*, max_steps: int | None = None, kind: type[Measurement] = Baseline, **sections: Any) -> Trial:
     shared: dict[str, Any] = {
         "name": "main", "experiment": experiment(**sections), "strategy": "single", "launcher": "inprocess",
-        "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1, "allowed": (*BUILT_IN, "toys"),
+        "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1,
+        "allowed": (*BUILT_IN, "toys", "toy_metrics"),
     }  # fmt: skip
     return Training(**shared) if max_steps is None else kind(**shared, max_steps=max_steps)
 
@@ -331,49 +331,6 @@ class CodeInState(torch.optim.lr_scheduler.LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         return [group["lr"] for group in self.optimizer.param_groups]
-
-
-class Count(Metric):
-    """How many samples it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("seen", default=torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.seen += len(targets)
-
-    def compute(self) -> Tensor:
-        return self.seen
-
-
-class Parts(Metric):
-    """The largest output minus the number of samples: of a list that isn't concatenated, and of a sum."""
-
-    outputs: list[Tensor]
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("outputs", default=[], dist_reduce_fx=None)
-        self.add_state("seen", default=torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.outputs.append(outputs)
-        self.seen += len(targets)
-
-    def compute(self) -> Tensor:
-        return torch.cat(self.outputs).max() - self.seen
-
-
-class Texts(Metric):
-    """Computes what is no number."""
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        pass
-
-    def compute(self) -> str:
-        return "good"
 
 
 def collate_by_padding() -> Any:

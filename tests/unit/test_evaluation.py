@@ -52,7 +52,7 @@ def test_metrics_are_those_of_the_whole_set() -> None:
 
 
 def test_metrics_see_each_sample_once_each_time() -> None:
-    context = build(toys.trial(metrics={"count": {"_target_": "toys.Count"}}), rank=Rank())
+    context = build(toys.trial(metrics={"count": {"_target_": "toy_metrics.Count"}}), rank=Rank())
     assert [evaluate(context)["validation/count"] for _ in range(2)] == [10.0, 10.0]
 
 

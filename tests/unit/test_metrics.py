@@ -43,7 +43,7 @@ tracking: {uri: "sqlite:///mlflow.db"}
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ExperimentFile]:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["toys"]\n')
+    (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["toys", "toy_metrics"]\n')
 
     def read(text: str = "", *overrides: str) -> ExperimentFile:
         (tmp_path / "e.yaml").write_text(FILE + text)
@@ -67,7 +67,7 @@ class TestWhichValuesAreGood:
             ("validation/r2", "r2: {_target_: torchmetrics.R2Score}", "max"),
             ("validation/acc_1", "acc: {_target_: torchmetrics.Accuracy, task: multiclass, num_classes: 3}", "max"),
             ("validation/error", "error: {_target_: torchmetrics.R2Score}", "max"),
-            ("validation/mine", "mine: {_target_: toys.Count}", None),
+            ("validation/mine", "mine: {_target_: toy_metrics.Count}", None),
         ],
     )
     def test_torchmetrics_decides(self, read: Any, metric: str, text: str, expected: str | None) -> None:
@@ -106,14 +106,14 @@ class TestWhichValuesAreGood:
 
 class TestNames:
     def test_that_mlflow_makes_equal_are_refused(self, read: Any) -> None:
-        two = "metrics:\n  'acc@1 (%)': {_target_: toys.Count}\n  'acc_1 (%)': {_target_: toys.Count}\n"
+        two = "metrics:\n  'acc@1 (%)': {_target_: toy_metrics.Count}\n  'acc_1 (%)': {_target_: toy_metrics.Count}\n"
         assert refused(lambda: read(two)) == [
             "e.yaml:11: metrics.acc_1 (%): is validation/acc_1 ___ in MLflow, as metrics.acc@1 (%) is; "
             "give one of them another name"
         ]
 
     def test_of_other_signs_are_allowed(self, read: Any) -> None:
-        read("metrics:\n  'acc@1 (%)': {_target_: toys.Count}\n  'acc@5 (%)': {_target_: toys.Count}\n")
+        read("metrics:\n  'acc@1 (%)': {_target_: toy_metrics.Count}\n  'acc@5 (%)': {_target_: toy_metrics.Count}\n")
 
 
 class TestCheckedAhead:
@@ -144,7 +144,7 @@ class TestCheckedAhead:
     def test_a_metric_that_needs_run_time_values_is_left_for_the_workers(self, read: Any) -> None:
         metric = "late: {_target_: torchmetrics.R2Score, adjusted: '${steps_per_epoch}'}"
         file = read(f"metrics: {{{metric}}}\ncheckpoint: {{best: validation/late}}\n")
-        assert preflight.check(file) == (*BUILT_IN, "toys")
+        assert preflight.check(file) == (*BUILT_IN, "toys", "toy_metrics")
 
 
 class TestAValidationLossThatIsNotFinite:
@@ -228,14 +228,14 @@ class TestWhatMetricsCompute:
             (
                 {
                     "metrics": {
-                        "words": {"_target_": "toys.Texts"},
+                        "words": {"_target_": "toy_metrics.Texts"},
                         "wrong": metric("MulticlassAccuracy", num_classes=2),
                     }
                 },
                 ["metrics.wrong: MulticlassAccuracy raised "],
             ),
             (
-                {"metrics": {"words": {"_target_": "toys.Texts"}}},
+                {"metrics": {"words": {"_target_": "toy_metrics.Texts"}}},
                 ["metrics.words: Texts computes a str; use a metric that computes a number, one for each class, or"],
             ),
             (
@@ -265,7 +265,8 @@ class TestWhatMetricsCompute:
     def test_trying_them_changes_nothing(self) -> None:
         sections = {"model": {"_target_": "toys.Counting"}}
         weights = [
-            toys.trained(**sections, metrics=metrics)[1].files for metrics in ({}, {"n": {"_target_": "toys.Count"}})
+            toys.trained(**sections, metrics=metrics)[1].files
+            for metrics in ({}, {"n": {"_target_": "toy_metrics.Count"}})
         ]
         plain, tried = (files["model/weights.pt"] for files in weights)
         assert all(torch.equal(plain[name], tried[name]) for name in plain)
