@@ -1,4 +1,4 @@
-"""The blocks that a model is made of, such as a transformer's."""
+"""Repeated blocks of a model, such as a transformer's layers; shared by FSDP's groups and recomputation."""
 
 from torch import nn
 
@@ -6,7 +6,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def repeated(model: nn.Module) -> set[str]:
-    """Names of the instances of the class that, repeated in lists or sequences, holds the most parameters."""
+    """Return the names of the modules whose class, repeated in lists or sequences, holds the most parameters."""
     kinds: dict[tuple[str, str], dict[str, nn.Module]] = {}
     for place, container in model.named_modules():
         if not isinstance(container, _CONTAINERS):
@@ -20,7 +20,7 @@ def repeated(model: nn.Module) -> set[str]:
 
 
 def _kind(module: nn.Module) -> tuple[str, str]:
-    """The class by name: sharding and recomputing give some instances a class of their own with the same name."""
+    """Return module and name of the class: sharding replaces the class of some instances by one of the same name."""
     return type(module).__module__, type(module).__qualname__
 
 

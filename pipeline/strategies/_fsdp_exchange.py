@@ -1,4 +1,4 @@
-"""What fully_shard sends and receives, which can be left out for a while in order to measure the rest."""
+"""All-gather and reduce-scatter of fully_shard, which can be disabled to measure steps without communication."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Exchange:
-    """Gathers parameters and scatters gradients; while it is off, a rank puts its own in the place of the others'.
+    """Switch for communication; while it is off, copies of a rank's own shard stand in for the other ranks' shards.
 
-    The memory that this takes and the copies that it makes are the same, so what is missing is the exchange alone.
+    Memory and copies stay the same, so a measured difference is communication alone.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Exchange:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Nothing is sent; weights and gradients are good for nothing but measuring."""
+        """Return a context without communication, in which weights and gradients are meaningless."""
         self.is_on = False
         try:
             yield
@@ -30,13 +30,13 @@ class Exchange:
 
 
 class _Operation:
-    """As torch's AllGather and ReduceScatter want it."""
+    """Interface of torch's AllGather and ReduceScatter."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for an operation."""
+        """Allocate the memory of an operation."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -48,7 +48,7 @@ class _Gather(_Operation):
             work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
             return work
         for rank, part in enumerate(output_tensor.chunk(group.size())):
-            if rank != group.rank():  # its own place is the input
+            if rank != group.rank():  # this rank's part is the input itself
                 part.copy_(input_tensor)
         return None
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered and let go together, and what can't be sharded."""
+"""Groups of modules that FSDP gathers and reshards together, and checks of models that can't be sharded."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,11 @@ from pipeline.strategies._blocks import repeated
 _KEY = "parallel.options.groups"
 
 Groups = Mapping[str, nn.Module]
-"""Modules by their names in the model, outer ones first; what they leave belongs to the group of the model itself."""
+"""Modules by name, outer ones first; all other parameters belong to the group of the model itself."""
 
 
 def choose(model: nn.Module, wanted: str | tuple[str, ...]) -> Groups:
-    """The modules that form groups of their own: see `pipeline.strategies.fsdp.Options.groups`.
+    """Return the modules that form groups, see `pipeline.strategies.fsdp.Options.groups`.
 
     Raises:
         ExperimentError: the model has no such class, or its parameters can't be sharded in these groups.
@@ -31,7 +31,7 @@ def choose(model: nn.Module, wanted: str | tuple[str, ...]) -> Groups:
 
 
 def describe(groups: Groups) -> str:
-    """The groups in words, e.g. "12 x Block, the rest"."""
+    """Return the groups as text, e.g. "12 x Block, the rest"."""
     counted = Counter(type(module).__name__ for module in groups.values())
     kinds = [f"{count} x {name}" for name, count in counted.items()]
     return ", ".join([*kinds, "the rest"]) if kinds else "all in one"
@@ -75,7 +75,7 @@ def _check(model: nn.Module, groups: Groups) -> None:
 
 
 def _owned(model: nn.Module, groups: Groups) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Each parameter wherever it occurs, with the innermost group around it and its name."""
+    """Yield each occurrence of each parameter: the innermost group around it, its name, the parameter."""
     known = {id(module): name for name, module in groups.items()}
     places = {
         place: known[id(module)]  # a module may be in several

@@ -1,7 +1,7 @@
-"""Post-local SGD: workers step by themselves and average their weights now and then, for links that are slow.
+"""Post-local SGD for slow links: workers step on their own gradients and average their weights periodically.
 
 Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", arXiv 1808.07217. Until it begins, gradients are
-averaged in each step, which the paper found to matter. Each worker's optimizer keeps its own state.
+averaged in each step, which the paper found important. Each worker's optimizer keeps its own state.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 
 class LocalSGD:
-    """Counts steps; torch's hook, which leaves gradients alone once it has begun, follows that count."""
+    """Step counter that tells torch's hook when to stop exchanging gradients, and averages the weights."""
 
     def __init__(self, *, period: int, start_step: int) -> None:
         self._period = period
@@ -37,10 +37,10 @@ class LocalSGD:
     def set_step(self, *, steps: int) -> None:
         """Set the number of steps taken so far."""
         self._steps = steps
-        self.hook_state.iter = steps  # torch counts backward passes, of which there are more
+        self.hook_state.iter = steps  # torch counts backward passes, of which a step may have several
 
     def after_step(self, model: nn.Module) -> None:
-        """Average the weights if it is time to. Collective."""
+        """Count a step, and average the weights at the end of a period. Collective."""
         self.set_step(steps=self._steps + 1)
         if self.has_diverged and (self._steps - self._start_step) % self._period == 0:
             average(model)
@@ -64,16 +64,16 @@ class LocalSGD:
 
 @torch.no_grad()
 def average(model: nn.Module) -> None:
-    """Put the mean over all ranks in the place of each trained parameter. Collective.
+    """Replace each trainable parameter by its mean over all ranks. Collective.
 
-    Not by torch's average_parameters, which gives parameters other memory (CUDA graphs are recorded on the old one) and
-    passes over those without gradient, which may be others on each rank.
+    torch's average_parameters moves parameters to new memory, which breaks recorded CUDA graphs, and skips parameters
+    without a gradient, which may differ from rank to rank.
     """
     parameters = _trained(model)
     for kind in dict.fromkeys((one.dtype, one.device) for one in parameters):
         chosen = [one for one in parameters if (one.dtype, one.device) == kind]
         flat = torch.cat([one.reshape(-1) for one in chosen])
-        flat /= dist.get_world_size()  # before it is added up, as in DistributedDataParallel
+        flat /= dist.get_world_size()  # before the sum, as in DistributedDataParallel
         dist.all_reduce(flat)
         parts = torch.split(flat, [one.numel() for one in chosen])
         torch._foreach_copy_(chosen, [part.view_as(one) for part, one in zip(parts, chosen, strict=True)])

@@ -29,23 +29,23 @@ class Options(Section):
     sync_batch_norm: bool = False
     """Batch statistics over all workers instead of each worker's share (GPUs only)."""
     bucket_cap_mb: Annotated[int, Field(gt=0)] = 25
-    """Gradients are all-reduced in buckets of this size."""
+    """Size of the buckets in which gradients are all-reduced."""
     gradient_as_bucket_view: bool = True
-    """Gradients live in the buckets, which saves memory and a copy."""
+    """Keep gradients in the buckets, which saves memory and a copy."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order."""
     find_unused_parameters: bool = False
-    """Search for parameters without a gradient in each step; costs time, needed when some are skipped."""
+    """Search for parameters without a gradient in each step; costs time, needed when the model skips some of them."""
     communication_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """What is sent of the gradients: all bits, 16 of them (bf16: GPUs only), or factors of low rank (powersgd)."""
+    """Compression of gradients for all-reduce: none, 16-bit types (bf16: GPUs only), or low-rank factors (powersgd)."""
     powersgd_rank: Annotated[int, Field(gt=0)] = 1
-    """Rank of powersgd's factors: more is closer to the gradient and slower."""
+    """Rank of powersgd's factors: higher is closer to the gradient and slower."""
     powersgd_start_step: Annotated[int, Field(ge=2)] = 3  # torch refuses less; 3 is the default of measure.warmup_steps
-    """Steps that send whole gradients before powersgd begins; more of them keep more of the accuracy."""
+    """Steps with uncompressed gradients before powersgd begins; more steps keep more accuracy."""
     local_sgd_period: Annotated[int, Field(ge=2)] | None = None
-    """Post-local SGD: each worker steps with its own gradients, and the weights are averaged after so many steps."""
+    """Post-local SGD: steps that each worker takes with its own gradients between two averagings of the weights."""
     local_sgd_start_step: NotNegative | None = None
-    """Steps that exchange gradients as usual before local SGD begins; needed with local_sgd_period."""
+    """Steps with all-reduced gradients before local SGD begins; required with local_sgd_period."""
 
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -86,7 +86,7 @@ class Strategy(base.Strategy):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
-            # Rank 0's are evaluated and saved either way; local SGD is for links that should be left alone.
+            # The buffers of rank 0 are evaluated and saved either way; local SGD is for slow links.
             forward_sync_buffers=options.local_sgd_period is None,
         )
         if options.communication_hook != "none":
@@ -101,7 +101,7 @@ class Strategy(base.Strategy):
     @property
     @override
     def needs_equal_passes(self) -> bool:
-        # The first step of a static graph exchanges twice, see `no_sync`: a rank with one micro-batch would not.
+        # The first step of a static graph exchanges twice, see `no_sync`; a rank with one micro-batch would do so once.
         return cast(Options, self.options).static_graph
 
     @property
@@ -111,8 +111,8 @@ class Strategy(base.Strategy):
 
     @override
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        # torch learns a static graph from its first backward and fails if that one keeps its gradients to itself. To
-        # exchange once more changes no result: averages that are averaged again stay what they are.
+        # torch records a static graph in the first backward pass and fails if that pass isn't synchronized. One more
+        # exchange changes no result: the average of equal averages is the same.
         if cast(Options, self.options).static_graph and not self._knows_graph:
             self._knows_graph = True
             return nullcontext()
@@ -147,34 +147,34 @@ class Strategy(base.Strategy):
 
 
 def _refuse_sparse(model: nn.Module, options: Options) -> None:
-    """What compresses gradients or keeps them on their rank knows dense ones only."""
+    """Refuse sparse gradients with communication hooks and local SGD, which handle dense gradients only."""
     names = base.sparse_modules(model)
     how = f"communication_hook: {options.communication_hook}" if options.communication_hook != "none" else ""
     how = "local SGD" if options.local_sgd_period is not None else how
     if names and how:
         raise ExperimentError.of(
-            "model", f"{names[0]} has sparse gradients, which {how} can't handle; write sparse: false, or remove that"
+            "model", f"{names[0]} has sparse gradients, which {how} can't handle; write sparse: false, or remove {how}"
         )
 
 
 def _hook(options: Options, *, device: torch.device) -> tuple[PowerSGDState | None, Hook]:
-    """What torch calls with each bucket of gradients, and the state that it is called with."""
+    """Return the state and the function of the communication hook, which torch calls with each bucket."""
     if options.communication_hook != "powersgd":
         return None, fp16_compress_hook if options.communication_hook == "fp16" else bf16_compress_hook
     state = PowerSGDState(
         process_group=None,
         matrix_approximation_rank=options.powersgd_rank,
         start_powerSGD_iter=options.powersgd_start_step,
-        orthogonalization_epsilon=1e-8,  # torch's 0 turns a gradient that is all zeros into NaN
+        orthogonalization_epsilon=1e-8,  # with torch's default of 0 a gradient of zeros becomes NaN
     )
     return state, powerSGD_hook if device.type == "cuda" else _powersgd_in_order
 
 
 def _powersgd_in_order(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PowerSGD, one bucket after the other.
+    """Run PowerSGD on one bucket and wait for it before the next bucket.
 
-    Its second and third all-reduce start when the one before is done. NCCL queues them in the order of the code; with
-    gloo other buckets come in between, in another order on each rank, which would add up what doesn't belong together.
+    Its second and third all-reduce start from callbacks of the previous one. NCCL queues them in program order; gloo
+    would interleave the buckets in a different order on each rank, and sum tensors of different buckets.
     """
     done = powerSGD_hook(state, bucket)
     done.wait()
@@ -185,7 +185,7 @@ def _refuse_local_sgd(options: Options) -> str | None:
     period, start = options.local_sgd_period, options.local_sgd_start_step
     if (period is None) != (start is None):
         missing = "local_sgd_period" if period is None else "local_sgd_start_step"
-        return f"{missing} is missing; local SGD needs a period and the step that it begins at, such as 4 and 100"
+        return f"{missing} is missing; local SGD needs a period and a start step, such as 4 and 100"
     if period is not None and options.communication_hook != "none":
         return f"local SGD sends no gradients for communication_hook: {options.communication_hook}; remove one of them"
     return None

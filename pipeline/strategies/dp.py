@@ -1,7 +1,7 @@
 """DataParallel: one process drives all GPUs of its machine. For prototypes; `ddp` is faster almost everywhere.
 
 Each step copies the model to every GPU, splits the batch, and gathers the outputs on GPU 0, which also computes the
-loss: GPU 0 is busier and its memory fuller than the others', which the measured peak memory shows.
+loss: GPU 0 is busier and its memory fuller than that of the other GPUs, as the measured peak memory shows.
 """
 
 import torch
@@ -12,7 +12,7 @@ from pipeline.strategies import base
 
 
 class Strategy(base.Strategy):
-    """``nn.DataParallel`` over all visible GPUs; with fewer than two it is the model as it is, one replica."""
+    """``nn.DataParallel`` over all visible GPUs; with fewer than two the model itself, one replica."""
 
     devices = "all"
 

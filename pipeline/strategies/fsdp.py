@@ -1,7 +1,7 @@
-"""Fully sharded data parallel (torch's FSDP2): each rank keeps a part of every parameter, gradient and moment.
+"""Fully sharded data parallel (torch's FSDP2): each rank keeps a shard of every parameter, gradient and moment.
 
-The parameters of a group of modules are gathered before it computes and let go afterwards; gradients are added up and
-dealt out again. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
+The parameters of a group of modules are all-gathered before it computes and resharded afterwards; gradients are
+reduce-scattered. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
 1910.02054; Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277.
 """
 
@@ -29,19 +29,17 @@ class Options(Section):
     """``parallel.options`` of fsdp."""
 
     groups: str | tuple[str, ...] = "auto"
-    """Modules whose parameters are gathered together: one class or several, none (the whole model at once), or auto:
+    """Modules whose parameters are gathered together: one or several classes, none (the whole model at once), or auto:
     the class that, repeated in lists or sequences of modules, holds the most parameters, such as a transformer's block.
     """
     reshard_after_forward: Literal["auto"] | bool = "auto"
-    """Whether a group is let go after forward and gathered again for backward; auto: all groups but the rest."""
+    """Free a group's parameters after forward and gather them again for backward; auto: all groups but the rest."""
     cpu_offload: bool = False
-    """Parameters, gradients and the optimizer's state stay in the host's memory, where the optimizer steps (GPUs
-    only)."""
+    """Keep parameters, gradients and the optimizer's state in host memory, where the optimizer steps (GPUs only)."""
     reduce_each_micro_batch: bool = False
-    """With gradient accumulation: exchange after each micro-batch, so that no rank holds the whole model's gradients
-    meanwhile."""
+    """With gradient accumulation: reduce after each micro-batch, so that no rank holds the whole model's gradients."""
     zero_unused_gradients: bool = False
-    """A parameter that a rank doesn't use gets a gradient of zero there; needed where ranks use different ones."""
+    """Use a gradient of zero where a rank doesn't use a parameter; needed if ranks use different parameters."""
 
 
 class Strategy(base.Sharded):
@@ -57,7 +55,7 @@ class Strategy(base.Sharded):
     @classmethod
     def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
         if cast(Options, options).cpu_offload and device == "cpu":
-            return "cpu_offload needs GPUs: on CPU all is in the host's memory anyway; remove it"
+            return "cpu_offload needs GPUs: on CPU everything is in host memory already; remove it"
         return None
 
     @override
@@ -80,24 +78,24 @@ class Strategy(base.Sharded):
         low, full = self._low_precision(), MixedPrecisionPolicy()
         for name, module in reversed(list(model.named_modules())):  # inner ones first
             if self.compute_dtype is not None and isinstance(module, _BatchNorm):
-                shard(module, mp_policy=full)  # its running statistics are in full precision
+                shard(module, mp_policy=full)  # whose running statistics are in full precision
             elif name in groups:
                 shard(module, mp_policy=low)
         shard(model, mp_policy=self._low_precision(output=torch.float32) if self.compute_dtype else full)
         self._exchange = Exchange()
         for module in _sharded(model):
             self._configure(module)
-        model.register_forward_hook(_let_go)
+        model.register_forward_hook(_reshard)
         return model
 
     def _low_precision(self, *, output: torch.dtype | None = None) -> MixedPrecisionPolicy:
-        """Sent and computed in 16 bits, added up in 32."""
+        """Return the policy of 16-bit communication and computation, with gradients reduced in 32 bits."""
         if self.compute_dtype is None:
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32, output_dtype=output)
 
     def _configure(self, module: FSDPModule) -> None:
-        # Losses are weighted by their share of the global batch, so gradients are added up, not averaged.
+        # Losses are weighted by their share of the global batch, so gradients are summed, not averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(enable=True)
         module.set_custom_all_gather(cast(Any, self._exchange.gather))
@@ -126,13 +124,13 @@ class Strategy(base.Sharded):
         with self._exchange.off():
             try:
                 yield
-            except BaseException:  # such as memory that ran out: what torch has begun would fail the next pass
+            except BaseException:  # such as out of memory: the half-finished pass would make the next one fail
                 cast(FSDPModule, wrapped).reset_iter_state()
                 raise
 
     @override
     def full_state_dict(self, wrapped: nn.Module) -> Mapping[str, torch.Tensor]:
-        # It takes more than a second to import, and is needed once, at the end.
+        # The import takes more than a second, and is needed once, at the end.
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -152,8 +150,8 @@ def _without_reduction(wrapped: FSDPModule) -> Iterator[None]:
         wrapped.set_requires_gradient_sync(True)
 
 
-def _let_go(model: nn.Module, *_: object) -> None:
-    """After a pass without gradients; otherwise the groups that are kept for backward would stay until the next one."""
+def _reshard(model: nn.Module, *_: object) -> None:
+    """Reshard after a forward pass without gradients, which no backward pass follows."""
     if not torch.is_grad_enabled():
         for module in _sharded(model):
             module.reshard()

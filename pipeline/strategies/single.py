@@ -1,4 +1,4 @@
-"""One process, one device: what speedups are relative to."""
+"""One process on one device, the reference of all speedups."""
 
 from torch import nn
 from typing_extensions import override
@@ -7,7 +7,7 @@ from pipeline.strategies import base
 
 
 class Strategy(base.Strategy):
-    """The model as it is."""
+    """The unwrapped model."""
 
     @override
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""How one rank's `TrainContext` comes out of its Trial."""
+"""Construction of a rank's `TrainContext` from its trial."""
 
 from functools import partial
 
@@ -18,12 +18,12 @@ from pipeline.training.stream import Streams
 
 
 def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainContext:
-    """Build data, model, optimizer and all the rest of one rank; the same on every rank. Collective.
+    """Build data, model, optimizer and the other parts of a rank, equal on all ranks. Collective.
 
     ``streams`` come from the launcher instead of the data that the experiment names.
 
     Raises:
-        ExperimentError: a component can't be built, is not what its place needs, or is not the same on all ranks.
+        ExperimentError: a component can't be built, has the wrong type, or differs between ranks.
     """
     experiment = trial.experiment
     device = device_of(trial, rank=rank)
@@ -47,13 +47,13 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainC
             how,
             device=device,
             threads=trial.cpus_per_worker,
-            overlaps=not recomputed,  # torch can't cut a graph in which something is computed again
+            overlaps=not recomputed,  # torch can't split a graph in which activations are recomputed
         )
     task = parts.task(create, experiment, device=device)
     learned = learned_by(task)
     if learned is not None:
         if is_sharded and trainable(learned) and experiment.train.precision == "fp16":
-            raise ExperimentError.of("train.precision", "fp16 with fsdp takes no loss that has parameters; write bf16")
+            raise ExperimentError.of("train.precision", "fp16 with fsdp supports no loss with parameters; write bf16")
         take_from_first(learned, rank=rank)
     optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=is_sharded)
     optimizers.check_averaging(optimizer, trial=trial)
@@ -82,7 +82,7 @@ def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainC
 
 
 def device_of(trial: Trial, *, rank: Rank) -> torch.device:
-    """The device of a rank; ranks of one node take its GPUs in order."""
+    """Return the device of a rank; the ranks of a node take its GPUs in order."""
     if trial.device == "cpu":
         return torch.device("cpu")
     # Ray shows each worker only its own GPU, torchrun shows every worker all of them.

@@ -1,4 +1,4 @@
-"""Everything that one rank trains with."""
+"""State of a rank's training: what the loop works on, and what a checkpoint holds."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -19,9 +19,7 @@ from pipeline.training import metrics, parts
 from pipeline.training.averages import Averages
 from pipeline.training.batches import Batches
 from pipeline.training.compilation import Stopwatch
-from pipeline.training.order import (
-    SampleOrder,
-)
+from pipeline.training.order import SampleOrder
 from pipeline.training.weighting import Boundary
 
 if TYPE_CHECKING:
@@ -32,7 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(kw_only=True)
 class TrainContext:
-    """What the loop works on. ``model`` is the user's module, ``wrapped`` what the strategy made of it."""
+    """State of a rank's training. ``model`` is the user's module, ``wrapped`` the strategy's wrapper around it."""
 
     trial: Trial
     rank: Rank
@@ -47,15 +45,15 @@ class TrainContext:
     scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler
     compiling: Stopwatch | None = None
-    """Runs while torch.compile does; None where nothing is compiled."""
+    """Measures the time of torch.compile; None without it."""
     averages: Averages | None = None
-    """Of the weights, if they are averaged."""
+    """Moving average of the weights; None without ``train.ema``."""
     learned: nn.Module | None = None
-    """What the task keeps besides the model, if any of it changes in training."""
+    """Module with the task's own parameters and buffers; None if none of them changes in training."""
     gives_weight: bool | None = None
-    """Whether the task says what its losses were divided by; None before its first batch."""
+    """True if the task returns `StepOutput.weight`; None before its first batch."""
     boundary: Boundary | None = None
-    """Of the model, where the task is one's own and gives weights."""
+    """Records the model's outputs, for user-defined tasks that return weights."""
 
     @property
     def experiment(self) -> Experiment:
@@ -69,14 +67,14 @@ class TrainContext:
 
     @cached_property
     def metrics(self) -> "MetricCollection | None":
-        """The metrics of the validation set, built when they are asked for; None without any.
+        """The metrics of the validation set, built at the first access; None without any.
 
         Raises:
             ExperimentError: some of them can't be built.
         """
         if not self.experiment.metrics:
             return None
-        from torchmetrics import MetricCollection  # takes as long as torch; a measurement does without
+        from torchmetrics import MetricCollection  # slow to import, and not needed by measurements
 
         return MetricCollection(dict(metrics.build(self.create, self.experiment.metrics))).to(self.device)
 
@@ -92,12 +90,12 @@ class TrainContext:
 
     @cached_property
     def whole(self) -> nn.Module:
-        """The model, and what the task has learned besides: whatever training changes."""
+        """The model and the task's own module: everything that training changes."""
         return self.model if self.learned is None else nn.ModuleList([self.model, self.learned])
 
     @cached_property
     def trained(self) -> list[nn.Parameter]:
-        """What the optimizer changes; of other parameters nobody clears the gradients."""
+        """Parameters of the optimizer; the gradients of other parameters are never cleared."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def gradients(self) -> list[Tensor]:
@@ -106,14 +104,14 @@ class TrainContext:
 
     @cached_property
     def trained_by_kind(self) -> list[list[nn.Parameter]]:
-        """Those that are sharded and those that are whole, which torch doesn't take together."""
+        """Parameters of the optimizer, sharded and whole ones apart, which torch can't clip together."""
         sharded = [one for one in self.trained if hasattr(one, "device_mesh")]
         whole = [one for one in self.trained if not hasattr(one, "device_mesh")]
         return [kind for kind in (sharded, whole) if kind]
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole training, which a measurement cuts short."""
+        """Optimizer steps of the whole training; a measurement takes fewer."""
         return self.order.steps_per_epoch * self.experiment.train.epochs
 
     @cached_property
@@ -123,11 +121,11 @@ class TrainContext:
 
     @property
     def epochs(self) -> int:
-        """Epochs of this trial, the last of which may be cut short."""
+        """Epochs of this trial; the last one may be incomplete."""
         return math.ceil(self.steps / self.order.steps_per_epoch)
 
     def is_checkpoint_step(self, steps: int) -> bool:
-        """Whether ``checkpoint.every_steps`` asks for a checkpoint after that many steps."""
+        """Return whether ``checkpoint.every_steps`` makes a checkpoint due after ``steps`` steps."""
         every = self.experiment.checkpoint.every_steps
         return every is not None and self.trial.saves and steps % every == 0
 
@@ -149,7 +147,7 @@ class TrainContext:
         return torch.float64 if self.experiment.train.precision == "fp64" else torch.float32
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Mixed precision where the experiment asks for it."""
+        """Return the autocast context of ``train.precision``; none for sharded strategies, which cast by themselves."""
         precision = self.experiment.train.precision
         if precision not in DTYPES or self.sharded is not None:
             return nullcontext()

@@ -32,14 +32,14 @@ from pipeline.training.watch import mark, mark_step
 
 
 def train(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None = None) -> TrialResult:
-    """Run a trial on this rank. All ranks return the same result; rank 0 reports on the way.
+    """Run a trial on this rank. All ranks return the same result; rank 0 sends the events.
 
     ``streams`` come from the launcher instead of the data that the experiment names.
 
     Raises:
         ExperimentError: the experiment can't be trained as it is written.
         TrainingError: training failed, e.g. the loss is not finite.
-        Stopped: the driver asked for it; the newest checkpoint is of the last step.
+        Stopped: the driver asked for it; the newest checkpoint is that of the last step.
     """
     context = build(placed(trial, rank=rank), rank=rank, streams=streams)
     clock = Clock(
@@ -84,7 +84,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None =
 
 
 def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap], outbox: Outbox) -> TrialResult:
-    """The result with all that is measured once the training is done. What fails of that never costs the result."""
+    """Return the result with what is measured after the training; failures there never cost the result."""
     trial = context.trial
     afterwards = Afterwards(context, result, outbox=outbox)
     parts = afterwards.measure("the parts of a step", lambda: probe(context, laps=laps, known=result.parts))
@@ -96,7 +96,7 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
 
 
 def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, manager: CheckpointManager) -> None:
-    """Train one epoch (counted from 0), or what is left of it after ``start`` steps, or of the trial's steps."""
+    """Train an epoch (counted from 0) from step ``start`` of the trial on, up to the trial's last step."""
     context.wrapped.train()
     first = epoch * context.order.steps_per_epoch
     last = min(first + context.order.steps_per_epoch, context.steps)
@@ -115,7 +115,7 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
                 prepare_evaluation(context)
         if meter.cadence.is_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)
-            if step + 1 < last and (meter.stop_agreed or manager.is_due(step + 1)):  # an epoch's end has its own
+            if step + 1 < last and (meter.stop_agreed or manager.is_due(step + 1)):  # the end of an epoch saves anyway
                 check_weights(context, step=step + 1)
                 mark(Phase.SAVING)
                 manager.save(step=step + 1)
@@ -125,7 +125,7 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
 
 
 def end_epoch(context: TrainContext, *, epoch: int, meter: Meter, manager: CheckpointManager) -> None:
-    """Evaluate if it is time to, move an epoch-wise scheduler on, and save."""
+    """Evaluate if it is due, advance an epoch-wise scheduler, and save a checkpoint."""
     last = epoch + 1 == context.epochs
     step = context.order.steps_per_epoch * (epoch + 1)
     check_weights(context, step=step)

@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are NaN or infinite: who is to blame, and what is done about it."""
+"""Losses, gradients and weights that are NaN or infinite: which samples cause them, and what training does then."""
 
 import math
 import time
@@ -20,12 +20,12 @@ from pipeline.training.order import SampleOrder
 
 MOST_IN_A_ROW = 10
 HALVINGS = 16
-"""With fp16 the scaler's first scale of 2^16 may be too large by all of it, which is no fault of the data."""
+"""Skipped steps that fp16 may need to find its loss scale, which begins at 2^16."""
 REMEDY = "Try a lower learning rate, train.clip_grad_norm, or train.precision: fp32"
 
 
 def check_weights(context: TrainContext, *, step: int) -> None:
-    """Before a checkpoint after ``step`` steps. Collective.
+    """Refuse weights that are not finite, before a checkpoint after ``step`` steps. Collective.
 
     Raises:
         TrainingError: a weight is not finite, though the losses so far were.
@@ -42,44 +42,44 @@ def check_weights(context: TrainContext, *, step: int) -> None:
 
 @dataclass(kw_only=True)
 class Finiteness:
-    """Judges the steps since the last report. All ranks call it alike, with the same sums."""
+    """Check of losses and gradient norms at each report. All ranks call all methods alike, with the same sums."""
 
     trial: Trial
     rank: Rank
     order: SampleOrder
     outbox: Outbox
     skipped: list[int] = field(default_factory=list)
-    """Steps that were left out since training started or was resumed, counted from 1."""
+    """Steps skipped since training started or was resumed, counted from 1."""
     unmeasured: list[int] = field(default_factory=list)
     """Epochs whose validation loss was not finite, counted from 1."""
     _in_a_row: int = 0
     _has_told: bool = False
 
     def note(self, step: int, *, is_skipped: bool) -> None:
-        """One more step, counted from 1."""
+        """Count a step, numbered from 1."""
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         if is_skipped:
             self.skipped.append(step)
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether too many steps in a row were left out."""
+        """True if too many steps in a row were skipped."""
         return self._in_a_row >= MOST_IN_A_ROW + HALVINGS * (self.trial.experiment.train.precision == "fp16")
 
     def trusted(self, losses: Sequence[float], *, first: int) -> int:
-        """How many of the steps from ``first`` on, counted from 1, may be reported: those that won't be done again."""
+        """Return how many of the steps from ``first`` on, counted from 1, are final: a rollback won't repeat them."""
         if self.trial.experiment.train.on_nonfinite != "rollback":
             return len(losses)
         bad = (i for i, loss in enumerate(losses) if not math.isfinite(loss) and not self.trial.leaves_out(first + i))
         return next(bad, len(losses))
 
     def judge(self, losses: Sequence[float], *, norms: Sequence[float], own: Tensor, first: int) -> None:
-        """Look at the losses and gradient norms (none if unknown) of all steps from ``first`` on, counted from 1.
+        """Check the losses and gradient norms (none if unknown) of all steps from ``first`` on, counted from 1.
 
         ``own`` is this rank's share of each loss, shape (steps,). Collective.
 
         Raises:
-            TrainingError: one is not finite and may not be left out, or too many were left out.
+            TrainingError: a value is not finite and its step may not be skipped, or too many steps were skipped.
         """
         if self.trial.experiment.train.on_nonfinite == "skip":
             if self.skipped and not self._has_told:
@@ -99,10 +99,10 @@ class Finiteness:
                 raise NonFiniteError(f"the {what} in {where}. {REMEDY}", step=first + index)
 
     def judge_validation(self, loss: float, *, step: int, epoch: int) -> None:
-        """Look at the validation loss after ``step`` steps of finite weights; it is equal on all ranks.
+        """Check the validation loss after ``step`` steps; the weights are finite, the loss is equal on all ranks.
 
-        With ``skip`` training goes on, since its steps were finite. With ``rollback`` it stops as with ``stop``: there
-        is no batch to leave out.
+        With ``skip`` training continues, since its steps were finite. With ``rollback`` it stops as with ``stop``, as
+        there is no training batch to skip.
 
         Raises:
             TrainingError: it is not finite.
@@ -118,7 +118,7 @@ class Finiteness:
         raise TrainingError(f"{what}. Look at the validation samples. {REMEDY}; train.on_nonfinite: skip only warns")
 
     def summarize(self) -> None:
-        """Tell what was left out, once training is over."""
+        """Warn of all skipped steps and evaluations, at the end of the training."""
         if len(self.unmeasured) > 1:
             self._warn(
                 f"the validation loss was not finite after {len(self.unmeasured)} epochs: {some(self.unmeasured)}"
@@ -130,10 +130,10 @@ class Finiteness:
         self._has_told, step = True, self.skipped[0]
         loss = losses[step - first]
         what = "gradients are not finite" if math.isfinite(loss) else f"the loss is {loss}"
-        self._warn(f"{what} in {self._where(step, own[step - first])}; that step is skipped, as others will be")
+        self._warn(f"{what} in {self._where(step, own[step - first])}; this step is skipped, and so will be later ones")
 
     def _where(self, step: int, share: Tensor) -> str:
-        """The step, and the samples that may be to blame. Collective."""
+        """Return the step and the samples that may be the cause, as text. Collective."""
         epoch, index = divmod(step - 1, self.order.steps_per_epoch)
         batch, noun = self.order.global_batch(epoch, index), self.order.noun
         finite = gather(bool(torch.isfinite(share)), rank=self.rank)
@@ -142,7 +142,7 @@ class Finiteness:
         if self.rank.world_size == 1 or not blamed:
             return f"{where}its global batch is {noun} {some(batch)}"
         shares = (f"of rank {rank}, {noun} {some(self._share(batch, rank))}" for rank in blamed)
-        return f"{where}not finite is the share {', '.join(shares)}"
+        return f"{where}not finite: the share {', '.join(shares)}"
 
     def _share(self, batch: Sequence[int], rank: int) -> list[int]:
         share: list[int] = self.order.share(np.array(batch), rank=rank, world_size=self.rank.world_size).tolist()
@@ -154,6 +154,6 @@ class Finiteness:
 
 
 def some(numbers: Sequence[int]) -> str:
-    """The first few, and how many there are."""
+    """Return the first eight numbers, and their count if there are more, as text."""
     shown = ", ".join(map(str, numbers[:8]))
     return shown if len(numbers) <= 8 else f"{shown} ... ({len(numbers)} in all)"

@@ -1,6 +1,6 @@
-"""The parts that one rank trains with, built from the experiment, each checked to be what its place needs.
+"""Parts of a training, built from the experiment and checked for their type.
 
-All of them raise ExperimentError with the key of the part that is wrong.
+All functions raise ExperimentError with the key of the part that is wrong.
 """
 
 import importlib
@@ -28,11 +28,11 @@ from pipeline.training.order import mix
 from pipeline.training.randomness import seed_all
 
 Create = Callable[..., Any]
-"""Builds a component: `pipeline.config.components.build` with all but the component and its key filled in."""
+"""Function that builds a component, given its key: `pipeline.config.components.build` with the rest filled in."""
 
 
 def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any]:
-    """The training set, and the validation set or None."""
+    """Build the training set, and the validation set or None."""
     seed_all(mix(experiment.seed, "data"))
     splits = components.build(experiment.data, key="data", allowed=allowed)
     if not isinstance(splits, tuple) or len(splits) != 2:
@@ -46,8 +46,8 @@ def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any]
 
 
 def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn.Module:
-    """The model on the device, in the precision of its parameters."""
-    seed_all(mix(experiment.seed, "model"))  # equal on all ranks, whatever building the data drew
+    """Build the model on the device, in the precision of its parameters."""
+    seed_all(mix(experiment.seed, "model"))  # equal on all ranks, whatever the data drew
     model = create(experiment.model, key="model")
     if not isinstance(model, nn.Module):
         raise ExperimentError.of(
@@ -64,7 +64,7 @@ def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn
 
 
 def in_double(module: nn.Module) -> nn.Module:
-    """The module in fp64, what is complex in two of them; ``module.to(torch.float64)`` drops imaginary parts."""
+    """Convert a module to fp64 and complex128; ``module.to(torch.float64)`` would drop imaginary parts."""
     complexes = [own for own in (*module.parameters(), *module.buffers()) if own.is_complex()]
     for own in complexes:
         own.data = own.data.to(torch.complex128)
@@ -72,7 +72,7 @@ def in_double(module: nn.Module) -> nn.Module:
 
 
 def strategy(trial: Trial, *, device: torch.device, rank: Rank, compute_dtype: torch.dtype | None = None) -> Strategy:
-    """The trial's strategy with its options."""
+    """Build the trial's strategy with its options."""
     strategy = registry.load("strategies", trial.strategy).Strategy
     options = strategy.Options.model_validate(trial.options)
     made = strategy(options, device=device, world_size=rank.world_size, compute_dtype=compute_dtype)
@@ -80,8 +80,8 @@ def strategy(trial: Trial, *, device: torch.device, rank: Rank, compute_dtype: t
 
 
 def task(create: Create, experiment: Experiment, *, device: torch.device) -> Task:
-    """The experiment's task, or the default one around its loss; modules among them on the device."""
-    seed_all(mix(experiment.seed, "task"))  # equal on all ranks, whatever building the model drew
+    """Build the experiment's task, or the default task around its loss, with their modules on the device."""
+    seed_all(mix(experiment.seed, "task"))  # equal on all ranks, whatever the model drew
     if experiment.task is not None:
         made = cast(Task, create(experiment.task, key="task"))
     else:
@@ -101,21 +101,21 @@ def optimizer(
     learned: nn.Module | None = None,
     is_sharded: bool = False,
 ) -> Optimizer:
-    """The optimizer of the trainable parameters, its learning rate scaled by ``train.lr_scaling``.
+    """Build the optimizer of the trainable parameters, with the learning rate scaled by ``train.lr_scaling``.
 
     Args:
-        create: builds it.
-        experiment: says which.
-        model: with its parameters.
-        learned: what the task learns besides: a second group of parameters.
-        is_sharded: whether each rank has a part of each of the model's parameters only.
+        create: builds components.
+        experiment: names the optimizer.
+        model: its parameters are the first group.
+        learned: its parameters, those of the task, are a second group.
+        is_sharded: True if each rank holds a shard of the model's parameters.
     """
     trained: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if others := trainable(learned):
         trained = [{"params": trained}, {"params": others}]
     whole = model if learned is None else nn.ModuleList([model, learned])
     with undisturbed():
-        importlib.import_module("torch._dynamo")  # as the first optimizer in a process does, which takes it a second
+        importlib.import_module("torch._dynamo")  # the first optimizer of a process does so, within a second
     is_scaled = experiment.train.precision == "fp16"
     chosen = optimizers.prefer_fused(experiment.optimizer, model=whole, is_sharded=is_sharded, is_scaled=is_scaled)
     optimizer = create(chosen, trained, key="optimizer")
@@ -131,7 +131,7 @@ def optimizer(
 
 
 def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, validates: bool) -> LRScheduler | None:
-    """The scheduler, if there is one; ``validates`` says whether there is a validation set to follow."""
+    """Build the scheduler, or return None without one; ``validates`` is True if there is a validation set."""
     if experiment.scheduler is None:
         return None
     factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)

@@ -11,7 +11,8 @@ import torch
 def seed_all(seed: int, *, device: torch.device | None = None) -> None:
     """Seed all three generators, torch's on the CPU and on ``device``; on all devices if none is given.
 
-    With a device this takes 8 us: torch.manual_seed formats a stack trace for each kind of device that is missing.
+    With a device it calls the generators themselves: torch.manual_seed formats a stack trace for each kind of device
+    that is missing, which took 0.4 ms, as long as a whole step of a small model.
     """
     if device is None:
         torch.manual_seed(seed)

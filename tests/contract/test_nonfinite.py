@@ -173,7 +173,7 @@ def test_the_rank_and_its_samples_are_named(outcomes: Outcomes) -> None:
     assert alone.startswith(f"the loss is nan in step {BAD_STEP} (epoch 1); its global batch is samples {batch[0]}, ")
     share = ", ".join(map(str, batch[1::2]))
     assert shared.startswith(
-        f"the loss is nan in step {BAD_STEP} (epoch 1); not finite is the share of rank 1, samples {share}. "
+        f"the loss is nan in step {BAD_STEP} (epoch 1); not finite: the share of rank 1, samples {share}. "
     )
     assert BAD in batch[1::2]
 
