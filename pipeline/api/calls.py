@@ -1,4 +1,4 @@
-"""``run`` and ``compare`` from Python: as the commands, with their results returned and their errors raised."""
+"""``run`` and ``compare`` from Python: the commands, with results returned and errors raised."""
 
 import random
 import signal
@@ -42,15 +42,15 @@ def run(
     Args:
         experiment: a file, a dict that holds what a file would, or what `Experiment.load` made of them.
         overrides: such as "train.epochs=2".
-        baseline: whether to measure what the speedup is relative to.
-        resume: go on with an interrupted run: "latest", the beginning of its id, or its folder.
-        allow_changed: whether that run may have had another experiment.
-        quiet: whether to show nothing but warnings.
-        verbose: whether to let the workers' output through.
+        baseline: True to measure the baseline of the speedup, too.
+        resume: the interrupted run to resume: "latest", the beginning of its id, or its folder.
+        allow_changed: True if the experiment of the resumed run may differ.
+        quiet: True to show warnings only.
+        verbose: True to show the workers' output.
 
     Raises:
-        PipelineError: what went wrong; a notebook shows its message alone.
-        KeyboardInterrupt: Ctrl-C or the kernel was interrupted; the run has ended as KILLED.
+        PipelineError: a notebook shows its message only.
+        KeyboardInterrupt: Ctrl-C, or the kernel was interrupted; the run's status is KILLED.
     """
     ended: list[tuple[Report, Path]] = []
     with _alone(), _begun(Experiment.load(experiment, *overrides).file, verbose=verbose) as file:
@@ -84,14 +84,14 @@ def compare(
         overrides: as in `run`.
         strategies: names; by default those of the experiment's ``compare``.
         workers: numbers of workers; by default those of the experiment's ``compare``.
-        repeats: measurements of each cell, in turn with the others.
+        repeats: measurements of each cell, alternating with the other cells.
         scaling: strong: the same global batch; weak: the same batch for each worker.
-        profile: whether to record a torch.profiler trace of each cell.
-        quiet: whether to show nothing but warnings.
-        verbose: whether to let the workers' output through.
+        profile: True to record a torch.profiler trace of each cell.
+        quiet: True to show warnings only.
+        verbose: True to show the workers' output.
 
     Raises:
-        PipelineError: what went wrong; what was measured before is in the run's folder.
+        PipelineError: earlier measurements are in the run's folder.
         KeyboardInterrupt: as `run`.
     """
     ended: list[tuple[Report, Path]] = []
@@ -129,7 +129,7 @@ def _check_wanted(strategies: Sequence[str], workers: Sequence[int], repeats: in
 
 
 def _terminal(*, quiet: bool) -> Terminal:
-    """As of the commands; a notebook shows what is returned, so it needn't be printed."""
+    """Return the terminal of a command; in a notebook without the report, since the returned value is shown."""
     terminal = Terminal.of(as_json=quiet, quiet=quiet)
     if not terminal.progress.is_jupyter:
         return terminal
@@ -138,10 +138,10 @@ def _terminal(*, quiet: bool) -> Terminal:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """The process for one run: its code can be imported; what is global is put back afterwards.
+    """Prepare this process for a run: make its code importable; restore global state afterwards.
 
     Raises:
-        UsageError: a run can't be started from here.
+        UsageError: a run can't be started in this process or thread.
     """
     if outer_rank() is not None:
         raise UsageError("pipeline starts its workers itself: start this script without torchrun")
@@ -156,14 +156,14 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _begun(file: ExperimentFile, *, verbose: bool) -> Iterator[ExperimentFile]:
-    """The experiment, for which processes start already."""
+    """Yield the experiment while the processes that it needs start."""
     with _head_start.given(file.experiment, verbose=verbose), mlflow.head_start(file.experiment.tracking.uri):
         yield file
 
 
 @contextmanager
 def _sigterm_as_error() -> Iterator[None]:
-    """SIGTERM ends the run in an orderly way, then whatever it would have ended without a run."""
+    """End the run in order at SIGTERM, then apply the signal as without a run."""
     before = signal.signal(signal.SIGTERM, _terminate)
     terminated = False
     try:
@@ -183,7 +183,7 @@ def _terminate(*_: object) -> NoReturn:
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """The launcher ``inprocess`` trains in this very process, with its own seeds and number of threads."""
+    """Restore random number generators and threads, which the launcher ``inprocess`` sets in this process."""
     threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=()):

@@ -1,4 +1,4 @@
-"""An experiment as Python has it: from a file or a dict, checked, with overrides."""
+"""Experiment in Python: from a file or a dict, checked, with overrides."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -18,17 +18,17 @@ Source = str | PathLike[str] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is to be trained, on what; made by `load`."""
+    """Checked experiment, made by `load`."""
 
     source: Source
-    """The file, or the dict."""
+    """File or dict that it was loaded from."""
     overrides: tuple[str, ...]
     file: ExperimentFile
-    """The same, checked; ``file.experiment`` has its sections."""
+    """Checked source; ``file.experiment`` has its sections."""
 
     @classmethod
     def load(cls, source: "Source | Experiment", *overrides: str) -> "Experiment":
-        """An experiment from a file, or from a dict that holds what a file would; changed by ``key=value``.
+        """Load an experiment from a file, or from a dict with a file's content; ``overrides`` are ``key=value``.
 
         Raises:
             UsageError: the file can't be read, or an override is malformed.
@@ -53,11 +53,11 @@ class Experiment:
 
     @property
     def name(self) -> str:
-        """Its ``name``."""
+        """Name of the experiment."""
         return self.file.experiment.name
 
     def to_yaml(self) -> str:
-        """The file that holds it, defaults included, without credentials."""
+        """Return the experiment as YAML, with defaults, without credentials."""
         return to_yaml(shown(self.file.experiment))
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""An experiment's parts in this process: its tests ask them instead of repeating what the file says."""
+"""Parts of an experiment in this process, for tests and notebooks."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +21,7 @@ class Parts:
     """Model, data, loss and metrics, built on the CPU as a worker builds them; made by ``Experiment.build()``."""
 
     def __init__(self, file: ExperimentFile) -> None:
-        """Build them.
+        """Build the parts.
 
         Raises:
             ExperimentError: one of them can't be built; all problems with their lines.
@@ -42,7 +42,7 @@ class Parts:
             )
             self._context = build(trial, rank=Rank())
             self.metrics = self._context.metrics or MetricCollection({})
-            """Of the validation set, by name; each takes outputs and targets of a step."""
+            """Validation metrics by name; each takes outputs and targets of a step."""
 
     @property
     def model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What a run or a comparison came to, as Python has it; a notebook shows its table and its chart."""
+"""Results of a run or a comparison in Python; a notebook shows table and chart."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,41 +23,41 @@ _RELATIVE = ("speedup", "efficiency")  # of the driver, not of a step
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The figures of several trials side by side, and where they are kept."""
+    """Report of several trials, and the places where it is kept."""
 
     report: Report
-    """All figures, with remarks and advice."""
+    """Figures with remarks and advice."""
     folder: Path
-    """Has everything: journal, report, chart, logs."""
+    """Folder of the run: journal, report, chart, logs."""
     mlflow_experiment_id: str | None
-    """None if MLflow never answered."""
+    """Id of the MLflow experiment; None if MLflow never answered."""
     mlflow_run_id: str | None
-    """Of the main run; None if MLflow never answered."""
+    """Id of the main MLflow run; None if MLflow never answered."""
 
     @classmethod
     def of(cls, report: Report, folder: Path) -> Self:
-        """The result in a run's folder, once the run has ended."""
+        """Return the result of a run that has ended."""
         kept = TrackingOutcome.kept(folder)
         experiment, run = (kept.experiment_id, kept.run_id) if kept else ("", "")
         return cls(report, folder.resolve(), experiment or None, run or None)
 
     @property
     def speedup(self) -> float | None:
-        """Throughput of the training, or of a comparison's fastest, over the baseline's; None where none is claimed."""
+        """Throughput of the training, or of the fastest cell, over the baseline's; None if no speedup is claimed."""
         return self.report.speedup
 
     @property
     def efficiency(self) -> float | None:
-        """Speedup over the ratio of replicas, 1 is linear; None where no speedup is claimed."""
+        """Speedup over the ratio of replicas, 1 is linear; None if no speedup is claimed."""
         return self.report.efficiency
 
     @property
     def chart(self) -> Path:
-        """A PNG."""
+        """PNG of the speedup chart."""
         return self.folder / CHART_NAME
 
     def to_pandas(self) -> "pd.DataFrame":
-        """A row for each trial, columns as in MLflow's speedup_table.json; None where something is unknown."""
+        """Return a row for each trial, with the columns of MLflow's speedup_table.json; None for unknown values."""
         import pandas as pd
 
         return pd.DataFrame(self.report.table()).set_index("trial")
@@ -71,20 +71,20 @@ class Result:
 
 @dataclass(frozen=True, repr=False)
 class RunResult(Result):
-    """What a training came to, next to its baseline."""
+    """Result of a training and its baseline."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The last value of each metric of the training, e.g. "validation/accuracy"."""
+        """Last value of each metric of the training, e.g. "validation/accuracy"."""
         return self.report.main.metrics
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Of each step of the training, the mean over its global batch."""
+        """Loss of each step of the training, the mean over its global batch."""
         return tuple(self.history()["train/loss"].dropna())
 
     def history(self) -> "pd.DataFrame":
-        """Each metric of the training by step, counted from 1; NaN in steps that have no value."""
+        """Return each metric of the training by step, counted from 1; NaN in steps without a value."""
         import pandas as pd
 
         values: dict[str, dict[int, float]] = {}
@@ -97,9 +97,9 @@ class RunResult(Result):
 
 @dataclass(frozen=True, repr=False)
 class ComparisonResult(Result):
-    """What a comparison measured."""
+    """Result of a comparison."""
 
     @property
     def best(self) -> Row:
-        """The cell with the highest speedup; the baseline if nothing else could be measured."""
+        """Cell with the highest speedup; the baseline if no other cell could be measured."""
         return self.report.main

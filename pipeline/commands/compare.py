@@ -1,4 +1,4 @@
-"""The whole story of ``pipeline compare``: a matrix of short measurements, taken in turn, and their report."""
+"""``pipeline compare``: a matrix of short, alternating measurements, and their report."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ def compare(
     terminal: Terminal,
     show: Callable[[Report, Path], None],
 ) -> None:
-    """Measure what is wanted and report it; what is measured when it is interrupted is reported, too.
+    """Measure the matrix and report it, as far as it was measured if interrupted.
 
     Args:
         file: the experiment.
@@ -101,10 +101,10 @@ class _Comparison:
         return report
 
     def _check_sizes(self, baseline: Outcome) -> None:
-        """Now that the size of the data is known, look whether there is enough to measure on.
+        """Check that the data, whose size is known now, is large enough for each cell.
 
         Raises:
-            ExperimentError: not for the baseline.
+            ExperimentError: it is too small for the baseline.
         """
         assert baseline.started is not None  # it has ended well
         for trial in (trial for trial in self._matrix.plan.trials if trial.repeat == 0):
@@ -139,7 +139,7 @@ def _figures(row: Row) -> dict[str, float | None]:
 
 
 def too_small(trial: Trial, *, samples: int) -> str:
-    """Why a training set of that size is too small for a measurement; empty if it is not."""
+    """Return why a training set of that size is too small for a measurement; empty if it isn't."""
     train, measure = trial.experiment.train, trial.experiment.measure
     if samples < train.global_batch_size:
         return f"an epoch has {samples:,} samples, fewer than the global batch of {train.global_batch_size:,}"

@@ -1,4 +1,4 @@
-"""Experiment + Resources -> Matrix: what `pipeline compare` measures, in which order; pure, nothing started."""
+"""Matrix of ``pipeline compare``, made from experiment and resources by a pure function."""
 
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -14,19 +14,19 @@ from pipeline.protocol.trial import Baseline, CellMeasurement, Scaling, Trial
 
 
 class MatrixRequest(Frozen):
-    """What a user asked to compare; what is left empty comes from the experiment's ``compare``."""
+    """Request of a user; empty fields come from the experiment's ``compare``."""
 
     strategies: tuple[str, ...] = ()
     workers: tuple[int, ...] = ()
     scaling: Literal["strong", "weak", "both"] = "strong"
     repeats: int = 3
-    """How often each cell is measured, in turn with the others."""
+    """Number of measurements of each cell, alternating with the other cells."""
     profile: bool = False
-    """Whether to record a trace of each cell's first repeat."""
+    """True to record a trace of each cell's first measurement."""
 
 
 class Cell(Frozen):
-    """One cell of the matrix: a trial, or the reason why it can't be run here."""
+    """Cell of the matrix: a trial, or the reason why it can't run here."""
 
     name: str
     strategy: str
@@ -37,23 +37,23 @@ class Cell(Frozen):
 
     @property
     def title(self) -> str:
-        """What stands in tables."""
+        """Title in tables."""
         return self.trial.title if self.trial else titled(self.strategy, self.workers, self.scaling)
 
 
 class Matrix(Frozen):
-    """What a comparison will do."""
+    """Cells and trials of a comparison."""
 
     cells: tuple[Cell, ...]
-    """In the order they were asked for, the baseline first."""
+    """Cells in the order of the request, the baseline first."""
     plan: Plan
-    """Its trials are the cells that can run, and the reference, all of them once, then all of them again."""
+    """Trials of the cells that can run and of the reference, once each, then once each again."""
 
 
 def make_matrix(
     experiment: Experiment, resources: Resources, *, allowed: tuple[str, ...], wanted: MatrixRequest
 ) -> Matrix:
-    """Decide what is compared with what.
+    """Plan the cells of a comparison.
 
     Every worker of every cell has the same cores. A cell that can't run here is kept, with the reason.
 
@@ -83,13 +83,13 @@ def make_matrix(
 
 
 def titled(strategy: str, workers: int, scaling: Scaling) -> str:
-    """The title of a cell that has no trial."""
+    """Return the title of a cell that has no trial."""
     count = f" x {workers}" if workers > 1 else ""
     return f"{strategy}{count}{' (weak)' if scaling == 'weak' else ''}"
 
 
 def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Comparison]:
-    """What is to be compared, all with their number of workers."""
+    """Yield the entries to compare, each with its number of workers."""
     parallel = experiment.parallel
     own = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
     written = [_counted(entry, parallel.workers) for entry in (*experiment.compare, own)]
@@ -114,7 +114,7 @@ def _runs_many(strategy: str) -> bool:
 
 
 def _most_workers(entries: Iterable[Comparison], experiment: Experiment, resources: Resources) -> int:
-    """The workers that share the machine in its fullest cell: those of the largest one that can run."""
+    """Return the number of workers of the largest cell that can run, among which the cores are divided."""
     counts = [entry.workers or 1 for entry in entries]
     share = experiment.parallel.cpus_per_worker or 1
     return max((count for count in counts if count * share <= resources.cpus), default=1)
@@ -149,7 +149,7 @@ def _cell_of(baseline: Trial) -> Cell:
 
 
 def _weak(trial: CellMeasurement, baseline: Trial) -> CellMeasurement:
-    """The same with as many samples for each replica as the baseline has."""
+    """Return the trial with the baseline's samples for each replica."""
     train = trial.experiment.train
     batch = train.global_batch_size * trial.replicas // baseline.replicas
     experiment = trial.experiment.model_copy(update={"train": train.model_copy(update={"global_batch_size": batch})})
@@ -157,7 +157,7 @@ def _weak(trial: CellMeasurement, baseline: Trial) -> CellMeasurement:
 
 
 def _variant(entry: Comparison, experiment: Experiment) -> str:
-    """The options in which an entry differs from ``parallel``."""
+    """Return the options in which an entry differs from ``parallel``."""
     own = experiment.parallel.options if entry.strategy == experiment.parallel.strategy else {}
     changed = {name: value for name, value in entry.options.items() if own.get(name) != value}
     changed |= {name: "default" for name in own if name not in entry.options}
@@ -165,7 +165,7 @@ def _variant(entry: Comparison, experiment: Experiment) -> str:
 
 
 def _is_same(cell: Cell, other: Cell) -> bool:
-    """Whether two cells would measure the same thing."""
+    """Return True if two cells would measure the same."""
     if cell.trial is None or other.trial is None:
         return cell.model_dump(exclude={"reason"}) == other.model_dump(exclude={"reason"})
     batches = [one.trial.experiment.train.global_batch_size for one in (cell, other) if one.trial]

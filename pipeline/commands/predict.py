@@ -1,4 +1,4 @@
-"""The whole story of ``pipeline predict``: one worker is measured, and a link; the rest is calculated."""
+"""``pipeline predict``: scaling calculated from measurements of one worker and of a link."""
 
 from collections.abc import Callable
 from statistics import median
@@ -36,7 +36,7 @@ def predict(
     terminal: Terminal,
     show: Callable[[Forecast], None],
 ) -> None:
-    """Measure what a step is made of, and predict its scaling up to ``workers``.
+    """Measure the parts of a step, and predict its scaling up to ``workers``.
 
     Args:
         file: the experiment.
@@ -63,7 +63,7 @@ def predict(
 
 
 def make_plan(experiment: Experiment, resources: Resources, *, allowed: tuple[str, ...], link: Link | None) -> Plan:
-    """One worker alone; and, unless the link is known, several at once, as many as wanted or as fit.
+    """Plan a probe of one worker and, unless the link is given, one of several workers that measures the link.
 
     Raises:
         ExperimentError: the options can't be predicted.
@@ -87,7 +87,7 @@ def make_plan(experiment: Experiment, resources: Resources, *, allowed: tuple[st
 def workload_of(
     experiment: Experiment, alone: TrialResult, together: TrialResult | None = None, *, device: str
 ) -> Workload:
-    """What the model needs to know of a training, from its probes."""
+    """Return the workload that the simulation takes, from the results of the probes."""
     assert alone.costs is not None
     options = _options(experiment)
     workload = Workload(
@@ -110,10 +110,10 @@ def _options(experiment: Experiment) -> "Options":
 
 
 def _room(experiment: Experiment, resources: Resources) -> int:
-    """How many workers can run at once to measure the link.
+    """Return how many workers can run at once to measure the link.
 
     Raises:
-        ResourceError: not even two.
+        ResourceError: fewer than two.
     """
     parallel = experiment.parallel
     wanted = max(2, parallel.workers)
@@ -135,7 +135,7 @@ def _room(experiment: Experiment, resources: Resources) -> int:
 
 
 def _slowdown(alone: Costs, together: Costs) -> float:
-    """How much longer a worker computes beside others than alone."""
+    """Return the ratio of a worker's computing time beside other workers to that alone, at least 1."""
     own = {cost.samples: cost.forward_ms + cost.backward_ms for cost in alone.curve}
     ratios = [
         (cost.forward_ms + cost.backward_ms) / own[cost.samples] for cost in together.curve if cost.samples in own

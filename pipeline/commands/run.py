@@ -1,4 +1,4 @@
-"""The whole story of ``pipeline run`` on one screen: check, plan, launch, report."""
+"""``pipeline run``: check, plan, launch, report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -34,7 +34,7 @@ def run(
     allow_changed: bool = False,
     member: Membership | None = None,
 ) -> None:
-    """Run an experiment: its baseline, its training, its report.
+    """Measure the baseline, train, and report the speedup.
 
     Args:
         file: the experiment.
@@ -81,10 +81,10 @@ def make(file: ExperimentFile, *, with_baseline: bool) -> Plan:
 
 
 def dry_run(file: ExperimentFile, *, with_baseline: bool, as_json: bool = False) -> str:
-    """The plan in words, or as JSON. Loads the data to count its samples, starts nothing.
+    """Describe the plan in words or as JSON; load the data to count its samples, start nothing.
 
     Raises:
-        PipelineError: as `run`, as far as it can be known before.
+        PipelineError: as far as `run` would raise it before it starts anything.
     """
     plan = make(file, with_baseline=with_baseline)
     if file.experiment.is_streamed:

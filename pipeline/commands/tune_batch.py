@@ -1,4 +1,4 @@
-"""The whole story of ``pipeline tune-batch``: one trial that looks for a batch size, and what to write in the file."""
+"""``pipeline tune-batch``: a search for the batch size of a device, and advice on what to write in the file."""
 
 from pipeline.commands.invocation import invoked, planning, refuse_torchrun
 from pipeline.config.load import ExperimentFile
@@ -12,7 +12,7 @@ from pipeline.report.tuned import FILE_NAME, TunedReport, advise_batch
 
 
 def tune_batch(file: ExperimentFile, *, most: int | None, verbose: bool, terminal: Terminal) -> TunedReport:
-    """Find the batch size of a device for the experiment as it is declared; the file stays as it is.
+    """Find the batch size of a device for an experiment; its file is not changed.
 
     Args:
         file: the experiment.

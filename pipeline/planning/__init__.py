@@ -1,1 +1,1 @@
-"""From an experiment and resources to a plan: trials with workers, devices and threads. Pure; starts nothing."""
+"""Planning: an experiment and resources become trials with workers, devices and threads. Pure; starts nothing."""

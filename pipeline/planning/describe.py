@@ -1,4 +1,4 @@
-"""A plan in words, for ``--dry-run``."""
+"""Description of a plan for ``--dry-run``, in words and as JSON."""
 
 import json
 
@@ -9,7 +9,7 @@ from pipeline.wording import counted
 
 
 def describe(plan: Plan, *, steps_per_epoch: int = 0, train_samples: int = 0, validation_samples: int = 0) -> str:
-    """The plan, one line for each part of it; without samples where only Ray can count them."""
+    """Describe a plan in lines; without numbers of samples if only Ray can count them."""
     train = plan.experiment.train
     batches = f"{train.global_batch_size} samples each, {train.precision}"
     data = f"{train_samples} training samples, {validation_samples} validation samples"
@@ -32,7 +32,7 @@ def describe(plan: Plan, *, steps_per_epoch: int = 0, train_samples: int = 0, va
 
 
 def record(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation_samples: int) -> str:
-    """The same for programs."""
+    """Describe a plan as JSON."""
     fields = {"name", "role", "title", "strategy", "launcher", "workers", "device", "cpus_per_worker", "max_steps"}
     return json.dumps(
         {

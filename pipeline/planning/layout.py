@@ -1,4 +1,4 @@
-"""How each trial of an experiment is laid out: its workers, their devices, cores and threads."""
+"""Layout of an experiment's trials: workers, devices, cores and threads."""
 
 from typing import Any, Literal, TypeVar
 
@@ -13,12 +13,12 @@ T = TypeVar("T", bound=Trial)
 
 
 class Planner:
-    """Makes trials of one experiment, all with the same device and the same cores for each worker."""
+    """Planner of one experiment's trials, which all have the same device and the same cores for each worker."""
 
     def __init__(
         self, experiment: Experiment, resources: Resources, allowed: tuple[str, ...], *, workers: int | None = None
     ) -> None:
-        """``workers`` share a node's cores; by default as many as the experiment asks for, at most.
+        """Divide each node's cores among ``workers``, by default those that the experiment asks for.
 
         Raises:
             ResourceError: there is no such device.
@@ -102,7 +102,7 @@ class Planner:
         return 1
 
     def _room(self) -> int:
-        """Workers that there are cores and GPUs for."""
+        """Return how many workers fit."""
         there = self._resources
         limits = [there.cpus // self._cpus]
         limits += [len(there.gpus)] if self.device == "cuda" else []
@@ -122,7 +122,7 @@ def _device(experiment: Experiment, resources: Resources) -> Literal["cpu", "cud
 
 
 def _check_room(trial: Trial, resources: Resources) -> None:
-    """Refuse what doesn't fit instead of running with fewer."""
+    """Refuse a trial that doesn't fit, rather than run it with fewer workers."""
     if trial.experiment.parallel.placement == "strict_spread" and trial.workers > resources.nodes:
         raise ResourceError(
             f"parallel.placement: strict_spread needs a node for each of {counted(trial.workers, 'worker')}; "

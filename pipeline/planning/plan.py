@@ -1,4 +1,4 @@
-"""Experiment + Resources -> Plan: pure, printable, nothing started."""
+"""Plan of a command, made from experiment and resources by a pure function."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -11,25 +11,25 @@ from pipeline.protocol.trial import Baseline, Training, Trial
 
 
 class Plan(Frozen):
-    """What a command will do, in order."""
+    """Trials of a command, in order."""
 
     command: Literal["run", "compare", "predict", "tune-batch", "sweep"] = "run"
     experiment: Experiment
     resources: Resources
     trials: tuple[Trial, ...]
     notes: tuple[str, ...] = ()
-    """What a user should know before it starts."""
+    """Notes to the user, shown before the first trial starts."""
 
     @property
     def main(self) -> Trial:
-        """The training itself; of a command that only measures, its first trial."""
+        """The training; the first trial if the command only measures."""
         return next((trial for trial in self.trials if isinstance(trial, Training)), self.trials[0])
 
 
 def make_plan(
     experiment: Experiment, resources: Resources, *, allowed: tuple[str, ...] = (), with_baseline: bool = True
 ) -> Plan:
-    """Decide what runs where.
+    """Plan the trials of ``pipeline run``.
 
     The baseline gets the same cores for its one worker that each worker of the main trial has, so that N workers have
     N times the cores. On CPU a reference shows what one process with all those cores does. An elastic main trial has as
@@ -60,7 +60,7 @@ def make_plan(
 
 
 def same_work(one: Trial, other: Trial) -> bool:
-    """Whether two trials of an experiment spread the work in the same way."""
+    """Return True if two trials of an experiment distribute the work in the same way."""
     return (one.strategy, one.workers, one.options) == (other.strategy, other.workers, other.options)
 
 

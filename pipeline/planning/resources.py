@@ -1,4 +1,4 @@
-"""What this machine offers, without loading torch and without opening a CUDA context."""
+"""Resources of this machine, found without loading torch and without opening a CUDA context."""
 
 import os
 import platform
@@ -19,27 +19,26 @@ class Resources(Frozen):
     """Cores, memory and GPUs that workers can be placed on."""
 
     cpus: int
-    """Cores that this process may use: affinity and container limits count."""
+    """Cores that this process may use, given its affinity and container limits."""
     memory_mb: int
     gpus: tuple[str, ...] = ()
     """Name of each visible GPU."""
     node: str = "localhost"
     processor: str = ""
     nodes: int = 1
-    """Machines that these are the sum of."""
+    """Number of machines whose resources are summed up here."""
     has_compiler: bool = True
-    """Whether there is the C++ compiler that torch.compile takes on CPU; unknown of other machines, which say so later.
-    """
+    """True if there is a C++ compiler for torch.compile on CPU. Unknown for other machines, which check it later."""
 
     @property
     def summary(self) -> str:
-        """One line, e.g. "2 cores, 24 GiB, no GPU"."""
+        """Summary in a line, e.g. "2 cores, 24 GiB, no GPU"."""
         gpus = f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
         return f"{counted(self.cpus, 'core')}, {self.memory_mb / 1024:.0f} GiB, {gpus}"
 
 
 def detect() -> Resources:
-    """The resources of this machine."""
+    """Return the resources of this machine."""
     return Resources(
         cpus=_cpus(),
         memory_mb=psutil.virtual_memory().total // 2**20,
@@ -61,7 +60,7 @@ def _cpus() -> int:
 
 
 def _gpus() -> tuple[str, ...]:
-    """Names of the GPUs that CUDA_VISIBLE_DEVICES leaves, from the driver's management library."""
+    """Return the names of the GPUs that CUDA_VISIBLE_DEVICES leaves, from the driver's management library (NVML)."""
     import pynvml  # loads the NVIDIA driver's library; only here, so that a machine without one pays nothing
 
     try:

@@ -1,1 +1,1 @@
-"""What driver and workers say to each other: trials, events, progress, failures, and the channel that carries them."""
+"""Data and messages between driver and workers: trials, outcomes, events, progress, and the channel for them."""

@@ -1,7 +1,7 @@
-"""How measured values become one figure and its range: the only place, so that all who show a figure show the same.
+"""Statistics of measured values: one figure and its range, used by everything that shows figures.
 
-The figure of one measurement is the median of its windows; of several measurements, the median of theirs. A speedup is
-the ratio of two such figures, so that whoever divides what a table shows gets what the table says.
+The figure of one measurement is the median of its windows; of several measurements, the median of their medians. A
+speedup is the ratio of two such figures, so it is the quotient of the figures in a table.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from pipeline.protocol.trial import Spread
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median, lowest and highest of at least one value."""
+    """Return median, lowest and highest of at least one value."""
     return Spread(median=median(values), low=min(values), high=max(values), windows=len(values))
 
 
 def over(spreads: Sequence[Spread]) -> Spread:
-    """The windows' spread of a single measurement; that of the medians of several."""
+    """Return the spread of a single measurement's windows, or of the medians of several measurements."""
     return spreads[0] if len(spreads) == 1 else spread([one.median for one in spreads])
 
 
 def ratio(own: Spread, base: Spread, *, pairs: Sequence[tuple[float, float]] = ()) -> Spread:
-    """The ratio of two figures, and its range: that of pairs measured in turn, or else all that windows allow.
+    """Return the ratio of two figures with its range: that of alternating measurements, or else of all windows.
 
-    A machine that drifts changes both values of a pair. The ratio lies within the range of its pairs, since ratios that
-    are all above a bound leave the medians' ratio above it.
+    Drift of the machine changes both values of a pair. The ratio lies within the range of its pairs: if all ratios are
+    above a bound, so is the ratio of the medians.
     """
     figure = own.median / base.median
     if pairs:
@@ -34,10 +34,10 @@ def ratio(own: Spread, base: Spread, *, pairs: Sequence[tuple[float, float]] = (
 
 
 def noise(figure: Spread) -> float:
-    """Half the range: what stands behind "±"."""
+    """Return half the range, shown after "±"."""
     return (figure.high - figure.low) / 2
 
 
 def is_wide(figure: Spread) -> bool:
-    """Whether the range is larger than the figure, which then says little: the range is shown instead."""
+    """Return True if the range is larger than the figure; then the range is shown instead."""
     return figure.high - figure.low > figure.median

@@ -1,6 +1,6 @@
-"""Events: all that workers say to the driver, and what the journal holds, one a line.
+"""Events: the messages of workers to the driver, and the lines of the journal.
 
-Workers know nothing of MLflow, terminals or reports: they emit events.
+Workers know nothing of MLflow, terminals or reports; they emit events.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from pipeline.errors import Problem
 from pipeline.protocol.trial import BatchSizes, Rank, Role, Status, TrialResult
 
 STOPPED_EARLY = "stopped early by ASHA"
-"""How the message of a trial's journal begins if ASHA has ended it."""
+"""Beginning of the closing message of a trial that ASHA stopped."""
 Origin = Literal["rank", "lost_peer", "peer_timeout"]
-"""Who a rank's failure came from: the rank itself, a peer whose connection broke, or one that it waited for in vain."""
+"""Origin of a rank's failure: the rank itself, a peer whose connection broke, or a peer that did not answer."""
 
 
 class Point(NamedTuple):
@@ -29,14 +29,14 @@ class Point(NamedTuple):
 
 
 class Event(Frozen):
-    """Something that happened. ``time`` is in seconds since the epoch."""
+    """Base of all events. ``time`` is in seconds since the epoch."""
 
     time: float
     trial: str = "main"
 
 
 class RunOpened(Event):
-    """The driver starts. Everything a tracker needs to open the run stands here."""
+    """Start of the driver, with everything that a tracker needs to open the run."""
 
     kind: Literal["run_opened"] = "run_opened"
     run: str
@@ -48,32 +48,32 @@ class RunOpened(Event):
     trials: tuple[str, ...]
     """Names of all trials of the plan, in order."""
     sweep: str = ""
-    """Id of the sweep that the run is a trial of; empty for others."""
+    """Id of the sweep, for a run that is a trial of it; otherwise empty."""
     title: str = ""
-    """What sets it apart from others, e.g. "trial 3: optimizer.lr=0.01"; empty if its id does."""
+    """Title of a trial in a sweep, e.g. "trial 3: optimizer.lr=0.01"; otherwise empty."""
     logs_model: bool = True
-    """Whether the tracking store gets the models that it saves; of a sweep's trials the sweep sends the best one's."""
+    """True if the run sends its models to the tracking store; false for trials whose sweep sends the best model."""
     file: str = ""
     """The experiment file, relative to the folder that the command ran in; empty without one."""
 
 
 class TrialOpened(Event):
-    """A trial is about to be launched."""
+    """Launch of a trial."""
 
     kind: Literal["trial_opened"] = "trial_opened"
     role: Role
     title: str
-    """Human name, e.g. "ddp x 2"."""
+    """Title in tables, e.g. "ddp x 2"."""
     repeat: int = 0
-    """The trial's: which of several equal measurements this is, from 0."""
+    """Index among equal measurements, from 0."""
     tags: Mapping[str, str]
     params: Mapping[str, str]
     left_out: tuple[int, ...] = ()
-    """The trial's: steps, counted from 1, whose batch a rollback leaves out."""
+    """Steps, counted from 1, whose batch a rollback leaves out."""
 
 
 class Started(Event):
-    """Rank 0 has built everything and is about to take its first step."""
+    """End of building on rank 0, before its first step."""
 
     kind: Literal["started"] = "started"
     total_steps: int
@@ -92,24 +92,24 @@ class Started(Event):
 
 
 class FirstStep(Event):
-    """The first optimizer step is done."""
+    """End of the first optimizer step."""
 
     kind: Literal["first_step"] = "first_step"
 
 
 class Metrics(Event):
-    """Metric values. ``step`` and ``epoch`` (counted from 1) say how far training is."""
+    """Metric values after ``step`` optimizer steps, in ``epoch``, counted from 1."""
 
     kind: Literal["metrics"] = "metrics"
     step: int
     epoch: int
     points: tuple[Point, ...]
     repeat: int = 0
-    """The trial's."""
+    """Index of the trial among equal measurements, from 0."""
 
 
 class SystemMetrics(Event):
-    """Load of one node; names carry MLflow's ``system/`` prefix, steps count the samples taken."""
+    """Load of one node; names have MLflow's prefix ``system/``, steps count the samples."""
 
     kind: Literal["system_metrics"] = "system_metrics"
     node: str
@@ -117,32 +117,32 @@ class SystemMetrics(Event):
 
 
 class Warned(Event):
-    """Something a user should know that doesn't stop training."""
+    """Warning for the user; training continues."""
 
     kind: Literal["warned"] = "warned"
     message: str
     subject: str = ""
-    """Of a trial's warnings on the same subject the first one is kept: ranks fail in each other's wake."""
+    """Subject of the warning; of a trial's warnings on the same subject only the first is kept."""
 
 
 class Failed(Event):
-    """A rank failed. With ``problems`` the experiment file is at fault, else training."""
+    """Failure of a rank: in the experiment file if there are ``problems``, otherwise in training."""
 
     kind: Literal["failed"] = "failed"
     rank: Rank
     error: str
     """Type and message of the exception."""
     traceback: str
-    """The rank's own traceback, from user code up; empty for problems."""
+    """Traceback of the rank, from user code up; empty for problems."""
     problems: tuple[Problem, ...] = ()
     nonfinite_step: int | None = None
     """The step, counted from 1, whose loss, gradients or weights are not finite, if that is what failed."""
     origin: Origin = "rank"
-    """Decided by the rank, which knows who raised the exception; see `pipeline.training.torch_errors`."""
+    """Origin as seen by the rank, see `pipeline.training.torch_errors`."""
 
 
 class Phase(IntEnum):
-    """What a rank is doing, in the order in which it does it in each step."""
+    """Activity of a rank, in the order of a step."""
 
     BUILDING = 0
     READING = 1
@@ -153,7 +153,7 @@ class Phase(IntEnum):
     EVALUATING = 6
     SAVING = 7
     WAITING = 8
-    """For other ranks, outside of the passes."""
+    """Waiting for other ranks, outside of the passes."""
     ENDED = 9
 
 
@@ -174,31 +174,31 @@ HEARTBEAT_S = 1.0
 
 
 class Heartbeat(Event):
-    """A rank lives; sent about once a second. For the launcher alone: it is neither journaled nor shown."""
+    """Sign of life of a rank, sent about once a second to the launcher; neither journaled nor shown."""
 
     kind: Literal["heartbeat"] = "heartbeat"
     rank: Rank
     pid: int
     process_started: float
-    """When the process was started, as the node's system counts; with the pid it names one process for good."""
+    """Start time of the process on the node's clock; together with the pid it identifies the process."""
     step: int
-    """The optimizer step it is in, or did last, counted from 1; 0 before the first."""
+    """Current or last optimizer step, counted from 1; 0 before the first."""
     phase: Phase
     idle_s: float
-    """Seconds in which it has done nothing that counts as progress, such as a batch."""
+    """Seconds without progress, such as a batch."""
     is_stuck: bool = False
-    """Whether that is too long, by its own judgement."""
+    """True if the rank considers itself stuck."""
     stack: str
-    """Where its training thread is, from user code up, as in a traceback."""
+    """Stack of the training thread, from user code up, as in a traceback."""
 
     @property
     def activity(self) -> str:
-        """What the rank is doing and where, e.g. "reading data in step 7"."""
+        """Activity of the rank with its step, e.g. "reading data in step 7"."""
         return f"{_DOING[self.phase]}{f' in step {self.step}' if self.step else ''}"
 
     @property
     def stall(self) -> str:
-        """A sentence on a rank that makes no progress, and on what to do about it."""
+        """Message about a rank that makes no progress, with a remedy."""
         return (
             f"no progress for {self.idle_s:.0f} s: {self.activity}; "
             "if a batch may take that long, raise parallel.timeout_s"
@@ -206,43 +206,43 @@ class Heartbeat(Event):
 
 
 class Advanced(Event):
-    """How far something is that takes its time. For the terminal alone: it is neither journaled nor tracked."""
+    """Progress of a lengthy task. For the terminal only: neither journaled nor tracked."""
 
     kind: Literal["advanced"] = "advanced"
     what: str
-    """In a word or two, e.g. "evaluating"."""
+    """Name of the task, e.g. "evaluating"."""
     done: int
     total: int | None = None
-    """Equal to ``done`` once it is done; None if it is unknown."""
+    """Equal to ``done`` at the end; None if unknown."""
     unit: str = ""
-    """Of both, e.g. "samples"; "B" are bytes."""
+    """Unit of ``done`` and ``total``, e.g. "samples"; "B" for bytes."""
 
 
 class Finished(Event):
-    """Rank 0 has ended its trial."""
+    """End of a trial on rank 0."""
 
     kind: Literal["finished"] = "finished"
     result: TrialResult
     time_to_first_step_s: float | None = None
-    """Seconds from the launch to the end of the first step; the driver's clock, filled in by the driver."""
+    """Seconds from the launch to the end of the first step, measured and filled in by the driver."""
 
 
 class Trained(Event):
-    """Rank 0 has trained to the end and is about to measure what is left. Counts if that ends without `Finished`."""
+    """End of the training on rank 0, before the last measurements; stands in for `Finished` if those fail."""
 
     kind: Literal["trained"] = "trained"
     result: TrialResult
 
 
 class BatchSizesFound(Event):
-    """Rank 0 has ended a trial that looked for a batch size."""
+    """End of a search for the batch size on rank 0."""
 
     kind: Literal["batch_sizes_found"] = "batch_sizes_found"
     sizes: BatchSizes
 
 
 class ArtifactSaved(Event):
-    """A file of the run's folder that belongs to the results."""
+    """File of the run's folder that belongs to the results."""
 
     kind: Literal["artifact_saved"] = "artifact_saved"
     path: str
@@ -250,20 +250,20 @@ class ArtifactSaved(Event):
 
 
 class ModelSaved(Event):
-    """The trained model's weights lie in the run's folder."""
+    """Weights of the trained model in the run's folder."""
 
     kind: Literal["model_saved"] = "model_saved"
     weights: str
-    """Path inside the run's folder of the state dict."""
+    """Path of the state dict inside the run's folder."""
     example: str = ""
-    """Path inside the run's folder of one small batch of model inputs, as the model takes them; empty where they are
-    more than a tensor: the store then gets the weights alone."""
+    """Path of a small batch of model inputs inside the run's folder; empty if inputs are more than one tensor, then the
+    store gets the weights only."""
     run: str = ""
-    """Id of the trial whose model it is, if a sweep sends the best one's; empty for a run's own."""
+    """Id of the trial that trained the model, if a sweep sends it; otherwise empty."""
 
 
 class Tagged(Event):
-    """A sweep says something about itself or one of its trials."""
+    """Tags of a sweep or one of its trials."""
 
     kind: Literal["tagged"] = "tagged"
     run: str
@@ -272,45 +272,45 @@ class Tagged(Event):
 
 
 class CheckpointSaved(Event):
-    """A checkpoint is whole."""
+    """Completed checkpoint."""
 
     kind: Literal["checkpoint_saved"] = "checkpoint_saved"
     step: int
     """Optimizer steps done."""
     path: str
-    """Its folder's path or address."""
+    """Path or address of the checkpoint's folder."""
     megabytes: float
     seconds: float
-    """From the decision to save until it was whole."""
+    """Seconds from the decision to save to the complete checkpoint."""
     blocked_seconds: float
-    """The part of it in which training stood still."""
+    """Part of ``seconds`` in which training waited."""
 
 
 class Resumed(Event):
-    """Training goes on from a checkpoint."""
+    """Resume of training from a checkpoint."""
 
     kind: Literal["resumed"] = "resumed"
     step: int
-    """Optimizer steps done before; the next one reported is step + 1."""
+    """Optimizer steps done before; the next step reported is step + 1."""
     epoch: int
     """Epochs done before."""
     checkpoint: str
-    """Its folder's path or address."""
+    """Path or address of the checkpoint's folder."""
 
 
 class RunClosed(Event):
-    """The driver has ended."""
+    """End of the driver."""
 
     kind: Literal["run_closed"] = "run_closed"
     status: Status
     message: str = ""
-    """Why it ended, unless it finished."""
+    """Reason of the end, unless the run finished."""
     summary: str = ""
-    """What came out, in Markdown, for the run's description."""
+    """Results in Markdown, for the run's description."""
 
     @property
     def is_stopped_early(self) -> bool:
-        """Whether it was a trial of a sweep that was worse than others."""
+        """True for a trial of a sweep that was stopped because other trials were better."""
         return self.status == "KILLED" and self.message.startswith(STOPPED_EARLY)
 
 
@@ -341,28 +341,28 @@ _events: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent, config=ConfigDict(ser_jso
 
 
 def event_to_json(event: AnyEvent) -> bytes:
-    """One line of the journal, without the line end."""
+    """Return a line of the journal, without the line end."""
     return _events.dump_json(event)
 
 
 def event_from_json(line: bytes | str) -> AnyEvent:
-    """The event of one line of the journal.
+    """Read an event from a line of the journal.
 
     Raises:
-        pydantic.ValidationError: the line is not a whole event.
+        pydantic.ValidationError: the line is not a complete event.
     """
     return _events.validate_json(line)
 
 
 class Outbox(Protocol):
-    """A worker's only way to the driver."""
+    """Connection of a worker to the driver."""
 
     @property
     def stop_asked(self) -> bool:
-        """Whether the driver wants the training to end early, as soon as all ranks can."""
+        """True if the driver has asked the training to end early, as soon as all ranks can."""
 
     def event(self, event: AnyEvent) -> None:
-        """Send an event; returns at once."""
+        """Send an event without waiting."""
 
     def file(self, path: Path, name: str) -> None:
         """Send a file; it arrives in the run's folder as ``name``."""

@@ -1,8 +1,8 @@
-"""How far something is that takes its time, told to whoever runs this process: an evaluation, a download.
+"""Progress of lengthy tasks such as an evaluation or a download.
 
 Code that does such work says ``with ProgressReporter("evaluating", total=samples, unit="samples") as progress`` and
-calls ``progress.to(done)`` as often as it likes. It reaches the terminal a few times a second, through the worker's
-outbox, or nobody where nobody listens. One process is one rank, so there is one listener, and no argument to hand down.
+calls ``progress.to(done)`` as often as it likes. The terminal shows it a few times a second; workers send it through
+their outbox. One process is one rank, so one listener for the process is enough.
 """
 
 import time
@@ -20,7 +20,7 @@ _trial = "main"
 
 @contextmanager
 def told_to(tell: Callable[[Advanced], None], *, trial: str = "main") -> Iterator[None]:
-    """Inside, ``tell`` gets to know how far this process is with a trial; from any of its threads."""
+    """Report progress of this process, from any of its threads, to ``tell`` inside the block."""
     global _tell, _trial
     before = _tell, _trial
     _tell, _trial = tell, trial
@@ -31,24 +31,24 @@ def told_to(tell: Callable[[Advanced], None], *, trial: str = "main") -> Iterato
 
 
 class ProgressReporter:
-    """One piece of work. What takes less than half a second is never told.
+    """Progress of one task; a task of less than half a second is not reported.
 
     Args:
-        what: in a word or two, e.g. "evaluating".
-        total: how much there is to do; None if that is unknown.
-        unit: of ``total``, e.g. "samples"; "B" are bytes.
-        silent: for ranks that do the same as another one, which tells.
+        what: name of the task, e.g. "evaluating".
+        total: amount of work; None if unknown.
+        unit: unit of ``total``, e.g. "samples"; "B" for bytes.
+        silent: True for a rank whose work another rank reports.
     """
 
     def __init__(self, what: str, *, total: int | None = None, unit: str = "", silent: bool = False) -> None:
         self._what, self._total, self._unit, self._silent = what, total, unit, silent
         self.done = 0
-        """So far."""
+        """Amount of work done."""
         self._told_at = time.monotonic()
         self._has_told = False
 
     def to(self, done: int) -> None:
-        """So much is done."""
+        """Set the amount of work done."""
         self.done = done if self._total is None else min(done, self._total)
         now = time.monotonic()
         if now - self._told_at >= _EVERY_S:
@@ -56,7 +56,7 @@ class ProgressReporter:
             self._send(self.done, self._total)
 
     def by(self, more: int) -> None:
-        """So much more is done."""
+        """Add to the amount of work done."""
         self.to(self.done + more)
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""All that the driver and the workers share: Trial, Rank, TrialResult; what they say to each other is in `events`.
+"""Data shared by the driver and the workers: trials, ranks and results; their messages are in `events`.
 
-Everything here is frozen, typed and survives a round trip through JSON, because it crosses processes and machines.
+Every class is frozen, typed and survives a round trip through JSON, since it crosses processes and machines.
 """
 
 import json
@@ -48,7 +48,7 @@ class Trial(Frozen):
 
     @property
     def purpose(self) -> str:
-        """Work of the trial in words, for a plan."""
+        """Description of the trial's work in a plan."""
         raise NotImplementedError
 
     @property
@@ -73,7 +73,7 @@ class Trial(Frozen):
         return False
 
     def steps_of(self, total: int) -> int:
-        """Return the optimizer steps that the trial takes of a whole training's."""
+        """Return the optimizer steps of the trial, given those of a whole training."""
         return total
 
     def leaves_out(self, step: int) -> bool:
@@ -200,10 +200,10 @@ _ONCE_SHARED = frozenset(name for kind in ROLES.values() for name in kind.model_
 
 
 def trial_from_json(text: str | bytes) -> Trial:
-    """Read a trial from its JSON.
+    """Read a trial from JSON, that of earlier versions included.
 
     Raises:
-        ValidationError: it is none.
+        ValidationError: a field is missing or wrong.
     """
     values = json.loads(text)
     kind = ROLES[values["role"]]
@@ -212,7 +212,7 @@ def trial_from_json(text: str | bytes) -> Trial:
 
 
 class Rank(Frozen):
-    """Where one process stands among the workers of a trial."""
+    """Position of a process among the workers of a trial."""
 
     rank: int = 0
     local_rank: int = 0
@@ -225,46 +225,46 @@ class Rank(Frozen):
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that speaks for all."""
+        """True for rank 0, which reports for all ranks."""
         return self.rank == 0
 
 
 class Spread(Frozen):
-    """A measured figure: the median of several windows, and the lowest and highest of them."""
+    """A measured value: median, lowest and highest of several windows."""
 
     median: float
     low: float
     high: float
     windows: int
-    """Number of windows behind it."""
+    """Number of windows measured."""
 
 
 class StepParts(Frozen):
-    """Where the time of one optimizer step goes, in milliseconds; the parts add up to the step within its noise.
+    """Breakdown of the time of one optimizer step, in milliseconds; the parts add up to the step within its noise.
 
-    The wait for data is that of the training itself. All else is measured after it by leaving a part out, see
+    The wait for data is measured during training. Everything else is measured afterwards by leaving a part out, see
     `pipeline.training.probe`; where that failed, it is None.
     """
 
     held_ms: Spread | None = None
-    """A whole step on a batch held in memory, measured in turn with the parts that it has: their noise."""
+    """A whole step on a batch held in memory, measured alternately with its parts; its spread is their noise."""
     compute_ms: float | None = None
-    """Forward and backward of the slowest rank, without exchange, on a batch held in memory."""
+    """Forward and backward of the slowest rank, without gradient exchange, on a batch held in memory."""
     exposed_communication_ms: float | None = None
-    """What gradient exchange adds to that; None with one process."""
+    """Time that gradient exchange adds to ``compute_ms``; None with one process."""
     data_wait_ms: float
-    """What the training waited for batches: in each step the rank that waited longest, over the windows of the step."""
+    """Wait for batches during training: in each step that of the rank that waited longest, over the step's windows."""
     rest_ms: float | None = None
-    """What the optimizer, clipping and book-keeping add."""
+    """Time of the optimizer, clipping and book-keeping."""
     ranks: tuple[Spread, ...] = ()
-    """Each rank's own pace: its wait for data and its computing, without waiting for the others, in rank order."""
+    """Time of each rank without waiting for other ranks: its wait for data and its computing, in rank order."""
     nodes: tuple[str, ...]
-    """Each rank's node, in rank order."""
+    """Node of each rank, in rank order."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_written_before(cls, values: Any) -> Any:
-        """Parts of earlier versions: the whole step had the name of another quantity, paces had no noise."""
+        """Read parts of earlier versions, in which the whole step was called ``step_ms`` and ranks had no spread."""
         if isinstance(values, dict) and "ranks_ms" in values:
             values = dict(values)
             values["held_ms"] = values.pop("step_ms")
@@ -274,132 +274,131 @@ class StepParts(Frozen):
 
     @property
     def ranks_ms(self) -> tuple[float, ...]:
-        """Each rank's own pace as a figure."""
+        """Median time of each rank without waiting for other ranks, in rank order."""
         return tuple(pace.median for pace in self.ranks)
 
     @property
     def sum_ms(self) -> float | None:
-        """All parts together; None where one is missing."""
+        """Sum of all parts; None if one is missing."""
         if self.compute_ms is None or self.rest_ms is None:
             return None
         return self.compute_ms + (self.exposed_communication_ms or 0.0) + self.data_wait_ms + self.rest_ms
 
 
 class BatchCost(Frozen):
-    """What one rank's micro-batch of a given size costs, in milliseconds, alone and on a batch held in memory."""
+    """Time of one rank's micro-batch of a given size, in milliseconds, alone and on a batch held in memory."""
 
     samples: int
     forward_ms: float
     backward_ms: float
     data_ms: float
-    """Time to load such a batch when nothing else is done."""
+    """Time to load such a batch while nothing else runs."""
 
 
 class Link(Frozen):
-    """A connection between workers, as an all-reduce sees it."""
+    """Bandwidth and latency between workers, as seen by an all-reduce."""
 
     latency_us: float
-    """Microseconds that a message of no size takes from one worker to the next."""
+    """Microseconds that an empty message takes from one worker to the next."""
     bandwidth_gbit: float
-    """Gbit/s of one worker's sending, in each direction at the same time."""
+    """Gbit/s that one worker sends, in both directions at the same time."""
 
 
 class AllReduce(Frozen):
-    """One measured size of an all-reduce."""
+    """Time of an all-reduce of one size."""
 
     bytes: int
     ms: float
 
 
 class Gradient(Frozen):
-    """One trainable parameter's gradient."""
+    """Gradient of one trainable parameter."""
 
     bytes: int
     ready: float
-    """Fraction of the backward pass after which it is there."""
+    """Fraction of the backward pass after which the gradient is ready."""
 
 
 class Costs(Frozen):
-    """What a prediction of scaling needs, measured by a trial whose role is probe."""
+    """Measurements of a `Probe` from which scaling is predicted."""
 
     curve: tuple[BatchCost, ...]
     """By batch size, ascending."""
     optimizer_ms: float
-    """All of a step that is not loading, forward and backward: clipping, optimizer; 0 with several workers."""
+    """Time of a step besides loading, forward and backward: clipping, optimizer; 0 with several workers."""
     gradients: tuple[Gradient, ...]
-    """Of all trainable parameters, in reverse order of registration."""
+    """Gradients of all trainable parameters, in reverse order of registration."""
     buffer_bytes: int = 0
     """Size of all buffers of the model, which DDP keeps equal on all ranks."""
     all_reduces: tuple[AllReduce, ...] = ()
-    """Measured between the workers of the trial, all at once; empty with one process."""
+    """All-reduces between all workers of the trial; empty with one process."""
     world_size: int
-    """Workers of the trial."""
+    """Number of workers of the trial."""
 
 
 class Held(Frozen):
-    """What the ranks keep of a training from step to step: parameters, their gradients, and the optimizer's state."""
+    """Memory of parameters, gradients and optimizer state."""
 
     mb: tuple[float, ...]
-    """Counted from the tensors of each rank, in rank order; wherever they lie."""
+    """MB of each rank's tensors on any device, in rank order."""
     cut: str = ""
-    """How the model was cut into groups, e.g. "12 x Block, the rest"; empty if every rank holds all of it."""
+    """Groups of the sharded model, e.g. "12 x Block, the rest"; empty if every rank holds all of it."""
 
 
 class TrialResult(Frozen):
-    """What a trial measured, sent by rank 0 when it is done."""
+    """Measurements of a trial, sent by rank 0 at its end."""
 
     trial: str
     repeat: int = 0
-    """The trial's."""
+    """Index among equal measurements, from 0."""
     steps: int
     """Optimizer steps done."""
     samples_per_second: Spread
     """Throughput over all workers in steady state: warm-up, evaluation and checkpoints excluded."""
     step_ms: Spread
-    """Milliseconds of one optimizer step, same windows."""
+    """Milliseconds of one optimizer step, in the same windows."""
     parts: StepParts
-    """Where the time of a step goes."""
     peak_memory_mb: tuple[float, ...]
-    """Per device on GPUs (allocated), per process on CPU (resident), ranks in order."""
+    """Per device on GPUs (allocated), per process on CPU (resident), in rank order."""
     held: Held | None = None
     gpu_utilization: tuple[float, ...] = ()
-    """Percent of the time that a kernel ran, mean over the windows, per GPU in rank order; empty on CPU."""
+    """Percent of the time in which a kernel ran, mean over the windows, per GPU in rank order; empty on CPU."""
     compile_s: float | None = None
-    """Seconds that torch.compile took on the slowest rank, in no other figure; None where nothing is compiled."""
+    """Seconds that torch.compile took on the slowest rank, excluded from other figures; None if nothing is compiled."""
     gradient_mb: float
     """Size of all gradients of one replica."""
     unused_parameters: int = 0
-    """Trainable parameters that a step left without gradient."""
+    """Number of trainable parameters that get no gradient in a step."""
     coupling: tuple[str, ...] = ()
-    """Kinds of layers whose result depends on how a global batch is dealt to ranks, e.g. "BatchNorm2d", "Dropout"."""
+    """Types of layers whose output depends on how ranks share a global batch, e.g. "BatchNorm2d", "Dropout"."""
     losses: tuple[float, ...] = ()
-    """Loss of each of the first steps, as many as a measurement takes: the same series is the same training."""
+    """Losses of the first steps, as many as a measurement has; equal losses mean the same training."""
     metrics: Mapping[str, float] = {}
     """The last value of each metric of the training, e.g. "validation/accuracy"."""
     costs: Costs | None = None
-    """Only from a trial whose role is probe."""
+    """Set by a `Probe` only."""
 
 
 class BatchCandidate(Frozen):
-    """One batch size that was tried."""
+    """Result for one batch size."""
 
     batch_size: int
     """Samples of one device's micro-batch."""
     fits: bool
-    """Whether all ranks have the memory for it."""
+    """True if all ranks have enough memory."""
     samples_per_second: Spread | None = None
-    """Throughput over all workers on batches held in memory, gradients exchanged after each; None if it doesn't fit."""
+    """Throughput over all workers on batches held in memory, with gradient exchange; None if it doesn't fit."""
     peak_memory_mb: tuple[float, ...] = ()
-    """Per device on GPUs (allocated for this size), per process on CPU (resident, the most so far), ranks in order."""
+    """Per device on GPUs (allocated for this size), per process on CPU (peak resident size so far), in rank order."""
 
 
 class BatchSizes(Frozen):
-    """What a trial whose role is tuning found."""
+    """Result of a `Tuning`."""
 
     candidates: tuple[BatchCandidate, ...]
-    """All that were tried, ascending."""
+    """Batch sizes that were tried, ascending."""
     largest_that_fits: int | None
-    """None if memory never ran out: at least the largest candidate fits. 0 if none does."""
+    """Largest batch size that fits; None if memory never ran out, 0 if no candidate fits."""
     recommended: int | None
-    """The smallest whose throughput is close to the best; None if not even the smallest candidate fits."""
+    """Smallest batch size whose throughput is close to the best; None if no candidate fits."""
     train_samples: int

@@ -10,7 +10,7 @@ from pipeline.protocol.trial import BatchSizes
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Everything that one launch of a trial came to."""
+    """Result, failures and lost workers of one launch of a trial."""
 
     started: Started | None = None
     trained: Trained | None = None

@@ -1,4 +1,4 @@
-"""What passes between the sweep, Ray Tune's actors and the processes of the trials."""
+"""Data shared by the sweep, Ray Tune's actors and the processes of the trials."""
 
 import os
 from collections.abc import Mapping
@@ -17,27 +17,27 @@ AFTER_GRACE_S = 15.0
 
 
 class Record(Frozen):
-    """What is known of a trial before it begins, kept in its folder."""
+    """Number and values of a trial, kept in its folder."""
 
     number: int
-    """From 1."""
+    """Number of the trial, from 1."""
     values: Mapping[str, Any]
-    """By dotted key."""
+    """Values by dotted key."""
     failure: str = ""
-    """Why its process ended without a journal."""
+    """Reason why the process ended without a journal."""
     stopped_after: int | None = None
-    """Epochs that it was judged by when it was stopped early; it may have trained some more before it ended."""
+    """Epochs that count for a trial that was stopped early; it may have trained more before it ended."""
 
     @classmethod
     def read(cls, folder: Path) -> "Record | None":
-        """That of a trial's folder; None if there is none, or half of one."""
+        """Read the record of a trial's folder; None if it is missing or incomplete."""
         try:
             return cls.model_validate_json((folder / RECORD_NAME).read_bytes())
         except (OSError, ValidationError):
             return None
 
     def keep(self, folder: Path) -> None:
-        """Write it into the trial's folder, whole or not at all."""
+        """Write the record into the trial's folder atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{RECORD_NAME}.partial"
         partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -45,54 +45,54 @@ class Record(Frozen):
 
 
 class Suggestion(Frozen):
-    """What Ray Tune hands to a trial; it ends up in Tune's own files."""
+    """Values that Ray Tune suggests for a trial; Tune writes them into its files."""
 
     number: int
     values: Mapping[str, Any]
     problem: str = ""
-    """Why these values can't be trained together; empty if they can."""
+    """Reason why these values can't be trained together; empty if they can."""
 
 
 class TrialJob(Frozen):
-    """What all trials of a sweep have in common. It may hold secrets: it goes through memory and pipes only."""
+    """Settings shared by all trials of a sweep. They may contain secrets: passed in memory and pipes only."""
 
     file: str
     overrides: tuple[str, ...]
-    """Those of the command line."""
+    """Overrides of the command line."""
     common: Mapping[str, Any]
     """Values that all trials have, by dotted key."""
     cwd: str
     folder: str
-    """The sweep's, absolute."""
+    """Absolute path of the sweep's folder."""
     metric: str
     logs_models: bool
-    """Whether each trial sends its model to the tracking store; else the sweep sends the best one's."""
+    """True if each trial sends its model to the tracking store; otherwise the sweep sends the best model."""
     grace_s: float
     """Seconds that a trial has to write its checkpoint when it is stopped."""
     verbose: bool
     variables: tuple[str, ...]
-    """Names of the environment variables that the user has; Ray adds its own."""
+    """Names of the user's environment variables, to which Ray adds some."""
 
     def folder_of(self, number: int) -> Path:
-        """Of a trial."""
+        """Return the folder of a trial."""
         return Path(self.folder) / folder_name(number)
 
     def environment(self) -> dict[str, str]:
-        """That of a trial's process, in which Ray has restricted the GPUs."""
+        """Return the environment of a trial's process, with the GPUs that Ray assigned to this one."""
         kept = {*self.variables, "CUDA_VISIBLE_DEVICES"} - {"RAY_ADDRESS"}  # parallel.address says it
         return {name: value for name, value in os.environ.items() if name in kept}
 
 
 class Assignment(Frozen):
-    """One trial, completely described; its process reads it from its standard input."""
+    """Complete description of a trial, which its process reads from standard input."""
 
     job: TrialJob
     number: int
     values: Mapping[str, Any]
     config_hash: str = ""
-    """Of the experiment as the sweep has read it: the file may change meanwhile."""
+    """Hash of the experiment as the sweep read it; the file may have changed since."""
 
 
 def folder_name(number: int) -> str:
-    """Name of a trial's folder inside the sweep's."""
+    """Return the name of a trial's folder inside the sweep's."""
     return f"trial-{number:03}"

@@ -1,6 +1,6 @@
-"""The results of a sweep's trials in the tracking store: what their own processes couldn't send is sent at the end.
+"""Delivery of trials' results to the tracking store at the end of a sweep, as far as their processes didn't send them.
 
-On a busy machine a trial gives up after a minute, and one that is stopped early may be killed while it sends.
+On a busy machine a trial gives up after a minute; a trial that is stopped early may be killed while it sends.
 """
 
 import time
@@ -20,13 +20,13 @@ _LOOK_S = 0.1
 
 
 def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: Callable[[str], None]) -> None:
-    """Send what is missing, trial after trial, until the store doesn't take it.
+    """Send the missing results, trial by trial, until the store refuses some.
 
     Args:
         sweep: the sweep's folder.
         patience_s: seconds to wait for trials that are ending.
-        tell: told what is done.
-        warn: told of trouble.
+        tell: gets progress messages.
+        warn: gets warnings.
     """
     _wait(sweep, patience_s=patience_s, tell=tell)
     waiting = [folder for folder in undelivered(sweep) if not journal.is_open(folder / journal.FILE_NAME)]
@@ -49,7 +49,7 @@ def undelivered(sweep: Path) -> Iterator[Path]:
 
 
 def missing(sweep: Path) -> str:
-    """Name the trials whose results the tracking store lacks, and the command that sends them; empty if it has all."""
+    """Return a sentence on trials whose results the tracking store lacks; empty if it has all."""
     folders = list(undelivered(sweep))
     if not folders:
         return ""

@@ -1,4 +1,4 @@
-"""What the journals of a sweep's trials say: nothing else is needed to know how far it is."""
+"""State and evaluations of a sweep's trials, read from their journals only."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _TOLD = (b'"metrics"', b'"started"')
 
 
 class Evaluation(NamedTuple):
-    """One value of the sweep's metric."""
+    """Value of the sweep's metric in one evaluation of a trial."""
 
     epoch: int
     """Epochs done."""
@@ -22,16 +22,16 @@ class Evaluation(NamedTuple):
     value: float
 
     def as_score(self, *, minimizes: bool) -> float:
-        """The value, or the worst there is if it is NaN: a training that has diverged."""
+        """Return the value, or the worst possible score if it is NaN."""
         return self.value if not math.isnan(self.value) else math.inf if minimizes else -math.inf
 
 
 class Unmeasurable(Exception):
-    """The training has no validation set, and so no metric that a sweep could go by."""
+    """The training has no validation set, so a sweep has no metric to compare."""
 
 
 class Follower:
-    """Reads the evaluations of a trial as they are written.
+    """Reader of a trial's evaluations while its journal is written.
 
     Args:
         folder: the trial's.
@@ -40,13 +40,13 @@ class Follower:
 
     def __init__(self, folder: Path, *, metric: str) -> None:
         self.epochs = 0
-        """Of the whole training; 0 until it is known."""
+        """Epochs of the whole training; 0 until known."""
         self._path = folder / journal.FILE_NAME
         self._metric = metric
         self._read = 0
 
     def evaluations(self) -> Iterator[Evaluation]:
-        """Those that have been written since the last call.
+        """Yield the evaluations written since the last call.
 
         Raises:
             Unmeasurable: there will never be one.
@@ -75,7 +75,7 @@ class Follower:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a trial's journal says what was to be run: else it begins from the beginning."""
+    """Return True if a trial's journal has its first event, so that it can be resumed."""
     path = folder / journal.FILE_NAME
     return path.is_file() and isinstance(next(iter(journal.read(path)), None), RunOpened)
 
@@ -88,7 +88,7 @@ def model_of(folder: Path) -> ModelSaved | None:
 
 
 def state_of(folder: Path) -> tuple[State, str]:
-    """How a trial stands, and why."""
+    """Return the state of a trial, and the reason for it."""
     if not has_begun(folder):
         return "not begun", ""
     if journal.is_open(folder / journal.FILE_NAME):

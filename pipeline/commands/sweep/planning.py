@@ -1,4 +1,4 @@
-"""What a sweep will do: which trials, each with how many cores, and how many of them side by side."""
+"""Plan of a sweep: its trials, the cores of each, and how many run concurrently."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,31 +21,31 @@ _CPUS, _LOG_MODEL = "parallel.cpus_per_worker", "tracking.log_model"
 
 
 class SweepPlan(Frozen):
-    """A sweep, decided."""
+    """Plan of a sweep."""
 
     sweep: Sweep
     direction: Direction
-    """Of the sweep's metric: which values are good."""
+    """Direction in which the sweep's metric improves."""
     trial: Trial
-    """Each of them, but for its values."""
+    """Trial without its values."""
     common: Mapping[str, Any]
-    """Values that all trials have besides the file's, by dotted key."""
+    """Values by dotted key that all trials have in addition to the file's."""
     concurrent: int
-    """Trials that run at the same time."""
+    """Number of concurrent trials."""
     seed: int
     suggestions: tuple[Suggestion, ...]
-    """The trials in order, as far as they are decided: with Optuna, none."""
+    """Trials in order, as far as they are known; empty with Optuna."""
     epochs: int
-    """The most that a trial has."""
+    """Largest number of epochs of a trial."""
     logs_models: bool
-    """Whether each trial's model goes to the tracking store, as ``tracking.log_model: true`` in the file says; left
-    out, the best one's does."""
+    """True if each trial's model goes to the tracking store, as ``tracking.log_model: true`` in the file asks; else
+    only the best trial's model does."""
     plan: Plan
-    """For the run's folder and the tracking store."""
+    """Plan for the run's folder and the tracking store."""
 
     @property
     def resources(self) -> dict[str, float]:
-        """What a trial occupies of this machine; nothing if a cluster's nodes have its workers."""
+        """Resources of this machine that a trial needs; none if its workers run on a cluster."""
         if "parallel.address" in self.common:
             return {"node:__internal_head__": 1e-4}  # Ray wants something to be asked for
         trial = self.trial
@@ -82,10 +82,10 @@ def make(file: ExperimentFile) -> SweepPlan:
 
 
 def sweep_of(file: ExperimentFile) -> Sweep:
-    """The section of the file.
+    """Return the section ``sweep`` of the file.
 
     Raises:
-        ExperimentError: there is none.
+        ExperimentError: it is missing.
     """
     if file.experiment.sweep is None:
         example = "sweep: {parameters: {optimizer.lr: {log_uniform: [1e-4, 1e-1]}}, trials: 8}"
@@ -97,7 +97,7 @@ def sweep_of(file: ExperimentFile) -> Sweep:
 
 
 def identified(file: ExperimentFile, suggestion: Suggestion, *, common: Mapping[str, Any]) -> tuple[Suggestion, str]:
-    """A suggestion with what is wrong with its values together, if anything is, and the hash of its experiment."""
+    """Return a suggestion, with the problem of its values if there is one, and the hash of its experiment."""
     try:
         return suggestion, config_hash(file.varied({**common, **suggestion.values}).experiment)
     except ExperimentError as error:
@@ -106,7 +106,7 @@ def identified(file: ExperimentFile, suggestion: Suggestion, *, common: Mapping[
 
 
 def describe(plan: SweepPlan) -> str:
-    """The plan in words."""
+    """Describe a plan in lines."""
     trial, sweep = plan.trial, plan.sweep
     lines = [
         f"sweep        {_count(sweep)}, by {sweep.metric}, {_good(plan.direction)}",
@@ -122,7 +122,7 @@ def describe(plan: SweepPlan) -> str:
 
 
 def in_a_line(file: ExperimentFile, *, allowed: tuple[str, ...]) -> str:
-    """What ``pipeline check`` says of a sweep; on a cluster only the cluster knows how many fit side by side."""
+    """Describe a sweep in a line for ``pipeline check``, without the number of concurrent trials."""
     sweep = sweep_of(file)
     keys = ", ".join(f"{key} ({parameter})" for key, parameter in sweep.parameters.items())
     direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
@@ -134,7 +134,7 @@ def _good(direction: Direction) -> str:
 
 
 def _address(file: ExperimentFile) -> str | None:
-    """Of the cluster that workers are placed on."""
+    """Return the address of the cluster that runs the workers; None if it is this machine."""
     if file.experiment.parallel.launcher != "ray":
         return None
     from pipeline.cluster.join import cluster_address
@@ -143,10 +143,9 @@ def _address(file: ExperimentFile) -> str | None:
 
 
 def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str, ...]) -> tuple[int, int]:
-    """Trials at the same time, and cores for each of their workers.
+    """Return the number of concurrent trials, and the cores of each of their workers.
 
-    With few cores each, more trials are done in the same time than with many one after the other; cores that would be
-    idle are dealt out.
+    Many concurrent trials with few cores finish earlier than consecutive trials with many; idle cores are distributed.
     """
     sweep, parallel = sweep_of(file), file.experiment.parallel
     least = file.varied({_CPUS: parallel.cpus_per_worker or 1}).experiment
@@ -163,7 +162,7 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
 
 
 def _fit(trial: Trial, resources: Resources) -> int:
-    """How many of these trials fit side by side; at least one does, as `make_plan` has found."""
+    """Return how many of these trials fit at the same time; `make_plan` has checked that one does."""
     workers = resources.cpus // resources.nodes // trial.cpus_per_worker * resources.nodes
     if trial.devices_per_worker:
         workers = min(workers, len(resources.gpus) // trial.devices_per_worker)

@@ -1,4 +1,4 @@
-"""The processes of the trials that run, all of them descendants of the sweep's own."""
+"""Processes of running trials, found among the descendants of the sweep's process."""
 
 import time
 from collections.abc import Callable
@@ -14,16 +14,16 @@ _LOOK_S = 0.1
 
 
 def running() -> list[psutil.Process]:
-    """Those that haven't ended."""
+    """Return the trials' processes that haven't ended."""
     return [each for each in psutil.Process().children(recursive=True) if _is_member(each)]
 
 
 def stop(*, grace_s: float, tell: Callable[[str], None]) -> None:
-    """Have all trials write a checkpoint and end; kill them if they take longer than ``grace_s``, or at Ctrl-C.
+    """Ask all trials to save and end; kill them after ``grace_s``, or at Ctrl-C.
 
     Args:
-        grace_s: seconds that they have.
-        tell: told what is waited for.
+        grace_s: seconds that trials have to save.
+        tell: gets progress messages.
     """
     asked: set[int] = set()
     deadline = time.monotonic() + grace_s + _AFTER_GRACE_S

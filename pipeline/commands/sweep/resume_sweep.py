@@ -1,4 +1,4 @@
-"""The sweep that is to go on."""
+"""Sweep to resume with ``--resume``."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ _MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "meas
 
 
 def find(file: ExperimentFile, plan: SweepPlan, resume: str) -> Path:
-    """The folder of the sweep that is meant by `LATEST`, an id, or a folder.
+    """Find the folder of the sweep named by `LATEST`, an id, or a folder.
 
     Raises:
         UsageError: there is no such sweep, it is going on, or nothing is left to do.
@@ -42,10 +42,10 @@ def find(file: ExperimentFile, plan: SweepPlan, resume: str) -> Path:
 
 
 def _check_same(file: ExperimentFile, state: RunState) -> None:
-    """Trials of one sweep differ in nothing but their values.
+    """Check that the resumed trials will differ from earlier ones in their values only.
 
     Raises:
-        ExperimentError: they would.
+        ExperimentError: the experiment has changed.
     """
     now, then = flatten(shown(file.experiment)), flatten(_relocated(state.experiment, file.experiment))
     changed = [key for key in now | then if now.get(key) != then.get(key) and not key.startswith(_MAY_CHANGE)]

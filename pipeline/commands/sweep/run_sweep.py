@@ -1,4 +1,4 @@
-"""The whole story of ``pipeline sweep``: plan, search, and which trial is best."""
+"""``pipeline sweep``: plan, search, and report the best trial."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ def sweep(
     terminal: Terminal,
     show: Callable[[SweptReport], None],
 ) -> None:
-    """Train an experiment with other values, side by side, and find the best; what is known is reported in any case.
+    """Train an experiment with several values concurrently and report the best, also after an interruption.
 
     Args:
         file: the experiment.
@@ -66,10 +66,10 @@ def sweep(
 
 
 def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
-    """Run the trials that are left.
+    """Run the remaining trials.
 
     Raises:
-        KeyboardInterrupt: after the running ones have ended, with a checkpoint.
+        KeyboardInterrupt: after running trials have saved and ended.
     """
     from pipeline.commands.sweep.tuner import Halt, search
     from pipeline.launchers._ray.local import LocalRayRequest, started
@@ -117,7 +117,7 @@ def _job(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str]) -
 
 
 def _check(swept: Swept) -> None:
-    """Raise if nothing has come out of the sweep.
+    """Check that a trial has succeeded.
 
     Raises:
         TrainingError: all trials failed.
@@ -128,7 +128,7 @@ def _check(swept: Swept) -> None:
 
 
 class SweepDisplay:
-    """Tells how far a sweep is, and the tracking store the best value so far."""
+    """Progress of a sweep in the terminal, and its best value so far in the tracking store."""
 
     def __init__(self, plan: SweepPlan, invocation: Invocation) -> None:
         self._plan = plan
@@ -137,10 +137,10 @@ class SweepDisplay:
         self._ended = 0
         self._best: float | None = None
         self._over: set[int] = set()
-        """Trials that had ended in an earlier session; nothing is new about them."""
+        """Trials that had ended in an earlier session."""
 
     def tell(self, message: str) -> None:
-        """Say something on a line of its own."""
+        """Print a message on its own line."""
         write(self._terminal.progress, message)
 
     def began(self, suggestion: Suggestion) -> None:
@@ -171,7 +171,7 @@ class SweepDisplay:
             self._note(found.value)
 
     def _note(self, value: float) -> None:
-        """The best value so far, by the number of trials that have ended."""
+        """Record the best value so far, by the number of trials that have ended."""
         metric, better = self._plan.sweep.metric, min if self._plan.direction == "min" else max
         self._best = value if self._best is None else better(self._best, value)
         self._invocation.log({metric: self._best}, step=self._ended, epoch=self._ended)

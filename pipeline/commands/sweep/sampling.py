@@ -1,4 +1,4 @@
-"""Which values each trial of a sweep has: a pure function of the sweep's seed, the number of the draw, and the key."""
+"""Values of each trial of a sweep: a pure function of the sweep's seed, the number of the draw, and the key."""
 
 import itertools
 import math
@@ -13,9 +13,9 @@ _DIGITS = 4
 
 
 def draws(sweep: Sweep, *, seed: int) -> Iterator[dict[str, Any]]:
-    """The values of all trials in order: of each draw, all combinations of the grids, the last one changing first.
+    """Yield the values of all trials: for each draw, all combinations of the grids, the last grid varying fastest.
 
-    More trials in the file add some at the end, and change none before.
+    A larger ``sweep.trials`` appends trials without changing earlier ones.
     """
     grids = sweep.grids
     for draw in range(sweep.trials):
@@ -26,7 +26,7 @@ def draws(sweep: Sweep, *, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def rounded(parameter: Parameter, value: Any) -> Any:
-    """A number with a fraction to four significant digits, so that people can read it, and inside its range."""
+    """Round a fractional number to four significant digits, within its range."""
     ends = parameter.uniform or parameter.log_uniform
     if ends is None:
         return value
@@ -34,7 +34,7 @@ def rounded(parameter: Parameter, value: Any) -> Any:
 
 
 def titled(number: int, values: Mapping[str, Any]) -> str:
-    """A trial as people see it, e.g. "trial 3: optimizer.lr=0.01, model.width=64"."""
+    """Return the title of a trial, e.g. "trial 3: optimizer.lr=0.01, model.width=64"."""
     return f"trial {number}: {', '.join(override(key, value) for key, value in values.items())}"
 
 

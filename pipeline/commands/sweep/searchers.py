@@ -1,4 +1,4 @@
-"""Ray Tune's searchers for a sweep: one that reads the list that was drawn, and Optuna's."""
+"""Ray Tune searchers for a sweep: a list of drawn values, and Optuna."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,24 +13,24 @@ from pipeline.config.values import Direction
 from pipeline.errors import ResourceError
 
 Complete = Callable[[Suggestion], tuple[Suggestion, str]]
-"""Adds why a suggestion can't be trained, if it can't, and the hash of its experiment."""
+"""Function that adds why a suggestion can't be trained, and returns the hash of its experiment."""
 
 
 class _Forgetful(Searcher):  # type: ignore[misc]  # Ray has no types
-    """Tune writes down all that it has, and needs nothing of it: the journals are what a sweep goes on from."""
+    """Searcher without saved state: sweeps resume from journals, not from Tune's files."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing."""
+        """Save nothing."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Never called."""
+        """Restore nothing; never called."""
 
 
 class Listed(_Forgetful):
-    """Trials that were decided before."""
+    """Searcher over a list of suggestions."""
 
     def __init__(self, suggestions: Sequence[Suggestion], complete: Complete, *, metric: str, mode: str) -> None:
         super().__init__(metric=metric, mode=mode)
@@ -38,15 +38,15 @@ class Listed(_Forgetful):
         self._complete = complete
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
-        """The next one."""
+        """Return the next suggestion."""
         return _config(self._complete, self._waiting.pop(0)) if self._waiting else Searcher.FINISHED
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Nothing is learned from it."""
+        """Ignore the result."""
 
 
 class Learning(_Forgetful):
-    """Optuna's, through Ray Tune's own `OptunaSearch`; trials that have begun in an earlier session come first.
+    """Optuna searcher over Ray Tune's `OptunaSearch`; trials of an earlier session come first.
 
     Args:
         sweep: what is searched.
@@ -86,7 +86,7 @@ class Learning(_Forgetful):
         )
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
-        """What Optuna makes of the trials so far."""
+        """Return Optuna's suggestion after the trials so far."""
         point = self._inner.suggest(trial_id)
         self._number += 1
         known = self._begun[self._number - 1] if self._number <= len(self._begun) else None
@@ -94,11 +94,11 @@ class Learning(_Forgetful):
         return _config(self._complete, Suggestion(number=self._number, values=values))
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Hand it on."""
+        """Pass the result on to Optuna."""
         self._inner.on_trial_result(trial_id, result)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Hand it on."""
+        """Pass the result on to Optuna."""
         self._inner.on_trial_complete(trial_id, result, error)
 
     def _as_value(self, key: str, drawn: Any) -> Any:
@@ -114,7 +114,7 @@ class Learning(_Forgetful):
 
 
 def check_installed() -> None:
-    """Tell what to install where it isn't.
+    """Check that Optuna is installed.
 
     Raises:
         ResourceError: Optuna is not installed.
@@ -149,7 +149,7 @@ def _distribution(parameter: Parameter) -> Any:
 
 
 def _name(index: int) -> str:
-    """Of a parameter in Optuna: Ray takes keys with a slash apart."""
+    """Return a parameter's name for Optuna; Ray splits keys at slashes."""
     return f"p{index}"
 
 

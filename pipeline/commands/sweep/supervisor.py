@@ -1,4 +1,4 @@
-"""What Ray Tune knows as a trial: an actor that starts the trial's process and hands on what its journal says."""
+"""Ray Tune trainable of a trial: starts the trial's process and reports the evaluations in its journal."""
 
 import subprocess
 import sys
@@ -16,18 +16,18 @@ from pipeline.recording import journal
 
 EPOCH, SUGGESTION = "epoch", "suggestion"
 OUTPUT_NAME = "output.txt"
-"""What a trial's process prints: next to nothing, unless it breaks."""
+"""Name of the file with the output of a trial's process, which is short unless it fails."""
 _LOOK_S = 0.1
 
 
 class TrialFailed(Exception):
-    """A trial's process ended badly; the message is the user's."""
+    """Failure of a trial's process, with a message for the user."""
 
 
 class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
-    """Starts a trial, reports each of its evaluations to Ray Tune, and stops it when Tune wants it to.
+    """Actor that starts a trial, reports its evaluations to Ray Tune, and stops it when Tune asks for it.
 
-    A trial that has ended in an earlier session of the sweep is not trained again: what its journal says is reported.
+    A trial that ended in an earlier session is not trained again; the evaluations in its journal are reported.
     """
 
     def setup(self, config: dict[str, Any], job: str, direction: str) -> None:
@@ -42,7 +42,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         self._told = self._evaluations()
 
     def step(self) -> dict[str, Any]:
-        """The next evaluation; the last one again, as the end, when the trial has ended.
+        """Return the next evaluation; after the end of the trial the last evaluation again, marked as done.
 
         Raises:
             TrialFailed: the trial failed.
@@ -56,7 +56,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         return {EPOCH: self._last.epoch, self._job.metric: score, "done": evaluation is None}
 
     def cleanup(self) -> None:
-        """Stop the trial, if it is still running: Tune has decided so."""
+        """Stop the trial if it is still running."""
         if self._process is None or self._process.poll() is not None:
             return
         epoch, suggestion = self._last.epoch if self._last else 0, self._suggestion
@@ -64,7 +64,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         self._stop(f"{STOPPED_EARLY} after epoch {epoch}")
 
     def _evaluations(self) -> Iterator[Evaluation]:
-        """Those there are already, then those to come."""
+        """Yield the evaluations in the journal, then new evaluations as they are written."""
         follower = Follower(self._folder, metric=self._job.metric)
         if self._suggestion.problem:
             raise self._failed(self._suggestion.problem)
@@ -83,7 +83,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         self._check(self._process.returncode)
 
     def _has_ended(self) -> bool:
-        """Whether there is nothing left to train; waits for the process of an earlier session that is ending."""
+        """Return True if nothing is left to train, after the process of an earlier session has ended."""
         path = self._folder / journal.FILE_NAME
         deadline = time.monotonic() + self._job.grace_s + AFTER_GRACE_S
         while path.is_file() and journal.is_open(path):
@@ -130,7 +130,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         raise self._failed(message or _tail(self._folder / OUTPUT_NAME) or f"its process ended with exit code {code}")
 
     def _failed(self, message: str) -> TrialFailed:
-        """The failure, also noted where a later session and the table find it."""
+        """Return the failure, and record it for later sessions and the report."""
         suggestion = self._suggestion
         Record(number=suggestion.number, values=suggestion.values, failure=message).keep(self._folder)
         return TrialFailed(message)
@@ -146,7 +146,7 @@ def _write(pipe: IO[bytes] | None, line: str) -> None:
 
 
 def _tail(path: Path) -> str:
-    """The last line of a text that says something."""
+    """Return the last line of a file that isn't empty."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

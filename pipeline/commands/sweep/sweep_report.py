@@ -1,4 +1,4 @@
-"""What has become of a sweep's trials, and the report of it: terminal, files, tracking store."""
+"""Report of a sweep: the state of its trials, in the terminal, in files, in the tracking store."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptR
 
 
 def trial(sweep: Path, suggestion: Suggestion, *, metric: str) -> SweptTrial:
-    """What has become of one trial, by its folder inside the sweep's."""
+    """Return the state and the last evaluation of a trial."""
     folder = sweep / folder_name(suggestion.number)
     state, message = state_of(folder)
     record = Record.read(folder)
@@ -44,7 +44,7 @@ def trial(sweep: Path, suggestion: Suggestion, *, metric: str) -> SweptTrial:
 
 
 def _last_evaluation(folder: Path, *, metric: str, limit: int | None) -> Evaluation | None:
-    """Find the evaluation that a trial counts by: of one that was stopped early, the one that it was stopped for.
+    """Return the evaluation that counts for a trial: the last, or the one that it was stopped for.
 
     Args:
         folder: the trial's.
@@ -56,7 +56,7 @@ def _last_evaluation(folder: Path, *, metric: str, limit: int | None) -> Evaluat
 
 
 def records(sweep: Path) -> Iterator[Record]:
-    """Of the trials that have begun, from the first one on."""
+    """Yield the records of the trials that have started, by number."""
     number = 1
     while (record := Record.read(sweep / folder_name(number))) is not None:
         yield record
@@ -78,9 +78,9 @@ def report(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str])
 
 
 def best_of(trials: Sequence[SweptTrial], direction: Direction) -> SweptTrial | None:
-    """The best of those that were trained to their end: one that was stopped early was worse than another.
+    """Return the best of the trials that were trained to their end, the first of equal ones; None if there is none.
 
-    Of equal ones the first.
+    Trials that were stopped early were worse than another trial.
     """
     values = {one.number: one.value for one in trials if one.state == "finished" and one.value is not None}
     whole = [one for one in trials if not math.isnan(values.get(one.number, math.nan))]
@@ -107,7 +107,7 @@ def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Se
 
 
 def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Trains the best one again; the words are quoted for a shell."""
+    """Return the command that trains the best trial again, quoted for a shell."""
     given = [word for word in overrides if not word.startswith(("sweep.", "sweep="))]
     given = [word for word in given if word.partition("=")[0] not in best.values]
     words = [*given, *(override(key, value) for key, value in best.values.items())]
@@ -115,7 +115,7 @@ def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]
 
 
 def _model_of_best(swept: Swept, folder: Path, *, plan: SweepPlan) -> ModelSaved | None:
-    """Find the model that the sweep sends to the store: none if each trial sends its own, or none is to be sent."""
+    """Return the best trial's model to send to the store; None if trials send theirs, or none is to be sent."""
     best = swept.trial(swept.best)
     if best is None or plan.logs_models or not plan.plan.experiment.tracking.log_model:
         return None
@@ -124,7 +124,7 @@ def _model_of_best(swept: Swept, folder: Path, *, plan: SweepPlan) -> ModelSaved
 
 
 def _tags(swept: Swept) -> Iterator[Tagged]:
-    """What the tracking store is to say of the sweep and its trials, in place of what an earlier session has said."""
+    """Yield tags of the sweep and its trials, which replace those of an earlier session."""
     now = time.time()
     for one in swept.trials:
         if one.state == "finished":

@@ -1,7 +1,7 @@
-"""The process of one trial: ``pipeline run`` with the trial's values, which ends when whoever started it does.
+"""Process of a trial: ``pipeline run`` with the trial's values; it ends with the process that started it.
 
-It reads its assignment from the first line of its standard input. Another line there says why it is to stop early;
-the end of it, that nobody is left who waits for it. In both cases it writes a checkpoint first.
+The first line of standard input is its assignment. A second line is the reason to stop early; the end of the input
+means that the parent process is gone. In both cases it saves a checkpoint first.
 """
 
 import os
@@ -18,20 +18,20 @@ from pipeline.system.imports import importable, undisturbed
 
 
 class _Lifeline:
-    """Standard input as the wish of whoever started this process."""
+    """Standard input, which carries the assignment and stop requests."""
 
     def __init__(self) -> None:
         self.reason = ""
-        """Why this trial is to stop early; empty if it isn't."""
+        """Reason to stop early; empty without a request."""
         # Unbuffered: a thread that waits in sys.stdin would hold a lock that Python needs to end.
         self._stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - open as long as the process
 
     def assignment(self) -> Assignment:
-        """What is to be trained."""
+        """Read the assignment."""
         return Assignment.model_validate_json(self._stdin.readline())
 
     def watch(self) -> None:
-        """Ask this process to stop as soon as a line comes, or the end. In a thread."""
+        """Start a thread that stops this process at the next line or the end of the input."""
         threading.Thread(target=self._wait, name="lifeline", daemon=True).start()
 
     def _wait(self) -> None:
@@ -40,7 +40,7 @@ class _Lifeline:
 
 
 def main() -> NoReturn:
-    """Run the trial; the exit code is that of ``pipeline run``."""
+    """Run the trial; exit with the code of ``pipeline run``."""
     signal.signal(signal.SIGTERM, _terminate)
     lifeline = _Lifeline()
     assignment = lifeline.assignment()
@@ -57,7 +57,7 @@ def main() -> NoReturn:
 
 
 def train(assignment: Assignment, lifeline: _Lifeline) -> None:
-    """The trial's run, gone on with if it was begun before."""
+    """Run the trial, resumed if it was started before."""
     with undisturbed():
         from pipeline.commands import run
     from pipeline.commands.sweep.journals import has_begun

@@ -1,4 +1,4 @@
-"""Ray Tune for one sweep: which trial is next, how many run side by side, which one is stopped early."""
+"""Ray Tune run of a sweep: which trial is next, how many run concurrently, which are stopped early."""
 
 import threading
 from tempfile import TemporaryDirectory
@@ -24,42 +24,42 @@ _SETTINGS = {
 
 
 class Watcher(Protocol):
-    """Hears of the trials, in the thread that Ray Tune runs in."""
+    """Listener to the trials, called in the thread that Ray Tune runs in."""
 
     def began(self, suggestion: Suggestion) -> None:
-        """A trial is about to begin, or to be looked at again if it has ended in an earlier session."""
+        """Note that a trial starts, or that it has ended in an earlier session."""
 
     def evaluated(self, suggestion: Suggestion, *, epoch: int, value: float) -> None:
-        """A trial has been evaluated."""
+        """Note an evaluation of a trial."""
 
     def ended(self, suggestion: Suggestion) -> None:
-        """A trial has ended, well or badly."""
+        """Note the end of a trial, failed or not."""
 
 
 class Halt:
-    """Makes Ray Tune stand still when a sweep is interrupted: it would begin other trials, and stop these early."""
+    """Block on Ray Tune's thread when a sweep is interrupted, so that it starts no trial and stops none early."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
         self._over = threading.Event()
 
     def ask(self) -> None:
-        """Do nothing more."""
+        """Ask the thread to block."""
         self._asked.set()
 
     def end(self) -> None:
-        """Ray is gone: end the thread."""
+        """End the thread, after Ray has ended."""
         self._over.set()
 
     def obey(self) -> None:
-        """Called by Tune's thread again and again."""
+        """Block if asked to; called by Tune's thread repeatedly."""
         if self._asked.is_set():
             self._over.wait()
             raise SystemExit  # ends a thread without a word
 
 
 class _Callback(tune.Callback):  # type: ignore[misc]  # Ray has no types
-    """Hands on what happens, without Ray's words for it."""
+    """Tune callback that passes events on to a `Watcher`."""
 
     def __init__(self, watcher: Watcher, halt: Halt, *, metric: str) -> None:
         self._watcher = watcher
@@ -67,31 +67,31 @@ class _Callback(tune.Callback):  # type: ignore[misc]  # Ray has no types
         self._metric = metric
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tune writes down all that it has; the journals are what a sweep goes on from."""
+        """Save nothing: sweeps resume from journals, not from Tune's files."""
         return {}
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Stand still if asked to."""
+        """Block if asked to."""
         self._halt.obey()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """As the name says."""
+        """Pass the start on."""
         self._watcher.began(_suggestion(trial))
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        """As the name says; the last result comes twice."""
+        """Pass an evaluation on; Tune reports the last one twice."""
         self._halt.obey()
         if trial.last_result.get(EPOCH) != result[EPOCH]:
             self._watcher.evaluated(_suggestion(trial), epoch=result[EPOCH], value=result[self._metric])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """As the name says."""
+        """Pass the end on."""
         self._watcher.ended(_suggestion(trial))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """As the name says."""
+        """Pass the end on."""
         self._watcher.ended(_suggestion(trial))
 
 
@@ -99,11 +99,11 @@ def search(plan: SweepPlan, searcher: Searcher, *, job: TrialJob, watcher: Watch
     """Run all trials of a sweep, with a local Ray connected.
 
     Args:
-        plan: of the sweep.
-        searcher: says what the trials are.
-        job: what they have in common.
-        watcher: hears of them.
-        halt: asked to stand still if this ends with an exception.
+        plan: the sweep's plan.
+        searcher: suggests the trials' values.
+        job: settings shared by the trials.
+        watcher: gets the trials' events.
+        halt: asked to block if this ends with an exception.
     """
     sweep = plan.sweep
     supervisor = tune.with_parameters(Supervisor, job=job.model_dump_json(), direction=plan.direction)
@@ -131,7 +131,7 @@ def search(plan: SweepPlan, searcher: Searcher, *, job: TrialJob, watcher: Watch
 
 
 def _fit(tuner: tune.Tuner, halt: Halt) -> None:
-    """Run the tuner in a thread: in the main one Ray would take Ctrl-C for itself."""
+    """Run the tuner in a thread; in the main thread Ray would handle Ctrl-C itself."""
     errors: list[BaseException] = []
 
     def fit() -> None:

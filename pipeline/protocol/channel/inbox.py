@@ -1,4 +1,4 @@
-"""The driver's end of the channel."""
+"""Driver side of the channel."""
 
 import secrets
 import socket
@@ -22,7 +22,7 @@ _INTERRUPTED_S = 2.0
 
 
 class Inbox:
-    """The driver's end: hands on every event, writes every file into the run's folder."""
+    """Driver side of the channel: passes on every event, writes every file into the run's folder."""
 
     def __init__(self, *, host: str, receive: Receive, folder: Path) -> None:
         self._receive = receive
@@ -42,7 +42,7 @@ class Inbox:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Wait for what is still on its way, then stop listening. After Ctrl-C, Ray's workers may still be at it."""
+        """Wait for messages in transit, then stop listening. After Ctrl-C, Ray's workers may still send some."""
         since = time.monotonic()
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         while busy := [reader for reader in self._readers if reader.is_alive()]:
@@ -58,7 +58,7 @@ class Inbox:
         self._listener.close()
 
     def ask_to_stop(self) -> None:
-        """Ask all workers to stop, those that haven't connected yet as soon as they do."""
+        """Ask all workers to stop; those that connect later are asked then."""
         self._stop_asked = True
         for connection in tuple(self._connections):
             with suppress(OSError, ValueError):  # it has ended by itself
@@ -91,7 +91,7 @@ class Inbox:
                     self._store(arriving, name=message[1:].decode())
 
     def _store(self, arriving: Iterator[bytes], *, name: str) -> None:
-        """Write the file that follows, or read over it if it can't be written: the worker goes on either way."""
+        """Write the file that follows; skip it if it can't be written, so that the worker can continue."""
         path = inside(self._folder, name)
         partial = path.with_name(path.name + ".partial")
         content = _until_end(arriving)
@@ -111,12 +111,12 @@ class Inbox:
 
 
 def not_kept(name: str, error: OSError) -> Warned:
-    """A file of a worker can't be written into the run's folder."""
+    """Return the warning that a worker's file can't be written into the run's folder."""
     return Warned(time=time.time(), message=f"{name} can't be kept: {error.strerror or error}")
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file in a folder, whose parent exists afterwards.
+    """Return the path of a file in a folder, and create its parent.
 
     Raises:
         ValueError: the name leads out of the folder.
@@ -129,7 +129,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _until_end(arriving: Iterator[bytes]) -> Iterator[bytes]:
-    """The chunks of one file.
+    """Yield the chunks of one file.
 
     Raises:
         EOFError: the worker ended before the file did.

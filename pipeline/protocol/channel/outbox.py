@@ -1,4 +1,4 @@
-"""A worker's end of the channel."""
+"""Worker side of the channel."""
 
 import os
 import queue
@@ -18,9 +18,9 @@ _CHUNK_BYTES = 2**22
 
 
 class ChannelOutbox:
-    """A worker's end. Sending happens in a thread of its own, so that training doesn't wait for the network.
+    """Worker side of the channel. A thread sends, so that training doesn't wait for the network.
 
-    A worker whose driver is gone ends itself: it would train for nobody and hold its devices.
+    A worker whose driver is gone ends itself, since it would only occupy its devices.
     """
 
     def __init__(self, address: Address) -> None:
@@ -34,19 +34,19 @@ class ChannelOutbox:
         self._watcher.start()
 
     def event(self, event: AnyEvent) -> None:
-        """Send an event; returns at once."""
+        """Send an event without waiting."""
         message = EVENT + event_to_json(event)
         self._queue.put(lambda: self._connection.send_bytes(message))
 
     def file(self, path: Path, name: str) -> None:
-        """Send a file after all events so far; returns when it has been sent."""
+        """Send a file after all events so far, and wait until it is sent."""
         sent = threading.Event()
         with path.open("rb") as file:
             self._queue.put(lambda: self._send_file(file, name=name, sent=sent))
             sent.wait()
 
     def close(self) -> None:
-        """Send what is left and hang up; the driver has everything when it hangs up, too."""
+        """Send what is left and disconnect; wait until the driver has received everything."""
         self._closing = True
         self._queue.put(None)
         self._sender.join()

@@ -1,4 +1,4 @@
-"""What both ends of the channel know: where the driver listens, and what messages look like."""
+"""Format of the channel's messages, and the driver's address."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +13,7 @@ STOP = b"s"
 
 
 class Address(Frozen):
-    """Where the driver listens. ``key`` is a secret."""
+    """Address of the driver's inbox. ``key`` is a secret."""
 
     host: str
     port: int
@@ -21,7 +21,7 @@ class Address(Frozen):
 
 
 def messages(connection: "Connection[bytes, bytes]") -> Iterator[bytes]:
-    """All messages until the other end hangs up or dies; what the reader raises is not caught."""
+    """Yield all messages until the other side disconnects or dies."""
     with suppress(EOFError, OSError):
         while True:
             yield connection.recv_bytes()
