@@ -123,7 +123,7 @@ def _placed(trial: Trial, *, folder: Path, resume: bool, left_out: Mapping[str, 
 
 
 def _stays_left_out(steps: Sequence[int]) -> str:
-    return f"the batch of step {', '.join(map(str, steps))} stays left out, as since the rollback"
+    return f"the batch of step {', '.join(map(str, steps))} is left out, as since the rollback"
 
 
 def _as_started(plan: Plan) -> Plan:

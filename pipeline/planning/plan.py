@@ -68,7 +68,7 @@ def _notes(main: Trial, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
     if main.device == "cpu" and main.experiment.parallel.device == "auto":
         yield "no GPU here: workers compute on CPU"
     if main.workers < (most := main.experiment.parallel.workers):
-        yield f"room for {main.workers} of {most} workers now; parallel.workers lets others join later"
+        yield f"room for {main.workers} of {most} workers now; more can join later"
     if main.strategy == "dp" and main.replicas < 2:
         yield "dp with fewer than two GPUs is one replica: nothing runs in parallel"
     if main.strategy == "fsdp" and main.workers < 2:

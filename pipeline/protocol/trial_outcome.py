@@ -1,4 +1,4 @@
-"""Outcome of a launched trial: its result, or which rank is to blame when one fails and takes the others with it."""
+"""Outcome of a launched trial: its result, or the rank that failed first."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -36,7 +36,7 @@ def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: C
         try:
             if not sync(folder, warn=warn).delivered:
                 return
-        except PipelineError as error:  # a damaged journal, for instance: it says nothing about the others
+        except PipelineError as error:  # e.g. a damaged journal; other trials can still be sent
             warn(str(error))
 
 

@@ -196,7 +196,7 @@ def _asha(sweep: Sweep, *, epochs: int) -> str:
     while grace < epochs:
         rungs.append(str(grace))
         grace *= factor
-    return f"; ASHA: 1 in {factor} goes on after epoch {', '.join(rungs)} of {epochs}"
+    return f"; ASHA: 1 in {factor} continues after epoch {', '.join(rungs)} of {epochs}"
 
 
 def _device(trial: Trial) -> str:

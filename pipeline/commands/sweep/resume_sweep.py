@@ -19,7 +19,7 @@ def find(file: ExperimentFile, plan: SweepPlan, resume: str) -> Path:
     """Find the folder of the sweep named by `LATEST`, an id, or a folder.
 
     Raises:
-        UsageError: there is no such sweep, it is going on, or nothing is left to do.
+        UsageError: there is no such sweep, it is running, or nothing is left to do.
         ExperimentError: the experiment is another one now.
     """
     directory, name = Path(file.experiment.tracking.directory), file.experiment.name
@@ -28,11 +28,11 @@ def find(file: ExperimentFile, plan: SweepPlan, resume: str) -> Path:
         raise UsageError(f"--resume: {directory} has no sweep of {name}; start one without --resume")
     state = read_state(folder)
     if state.opened.tags.get("role") != "sweep":
-        raise UsageError(f"--resume: {folder} is no sweep; go on with it by pipeline run FILE --resume {folder.name}")
+        raise UsageError(f"--resume: {folder} is no sweep; resume it with pipeline run FILE --resume {folder.name}")
     if state.experiment.name != name:
         raise UsageError(f"--resume: {folder} is a sweep of {state.experiment.name}, not of {name}")
     if state.status == "RUNNING":
-        raise UsageError(f"--resume: {folder} is still going on in another process; wait for it, or stop it")
+        raise UsageError(f"--resume: {folder} is still running in another process; wait for it, or stop it")
     _check_same(file, state)
     numbers = range(1, plan.sweep.total + 1)
     if all(state_of(folder / folder_name(number))[0] in ("finished", "stopped early") for number in numbers):

@@ -149,7 +149,7 @@ class SweepDisplay:
         if found.state in ("finished", "stopped early"):
             self._over.add(suggestion.number)
             return
-        again = f", going on after epoch {found.epochs}" if found.epochs else ""
+        again = f", resumed after epoch {found.epochs}" if found.epochs else ""
         self.tell(f"{titled(suggestion.number, suggestion.values)}{again}")
 
     def evaluated(self, suggestion: Suggestion, *, epoch: int, value: float) -> None:

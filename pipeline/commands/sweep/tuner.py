@@ -18,7 +18,7 @@ _SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",  # the new one isn't silent at verbosity 0
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # results are in the trials' own runs
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
-    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # the journals are what a sweep goes on from
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # sweeps resume from journals
     "TUNE_WARN_THRESHOLD_S": "60",
 }
 
