@@ -49,7 +49,7 @@ def test_a_task_that_divides_by_something_else_must_say_so() -> None:
 @pytest.mark.parametrize(
     ("task", "what"),
     [
-        ("weighed.Sometimes", "for some batches and None for others; give it for all or none"),
+        ("weighed.Sometimes", "for some batches and None for others; return it for all or none"),
         ("weighed.Listed", r"a tensor of shape \(1,\) as StepOutput.weight; it must be a scalar tensor"),
     ],
 )
