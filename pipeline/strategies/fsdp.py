@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,7 +21,6 @@ from typing_extensions import override
 from pipeline.config.values import Section
 from pipeline.errors import ExperimentError
 from pipeline.strategies import base
-from pipeline.strategies._fsdp_exchange import Exchange
 from pipeline.strategies._fsdp_groups import choose, describe
 
 
@@ -82,7 +81,7 @@ class Strategy(base.Sharded):
             elif name in groups:
                 shard(module, mp_policy=low)
         shard(model, mp_policy=self._low_precision(output=torch.float32) if self.compute_dtype else full)
-        self._exchange = Exchange()
+        self._exchange = _Exchange()
         for module in _sharded(model):
             self._configure(module)
         model.register_forward_hook(_reshard)
@@ -129,12 +128,12 @@ class Strategy(base.Sharded):
                 raise
 
     @override
-    def full_state_dict(self, wrapped: nn.Module) -> Mapping[str, torch.Tensor]:
+    def full_state_dict(self, wrapped: nn.Module) -> Mapping[str, Tensor]:
         # The import takes more than a second, and is needed once, at the end.
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast(Mapping[str, torch.Tensor], get_model_state_dict(wrapped, options=options))
+        return cast(Mapping[str, Tensor], get_model_state_dict(wrapped, options=options))
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
@@ -155,3 +154,64 @@ def _reshard(model: nn.Module, *_: object) -> None:
     if not torch.is_grad_enabled():
         for module in _sharded(model):
             module.reshard()
+
+
+class _Exchange:
+    """Switch for communication; while it is off, copies of a rank's own shard stand in for the other ranks' shards.
+
+    Memory and copies stay the same, so a measured difference is communication alone.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.gather = _Gather(self)
+        self.scatter = _Scatter(self)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Return a context without communication, in which weights and gradients are meaningless."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+
+class _Operation:
+    """Interface of torch's AllGather and ReduceScatter."""
+
+    def __init__(self, exchange: _Exchange) -> None:
+        self._exchange = exchange
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate the memory of an operation."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Operation):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if self._exchange.is_on:
+            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+            return work
+        for rank, part in enumerate(output_tensor.chunk(group.size())):
+            if rank != group.rank():  # this rank's part is the input itself
+                part.copy_(input_tensor)
+        return None
+
+
+class _Scatter(_Operation):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if self._exchange.is_on:
+            work: dist.Work | None = dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+            return work
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+        return None
