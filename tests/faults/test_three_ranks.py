@@ -43,7 +43,9 @@ class Killer:
 
     def receive(self, event: AnyEvent) -> None:
         self._recorder.receive(event)
-        if self._moments and isinstance(event, Metrics) and event.step == self._moments[0]:
+        if (
+            self._moments and isinstance(event, Metrics) and event.step >= self._moments[0]
+        ):  # reports of short steps come together
             self._moments.pop(0)
             self._draw.choice(self._workers()).kill()
             injected("kills")
@@ -87,7 +89,7 @@ def series(events: list[AnyEvent], name: str) -> list[tuple[int, float]]:
 
 def test_killed_ranks_leave_no_trace(train: Callable[..., list[AnyEvent]], draw: random.Random) -> None:
     whole = train("whole")
-    killed = train("killed", *sorted(draw.sample(range(2, STEPS - 1), 2)), every=draw.randint(1, 3))
+    killed = train("killed", *sorted(draw.sample(range(6, STEPS - 1), 2)), every=draw.randint(1, 3))
 
     assert [step for step, _ in series(whole, "train/loss")] == list(range(1, STEPS + 1))
     assert sum(isinstance(event, Resumed) for event in killed) == 2
