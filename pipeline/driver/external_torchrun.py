@@ -2,8 +2,8 @@
 
 import sys
 from functools import partial
+from pathlib import Path
 
-from pipeline.launchers.base import NoOutbox
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import AnyEvent, Heartbeat
 from pipeline.protocol.trial import Training, Trial
@@ -11,7 +11,7 @@ from pipeline.system.imports import undisturbed
 from pipeline.system.signals import end_after, on_sigterm
 
 
-class _DriverlessOutbox(NoOutbox):
+class _DriverlessOutbox:
     """Outbox of a rank without a driver: handles stop requests and reports its own hangs."""
 
     def __init__(self) -> None:
@@ -29,6 +29,9 @@ class _DriverlessOutbox(NoOutbox):
             where = f"rank {event.rank.rank} on {event.rank.node}"
             sys.stderr.write(f"{where}: {event.stall}\nStack of rank {event.rank.rank}:\n{event.stack}")
             sys.stderr.flush()
+
+    def file(self, path: Path, name: str) -> None:
+        """Send nothing: rank 0 sends all files."""
 
     def ask_to_stop(self, trial: Trial) -> None:
         """Stop at SIGTERM: ``torchrun`` passes it on to all ranks, which agree on a step to stop at."""

@@ -67,18 +67,6 @@ class DirectOutbox:
             self._session.receive(not_kept(name, error))
 
 
-class NoOutbox:
-    """Outbox of a rank whose events only rank 0 reports."""
-
-    stop_asked = False
-
-    def event(self, event: AnyEvent) -> None:
-        """Drop the event."""
-
-    def file(self, path: Path, name: str) -> None:
-        """Drop the file."""
-
-
 class Attempt:
     """One launch of a trial: forwards its workers' events to the run, and keeps what its outcome consists of."""
 

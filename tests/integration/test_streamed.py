@@ -18,9 +18,8 @@ from pipeline import registry
 from pipeline.config.load import load
 from pipeline.config.project import allowed_packages
 from pipeline.errors import ExperimentError
-from pipeline.launchers._ray.ingest import Facts, Ingest
+from pipeline.launchers._ray.ingest import Facts, Ingest, stream_of
 from pipeline.launchers._ray.local import LocalRayRequest, started
-from pipeline.launchers._ray.rows import stream_of
 from pipeline.launchers.base import Session
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources

@@ -1,4 +1,4 @@
-"""Ray Data from the driver to the workers: built and counted here, cut into blocks, distributed to the ranks.
+"""Ray Data from the driver to the workers: built and counted, cut into blocks, distributed to the ranks.
 
 Every block but the last holds one rank's rows of a global batch. If the order is kept, Ray gives each block to the rank
 with the fewest rows, hence round robin: n successive blocks are a global batch for any number n of workers that divides
@@ -7,7 +7,9 @@ it. Otherwise a rank gets blocks of its own node, and at the end Ray equalizes t
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import ray.train
 
 from pipeline.config import components
 from pipeline.config.values import Frozen
@@ -17,7 +19,9 @@ from pipeline.launchers._ray.dealing import Dealing
 from pipeline.protocol.trial import Trial
 
 if TYPE_CHECKING:
-    from ray.data import Dataset
+    from ray.data import DataIterator, Dataset
+
+    from pipeline.training.stream import Pass, RowStream, Streams
 
 
 class Facts(Frozen):
@@ -83,6 +87,30 @@ class Ingest:
     def left_out(self, trial: Trial) -> int:
         """Return the number of rows of an epoch that no worker gets."""
         return self._rows["train"] - self.facts(trial).rows["train"]
+
+
+def received(facts: Facts) -> "Streams":
+    """Return this rank's streams, in a worker; all ranks must call it."""
+    from pipeline.training.stream import Streams  # imports torch
+
+    parts = {name: stream_of(ray.train.get_dataset_shard(name), name, facts) for name in facts.rows}
+    return Streams(parts["train"], parts.get("validation"))
+
+
+def stream_of(shard: "DataIterator", name: str, facts: Facts) -> "RowStream":
+    """Return Ray's part of a dataset as a stream of batches of tensors."""
+    from pipeline.training.stream import RowStream
+
+    def opened(rows: int) -> "Pass":
+        return _passed(shard, rows=rows, columns=facts.columns)
+
+    return RowStream(rows=facts.rows[name], keeps_order=facts.keeps_order, schema=facts.schemas[name], open=opened)
+
+
+def _passed(shard: "DataIterator", *, rows: int, columns: tuple[str, ...]) -> "Pass":
+    batch: dict[str, Any]
+    for batch in shard.iter_torch_batches(batch_size=rows, device="cpu"):
+        yield tuple(batch[column] for column in columns) if columns else batch
 
 
 def _counted(dataset: "Dataset", name: str, columns: tuple[str, ...]) -> tuple[int, str]:

@@ -7,7 +7,7 @@ docs/decisions/0011-time-to-first-step.md.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import ray
@@ -17,7 +17,6 @@ from ray._private import ray_constants, services
 
 from pipeline.cluster.connection import connection, first_line
 from pipeline.cluster.placement import READERS
-from pipeline.launchers._ray.private import replaced
 from pipeline.planning import resources
 
 LOOPBACK = "127.0.0.1"
@@ -80,6 +79,16 @@ def _settings(wanted: LocalRayRequest) -> dict[str, str]:
 
 def _refusal(error: Exception) -> str:
     return f"a local Ray could not be started: {first_line(error)}"
+
+
+@contextmanager
+def replaced(module: Any, **parts: object) -> Iterator[None]:
+    """Replace private attributes of a module of Ray inside the block; Ray's release is pinned because of it."""
+    with ExitStack() as stack:
+        for name, part in parts.items():
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, part)
+        yield
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ray.train.v2._internal.execution.worker_group import Worker, WorkerGroup, s
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.result import Result
 
-from pipeline.launchers._ray.private import replaced
+from pipeline.launchers._ray.local import replaced
 
 
 class Trainer(DataParallelTrainer):  # type: ignore[misc]

@@ -31,8 +31,7 @@ def work(config: dict[str, Any]) -> None:
     from pipeline.worker import main
 
     if config["stream"] is not None:
-        from pipeline.launchers._ray.ingest import Facts
-        from pipeline.launchers._ray.rows import received
+        from pipeline.launchers._ray.ingest import Facts, received
     trial = trial_from_json(config["trial"])
     context = ray.train.get_context()
     rank = Rank(
