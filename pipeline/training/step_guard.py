@@ -1,6 +1,6 @@
-"""Guard around an optimizer step: its random numbers, and steps that are skipped.
+"""Guard around an optimizer step: seeds its random numbers, and undoes a step that is skipped.
 
-Apart from `pipeline.training.step`, which shows a step without it.
+Apart from `pipeline.training.step`, so that a step reads there as forward, backward, update.
 """
 
 from types import TracebackType
@@ -35,19 +35,22 @@ class StepGuard:
 
     def __enter__(self) -> Self:
         context = self._context
-        # Dropout and the like draw from here: the same in a resumed step, different on each rank.
+        # Dropout draws the same numbers in a resumed step, and different ones on each rank.
         seed_all(mix(context.experiment.seed, "step", self._step, context.rank.rank), device=context.device)
         self._buffers = Buffers(context.whole) if self._may_skip else None
         return self
 
     def allows_update(self, norm: Tensor | None) -> bool:
-        """Return whether the optimizer is to step; ``norm`` is that of all gradients, if it is known.
+        """Return True if the optimizer may step.
 
-        Raises nothing, but the host waits for the device where a norm must be looked at.
+        With ``train.on_nonfinite: skip`` the host waits for the device here. Collective if gradients are sharded.
+
+        Args:
+            norm: norm of all gradients before clipping; None if unknown.
         """
         context = self._context
         self._scale = context.scaler.get_scale()
-        checks = skips_nonfinite(context) and not context.scaler.is_enabled()  # the scaler looks at them itself
+        checks = skips_nonfinite(context) and not context.scaler.is_enabled()  # the scaler checks gradients itself
         self.has_updated = not self.is_left_out and not (checks and not _is_finite(context, norm))
         return self.has_updated
 
@@ -80,7 +83,7 @@ def skips_nonfinite(context: TrainContext) -> bool:
 
 
 def _is_finite(context: TrainContext, norm: Tensor | None) -> bool:
-    """Return whether the norm of all gradients is finite; it is computed if it isn't known. Collective if sharded."""
+    """Return True if the norm of all gradients is finite; None is computed first. Collective if sharded."""
     if norm is None:
         norm = total_norm(context.gradients(), device=context.device)
     return bool(torch.isfinite(norm))
