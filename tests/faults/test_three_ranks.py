@@ -34,7 +34,7 @@ OVERRIDES = [
 
 
 class Killer:
-    """Hands events on, and kills a worker when training has come to a step."""
+    """Forwards events, and kills a worker at the first report from a step on: short steps are reported together."""
 
     def __init__(self, recorder: Recorder, moments: Sequence[int], draw: random.Random) -> None:
         self._recorder = recorder
@@ -43,9 +43,7 @@ class Killer:
 
     def receive(self, event: AnyEvent) -> None:
         self._recorder.receive(event)
-        if (
-            self._moments and isinstance(event, Metrics) and event.step >= self._moments[0]
-        ):  # reports of short steps come together
+        if self._moments and isinstance(event, Metrics) and event.step >= self._moments[0]:
             self._moments.pop(0)
             self._draw.choice(self._workers()).kill()
             injected("kills")
