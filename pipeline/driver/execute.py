@@ -117,7 +117,7 @@ def _again(
     """Return the next attempt of a trial that has no result; None if it may not be resumed.
 
     Raises:
-        ResourceError: there is no room for the least number of workers.
+        ResourceError: the least number of workers does not fit.
     """
     if not isinstance(trial, Training):
         return None
@@ -143,7 +143,7 @@ def _resized(trial: Training, *, launcher: Launcher, pace: Pace) -> _Again:
     """Return the trial with as many workers as fit now, from its newest checkpoint.
 
     Raises:
-        ResourceError: there is no room for the least number of workers.
+        ResourceError: the least number of workers does not fit.
     """
     resumed = sized(trial.model_copy(update={"resume": True}), launcher=launcher)
     most = trial.experiment.parallel.workers

@@ -66,7 +66,7 @@ class _Server:
                     if not line:
                         return None
                     order = ForkRequest.model_validate_json(line)
-                    # What comes for a worker before it has its own handlers waits until it has.
+                    # Signals for a worker wait until it has its own handlers.
                     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
                     if (pid := os.fork()) == 0:
                         self._become_worker(files)

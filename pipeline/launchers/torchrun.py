@@ -131,7 +131,7 @@ def _end(ranks: Sequence[Process], *, interrupted: bool = False) -> None:
     for number, patience_s in (attempts | {signal.SIGTERM: _END_S, signal.SIGKILL: _END_S}).items():
         for rank in ranks:
             with suppress(ProcessLookupError):
-                os.killpg(rank.pid, number)  # loader processes of one that has ended, too
+                os.killpg(rank.pid, number)  # includes loader processes of a rank that has ended
         deadline = time.monotonic() + patience_s
         while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
             time.sleep(_POLL_S)
