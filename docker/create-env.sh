@@ -1,11 +1,11 @@
 #!/bin/sh
-# create-env.sh FILE: secrets for docker/compose.yaml, drawn at random. A file that is there stays as it is.
+# create-env.sh FILE: write random secrets for docker/compose.yaml. An existing file is not changed.
 set -eu
 umask 077
 
 file=$1
 if [ -e "$file" ]; then
-  echo "$file is there and stays as it is"
+  echo "$file exists and is not changed"
   exit 0
 fi
 

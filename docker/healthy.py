@@ -1,7 +1,7 @@
 #!/usr/bin/env -S python3 -I -S
-"""The containers' health check: an address must answer, and a Ray node must reach its head.
+"""Health check of the containers: an HTTP address answers, and a Ray node can reach its head.
 
-It runs every few seconds, so it imports next to nothing: an HTTP library alone would take longer than the check.
+It runs every few seconds, so it doesn't import an HTTP library, which would take longer than the check.
 """
 
 import os
@@ -12,9 +12,9 @@ TIMEOUT_S = 5.0
 
 
 def main() -> None:
-    """Exit with 0 if the service at a port of this container answers a GET with 200.
+    """Exit with 0 if the service at a port of this container answers a GET request with 200.
 
-    ``healthy PORT PATH [--ray]``; with ``--ray``, RAY_ADDRESS must take connections, too.
+    Usage: ``healthy PORT PATH [--ray]``; with ``--ray``, RAY_ADDRESS must accept connections, too.
     """
     port, path, *options = sys.argv[1:]
     try:
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def get(port: int, path: str) -> str:
-    """The status of an answer, such as "200"; empty if it is none of HTTP."""
+    """Return the HTTP status of the response, e.g. "200", or "" if it is not HTTP."""
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
         connection.sendall(f"GET {path} HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
         line = connection.makefile("rb").readline().decode("latin-1")

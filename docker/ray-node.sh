@@ -1,5 +1,5 @@
 #!/bin/sh
-# ray-node head|worker [OPTION OF ray start]...: one node of the cluster at RAY_ADDRESS, in the foreground.
+# ray-node head|worker [OPTION OF ray start]...: run a node of the cluster at RAY_ADDRESS in the foreground.
 set -eu
 
 role=$1
@@ -9,7 +9,7 @@ port=${RAY_ADDRESS##*:}
 
 case $role in
   head)
-    # The head is on two networks, too; nodes meet on the one where it has this name.
+    # The head is on two networks; nodes connect on the network in which it has this name.
     ip=$(getent hosts "$host" | awk '{ print $1; exit }')
     unset RAY_ADDRESS
     exec ray start --head --block --node-ip-address="$ip" --port="$port" \

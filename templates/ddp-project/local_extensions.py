@@ -1,8 +1,8 @@
-"""Refuses answers that don't make a project. The same file in each template.
+"""Checks of the answers. The same file in each template.
 
-The last variable in cookiecutter.json calls the filter. Cookiecutter shows the text of an error that comes from there,
-and its own traceback where a hook fails or one of its own lists doesn't hold an answer. `pipeline new` imports this
-file and calls `problems`.
+The last variable in cookiecutter.json calls the filter, because cookiecutter shows the message of an error in a filter,
+but a traceback if a hook fails or an answer is not in one of its own lists. `pipeline new` imports this file and calls
+`problems`.
 """
 
 import importlib.util
@@ -19,13 +19,13 @@ from jinja2 import Environment
 from jinja2.ext import Extension
 
 MODELS = {"text": ("transformer", "own")}
-"""Models that go with the data; all go with images."""
+"""Models that support the data; all models support images."""
 TAKEN = {"pipeline", "src", "test", "tests", "conftest", "experiments", "docker", "notebooks"}
 STORE = re.compile(r"sqlite:///[\w./-]+|https?://[\w.-]+(:\d+)?(/[\w./-]*)?")
 
 
 class Checked(Extension):
-    """Adds the filter `checked`, which takes all answers and returns nothing."""
+    """Extension with the filter `checked`, which checks all answers and returns an empty text."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -39,7 +39,7 @@ def _checked(answers: Mapping[str, Any]) -> str:
 
 
 def problems(answers: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with answers that are all allowed, each with what to write instead."""
+    """Return contradictions between answers that are allowed by themselves, each with what to write instead."""
     return [*_names(answers), *_components(answers), *_parallel(answers), *_store(answers)]
 
 
@@ -60,14 +60,14 @@ def _names(answers: Mapping[str, str]) -> Iterator[str]:
 
 
 def _installed(package: str, project: str) -> bool:
-    """Whether it can be imported here, unless that is an earlier version of this project."""
+    """Return True if the package can be imported and isn't an earlier version of this project."""
     try:
         metadata.distribution(project)
     except (metadata.PackageNotFoundError, ValueError):
         spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # a mere folder of that name has no origin
+        if spec is None or spec.origin is None:  # a folder without __init__.py has no origin
             return False
-        here = Path.cwd()  # the project's own, if it is updated: pipeline finds code in these two folders
+        here = Path.cwd()  # when the project is updated, these folders have its own package
         return Path(spec.origin).parent.parent not in {here, here / "src"}
     return False
 

@@ -1,6 +1,6 @@
-"""Finishes a project. The same file in each template; needs nothing but Python, and git if it is there.
+"""Completes a rendered project. The same file in each template; needs only Python, and git if it is installed.
 
-Cookiecutter renders it and runs it in the new project; `pipeline new` imports it as it is and calls its functions.
+Cookiecutter renders it and runs it in the new project; `pipeline new` imports it unrendered and calls its functions.
 """
 
 import json
@@ -22,39 +22,39 @@ DISTRIBUTION = "ddp-pipeline"
 METADATA = ".cruft.json"
 SOURCE = "pipeline.mk"
 LOCAL = "pipeline.local.mk"
-"""What holds on this machine only, and git ignores."""
+"""File with settings for this machine only, ignored by git."""
 TREE = "Template-Tree"
-"""In the message of a commit that holds the template's files as they were generated: the hash of those files."""
+"""Trailer of a commit with only the template's rendered files: the hash of their tree."""
 
 
 class Origin(NamedTuple):
-    """Where a template comes from."""
+    """Origin of a template."""
 
     template: str = ""
-    """Address of the repository; empty if there is none that means something on another machine."""
+    """Address of the repository; empty if there is none that other machines can reach."""
     directory: str = ""
-    """The template's folder in it."""
+    """The template's folder in the repository."""
     commit: str | None = None
     source: str = ""
-    """What pip can install ddp-pipeline from; empty if unknown."""
+    """Requirement from which pip can install ddp-pipeline; empty if unknown."""
 
 
 def finish(project: Path, answers: Mapping[str, str], origin: Origin) -> None:
-    """Remove what wasn't asked for; write where things come from."""
+    """Remove files that the answers exclude; write the origin of template and package."""
     for name in _unwanted(answers):
         path = project / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     is_local = bool(origin.source) and not re.match(r"(git\+)?(https?|ssh)://", origin.source)
     (project / SOURCE).write_text(
-        f"# Where `make install` takes {DISTRIBUTION} from, for everybody: git+https://HOST/REPOSITORY@COMMIT.\n"
-        f"# {LOCAL} comes first: a checkout on this machine, left out by .gitignore. Before both come the variable\n"
-        f"# of the same name in the environment and the one after `make`.\n"
+        f"# Origin of {DISTRIBUTION} for `make install`, on all machines: git+https://HOST/REPOSITORY@COMMIT.\n"
+        f"# {LOCAL} takes precedence: a checkout on this machine, ignored by git. The variable in the environment\n"
+        f"# or after `make` takes precedence over both.\n"
         f"-include {LOCAL}\n{_assignment('' if is_local else origin.source)}",
         encoding="utf-8",
     )
     if is_local:
         (project / LOCAL).write_text(_assignment(origin.source), encoding="utf-8")
-    if "_commit" not in answers:  # else cruft is at work, and writes its own
+    if "_commit" not in answers:  # else cruft renders, and writes its own
         state = {
             "template": origin.template,
             "commit": origin.commit,
@@ -67,7 +67,7 @@ def finish(project: Path, answers: Mapping[str, str], origin: Origin) -> None:
 
 
 def _assignment(source: str) -> str:
-    """Lines for make."""
+    """Return a conditional assignment for make."""
     text = source.replace("$", "$$").replace("#", "\\#")
     return f"ifeq ($(strip $(PIPELINE_SOURCE)),)\nPIPELINE_SOURCE := {text}".rstrip() + "\nendif\n"
 
@@ -80,7 +80,7 @@ def _unwanted(answers: Mapping[str, str]) -> Iterator[str]:
 
 
 def find_origin(template: Path | None, named: str = "") -> Origin:
-    """The origin of the template in a folder, which was ``named`` on the command line."""
+    """Return the origin of the template in a folder, which was ``named`` on the command line."""
     if template is None:
         return Origin()
     if _git(template, "ls-files", "--error-unmatch", "cookiecutter.json") is None:
@@ -94,23 +94,23 @@ def find_origin(template: Path | None, named: str = "") -> Origin:
 
 
 def _at_commit(address: str, commit: str | None) -> str:
-    """What pip installs from a repository."""
+    """Return the requirement of a commit for pip."""
     return f"git+{_public(address)}@{commit}" if commit and "://" in address else ""
 
 
 def _shared(address: str) -> str:
-    """Return an address without a password; nothing for a folder, which other machines don't have."""
+    """Return an address without a password, or "" for a folder, which other machines don't have."""
     is_shared = re.match(r"(?!file:)\w[\w+.-]*://|[\w.-]+@[\w.-]+:", address)
     return _public(address) if is_shared else ""
 
 
 def _public(address: str) -> str:
-    """Without a password, which has no place in a file."""
+    """Remove the password from an address."""
     return re.sub(r"//[^/@]*@", "//", address)
 
 
 def _checkout(template: Path) -> str:
-    """The folder above the template that pip can install."""
+    """Return the folder above the template that pip can install, or ""."""
     name = re.compile(rf'^name = "{DISTRIBUTION}"$', re.MULTILINE)
     for folder in template.resolve().parents:
         file = folder / "pyproject.toml"
@@ -120,7 +120,7 @@ def _checkout(template: Path) -> str:
 
 
 def _installed_from(template: Path) -> str:
-    """Where the installed package that the template lies in came from, as pip noted (PEP 610)."""
+    """Return the origin of the installed package that contains the template, as recorded by pip (PEP 610)."""
     if checkout := _checkout(template):
         return checkout
     try:
@@ -134,7 +134,7 @@ def _installed_from(template: Path) -> str:
 
 
 def commit(project: Path, template: str) -> str | None:
-    """Make the project a git repository with a first commit; returns why not, if it isn't one."""
+    """Make the project a git repository with a first commit; return the reason if this fails."""
     if shutil.which("git") is None:
         return "git isn't installed"
     if _git(project, "rev-parse", "--git-dir") is not None:
@@ -148,19 +148,19 @@ def commit(project: Path, template: str) -> str | None:
 
 
 def identity(project: Path) -> list[str]:
-    """Options for git where it doesn't know who commits."""
+    """Return options that set an author if git has none."""
     if _git(project, "config", "user.email"):
         return []
     return ["-c", "user.name=ddp-pipeline", "-c", "user.email=ddp-pipeline@localhost"]
 
 
 def next_commands(project: str) -> str:
-    """What to type next."""
+    """Return the next commands for the user."""
     return f"{project} is ready. Next:\n  cd {project}\n  make run\n  make test"
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None if it fails or isn't there."""
+    """Return the output of git, or None if it fails or isn't installed."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -169,7 +169,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _found(named: str, answers: Mapping[str, str], *, holding: str = "") -> Path | None:
-    """A path that cookiecutter names relative to where it was started, which this process has to guess."""
+    """Find a path that is relative to cookiecutter's working directory, which is unknown here."""
     output = Path(answers["_output_dir"])
     starts = [Path(os.environ.get("PWD", "/")), output, *output.parents]
     return next((start / named for start in starts if (start / named / holding).exists()), None)
@@ -178,7 +178,7 @@ def _found(named: str, answers: Mapping[str, str], *, holding: str = "") -> Path
 def main() -> None:
     """Finish the project in the working directory."""
     answers, project = json.loads(ANSWERS), Path.cwd()
-    if "_commit" in answers:  # cruft at work: it writes its metadata itself, and renders to compare, too
+    if "_commit" in answers:  # cruft renders: it writes its metadata itself, and also renders for comparison
         named = answers["_template"]
         source = str(Path(named).resolve()) if Path(named).is_dir() else _at_commit(named, answers["_commit"])
         finish(project, answers, Origin(source=source))

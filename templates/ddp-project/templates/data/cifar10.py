@@ -1,8 +1,8 @@
 """The data: CIFAR-10 (Krizhevsky 2009), 60 000 images of ten classes.
 
-Replace it by your own: any function that returns a training and a validation dataset (map-style, of pairs of inputs
-and target) can stand behind `data:` in `experiments/*.yaml`; its keyword arguments stand there, too. It is called once
-in each worker, so it has to give all of them the same.
+Replace it with your own: any function that returns a training and a validation dataset (map-style, of pairs of inputs
+and target) can be used as `data:` in `experiments/*.yaml`, with its keyword arguments. It is called once in each worker
+and must return the same data in all of them.
 """
 
 from pipeline import data
@@ -21,7 +21,7 @@ def cifar10(
         directory: holds the folder cifar-10-batches-bin (the binary version), or receives it.
         download: fetch it (170 MB) when it is missing.
         augment: crop and flip training images at random. Randomness belongs to a sample and an epoch, not to a worker.
-        limit: use only that many samples, a fifth of them for validation.
+        limit: use only this many samples, a fifth of them for validation.
     """
     train, validation = data.cifar10(directory=directory, download=download, augment=augment)
     assert validation is not None

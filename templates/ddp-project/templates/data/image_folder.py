@@ -1,8 +1,8 @@
 """The data: images in a folder for each class, `data/images/<class>/<any name>.png` or .jpg.
 
-Replace it by your own: any function that returns a training and a validation dataset (map-style, of pairs of inputs
-and target) can stand behind `data:` in `experiments/*.yaml`; its keyword arguments stand there, too. It is called once
-in each worker, so it has to give all of them the same.
+Replace it with your own: any function that returns a training and a validation dataset (map-style, of pairs of inputs
+and target) can be used as `data:` in `experiments/*.yaml`, with its keyword arguments. It is called once in each worker
+and must return the same data in all of them.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _EVERY = 5  # of five images, one is for validation
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Reads images when they are asked for; files are (path, label)."""
+    """Images that are read on access; files are (path, label)."""
 
     def __init__(self, files: Sequence[tuple[Path, int]], *, image_size: int) -> None:
         self.files = files
@@ -44,7 +44,7 @@ def image_folder(
     Args:
         directory: holds one folder for each class.
         image_size: height and width that images are resized to.
-        limit: use only that many images, training and validation together, evenly spread.
+        limit: use only this many images, training and validation together, evenly spread.
 
     Raises:
         FileNotFoundError: there are no images.

@@ -1,9 +1,8 @@
-"""The data. It is a stand-in: put your own in its place, under this name or another.
+"""Placeholder data: replace it with your own, under this name or another.
 
-Any function that returns a training and a validation dataset can stand behind `data:` in `experiments/*.yaml`; its
-keyword arguments stand there, too. What has to stay: both are map-style (`len(dataset)`, `dataset[i]`), a sample is a
-pair of inputs and target, and every worker, which calls the function once, gets the same. `tests/test_data.py` holds
-you to it.
+Any function that returns a training and a validation dataset can be used as `data:` in `experiments/*.yaml`, with its
+keyword arguments. Required: both datasets are map-style (`len(dataset)`, `dataset[i]`), a sample is a pair of inputs
+and target, and every worker, which calls the function once, gets the same data. `tests/test_data.py` checks this.
 """
 
 import torch
@@ -17,8 +16,8 @@ def load(*, samples: int = 1000, limit: int | None = None) -> tuple[TensorDatase
     """Pairs of noisy image, float32 of (1, 16, 16), and label, int64 from 0 to 3.
 
     Args:
-        samples: images to make up.
-        limit: use only that many of them, training and validation together.
+        samples: images to generate.
+        limit: use only this many samples, training and validation together.
     """
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randn(_CLASSES, *_SHAPE, generator=generator)

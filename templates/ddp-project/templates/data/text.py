@@ -1,8 +1,8 @@
 """The data: a text, character by character.
 
-Replace it by your own: any function that returns a training and a validation dataset (map-style) can stand behind
-`data:` in `experiments/*.yaml`; its keyword arguments stand there, too. It is called once in each worker, so it has to
-give all of them the same.
+Replace it with your own: any function that returns a training and a validation dataset (map-style) can be used as
+`data:` in `experiments/*.yaml`, with its keyword arguments. It is called once in each worker and must return the same
+data in all of them.
 """
 
 from pathlib import Path
@@ -22,9 +22,9 @@ def text(
     """Pairs of tokens and the tokens that follow them, both int64 of (context_length).
 
     Args:
-        source: a UTF-8 text file. Without one, it is the text of Python's own help(), to try things.
+        source: a UTF-8 text file. Default: the text of Python's own help().
         context_length: tokens in a sample.
-        limit: use only that many samples, training and validation together.
+        limit: use only this many samples, training and validation together.
     """
     content = Path(source).read_text(encoding="utf-8") if source else "\n".join(topics[key] for key in sorted(topics))
     tokens = torch.tensor(list(content.encode("ascii", errors="replace")))

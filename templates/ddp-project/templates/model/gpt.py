@@ -1,7 +1,7 @@
 """The model: a small decoder-only transformer (GPT-2: Radford et al. 2019).
 
-Replace it by your own: any class or function that returns an `nn.Module` can stand behind `model:` in
-`experiments/*.yaml`; its keyword arguments stand there, too.
+Replace it with your own: any class or function that returns an `nn.Module` can be used as `model:` in
+`experiments/*.yaml`, with its keyword arguments.
 
 Layers are normalized by sample, so the model trains the same on one worker and on many.
 """
@@ -15,7 +15,7 @@ class GPT(nn.Module):
 
     Args:
         vocabulary_size: number of different tokens.
-        context_length: most tokens that are read at once.
+        context_length: maximum number of tokens in a sequence.
         width: features of a token, a multiple of `heads`.
         depth: transformer blocks.
         heads: attention heads.

@@ -1,7 +1,7 @@
 """The model: a multilayer perceptron.
 
-Replace it by your own: any class or function that returns an `nn.Module` can stand behind `model:` in
-`experiments/*.yaml`; its keyword arguments stand there, too.
+Replace it with your own: any class or function that returns an `nn.Module` can be used as `model:` in
+`experiments/*.yaml`, with its keyword arguments.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ class MLP(nn.Module):
     """Fully connected layers with ReLU between them.
 
     Args:
-        num_classes: logits that come out.
+        num_classes: number of logits.
         in_features: numbers in one sample.
         hidden: width of each hidden layer.
     """

@@ -1,8 +1,8 @@
-"""The model. It is a stand-in: put your own in its place, under this name or another.
+"""A placeholder model: replace it with your own, under this name or another.
 
-Any class or function that returns an `nn.Module` can stand behind `model:` in `experiments/*.yaml`; its keyword
-arguments stand there, too. What has to stay: `forward` takes a batch of what the data gives as inputs and returns what
-the task expects of a model. `tests/test_model.py` holds you to it.
+Any class or function that returns an `nn.Module` can be used as `model:` in `experiments/*.yaml`, with its keyword
+arguments. Required: `forward` takes a batch of inputs from the data and returns what the task expects. The tests check
+this.
 """
 
 from torch import Tensor, nn

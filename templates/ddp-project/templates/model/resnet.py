@@ -1,7 +1,7 @@
 """The model: a residual network for images (He et al. 2015, arXiv 1512.03385).
 
-Replace it by your own: any class or function that returns an `nn.Module` can stand behind `model:` in
-`experiments/*.yaml`; its keyword arguments stand there, too.
+Replace it with your own: any class or function that returns an `nn.Module` can be used as `model:` in
+`experiments/*.yaml`, with its keyword arguments.
 
 Groups of channels are normalized (Wu and He 2018, arXiv 1803.08494) instead of batches: a sample's output then doesn't
 depend on the other samples of its batch, so the model trains the same on one worker and on many, and a worker's batch
@@ -17,7 +17,7 @@ class ResNet(nn.Module):
     """Stages of residual blocks; each stage but the first halves the image and doubles the channels.
 
     Args:
-        num_classes: logits that come out.
+        num_classes: number of logits.
         in_channels: channels of the images.
         width: channels of the first stage, a multiple of 8; compute grows with its square.
         depths: blocks in each stage. (2, 2, 2, 2) with a width of 64 has the size of ResNet-18.

@@ -1,7 +1,7 @@
 """The model: a vision transformer (Dosovitskiy et al. 2020, arXiv 2010.11929).
 
-Replace it by your own: any class or function that returns an `nn.Module` can stand behind `model:` in
-`experiments/*.yaml`; its keyword arguments stand there, too.
+Replace it with your own: any class or function that returns an `nn.Module` can be used as `model:` in
+`experiments/*.yaml`, with its keyword arguments.
 
 Layers are normalized by sample, so the model trains the same on one worker and on many.
 """
@@ -14,7 +14,7 @@ class ViT(nn.Module):
     """Patches of an image as the tokens of a transformer encoder, whose mean is classified.
 
     Args:
-        num_classes: logits that come out.
+        num_classes: number of logits.
         in_channels: channels of the images.
         image_size: height and width of the images.
         patch_size: height and width of a patch, a divisor of `image_size`.

@@ -1,4 +1,4 @@
-"""What the tests share: the working directory, data that needs no download, and how to read an experiment."""
+"""Shared fixtures: the working directory, data without a download, and the smoke experiment."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ SMOKE = "experiments/smoke.yaml"
 
 @pytest.fixture(scope="session", autouse=True)
 def working_directory() -> Iterator[None]:
-    """Experiments name files relative to the project, and its pyproject.toml says whose code they may use."""
+    """Run in the project: experiments have relative paths, and its pyproject.toml lists the allowed packages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         yield

@@ -1,4 +1,4 @@
-"""What training relies on: two map-style datasets of (inputs, target), the same in every worker."""
+"""Requirements on the data: two map-style datasets of (inputs, target), the same in every worker."""
 
 import torch
 from conftest import SMOKE
@@ -10,7 +10,7 @@ def test_both_parts_have_samples(built: Parts) -> None:
 
 
 def test_all_samples_make_a_batch(built: Parts) -> None:
-    """They have one shape, and nothing is missing in them."""
+    """Samples have the same shape and no missing values."""
     for samples, validation in ((built.train_samples, False), (built.validation_samples, True)):
         inputs, targets = built.batch(range(samples), validation=validation)
 

@@ -1,4 +1,4 @@
-"""The model takes what the data gives and returns what the experiment's loss and metrics take."""
+"""Requirements on the model: it fits the data, and the experiment's loss and metrics."""
 
 import torch
 from pipeline import Parts
@@ -13,7 +13,7 @@ def test_loss_and_metrics_take_what_the_model_returns(built: Parts) -> None:
 
 
 def test_every_parameter_learns(built: Parts) -> None:
-    """DDP waits for the gradient of each parameter; one that isn't used needs `find_unused_parameters`."""
+    """DDP waits for the gradient of each parameter; unused parameters need `find_unused_parameters`."""
     loss = built.step(built.batch(range(4))).loss
     learning = [(name, one) for name, one in built.model.named_parameters() if one.requires_grad]
     names, parameters = zip(*learning, strict=True)
@@ -23,9 +23,9 @@ def test_every_parameter_learns(built: Parts) -> None:
 
 
 def test_a_sample_does_not_depend_on_its_batch(built: Parts) -> None:
-    """So the model trains the same however a batch is shared among workers.
+    """Then the model trains the same for any number of workers.
 
-    In evaluation mode, since dropout draws anew for each batch; batch statistics, which depend on it too, are left out.
+    Tested in evaluation mode, because dropout is random; batch norm is not tested by this.
     """
     built.model.eval()
     with torch.no_grad():

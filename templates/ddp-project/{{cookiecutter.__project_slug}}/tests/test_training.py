@@ -1,4 +1,4 @@
-"""Training for real: the smoke experiment in one process, and the same on two DDP workers."""
+"""Trainings of the smoke experiment: in one process, and with two DDP workers."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from pipeline import Parts, run
 
 
 def losses(folder: Path, *overrides: str) -> tuple[float, ...]:
-    """Train the smoke experiment; returns the loss of each step."""
+    """Train the smoke experiment; return the loss of each step."""
     where = [f"tracking.uri=sqlite:///{folder}/mlflow.db", f"tracking.directory={folder}", "tracking.log_model=false"]
     return run(SMOKE, "train.precision=fp64", *overrides, *where, baseline=False, quiet=True).losses
 
@@ -31,10 +31,10 @@ def test_training_steps(one_worker: tuple[float, ...]) -> None:
 def test_two_ddp_workers_train_the_same(
     built: Parts, overrides: list[str], one_worker: tuple[float, ...], tmp_path: Path
 ) -> None:
-    """They do unless layers use batch statistics, which each worker takes of its own share."""
+    """True unless layers use batch statistics, which each worker computes on its own share."""
     batch = built.batch(range(4))
     if not torch.equal(built.step(batch).loss, built.step(batch).loss):
-        pytest.skip("the model draws random numbers in training, such as dropout's, and each worker draws its own")
+        pytest.skip("the model uses random numbers in training, e.g. dropout, which differ between workers")
     parallel = ["strategy=ddp", "launcher=torchrun", "workers=2"]
     two_workers = losses(tmp_path, *overrides, *(f"parallel.{each}" for each in parallel))
 

@@ -1,4 +1,4 @@
-"""Tests run in the project's folder, as experiments name files relative to it."""
+"""Tests run in the project's folder, because experiments have relative paths."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every experiment passes `pipeline check`; the model takes what the data gives."""
+"""Every experiment passes `pipeline check`; the model fits the data."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Writes example images, so that there is something to train on before your own images are there.
+"""Write example images, to train on until you have your own.
 
 python -m {{ cookiecutter.package_name }}.example_images data/images
 """
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=write.__doc__)
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
-    print(f"{write(directory)} example images are in {directory}; replace them by yours")
+    print(f"{write(directory)} example images are in {directory}; replace them with yours")
 
 
 if __name__ == "__main__":

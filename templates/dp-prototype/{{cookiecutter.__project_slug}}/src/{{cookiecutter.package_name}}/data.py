@@ -1,8 +1,8 @@
-"""The data: 1797 handwritten digits (Alpaydin and Kaynak 1998, doi 10.24432/C50P49), which scikit-learn brings along.
+"""The data: 1797 handwritten digits (Alpaydin and Kaynak 1998, doi 10.24432/C50P49), included in scikit-learn.
 
-Replace it by your own: any function that returns a training and a validation dataset (map-style, of pairs of inputs
-and target) can stand behind `data:` in `experiments/*.yaml`; its keyword arguments stand there, too. It is called once
-in each worker, so it has to give all of them the same.
+Replace it with your own: any function that returns a training and a validation dataset (map-style, of pairs of inputs
+and target) can be used as `data:` in `experiments/*.yaml`, with its keyword arguments. It is called once in each worker
+and must return the same data in all of them.
 """
 
 import torch
@@ -17,7 +17,7 @@ def digits(*, image_size: int = 16, limit: int | None = None) -> tuple[TensorDat
 
     Args:
         image_size: height and width that the 8x8 scans are enlarged to.
-        limit: use only that many samples, training and validation together.
+        limit: use only this many samples, training and validation together.
     """
     pixels, classes = load_digits(return_X_y=True)
     images = torch.from_numpy(pixels[:limit]).float().view(-1, 1, 8, 8)
