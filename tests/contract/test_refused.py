@@ -141,18 +141,10 @@ def test_it_is_refused_once_it_is_built(
         assert fragment in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [COMPONENTS[0], COMPONENTS[-1]], ids=lambda wrong: wrong.name)
-def test_the_command_says_what_a_worker_refused(
-    command: Command, project: Path, store: tuple[str, str], wrong: Wrong
-) -> None:
-    assert_refused(run(command, project, wrong._replace(more=store)), wrong)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Overrides for one store and folder of runs; making a store takes a second."""
-    folder = tmp_path_factory.mktemp("store")
-    return f"tracking.uri=sqlite:///{folder}/mlflow.db", f"tracking.directory={folder}/runs"
+def test_the_command_says_what_a_worker_refused(command: Command, project: Path, tmp_path: Path) -> None:
+    store = (f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs")
+    wrong = COMPONENTS[0]._replace(more=store)
+    assert_refused(run(command, project, wrong), wrong)
 
 
 def test_a_missing_file_is_a_usage_error(command: Command) -> None:

@@ -73,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a tagger of one's own": TAGGER | {"task": {"_target_": "weighed.Tagging"}},
 }
 LOCAL_WORKERS = 2
-ACCUMULATIONS = {1: (1, 2, 4), 2: (1, 2, 4), 3: (1, 4), 4: (2,)}
+ACCUMULATIONS = {1: (1, 2, 4), 2: (1, 2, 4), 3: (4,), 4: (2,)}
 """By the number of workers."""
 WORKERS = {"single": (1,), "dp": (1,), "ddp": (1, 2, 3, 4), "fsdp": (1, 2, 3, 4)}
 

@@ -22,8 +22,8 @@ def test_the_page_of_strategies_has_the_figures_of_the_results() -> None:
     speedup = json.loads((RESULTS / "speedup.json").read_text())
     ours, script = speedup["speedup that pipeline reports"], speedup["speedup of the bare script"]
     assert f"{ours['median']:.2f}x ({ours['low']:.2f} to {ours['high']:.2f})" in page
-    assert f"a script by hand {script['median']:.2f}x" in page
-    assert f"{ours['median'] / 2:.0%}, of two workers" in page
+    assert f"a hand-written script {script['median']:.2f}x" in page
+    assert f"{ours['median'] / 2:.0%} with two workers" in page
     rows = re.findall(
         r"(?m)^\| (.+?) \| 2 \| (.+?), 0.1 ms \| .+? \| .+? \| (\S+) \|",
         (ROOT / "benchmarks/prediction.md").read_text(),

@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,24 @@ def run(
     return train(trial, rank=Rank(), outbox=outbox), outbox
 
 
+Whole = tuple[Path, TrialResult, toys.Kept]
+WholeIn = Callable[..., Whole]
+
+
+@pytest.fixture(scope="module")
+def whole_in(tmp_path_factory: pytest.TempPathFactory) -> WholeIn:
+    """Trainings that nothing stopped, by name: where their checkpoints are, and what came of them."""
+    known: dict[str, Whole] = {}
+
+    def train_once(name: str, **sections: Any) -> Whole:
+        if name not in known:
+            folder = tmp_path_factory.mktemp("whole")
+            known[name] = (folder, *run(folder, **sections))
+        return known[name]
+
+    return train_once
+
+
 def until(step: int, *, folder: Path, to: Path) -> Path:
     """What a training that was killed after a step has left."""
     to.mkdir()
@@ -104,16 +122,16 @@ def after(step: int, outbox: toys.Kept, name: str) -> list[Any]:
 @pytest.mark.parametrize("stopped", [(1, 2), (3, 4), (5, 6)], ids=["begins", "goes on", "ends"])
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 def test_a_training_resumed_after_any_step_is_the_same(
-    tmp_path: Path, strategy: str, optimizer: str, scheduler: str, stopped: tuple[int, ...]
+    whole_in: WholeIn, tmp_path: Path, strategy: str, optimizer: str, scheduler: str, stopped: tuple[int, ...]
 ) -> None:
     sections = {
         "model": {"_target_": "toys.rich_net"}, "data": {"_target_": "toys.augmented"},
         "optimizer": OPTIMIZERS[optimizer], **SCHEDULERS[scheduler],
     }  # fmt: skip
-    whole, expected = run(tmp_path / "whole", strategy=strategy, **sections)
+    where, whole, expected = whole_in(f"{strategy}, {optimizer}, {scheduler}", strategy=strategy, **sections)
     assert len(set(expected.series("train/loss"))) == STEPS
     for step in stopped:
-        folder = until(step, folder=tmp_path / "whole", to=tmp_path / f"until {step}")
+        folder = until(step, folder=where, to=tmp_path / f"until {step}")
         result, outbox = run(folder, resume=True, strategy=strategy, **sections)
 
         assert [event.step for event in outbox.events if isinstance(event, Resumed)] == [step]

@@ -374,7 +374,11 @@ def test_a_large_batch_is_not_listed_whole() -> None:
         ({"data": {"_target_": "toys.singles"}}, "data", "a batch has 1 parts, not (inputs, targets)"),
         ({"data": {"_target_": "toys.empty"}}, "data", "the training set is empty"),
         ({"data": {"_target_": "toys.sized_stream"}}, "data", "the training set is a SizedStream"),
-        ({"metrics": {"a": {"_target_": "toys.accuracy_function"}}}, "metrics.a", "is a function; metrics come from"),
+        (
+            {"metrics": {"a": {"_target_": "toys.accuracy_function"}}},
+            "metrics.a",
+            "is a function; write a metric of torchmetrics",
+        ),
         ({"optimizer": {"_target_": "toys.Stretched"}}, "optimizer", "is a Stretched; it must be a torch.optim"),
         ({"scheduler": {"_target_": "toys.Stretched"}}, "scheduler", "is a Stretched; it must be a torch LRScheduler"),
         (
