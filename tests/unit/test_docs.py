@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
 
 
 def test_readme_is_short_and_opens_with_a_command():
@@ -85,17 +90,20 @@ def test_the_map_in_contributing_is_the_contract():
     assert f"{len(layers)} layers" in section.replace("Twelve", "12")
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/tour.md", "docs/extend.md", "tests/README.md"])
-def test_a_page_names_files_that_exist(page: str) -> None:
-    text = (ROOT / page).read_text()
-    paths = [
-        path
-        for path in re.findall(r"`((?:pipeline|tests|docs|experiments|benchmarks)/[\w./-]+)`", text)
-        if "NAME" not in path
-    ]
-    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-    assert set(re.findall(r"\btest_\w+\.py", text)) <= tests
+@cache
+def known_tests() -> frozenset[str]:
+    """Names of test files, and of test functions behind two colons."""
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    functions = (name for path in files for name in re.findall(r"def (test_\w+)", path.read_text()))
+    return frozenset([*(path.name for path in files), *(f"::{name}" for name in functions)])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_names_files_and_tests_that_exist(page: Path) -> None:
+    text = page.read_text()
+    paths = set(re.findall(r"`((?:pipeline|tests|docs|experiments|benchmarks)/[\w./-]+)`", text))
+    assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
+    assert set(re.findall(r"\btest_\w+\.py|::test_\w+(?!\w|\.\.\.)", text)) <= known_tests()
 
 
 def test_the_tour_names_functions_that_exist() -> None:
