@@ -80,7 +80,7 @@ class TrainContext:
 
     @cached_property
     def sharded(self) -> Sharded | None:
-        """The strategy, if each rank holds a part of the weights."""
+        """The strategy if it shards the weights, else None."""
         return self.strategy if isinstance(self.strategy, Sharded) else None
 
     @property
@@ -99,7 +99,7 @@ class TrainContext:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of the parameters that the optimizer updates, where there are any."""
+        """Return the gradients of the parameters that the optimizer updates, where they exist."""
         return [parameter.grad for parameter in self.trained if parameter.grad is not None]
 
     @cached_property
@@ -138,7 +138,7 @@ class TrainContext:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches in one step of each rank."""
+        """Micro-batches of each rank in a step."""
         return self.experiment.train.gradient_accumulation
 
     @property

@@ -1,6 +1,6 @@
-"""The training loop, from top to bottom.
+"""The training loop: epochs, steps, reports, evaluation and checkpoints of one rank.
 
-Every rank runs this code on its share of each global batch; nothing here depends on who started the process.
+Every rank runs this code on its share of each global batch, whichever launcher started its process.
 """
 
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ def check_weights(context: TrainContext, *, step: int) -> None:
     if not all(gather(are_finite(weights), rank=context.rank)):
         raise NonFiniteError(
             f"weights are not finite after step {step}, though its loss is: a gradient was not finite in that step or "
-            "shortly before. train.on_nonfinite: skip leaves out such steps. " + REMEDY,
+            "shortly before; write train.on_nonfinite: skip to skip such steps. " + REMEDY,
             step=step,
         )
 
@@ -91,7 +91,7 @@ class Finiteness:
                 )
             return
         if self.trial.experiment.train.precision == "fp16" or self.trial.options.get("local_sgd_period"):
-            norms = ()  # the scaler finds its scale by making gradients overflow; in local SGD ranks have their own
+            norms = ()  # fp16 gradients overflow until the scale fits; in local SGD norms differ between ranks
         for index, (loss, norm) in enumerate(zip_longest(losses, norms, fillvalue=0.0)):
             if not (math.isfinite(loss) and math.isfinite(norm)) and not self.trial.leaves_out(first + index):
                 what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"

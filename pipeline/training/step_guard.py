@@ -72,13 +72,13 @@ class Buffers:
         self._before = [buffer.clone() for buffer in self._buffers]
 
     def restore(self) -> None:
-        """Give the buffers their values back."""
+        """Restore the values of the buffers."""
         for buffer, before in zip(self._buffers, self._before, strict=True):
             buffer.copy_(before)
 
 
 def skips_nonfinite(context: TrainContext) -> bool:
-    """Return whether steps whose loss or gradients are not finite are skipped."""
+    """Return True if steps whose loss or gradients are not finite are skipped."""
     return context.experiment.train.on_nonfinite == "skip"
 
 
