@@ -9,6 +9,9 @@ from pathlib import Path
 
 from pipeline.system.signals import deferred_signals
 
+PACKAGE = Path(__file__).parents[1]
+"""Folder of this package."""
+
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import pipeline
 from pipeline.protocol.events import Origin
+from pipeline.system.imports import PACKAGE
 
 # All texts that the classification depends on. gloo's errors begin with a location in gloo's sources, as good as a
 # frame; an enforced condition, such as equal sizes on both sides, has a different form, and is no lost peer.
@@ -25,7 +25,8 @@ _TIMEOUT = ("Timed out waiting", "Application timeout", "Watchdog caught collect
 _NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 """Texts of the CPU's allocator, CUDA outside torch's allocator, cuBLAS, cuDNN; others are torch.OutOfMemoryError."""
 
-_TORCH, _OURS = (f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, pipeline))
+TORCH, OURS = (f"{folder}{os.sep}" for folder in (Path(torch.__file__ or "").parent, PACKAGE))
+"""Beginnings of the paths of torch's files and of this package's."""
 
 
 def origin(error: BaseException) -> Origin:
@@ -46,7 +47,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _is_of_a_collective(error: BaseException) -> bool:
     """Return True if torch.distributed failed because of another rank."""
     if isinstance(error, dist.DistNetworkError):  # a dataset may use its own store
-        return _place(error)[0].startswith((_TORCH, _OURS))
+        return _place(error)[0].startswith((TORCH, OURS))
     if isinstance(error, dist.DistBackendError):
         return _is_from_torch(error)
     return type(error) is RuntimeError and _is_from_torch(error) and _GLOO.search(str(error)) is not None
@@ -55,7 +56,7 @@ def _is_of_a_collective(error: BaseException) -> bool:
 def _is_from_torch(error: BaseException) -> bool:
     """Return True if torch or its C++ code, which leaves no frame, raised an error, rather than user code."""
     file, has_raised = _place(error)
-    return file.startswith(_TORCH) or not has_raised
+    return file.startswith(TORCH) or not has_raised
 
 
 def _place(error: BaseException) -> tuple[str, bool]:

@@ -15,23 +15,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
 import psutil
-import torch
 
-import pipeline
 from pipeline.errors import Stopped
 from pipeline.protocol.events import HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
 from pipeline.protocol.trial import Rank, Trial
+from pipeline.training.torch_errors import OURS, TORCH
 
 GRACE_S = 2.0
 """Seconds for a rank that waits for a stuck rank to end by the error of its collective instead."""
 
 _MUST_GO_ON = frozenset((Phase.READING, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATING, Phase.EVALUATING))
-_MACHINERY = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pipeline, torch))
 _FEW = 3  # frames
 
 
@@ -150,6 +147,6 @@ class Watchdog:
 def _from_user_code(frame: FrameType) -> str:
     """Format the stack from the first frame of user code below this project's frames; else the innermost few frames."""
     stack = traceback.extract_stack(frame)
-    ours = next((i for i, entry in enumerate(stack) if entry.filename.startswith(_MACHINERY[0])), 0)
-    users = (i for i, entry in enumerate(stack) if i > ours and not entry.filename.startswith(_MACHINERY))
+    ours = next((i for i, entry in enumerate(stack) if entry.filename.startswith(OURS)), 0)
+    users = (i for i, entry in enumerate(stack) if i > ours and not entry.filename.startswith((OURS, TORCH)))
     return "".join(traceback.format_list(stack[next(users, -_FEW) :]))

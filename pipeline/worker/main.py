@@ -22,7 +22,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-import pipeline
 from pipeline import registry
 from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
 from pipeline.protocol.channel.outbox import ChannelOutbox
@@ -165,9 +164,8 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
 
 def _own_traceback(error: BaseException) -> str:
     """Return the traceback from the first frame that is neither this project's nor torch's, else the whole."""
-    machinery = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pipeline, torch))
     start = error.__traceback__
-    while start is not None and start.tb_frame.f_code.co_filename.startswith(machinery):
+    while start is not None and start.tb_frame.f_code.co_filename.startswith((torch_errors.OURS, torch_errors.TORCH)):
         start = start.tb_next
     return "".join(traceback.format_exception(type(error), error, start or error.__traceback__))
 

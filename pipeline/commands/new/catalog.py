@@ -7,11 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import pipeline
 from pipeline.errors import UsageError
+from pipeline.system.imports import PACKAGE
 from pipeline.wording import did_you_mean
 
-_PACKAGE = Path(pipeline.__file__).parent
 _CONTEXT = "cookiecutter.json"
 CHOICES = "_choices"
 """Key with the allowed answers; for a wrong answer to its own lists, cookiecutter prints a traceback."""
@@ -85,8 +84,8 @@ class Template(NamedTuple):
 
 def root() -> Path:
     """Return the folder of the templates: in the installed package, or next to it in a checkout."""
-    installed = _PACKAGE / "_templates"
-    return installed if installed.is_dir() else _PACKAGE.parent / "templates"
+    installed = PACKAGE / "_templates"
+    return installed if installed.is_dir() else PACKAGE.parent / "templates"
 
 
 def names() -> tuple[str, ...]:
