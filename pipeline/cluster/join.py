@@ -9,19 +9,18 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 
 from pipeline.cluster.checks import refuse_others
 from pipeline.cluster.connection import connection, first_line
 from pipeline.cluster.node_facts import facts_here
 from pipeline.cluster.nodes import facts_of_nodes
 from pipeline.cluster.placement import able_nodes
+from pipeline.cluster.ray_internals import addresses_of_nodes
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.resources import Resources
 
 _REACH_S = 10.0
-_ALIVE = 0  # of Ray's GcsNodeInfo
 
 
 def cluster_address(parallel: Parallel) -> str | None:
@@ -108,12 +107,10 @@ def _check_is_node(address: str) -> None:
     """
     if not address.rpartition(":")[2].isdecimal():  # such as "auto"
         return
-    ensure_token_if_auth_enabled(create_token_if_missing=False)  # as ray.init does before it asks
-    nodes = ray._raylet.GcsClient(address=address).get_all_node_info().values()
-    there = sorted({node.node_manager_address for node in nodes if node.state == _ALIVE})
+    there = addresses_of_nodes(address)
     here = {each.address for those in psutil.net_if_addrs().values() for each in those}
     if here.isdisjoint(there):
         raise ResourceError(
-            f"this machine is not a node of the Ray cluster at {address}, whose nodes are {', '.join(there)}; add it "
-            f"with ray start --address={address} --num-cpus=0, or send the run there with pipeline submit"
+            f"this machine is not a node of the Ray cluster at {address}, whose nodes are {', '.join(sorted(there))}; "
+            f"add it with ray start --address={address} --num-cpus=0, or send the run there with pipeline submit"
         )

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node  # a DeveloperAPI; Ray has no other way to ask
 
+from pipeline.cluster.ray_internals import available_resources_per_node
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.protocol.trial import Training, Trial

@@ -1,6 +1,7 @@
 """The field's words, one thing one name: names that needed their docstring to be understood don't come back."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,3 +41,10 @@ def test_a_file_and_what_it_defines_have_the_fields_names(path: Path) -> None:
 def test_a_file_name_leads_to_one_file() -> None:
     names = Counter(path.stem for path in FILES if path.stem not in PARALLEL)
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_private_parts_of_ray_are_used_in_one_folder_and_one_file() -> None:
+    private = re.compile(r"\bray\._|\bray\.train\.\S*\._")
+    users = {str(path.relative_to(REPOSITORY)) for path in FILES if private.search(path.read_text(encoding="utf-8"))}
+    allowed = ("pipeline/launchers/_ray/", "pipeline/cluster/ray_internals.py", "pipeline/commands/submit/cluster.py")
+    assert [user for user in users if not user.startswith(allowed)] == []
