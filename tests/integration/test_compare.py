@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
@@ -79,13 +80,13 @@ def test_the_measurements_took_turns(compared: Compared) -> None:
     assert [(event.trial, event.repeat) for event in opened] == [(n, r) for r in range(REPEATS) for n in names]
 
 
-def test_speedups_are_ratios_of_neighbouring_measurements(compared: Compared) -> None:
+def test_a_speedup_has_the_range_of_neighbouring_measurements(compared: Compared) -> None:
     ends = [event.result for event in journal.read(compared.folder / journal.FILE_NAME) if isinstance(event, Finished)]
     rates = {name: [e.samples_per_second.median for e in ends if e.trial == name] for name in ("baseline", "ddp-2")}
     ratios = sorted(own / base for own, base in zip(rates["ddp-2"], rates["baseline"], strict=True))
     cell = compared.cell("ddp", 2)
 
-    assert cell["speedup"] == pytest.approx(sum(ratios) / 2)
+    assert cell["speedup"] == pytest.approx(median(rates["ddp-2"]) / median(rates["baseline"]))
     assert (cell["speedup_low"], cell["speedup_high"]) == pytest.approx((ratios[0], ratios[-1]))
     assert cell["efficiency"] == pytest.approx(cell["speedup"] / 2)
 
