@@ -405,7 +405,7 @@ def test_a_password_is_in_no_file_and_sync_takes_it_from_the_environment(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1]]
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent / "support")]
 from test_outages import Recording
 
 run = Recording(sys.argv[2], Path(sys.argv[3]))
