@@ -173,7 +173,7 @@ def test_job_outlives_its_sender_stops_with_a_checkpoint_and_is_resumed_into_the
     sender.kill()
     _, stderr = sender.communicate()
     assert "sending 3 files" in stderr
-    assert "pipeline-runs/lab of the head" in stderr
+    assert "pipeline-runs/lab on the head" in stderr
     (job,) = json.loads(pipeline("status", "--json", *address)[1])
     assert (job["experiment"], job["status"], job["exit_code"]) == ("lab", "RUNNING", None)
     assert job["id"] in stdout

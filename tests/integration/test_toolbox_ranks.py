@@ -274,8 +274,16 @@ def test_another_number_of_workers_goes_on_from_the_average(root: Path) -> None:
     [
         ([], {"local_sgd_period": 4}, "parallel.options: local_sgd_start_step is missing"),
         ([], {**LOCAL, "communication_hook": "fp16"}, "parallel.options: local SGD sends no gradients for comm"),
-        (["train.ema=true"], LOCAL, "parallel.options.local_sgd_period: lets the workers' weights differ, which train.ema can't"),
-        (["train.on_nonfinite=skip"], LOCAL, "parallel.options.local_sgd_period: .* skip a step together; write train.on_nonfinite: stop"),
+        (
+            ["train.ema=true"],
+            LOCAL,
+            "parallel.options.local_sgd_period: lets the workers' weights differ, which train.ema can't",
+        ),
+        (
+            ["train.on_nonfinite=skip"],
+            LOCAL,
+            "parallel.options.local_sgd_period: .* skip a step together; write train.on_nonfinite: stop",
+        ),
         (["train.precision=fp16"], LOCAL, "parallel.options.local_sgd_period: .* use precision: bf16"),
     ],
 )
