@@ -35,6 +35,7 @@ from pipeline.system.process import environment
 from pipeline.wording import counted
 
 _AFTER_OTHERS_S = 30.0
+_LAST_POLL_S = 5.0  # a poll that is under way
 """Seconds after ``parallel.timeout_s`` in which waiting ranks give up and Ray may notice a dead node."""
 
 
@@ -153,7 +154,12 @@ def _fit(trainer: Trainer) -> BaseException | None:
 
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C: the local Ray is about to end, and Ray answers a later poll by starting another one
+        trainer.cancel()
+        thread.join(_LAST_POLL_S)
+        raise
     return errors[0] if errors else None
 
 

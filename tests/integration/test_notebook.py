@@ -102,8 +102,11 @@ def test_an_interrupted_kernel_ends_the_run_and_goes_on(
         eventually(lambda: "main: ddp x 2: step" in log.read_text())
         manager.interrupt_kernel()
         assert reply(kernel)["ename"] == "KeyboardInterrupt"
-        kernel.execute("left = psutil.Process().children(recursive=True); assert not left, left")
-        assert reply(kernel)["status"] == "ok"
+        kernel.execute(
+            "left = psutil.Process().children(recursive=True); assert not left, [p.cmdline()[:6] for p in left]"
+        )
+        told = reply(kernel)
+        assert told["status"] == "ok", told["evalue"]
     finally:
         kernel.stop_channels()
         manager.shutdown_kernel()

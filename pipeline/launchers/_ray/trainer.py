@@ -9,6 +9,9 @@ docs/decisions/0011-time-to-first-step.md.
 """
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -28,6 +31,14 @@ from pipeline.launchers._ray.local import replaced
 class Trainer(DataParallelTrainer):  # type: ignore[misc]
     """A `DataParallelTrainer` of fixed size that polls its workers from the calling thread."""
 
+    _cancel: Callable[[], object] | None = None
+
+    def cancel(self) -> None:
+        """Stop polling; `fit`, which is in another thread, ends with CancelledError."""
+        if self._cancel is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._cancel()
+
     def _create_default_callbacks(self) -> list[RayTrainCallback]:
         without: tuple[type[RayTrainCallback], ...] = (PlacementGroupCleanerCallback, StateManagerCallback)
         if not self.datasets:
@@ -39,8 +50,14 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
             arguments["scaling_policy"] = _FixedSize(self.scaling_config)
         controller = _Controller(**arguments)
         with replaced(worker_group, SynchronizationActor=_NoActor()), replaced(state, _shutdown_sync_actor=_end):
-            asyncio.run(controller.run())
+            asyncio.run(self._poll(controller))
         return controller.get_result()
+
+    async def _poll(self, controller: TrainController) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        await controller.run()
 
 
 class _NoActor:
