@@ -1,5 +1,6 @@
 """An elastic training goes on without a node that is cut off."""
 
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -62,8 +63,7 @@ def test_a_node_that_is_cut_off_is_done_without() -> None:
         assert [len(event.devices) for event in ran.events if isinstance(event, Started)] == [2, 1]
         assert sorted(ran.losses) == list(range(1, STEPS + 1))
         told = [event.message for event in ran.events if isinstance(event, Warned)]
-        assert any(
-            message.startswith("rank 1 on node1 exited without reporting an error: its node hangs") for message in told
-        )
+        lost = r"rank \d on node1 exited without reporting an error: its node hangs"  # Ray chooses the rank
+        assert any(re.match(lost, message) for message in told), told
         (resumed,) = (event for event in ran.events if isinstance(event, Resumed))
         assert f"resuming with 1 of 2 workers from step {resumed.step}" in told
