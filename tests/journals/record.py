@@ -172,7 +172,7 @@ RECORDINGS: dict[str, Callable[[Lab], Path]] = {
     for one in (finished, single, failed, nan, nan_stopped, interrupted, killed, resumed, elastic, comparison, sweep,
                 forecast, batch_size)
 }  # fmt: skip
-WITH_CHECKPOINTS, WITH_PICTURES = ("killed",), ("finished",)
+WITH_CHECKPOINTS = ("killed",)
 
 
 def _stopped(lab: Lab, number: signal.Signals, *, code: int) -> Path:
@@ -263,10 +263,10 @@ def keep(folder: Path, *, name: str, lab: Lab) -> None:
         elif "checkpoints" in path.parts:
             if name not in WITH_CHECKPOINTS:
                 path.unlink()  # those that are kept have checksums: nothing in them may change
-        elif path.suffix == ".png" and name not in WITH_PICTURES:
+        elif path.suffix == ".png":
             path.write_bytes(DOT)
-        elif path.suffix not in (".pt", ".safetensors", ".png"):
-            path.write_text(_anonymous(path.read_text(), keeps_pictures=name in WITH_PICTURES, lab=lab))
+        elif path.suffix not in (".pt", ".safetensors"):
+            path.write_text(_anonymous(path.read_text(), lab=lab))
     for folder in sorted((path for path in (HERE / name).rglob("*") if path.is_dir()), reverse=True):
         with suppress(OSError):
             folder.rmdir()
@@ -282,13 +282,12 @@ def _replacements(lab: Lab) -> dict[str, str]:
     return dict(sorted(own.items(), key=lambda pair: -len(pair[0])))
 
 
-def _anonymous(text: str, *, keeps_pictures: bool, lab: Lab) -> str:
+def _anonymous(text: str, *, lab: Lab) -> str:
+    """Replace what is this machine's, and leave out pictures: in their letters any word may stand."""
     for ours, nobodys in _replacements(lab).items():
         text = text.replace(ours, nobodys)
     text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", NODE, text)
-    if not keeps_pictures:
-        text = re.sub(r"(?<=data:image/png;base64,)[A-Za-z0-9+/=]+", "", text)
-    return text
+    return re.sub(r"(?<=data:image/png;base64,)[A-Za-z0-9+/=]+", "", text)
 
 
 def _check(folder: Path, *, lab: Lab) -> None:
