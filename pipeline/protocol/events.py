@@ -6,6 +6,7 @@ Workers know nothing of MLflow, terminals or reports; they emit events.
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
+from time import time as now
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -29,9 +30,9 @@ class Point(NamedTuple):
 
 
 class Event(Frozen):
-    """Base of all events. ``time`` is in seconds since the epoch."""
+    """Base of all events. ``time`` is in seconds since the epoch, by default that of construction."""
 
-    time: float
+    time: float = Field(default_factory=now)
     trial: str = "main"
 
 
