@@ -1,7 +1,6 @@
 """The path shared by run, compare, predict, tune-batch and sweep; what they plan and report is in their own files."""
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,7 +127,7 @@ class Invocation:
     def log(self, figures: Mapping[str, float | None], *, trial: str = "main", step: int, epoch: int) -> None:
         """Record the figures that are known as metrics of a trial."""
         points = tuple(Point(name, step, value) for name, value in figures.items() if value is not None)
-        self.recorder.receive(Metrics(time=time.time(), trial=trial, step=step, epoch=epoch, points=points))
+        self.recorder.receive(Metrics(trial=trial, step=step, epoch=epoch, points=points))
 
     def show(self, report: Printable, *, summary: str = "") -> None:
         """Print a report; ``summary``, in Markdown, describes the run in the tracking store."""

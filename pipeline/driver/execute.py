@@ -1,6 +1,5 @@
 """One trial from launch to outcome: launched again from its newest checkpoint when workers were lost."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -106,7 +105,7 @@ def _as_trained(outcome: Outcome, recorder: Recorder) -> Outcome:
         trained.trial,
         f"{outcome.error}; the training had finished, the measurements after it are missing",
     )
-    finished = Finished(time=time.time(), trial=trained.trial, result=trained.result)
+    finished = Finished(trial=trained.trial, result=trained.result)
     recorder.receive(finished)
     return replace(outcome, finished=finished)
 
@@ -171,4 +170,4 @@ def _rolled_back(trial: Training, outcome: Outcome) -> _Again | None:
 
 
 def _warn(recorder: Recorder, trial: str, message: str) -> None:
-    recorder.receive(Warned(time=time.time(), trial=trial, message=message))
+    recorder.receive(Warned(trial=trial, message=message))

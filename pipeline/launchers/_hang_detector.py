@@ -122,7 +122,6 @@ class HangDetector:
         if last.rank.rank in self.lost:
             return
         failed = Failed(
-            time=time.time(),
             trial=self._trial.name,
             rank=last.rank,
             error=self._stopped(last) if self._is_silent(culprit) else last.stall,

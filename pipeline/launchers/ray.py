@@ -4,7 +4,6 @@ It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster
 """
 
 import threading
-import time
 from collections.abc import Mapping
 from typing import Self
 
@@ -96,7 +95,7 @@ class Launcher(base.Launcher):
         if left_out := ingest.left_out(trial):
             reason = f"with data.order: free, all {trial.workers} workers get the same number"
             message = f"left out of each epoch: {counted(left_out, 'row')}; {reason}"
-            self.session.receive(Warned(time=time.time(), trial=trial.name, message=message))
+            self.session.receive(Warned(trial=trial.name, message=message))
         return ingest
 
     def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> Trainer:

@@ -71,4 +71,4 @@ class ProgressReporter:
         if _tell is None or self._silent:
             return
         self._has_told = True
-        _tell(Advanced(time=time.time(), trial=_trial, what=self._what, done=done, total=total, unit=self._unit))
+        _tell(Advanced(trial=_trial, what=self._what, done=done, total=total, unit=self._unit))

@@ -2,7 +2,6 @@
 
 import io
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -137,7 +136,6 @@ def open_trial(trial: Trial, recorder: Recorder) -> None:
     """Record that a trial is about to be launched."""
     recorder.receive(
         TrialOpened(
-            time=time.time(),
             trial=trial.name,
             role=trial.role,
             title=trial.title,
@@ -151,7 +149,7 @@ def open_trial(trial: Trial, recorder: Recorder) -> None:
 
 def artifact(name: str, recorder: Recorder) -> None:
     """Record that a file of the run's folder belongs to the results."""
-    recorder.receive(ArtifactSaved(time=time.time(), path=name))
+    recorder.receive(ArtifactSaved(path=name))
 
 
 def _teller(terminal: rich.console.Console) -> Callable[[str], None]:
@@ -178,7 +176,6 @@ def _open(
     experiment = plan.experiment
     recorder.receive(
         RunOpened(
-            time=time.time(),
             run=id_of(recorder.folder),
             sweep=sweep_of(recorder.folder),
             title=member.title if member else "",
@@ -205,7 +202,7 @@ def _close(recorder: Recorder, *, status: Status, message: str, warn: Callable[[
         try:
             artifact(LOG_NAME, recorder)
         finally:
-            recorder.receive(RunClosed(time=time.time(), status=status, message=message, summary=recorder.summary))
+            recorder.receive(RunClosed(status=status, message=message, summary=recorder.summary))
     except OSError as error:
         if status == "FINISHED":
             raise

@@ -1,7 +1,6 @@
 """Losses, gradients and weights that are NaN or infinite: which samples cause them, and what training does then."""
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -150,7 +149,7 @@ class Finiteness:
 
     def _warn(self, message: str) -> None:
         if self.rank.is_first:
-            self.outbox.event(Warned(time=time.time(), trial=self.trial.name, message=message))
+            self.outbox.event(Warned(trial=self.trial.name, message=message))
 
 
 def some(numbers: Sequence[int]) -> str:

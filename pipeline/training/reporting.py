@@ -3,7 +3,6 @@
 import resource
 import sys
 import tempfile
-import time
 from pathlib import Path
 from urllib.parse import quote
 
@@ -34,7 +33,6 @@ def start(context: TrainContext, outbox: Outbox) -> None:
     if context.rank.is_first:
         outbox.event(
             Started(
-                time=time.time(),
                 trial=context.trial.name,
                 total_steps=context.steps,
                 steps_per_epoch=context.order.steps_per_epoch,
@@ -54,7 +52,7 @@ def first_step(context: TrainContext, outbox: Outbox) -> None:
     if context.rank.is_first:
         if context.device.type == "cuda":
             torch.cuda.synchronize(context.device)
-        outbox.event(FirstStep(time=time.time(), trial=context.trial.name))
+        outbox.event(FirstStep(trial=context.trial.name))
 
 
 def compile_s(context: TrainContext) -> float | None:
@@ -71,7 +69,7 @@ def averaging(context: TrainContext, outbox: Outbox) -> None:
             f"train.ema: after {context.total_steps} steps the averages will still consist of {int(100 * share)}% "
             "initial weights; write a smaller decay"
         )
-        outbox.event(Warned(time=time.time(), trial=context.trial.name, message=message))
+        outbox.event(Warned(trial=context.trial.name, message=message))
 
 
 def peak_memory_mb(context: TrainContext) -> tuple[float, ...]:
@@ -133,14 +131,14 @@ def model(context: TrainContext, outbox: Outbox) -> None:
         if not context.experiment.tracking.log_model:
             return
         if trainable(context.learned):
-            outbox.event(ArtifactSaved(time=time.time(), trial=context.trial.name, path=f"model/{beside}"))
+            outbox.event(ArtifactSaved(trial=context.trial.name, path=f"model/{beside}"))
         example = _example(context)
         if example is not None:
             path = Path(folder) / "example.pt"
             torch.save(example, path)
             outbox.file(path, _EXAMPLE)
         place = "" if example is None else _EXAMPLE
-        outbox.event(ModelSaved(time=time.time(), trial=context.trial.name, weights=_WEIGHTS, example=place))
+        outbox.event(ModelSaved(trial=context.trial.name, weights=_WEIGHTS, example=place))
 
 
 def curve(name: str, curve: Curve, *, context: TrainContext, outbox: Outbox) -> None:
@@ -154,7 +152,7 @@ def curve(name: str, curve: Curve, *, context: TrainContext, outbox: Outbox) -> 
         for path in (table, picture):
             place = f"metrics/{quote(name, safe='')}{path.suffix}"
             outbox.file(path, place)
-            outbox.event(ArtifactSaved(time=time.time(), trial=context.trial.name, path=place))
+            outbox.event(ArtifactSaved(trial=context.trial.name, path=place))
 
 
 def _save_learned(context: TrainContext, path: Path) -> None:

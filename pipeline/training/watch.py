@@ -123,11 +123,10 @@ class Watchdog:
     def _warn(self) -> None:
         self._warned = True
         message = f"{self._heartbeat().stall}; still waiting, press Ctrl-C to stop. It is at\n{self._stack()}"
-        self._outbox.event(Warned(time=time.time(), trial=self._trial.name, message=message.rstrip()))
+        self._outbox.event(Warned(trial=self._trial.name, message=message.rstrip()))
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(
-            time=time.time(),
             trial=self._trial.name,
             rank=self._rank,
             pid=os.getpid(),

@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -112,10 +111,10 @@ def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams |
     """Run the trial and return its result."""
     if isinstance(trial, Tuning):
         sizes = batch_size.find(trial, rank=rank, streams=streams)
-        return BatchSizesFound(time=time.time(), trial=trial.name, sizes=sizes)
+        return BatchSizesFound(trial=trial.name, sizes=sizes)
     with compilation.explained(trial.experiment.train.compile):
         result = train(trial, rank=rank, outbox=outbox, streams=streams)
-    return Finished(time=time.time(), trial=trial.name, result=result)
+    return Finished(trial=trial.name, result=result)
 
 
 @contextmanager
@@ -151,7 +150,6 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     else:
         message, details = f"{type(error).__name__}: {error}", _own_traceback(error)
     return Failed(
-        time=time.time(),
         trial=trial.name,
         rank=rank,
         error=message,

@@ -5,7 +5,6 @@ Names are those of MLflow's own system metrics, so that its UI shows them under 
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -51,7 +50,7 @@ class SystemSampler:
                 with suppress(pynvml.NVMLError):  # some GPUs don't report everything, e.g. shared ones
                     values.update(_gpu(index, handle))
             points = tuple(Point(self._prefix + name, number, value) for name, value in values.items())
-            self._outbox.event(SystemMetrics(time=time.time(), node=self._node, points=points))
+            self._outbox.event(SystemMetrics(node=self._node, points=points))
             if ended:  # after the last sample: a short training has no other
                 return
 

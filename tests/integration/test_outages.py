@@ -87,7 +87,7 @@ class Training:
         self.steps += 1
         points = (Point("train/loss", self.steps, 1 / self.steps), Point("train/learning_rate", self.steps, 0.1))
         begin = time.monotonic()
-        self.recorder.receive(Metrics(time=time.time(), step=self.steps, epoch=1, points=points))
+        self.recorder.receive(Metrics(step=self.steps, epoch=1, points=points))
         self.longest_s = max(self.longest_s, time.monotonic() - begin)
         time.sleep(0.003)
 

@@ -112,7 +112,7 @@ class Inbox:
 
 def not_kept(name: str, error: OSError) -> Warned:
     """Return the warning that a worker's file can't be written into the run's folder."""
-    return Warned(time=time.time(), message=f"{name} can't be kept: {error.strerror or error}")
+    return Warned(message=f"{name} can't be kept: {error.strerror or error}")
 
 
 def inside(folder: Path, name: str) -> Path:

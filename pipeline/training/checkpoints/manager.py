@@ -214,7 +214,7 @@ class CheckpointManager:
     def _tell_resumed(self, manifest: Manifest, storage: Storage) -> None:
         if self._context.rank.is_first:
             place, trial = storage.place(manifest.name), self._context.trial.name
-            event = Resumed(time=time.time(), trial=trial, step=manifest.step, epoch=manifest.epoch, checkpoint=place)
+            event = Resumed(trial=trial, step=manifest.step, epoch=manifest.epoch, checkpoint=place)
             self._outbox.event(event)
 
     def _warn_once(self, message: str) -> None:
@@ -223,4 +223,4 @@ class CheckpointManager:
             self._warn(message)
 
     def _warn(self, message: str) -> None:
-        self._outbox.event(Warned(time=time.time(), trial=self._context.trial.name, message=message))
+        self._outbox.event(Warned(trial=self._context.trial.name, message=message))

@@ -135,7 +135,6 @@ class AsyncCheckpointWriter:
             self._warn(f"checkpoints can be saved again: {manifest.name} is complete")
         seconds = time.perf_counter() - job.began
         saved = CheckpointSaved(
-            time=time.time(),
             trial=self._trial,
             step=manifest.step,
             path=self._storage.place(manifest.name),
@@ -172,7 +171,7 @@ class AsyncCheckpointWriter:
         self._storage.remove(name)
 
     def _warn(self, message: str) -> None:
-        self._tell(Warned(time=time.time(), trial=self._trial, message=message))
+        self._tell(Warned(trial=self._trial, message=message))
 
 
 def _reason(error: Exception) -> str:
