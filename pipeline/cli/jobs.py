@@ -171,7 +171,7 @@ def _commands_for(jobs: "Jobs", job: str) -> str:
 def _print_table(jobs: "list[Job]") -> None:
     import rich.console
 
-    from pipeline.recording.text_tables import listing, print_table
+    from pipeline.recording.terminal import listing, print_table
 
     columns: list[tuple[str, Callable[[Job], str]]] = [
         ("id", lambda job: job.id),

@@ -11,11 +11,9 @@ import rich.console
 from pipeline.protocol import events
 from pipeline.protocol.events import Advanced, AnyEvent, Finished, FirstStep, Metrics, Started, TrialOpened
 from pipeline.protocol.trial import Training, Trial
-from pipeline.recording.display import Display, Lines, LiveDisplay
-from pipeline.recording.format import figures
+from pipeline.recording.display import Display, Lines, LiveDisplay, figures
 from pipeline.recording.notebook import NotebookDisplay
-from pipeline.recording.terminal import Terminal, write
-from pipeline.recording.text_tables import PrintableTable, headed, print_report_table
+from pipeline.recording.terminal import PrintableTable, Terminal, headed, print_report_table, write
 from pipeline.wording import counted
 
 

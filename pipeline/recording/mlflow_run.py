@@ -23,8 +23,7 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.recording import mlflow_entities as entities
-from pipeline.recording import mlflow_view
-from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
+from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id, save_view
 from pipeline.recording.model import log_model
 from pipeline.recording.store import artifact_root, create_store
 
@@ -129,7 +128,7 @@ class MlflowRun:
         self._logs_model = event.logs_model
         self._describe(self.run_id, params=event.params)
         created_ms = entities.milliseconds(event)
-        mlflow_view.save(self._client, self.experiment_id, params=event.params, created_ms=created_ms)
+        save_view(self._client, self.experiment_id, params=event.params, created_ms=created_ms)
 
     @_write.register
     def _(self, event: TrialOpened) -> None:

@@ -5,8 +5,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from pipeline.protocol.events import Advanced, FirstStep, Metrics, Started
-from pipeline.recording.display import Shown
-from pipeline.recording.format import amounts, facts, figures, position
+from pipeline.recording.display import Shown, amounts, facts, figures, position
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle

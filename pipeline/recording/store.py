@@ -15,7 +15,7 @@ _HEALTH_TIMEOUT_S = 3
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 _TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
 VIEW = "speedups"
-"""Name of the view that `pipeline.recording.mlflow_view` saves, in links to the table of runs."""
+"""Name of the view that `pipeline.recording.mlflow_runs` saves, in links to the table of runs."""
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Default address of ``pipeline ui``."""
 

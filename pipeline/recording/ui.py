@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError, UsageError
-from pipeline.recording.mlflow_view import TAG
+from pipeline.recording.mlflow_runs import VIEW_TAG
 from pipeline.recording.store import artifact_root, check_store, is_server, runs_link, sqlite_path
 
 _START_TIMEOUT_S = 60.0
@@ -88,7 +88,7 @@ def pages(address: str) -> Iterator[Page]:
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - http(s), see is_server
         found = json.load(answer).get("experiments", [])
     for experiment in found:
-        if any(tag["key"] == TAG for tag in experiment.get("tags", [])):
+        if any(tag["key"] == VIEW_TAG for tag in experiment.get("tags", [])):
             yield Page(experiment["name"], runs_link(address, experiment["experiment_id"]))
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from pipeline.cluster.node_facts import NodeFacts
 from pipeline.commands.doctor.check_result import CheckResult, amount
 from pipeline.commands.doctor.examination import Examination
-from pipeline.recording.text_tables import headed, print_report_table
+from pipeline.recording.terminal import headed, print_report_table
 from pipeline.report.tables import Column, from_columns
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}

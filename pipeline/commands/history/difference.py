@@ -13,7 +13,7 @@ from pipeline.errors import UsageError
 from pipeline.protocol.events import RunOpened
 from pipeline.recording.folder import ENVIRONMENT_NAME
 from pipeline.recording.runs import RunSummary, last_opened
-from pipeline.recording.text_tables import print_table
+from pipeline.recording.terminal import print_table
 from pipeline.report import Row
 
 _TAGS = ("git_commit", "git_dirty", "hardware", "user", "python")

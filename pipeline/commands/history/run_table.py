@@ -7,7 +7,7 @@ import rich.console
 from rich.table import Table
 
 from pipeline.recording.runs import RunSummary
-from pipeline.recording.text_tables import listing, print_table, width_of
+from pipeline.recording.terminal import listing, print_table, width_of
 
 _STYLES = {"RUNNING": "cyan", "FAILED": "red", "KILLED": "yellow"}
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
