@@ -17,7 +17,6 @@ from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Tuning
 from pipeline.training.bench import TrialBench
 from pipeline.training.build import build
-from pipeline.training.stream import Streams
 
 CLOSE = 0.95
 """Fraction of the best throughput from which a throughput counts as close to it."""
@@ -42,13 +41,13 @@ class Bench(Protocol):
         ...
 
 
-def find(trial: Tuning, *, rank: Rank, streams: Streams | None = None) -> BatchSizes:
+def find(trial: Tuning, *, rank: Rank) -> BatchSizes:
     """Search the batch sizes of a trial. Collective; returns the same on all ranks.
 
     Raises:
         ExperimentError: the experiment can't be trained, or has fewer samples than devices.
     """
-    setup = build(trial, rank=rank, streams=streams)
+    setup = build(trial, rank=rank)
     samples = setup.order.samples
     if not (share := samples // trial.replicas):
         raise ExperimentError.of(

@@ -27,7 +27,7 @@ from pipeline.training.order import (
     padded,
     padded_evaluation,
 )
-from pipeline.training.stream import RowStream, StreamLoader, Streams
+from pipeline.training.stream import RowStream, StreamLoader, received
 
 MicroBatches = Iterator[tuple[MicroBatch, Any]]
 """A rank's micro-batches with their data, in order."""
@@ -45,12 +45,16 @@ class Source(NamedTuple):
     """First sample or schema, which tells the data from other data of the same size."""
 
 
-def read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
-    """Build the datasets of the experiment and their loaders. Collective.
+def open_source(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
+    """Build the loaders of the streams that the launcher sends, or of the experiment's datasets. Collective.
 
     Raises:
         ExperimentError: a dataset can't be built, is not map-style, or differs between ranks.
     """
+    return (_streamed if received else _read)(trial, rank=rank, device=device)
+
+
+def _read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
     experiment = trial.experiment
     train, validation = parts.data(experiment, allowed=trial.allowed)
     samples = length(train, what="training")
@@ -69,23 +73,22 @@ def read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
     return Source(train_loader, validation_loader, order, validation_samples, train_loader.read([0]))
 
 
-def dealt(trial: Trial, streams: Streams, *, rank: Rank, device: torch.device) -> Source:
-    """Build loaders of the streams that the launcher sends."""
+def _streamed(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
+    train, validation = received["train"], received.get("validation")
     batch_size, pin = trial.experiment.train.global_batch_size, trial.experiment.loader.pin_memory
     order = StreamOrder(
-        samples=streams.train.rows,
+        samples=train.rows,
         global_batch_size=batch_size,
         seed=trial.experiment.seed,
         share_size=batch_size // rank.world_size,
-        deals_evenly=not streams.train.keeps_order,
+        deals_evenly=not train.keeps_order,
     )
 
     def loader(stream: RowStream) -> StreamLoader:
         return StreamLoader(stream, order=order, pin_memory=device.type == "cuda" if pin == "auto" else pin)
 
-    held_out = streams.validation
-    validation, rows = (loader(held_out), held_out.rows) if held_out else (None, 0)
-    return Source(loader(streams.train), validation, order, rows, streams.train.schema)
+    validation_loader, rows = (loader(validation), validation.rows) if validation else (None, 0)
+    return Source(loader(train), validation_loader, order, rows, train.schema)
 
 
 def runtime(trial: Trial, *, order: SampleOrder, rank: Rank) -> Mapping[str, int]:

@@ -11,23 +11,20 @@ from pipeline.strategies.base import Sharded
 from pipeline.training import compilation, optimizers, parts, rank_equality, recomputation
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
-from pipeline.training.batches import Batches, dealt, read, runtime
+from pipeline.training.batches import Batches, open_source, runtime
 from pipeline.training.context import DTYPES, TrainContext
 from pipeline.training.learned import learned_by, take_from_first, trainable
-from pipeline.training.stream import Streams
 
 
-def build(trial: Trial, *, rank: Rank, streams: Streams | None = None) -> TrainContext:
+def build(trial: Trial, *, rank: Rank) -> TrainContext:
     """Build data, model, optimizer and the other parts of a rank, equal on all ranks. Collective.
-
-    ``streams`` come from the launcher instead of the data that the experiment names.
 
     Raises:
         ExperimentError: a component can't be built, has the wrong type, or differs between ranks.
     """
     experiment = trial.experiment
     device = device_of(trial, rank=rank)
-    source = dealt(trial, streams, rank=rank, device=device) if streams else read(trial, rank=rank, device=device)
+    source = open_source(trial, rank=rank, device=device)
     create = partial(
         components.build,
         allowed=trial.allowed,

@@ -27,21 +27,18 @@ from pipeline.training.meter import Meter
 from pipeline.training.nonfinite import check_weights
 from pipeline.training.probe import Afterwards, probe, record_trace, unused_parameters, waits
 from pipeline.training.step import optimizer_step
-from pipeline.training.stream import Streams
 from pipeline.training.watch import mark, mark_step
 
 
-def train(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None = None) -> TrialResult:
+def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
     """Run a trial on this rank. All ranks return the same result; rank 0 sends the events.
-
-    ``streams`` come from the launcher instead of the data that the experiment names.
 
     Raises:
         ExperimentError: the experiment can't be trained as it is written.
         TrainingError: training failed, e.g. the loss is not finite.
         Stopped: the driver asked for it; the newest checkpoint is that of the last step.
     """
-    context = build(placed(trial, rank=rank), rank=rank, streams=streams)
+    context = build(placed(trial, rank=rank), rank=rank)
     clock = Clock(
         device=context.device, warmup_steps=trial.experiment.measure.warmup_steps, compiling=context.compiling
     )

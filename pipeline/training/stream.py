@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -30,11 +30,8 @@ class RowStream:
     """Start the next pass, in blocks of that many rows. Collective once the first block is requested."""
 
 
-class Streams(NamedTuple):
-    """The streams of a training."""
-
-    train: RowStream
-    validation: RowStream | None
+received: dict[str, RowStream] = {}
+"""Streams that the launcher sends to this process in place of the experiment's data, by part: train, validation."""
 
 
 class StreamLoader:

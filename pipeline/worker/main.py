@@ -32,7 +32,6 @@ from pipeline.system import allocator
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
 from pipeline.training.loop import train
-from pipeline.training.stream import Streams
 from pipeline.training.watch import Watchdog
 from pipeline.worker import rendezvous
 from pipeline.worker.system_metrics import SystemSampler
@@ -46,14 +45,7 @@ class WorkerFailed(Exception):
     """The rank failed and has reported it to the driver."""
 
 
-def run(
-    trial: Trial,
-    *,
-    rank: Rank,
-    outbox: Outbox,
-    end: Callable[[], None] | None = None,
-    streams: Streams | None = None,
-) -> None:
+def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | None = None) -> None:
     """Run a trial on this rank; send its result or its error to the driver.
 
     Args:
@@ -61,7 +53,6 @@ def run(
         rank: the rank of this process.
         outbox: channel to the driver.
         end: ends this process when it hangs; None in the driver's own process, where a hang is only reported.
-        streams: rows that the launcher sends, in place of the experiment's data.
 
     Raises:
         WorkerFailed: after the failure has been reported.
@@ -78,7 +69,7 @@ def run(
             _process_group(trial, rank=rank),
             SystemSampler(rank, outbox) if samples else nullcontext(),
         ):
-            outcome = _carried_out(trial, rank=rank, outbox=outbox, streams=streams)
+            outcome = _carried_out(trial, rank=rank, outbox=outbox)
     except Stopped:  # the driver, which asked for it, doesn't wait for a result
         return
     except (Exception, SystemExit) as error:  # user code may call exit()
@@ -107,13 +98,13 @@ def rank_from_environment() -> Rank:
     )
 
 
-def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox, streams: Streams | None) -> Finished | BatchSizesFound:
+def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | BatchSizesFound:
     """Run the trial and return its result."""
     if isinstance(trial, Tuning):
-        sizes = batch_size.find(trial, rank=rank, streams=streams)
+        sizes = batch_size.find(trial, rank=rank)
         return BatchSizesFound(trial=trial.name, sizes=sizes)
     with compilation.explained(trial.experiment.train.compile):
-        result = train(trial, rank=rank, outbox=outbox, streams=streams)
+        result = train(trial, rank=rank, outbox=outbox)
     return Finished(trial=trial.name, result=result)
 
 

@@ -21,7 +21,7 @@ from pipeline.protocol.trial import Trial
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
 
-    from pipeline.training.stream import Pass, RowStream, Streams
+    from pipeline.training.stream import Pass, RowStream
 
 
 class Facts(Frozen):
@@ -89,12 +89,11 @@ class Ingest:
         return self._rows["train"] - self.facts(trial).rows["train"]
 
 
-def received(facts: Facts) -> "Streams":
-    """Return this rank's streams, in a worker; all ranks must call it."""
-    from pipeline.training.stream import Streams  # imports torch
+def receive(facts: Facts) -> None:
+    """Give this rank's streams to its training, in a worker; all ranks must call it."""
+    from pipeline.training import stream  # imports torch
 
-    parts = {name: stream_of(ray.train.get_dataset_shard(name), name, facts) for name in facts.rows}
-    return Streams(parts["train"], parts.get("validation"))
+    stream.received.update({name: stream_of(ray.train.get_dataset_shard(name), name, facts) for name in facts.rows})
 
 
 def stream_of(shard: "DataIterator", name: str, facts: Facts) -> "RowStream":

@@ -30,8 +30,6 @@ def work(config: dict[str, Any]) -> None:
     from pipeline.cluster.code import Code
     from pipeline.worker import main
 
-    if config["stream"] is not None:
-        from pipeline.launchers._ray.ingest import Facts, received
     trial = trial_from_json(config["trial"])
     context = ray.train.get_context()
     rank = Rank(
@@ -46,8 +44,11 @@ def work(config: dict[str, Any]) -> None:
         ChannelOutbox(Address.model_validate_json(config["channel"])) as outbox,
         kept_output(config["logs"], rank=rank, outbox=outbox),
     ):
-        streams = received(Facts.model_validate_json(config["stream"])) if config["stream"] is not None else None
-        main.run(trial, rank=rank, outbox=outbox, end=partial(main.end_process, outbox.close), streams=streams)
+        if config["stream"] is not None:
+            from pipeline.launchers._ray.ingest import Facts, receive
+
+            receive(Facts.model_validate_json(config["stream"]))
+        main.run(trial, rank=rank, outbox=outbox, end=partial(main.end_process, outbox.close))
 
 
 @contextmanager
