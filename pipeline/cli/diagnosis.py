@@ -27,8 +27,7 @@ def doctor(
     """Check this machine or a cluster; each problem is shown with its fix."""
     import rich.console
 
-    from pipeline.commands.doctor import page
-    from pipeline.commands.doctor.examination import examine
+    from pipeline.commands.doctor.examination import examine, show
     from pipeline.config.load import load
     from pipeline.config.parallel import Parallel
 
@@ -45,6 +44,6 @@ def doctor(
     if as_json:
         typer.echo(examination.model_dump_json(indent=2))
     else:
-        page.show(examination, terminal=rich.console.Console(highlight=False))
+        show(examination, terminal=rich.console.Console(highlight=False))
     if examination.problems:
         raise typer.Exit(3)

@@ -6,10 +6,10 @@ import pytest
 import rich.console
 
 from pipeline.cluster.node_facts import Disk, Gpu, NodeFacts, Torch, facts_here
-from pipeline.commands.doctor import gpus, machine, page, versions
 from pipeline.commands.doctor import link_speed as link
+from pipeline.commands.doctor import machine
 from pipeline.commands.doctor.check_result import CheckResult
-from pipeline.commands.doctor.examination import Examination
+from pipeline.commands.doctor.examination import Examination, show
 from pipeline.commands.doctor.link_speed import MeasuredLink
 from pipeline.errors import ResourceError
 from pipeline.protocol.trial import AllReduce, Link
@@ -38,8 +38,7 @@ def node(**facts: object) -> NodeFacts:
 
 
 def judged(*nodes_: NodeFacts) -> list[CheckResult]:
-    judges = (lambda all_: versions.judged(all_, here=HERE), gpus.judged, machine.judged)
-    return [finding for judge in judges for finding in judge(nodes_)]
+    return list(machine.judged(nodes_, here=HERE))
 
 
 def bad(*nodes_: NodeFacts) -> CheckResult:
@@ -83,7 +82,7 @@ def test_what_is_lacking_is_said_with_what_mends_it(facts: dict[str, object], st
 def test_a_driver_that_is_too_old_for_torch_s_cuda() -> None:
     old = node(torch=WITH_CUDA, **{**GPUS, "driver": "550.54", "driver_cuda": "12.4"})
 
-    (finding,) = gpus.judged([old])
+    finding = bad(old)
 
     assert (finding.status, finding.what) == (
         "problem",
@@ -94,14 +93,14 @@ def test_a_driver_that_is_too_old_for_torch_s_cuda() -> None:
 def test_gpus_that_torch_cannot_open() -> None:
     broken = WITH_CUDA.model_copy(update={"cuda_available": False, "cuda_error": "RuntimeError: CUDA unknown error"})
 
-    (finding,) = gpus.judged([node(torch=broken, **GPUS)])
+    finding = bad(node(torch=broken, **GPUS))
 
     assert finding.status == "problem"
     assert "CUDA unknown error" in finding.what
 
 
 def test_a_small_difference_of_clocks_within_its_error_is_none() -> None:
-    within_error = machine.judged([node(clock_ahead_s=1.2, clock_error_s=0.5)])
+    within_error = judged(node(clock_ahead_s=1.2, clock_error_s=0.5))
     assert [found.status for found in within_error if found.subject == "clocks"] == ["ok"]
 
 
@@ -167,7 +166,7 @@ def test_the_page_fits_80_columns_and_commands_stay_whole() -> None:
     examination = Examination(address=None, nodes=(HERE, node(**GPUS)), link=None, findings=findings)
     terminal = rich.console.Console(file=io.StringIO(), width=80, color_system=None)
 
-    page.show(examination, terminal=terminal)
+    show(examination, terminal=terminal)
 
     assert isinstance(terminal.file, io.StringIO)
     lines = terminal.file.getvalue().splitlines()

@@ -1,19 +1,42 @@
-"""All checks in order: nodes, versions, GPUs, machine, link, tracking store."""
+"""All checks in order: nodes, versions, GPUs, machine, link, tracking store; and their results in the terminal."""
 
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import rich.console
+from rich.text import Text
+
 from pipeline.cluster.node_facts import NodeFacts, facts_here
-from pipeline.commands.doctor import gpus, machine, tracking, versions
 from pipeline.commands.doctor import link_speed as link
-from pipeline.commands.doctor.check_result import CheckResult
+from pipeline.commands.doctor import machine, tracking
+from pipeline.commands.doctor.check_result import CheckResult, amount
 from pipeline.commands.doctor.link_speed import MeasuredLink
 from pipeline.config.parallel import Parallel
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
+from pipeline.recording.terminal import headed, print_report_table
+from pipeline.report.tables import Column, from_columns
 
 _NODES_S = 60.0
 Say = Callable[[str], None]
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_INDENT = len("problem ")
+_Column = Column[NodeFacts]
+_COLUMNS: tuple[_Column, ...] = (
+    ("node", lambda node: node.node),
+    ("Python", lambda node: node.python),
+    ("torch", lambda node: node.torch.version if node.torch else "-"),
+    ("Ray", lambda node: node.ray or "-"),
+    ("cores", lambda node: str(node.cpus)),
+    ("memory", lambda node: amount(node.memory_mb)),
+)
+_OF_CLUSTERS: tuple[_Column, ...] = (("address", lambda node: node.address or "-"),)
+_OF_GPUS: tuple[_Column, ...] = (
+    ("GPUs", lambda node: str(len(node.gpus))),
+    ("driver", lambda node: node.driver or "-"),
+    ("NCCL", lambda node: (node.torch.nccl if node.torch else None) or "-"),
+)
 
 
 class Examination(Frozen):
@@ -50,7 +73,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
         if address is not None:
             say(f"asking the nodes of the Ray cluster at {address} ...")
         asked = (here,) if address is None else _asked(findings)
-        findings += _judged(asked, here=here)
+        findings += machine.judged(asked, here=here)
         if asked:
             say(_measuring(asked))
             measured = _measured(asked, is_cluster=address is not None, findings=findings)
@@ -93,12 +116,6 @@ def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
         return error.answered
 
 
-def _judged(asked: tuple[NodeFacts, ...], *, here: NodeFacts) -> Iterator[CheckResult]:
-    yield from versions.judged(asked, here=here)
-    yield from gpus.judged(asked)
-    yield from machine.judged(asked)
-
-
 def _measuring(asked: tuple[NodeFacts, ...]) -> str:
     between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
     return f"measuring all-reduces between {between} ..."
@@ -106,7 +123,7 @@ def _measuring(asked: tuple[NodeFacts, ...]) -> str:
 
 def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[CheckResult]) -> MeasuredLink | None:
     if any(node.torch is None for node in asked):
-        return None  # reported as a problem by versions.judged
+        return None  # reported as a problem by machine.judged
     try:
         measured = link.measure_across(asked) if is_cluster else link.measure_here(asked[0])
     except ResourceError as error:
@@ -114,3 +131,41 @@ def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[
         return None
     findings.append(link.judged(measured))
     return measured
+
+
+def show(examination: Examination, *, terminal: rich.console.Console) -> None:
+    """Print a table of the nodes, each finding with its fix, and the number of problems and warnings."""
+    at = f"Ray cluster at {examination.address}" if examination.address else "this machine"
+    columns = _columns_of(examination)
+    print_report_table(from_columns(f"Doctor: {at}", columns, examination.nodes), console=terminal)
+    terminal.print()
+    for finding in examination.findings:
+        _print(finding, terminal)
+    terminal.print("", headed([_counted_findings(examination)], width=terminal.width), sep="\n")
+
+
+def _columns_of(examination: Examination) -> tuple[_Column, ...]:
+    addresses = _OF_CLUSTERS if examination.address else ()
+    return (*_COLUMNS[:1], *addresses, *_COLUMNS[1:], *(_OF_GPUS if any(n.gpus for n in examination.nodes) else ()))
+
+
+def _print(finding: CheckResult, terminal: rich.console.Console) -> None:
+    """Print a finding and its fix; the fix stays on one line, so that a command can be copied."""
+    what = f"{finding.status:<{_INDENT}}{finding.subject}: {finding.what}"
+    text = Text(textwrap.fill(what, terminal.width, subsequent_indent=" " * _INDENT, break_on_hyphens=False))
+    text.stylize(_STYLES[finding.status], 0, len(finding.status))
+    terminal.print(text, soft_wrap=True)
+    if finding.fix:
+        terminal.print(Text(" " * _INDENT + f"fix: {finding.fix}"), soft_wrap=True)
+
+
+def _counted_findings(examination: Examination) -> str:
+    warnings = sum(finding.status == "warning" for finding in examination.findings)
+    counts = list(_counts(len(examination.problems), warnings))
+    return " and ".join(counts) + "." if counts else "No problems and no warnings."
+
+
+def _counts(problems: int, warnings: int) -> Iterator[str]:
+    for count, what in ((problems, "problem"), (warnings, "warning")):
+        if count:
+            yield f"{count} {what}{'s' if count > 1 else ''}"

@@ -1,6 +1,8 @@
-"""Checks of each node: memory, disk, system limits, programs; and of several nodes: clocks, host names."""
+"""Checks of each node: versions, GPUs, memory, disk, limits, programs; and of several nodes: clocks, host names."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from pipeline.cluster.node_facts import NodeFacts
 from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, listed, low_to_high
@@ -15,8 +17,10 @@ _PROCESSES = Limit(warning=1024, problem=64)
 _SKEW_S = 1.0
 
 
-def judged(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
-    """Check the resources of all nodes, their clocks and their host names."""
+def judged(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResult]:
+    """Check all nodes: versions as on this machine, ``here``, GPUs, resources, clocks and host names."""
+    yield from _versions(nodes, here=here)
+    yield from _gpus(nodes)
     yield from by_node(nodes, _memory, fine=lambda: _ok("memory", _memories(nodes)))
     yield from by_node(nodes, _shared_memory, fine=lambda: _ok("shared memory", _shared_memories(nodes)))
     yield from by_node(nodes, _disk, fine=lambda: _ok("disk", _disks(nodes)))
@@ -131,3 +135,105 @@ def _all_limits(nodes: Sequence[NodeFacts]) -> str:
 def _range(values: Iterable[int | None]) -> str:
     limits = [value for value in values if value is not None]
     return low_to_high(limits, lambda value: f"{value:,}") if limits else "unlimited"
+
+
+def _gpus(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
+    """Check that torch can use the GPUs, and that all nodes have the same GPUs."""
+    yield from by_node(
+        nodes, _gpu_trouble, fine=lambda: CheckResult(subject="GPUs", status="ok", what=_counted_gpus(nodes))
+    )
+    kinds = {gpu.name for node in nodes for gpu in node.gpus}
+    numbers = {len(node.gpus) for node in nodes}
+    if len(kinds) > 1 or len(numbers) > 1:
+        each = ", ".join(f"{node.label}: {_counted_gpus([node])}" for node in nodes)
+        fix = "pipeline compare FILE measures the slowdown; or leave the slowest node out"
+        yield CheckResult(subject="GPUs", status="warning", what=f"the nodes' GPUs differ ({each})", fix=fix)
+
+
+def _gpu_trouble(node: NodeFacts) -> CheckResult | None:
+    torch = node.torch
+    if node.gpu_error is not None:
+        said, fix = f"nvidia-smi fails: {node.gpu_error.splitlines()[0]}", "nvidia-smi; reboot after a driver update"
+    elif not node.gpus or torch is None:
+        return None
+    elif torch.cuda is None:
+        said = f"{_counted_gpus([node])}, but torch {torch.version} is a build for CPUs"
+        version = torch.version.partition("+")[0]
+        fix = f"pip uninstall --yes torch && pip install torch=={version}"
+    elif node.driver_cuda and _major(node.driver_cuda) < _major(torch.cuda):
+        said = f"driver {node.driver} runs CUDA up to {node.driver_cuda}, torch {torch.version} needs {torch.cuda}"
+        fix = f"update the NVIDIA driver, or install a torch built for CUDA {_major(node.driver_cuda)}"
+    elif not torch.cuda_available:
+        said = f"torch {torch.version} can't use the GPUs: {torch.cuda_error}"
+        fix = "python -c \"import torch; torch.zeros(1, device='cuda')\""
+    else:
+        return None
+    return CheckResult(subject="GPUs", status="problem", what=said, fix=fix)
+
+
+def _counted_gpus(nodes: Sequence[NodeFacts]) -> str:
+    counts = Counter(gpu.name for node in nodes for gpu in node.gpus)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none; training runs on CPUs"
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
+
+
+class _Difference(NamedTuple):
+    """A package on a node and on this machine; ``there`` and ``here`` are versions, or None if it is missing."""
+
+    name: str
+    there: str | None
+    here: str | None
+    fix: str
+
+
+def _versions(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResult]:
+    """Compare each node with this machine, which runs are started from."""
+    differing: dict[_Difference, list[str]] = {}
+    for node in nodes:
+        for difference in _compared(node, here):
+            if difference.there != difference.here or difference.here is None:
+                differing.setdefault(difference, []).append(node.label)
+    for difference, labels in differing.items():
+        yield _version_finding(difference, labels)
+    if not differing:
+        everywhere = f" on all {len(nodes)} nodes" if len(nodes) > 1 else ""
+        versions = f"Python {here.python}, torch {_torch(here)}, Ray {here.ray}, MLflow {here.mlflow}"
+        yield CheckResult(subject="versions", status="ok", what=versions + everywhere)
+
+
+def _compared(node: NodeFacts, here: NodeFacts) -> tuple[_Difference, ...]:
+    """Pair the versions whose difference makes a run on the cluster fail."""
+    install = f"pip install torch=={_public(_torch(here))}"
+    return (
+        _Difference("Python", _minor(node.python), _minor(here.python), f"use Python {_minor(here.python)}"),
+        _Difference("torch", _public(_torch(node)), _public(_torch(here)), install),
+        _Difference("Ray", node.ray, here.ray, f"pip install 'ray[train]=={here.ray}' && ray stop"),
+        _Difference("ddp-pipeline", node.pipeline, here.pipeline, f"pip install ddp-pipeline=={here.pipeline}"),
+    )
+
+
+def _version_finding(difference: _Difference, labels: Sequence[str]) -> CheckResult:
+    where = listed(labels)
+    has = "have" if len(labels) > 1 else "has"
+    what = f"{where} {has} " + (
+        f"{difference.name} {difference.there}" if difference.there else f"no {difference.name}"
+    )
+    if difference.here:
+        what += f", this machine {difference.here}"
+    return CheckResult(subject="versions", status="problem", what=what, fix=f"on {where}: {difference.fix}")
+
+
+def _torch(node: NodeFacts) -> str | None:
+    return node.torch.version if node.torch else None
+
+
+def _public(version: str | None) -> str | None:
+    """Strip the build tag, such as +cpu, which differs between nodes with and without GPUs."""
+    return version.partition("+")[0] if version else None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
