@@ -210,13 +210,15 @@ def _check_options(*, kuberay: bool, slurm: bool, pods: Mapping[str, str | None]
 
 
 def _print(request: "Request", *, pods: dict[str, str], nodes: int | None) -> None:
-    from pipeline.commands.submit import kuberay, slurm
+    from pipeline.commands.submit import manifests
 
     with undisturbed():
         from pipeline.driver import preflight
 
     preflight.check(request.file)
-    text = kuberay.manifest(request, kuberay.Pods(**pods)) if pods else slurm.script(request, nodes=nodes)
+    text = (
+        manifests.kuberay_job(request, manifests.Pods(**pods)) if pods else manifests.slurm_script(request, nodes=nodes)
+    )
     typer.echo(text, nl=False)
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from waiting import eventually
 
-from pipeline.commands.submit import kuberay, slurm
+from pipeline.commands.submit import manifests
 from pipeline.commands.submit.request import Request
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
@@ -22,7 +22,7 @@ from pipeline.config.schema import Experiment
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 PATH = {"PATH": os.environ["PATH"]}
 TWO = ("parallel.workers=2", "parallel.strategy=ddp", "parallel.cpus_per_worker=3")
-PODS = kuberay.Pods(image="registry.example/team/project:1", claim="runs")
+PODS = manifests.Pods(image="registry.example/team/project:1", claim="runs")
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def request(*overrides: str, file: str = "lab.yaml", **more: Any) -> Request:
     return Request(file=load(file, everything), overrides=everything, **more)
 
 
-def documents(made: Request, pods: kuberay.Pods = PODS) -> tuple[dict[str, Any], dict[str, Any]]:
+def documents(made: Request, pods: manifests.Pods = PODS) -> tuple[dict[str, Any], dict[str, Any]]:
     """ConfigMap and RayJob."""
-    config, job = yaml.safe_load_all(kuberay.manifest(made, pods))
+    config, job = yaml.safe_load_all(manifests.kuberay_job(made, pods))
     return config, job
 
 
@@ -103,7 +103,7 @@ def test_variable_that_was_read_here_must_be_there(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("options", [(), ("--resume=latest",)])
 def test_sbatch_script_is_sound(overrides: tuple[str, ...], options: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "job.sbatch"
-    path.write_text(slurm.script(request(*overrides, options=options)))
+    path.write_text(manifests.slurm_script(request(*overrides, options=options)))
     for check in (["bash", "-n"], [SHELLCHECK, "--norc", "--severity=warning"]):
         done = subprocess.run([*check, path], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -150,7 +150,7 @@ class Allocation:
             "SLURM_CPUS_PER_TASK": "1",
         }
         self.job = folder / "job.sbatch"
-        self.job.write_text(slurm.script(request()))
+        self.job.write_text(manifests.slurm_script(request()))
 
     @contextmanager
     def start(self, **more: str) -> Iterator[subprocess.Popen[str]]:

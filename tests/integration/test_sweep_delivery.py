@@ -9,7 +9,7 @@ import torch
 import yaml
 from mlflow import MlflowClient
 
-from pipeline.commands.sweep import deliver_trials
+from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import Record, Suggestion
 from pipeline.commands.sweep.journals import state_of
@@ -111,11 +111,11 @@ def test_a_stopped_trial_that_was_killed_while_it_ended_stays_stopped(sweep: Swe
 def test_what_trials_could_not_send_is_named_and_sent(sweep: Sweep) -> None:
     told: list[str] = []
     expected = f"2 trials (1, 2) lack results in MLflow; send them with: pipeline sync {sweep.folder}"
-    assert deliver_trials.missing(sweep.folder) == expected
+    assert finish_trials.missing(sweep.folder) == expected
 
     last = list(sync_with_trials(sweep.folder, warn=told.append))[-1]
 
-    assert (last.delivered, told, deliver_trials.missing(sweep.folder)) == (True, [], "")
+    assert (last.delivered, told, finish_trials.missing(sweep.folder)) == (True, [], "")
     runs = sweep.runs
     assert {name: run.info.status for name, run in runs.items()} == {
         sweep.folder.name: "FINISHED", "trial-001": "FINISHED", "trial-002": "KILLED"
@@ -132,17 +132,17 @@ def test_the_end_of_a_sweep_sends_what_is_left_and_stops_at_a_store_that_is_gone
     sync(sweep.folder, warn=lambda _: None)  # as the sweep's own process has done
     for folder in trials_of(sweep.folder):
         (folder / "tracking.json").unlink(missing_ok=True)
-    deliver_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
+    finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert told == ["sending the results of 2 trials (1, 2) to MLflow, which their own processes couldn't"]
-    assert deliver_trials.missing(sweep.folder) == ""
-    deliver_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
+    assert finish_trials.missing(sweep.folder) == ""
+    finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert len(told) == 1
 
     (sweep.folder / "trial-002" / "tracking.json").unlink()
     (tmp_path / "mlflow.db").rename(tmp_path / "moved.db")
     (tmp_path / "mlflow.db").write_text("no database" * 100)
-    deliver_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
+    finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert any("file is not a database" in line for line in told[2:])
-    assert deliver_trials.missing(sweep.folder).startswith(
+    assert finish_trials.missing(sweep.folder).startswith(
         "trial 2 lacks results in MLflow; send them with: pipeline sync "
     )

@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pipeline.commands.submit import kuberay, slurm
+from pipeline.commands.submit import manifests
 from pipeline.commands.submit.request import Request
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError, UsageError
@@ -18,7 +18,7 @@ from pipeline.errors import ExperimentError, UsageError
 RAYJOB = json.loads(Path(__file__).with_name("rayjob.schema.json").read_text())
 KUBERNETES = "1.34"
 TWO = ("parallel.workers=2", "parallel.strategy=ddp", "parallel.cpus_per_worker=3")
-PODS = kuberay.Pods(image="registry.example/team/project:1", claim="runs")
+PODS = manifests.Pods(image="registry.example/team/project:1", claim="runs")
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def request(*overrides: str, file: str = "lab.yaml", **more: Any) -> Request:
     return Request(file=load(file, everything), overrides=everything, **more)
 
 
-def documents(made: Request, pods: kuberay.Pods = PODS) -> tuple[dict[str, Any], dict[str, Any]]:
+def documents(made: Request, pods: manifests.Pods = PODS) -> tuple[dict[str, Any], dict[str, Any]]:
     """ConfigMap and RayJob."""
-    config, job = yaml.safe_load_all(kuberay.manifest(made, pods))
+    config, job = yaml.safe_load_all(manifests.kuberay_job(made, pods))
     return config, job
 
 
@@ -48,10 +48,10 @@ def pods_of(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     [
         ((), PODS),
         (("parallel.device=cuda",), PODS),
-        (("checkpoint.directory=s3://bucket/folder",), kuberay.Pods(image="image", memory="500M")),
+        (("checkpoint.directory=s3://bucket/folder",), manifests.Pods(image="image", memory="500M")),
     ],
 )
-def test_rayjob_is_what_kuberay_and_kubernetes_accept(overrides: tuple[str, ...], pods: kuberay.Pods) -> None:
+def test_rayjob_is_what_kuberay_and_kubernetes_accept(overrides: tuple[str, ...], pods: manifests.Pods) -> None:
     config, job = documents(request(*overrides, environment=("AWS_SECRET_ACCESS_KEY",)), pods)
     jsonschema.validate(job, RAYJOB)
     kubernetes_validate.validate(config, KUBERNETES, strict=True)
@@ -77,7 +77,7 @@ def test_schemas_refuse_what_is_misspelt() -> None:
 
 def test_pods_get_what_the_workers_ask_for() -> None:
     made = request("parallel.device=cuda", environment=("TOKEN",))
-    _, job = documents(made, kuberay.Pods(image="image", claim="claim", memory="12Gi", secret="keys"))
+    _, job = documents(made, manifests.Pods(image="image", claim="claim", memory="12Gi", secret="keys"))
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     (worker,) = pods_of(job)["workers"]["containers"]
     (head,) = pods_of(job)["head"]["containers"]
@@ -97,36 +97,36 @@ def test_pods_get_what_the_workers_ask_for() -> None:
 
 def test_no_secret_is_in_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", "planted-4711")
-    assert "planted-4711" not in kuberay.manifest(request(environment=("TOKEN",)), PODS)
+    assert "planted-4711" not in manifests.kuberay_job(request(environment=("TOKEN",)), PODS)
 
 
 @pytest.mark.parametrize(
     ("overrides", "pods", "said"),
     [
         (("parallel.cpus_per_worker=null",), PODS, "parallel.cpus_per_worker: missing"),
-        ((), kuberay.Pods(image="image"), "checkpoint.directory: no storage that all pods share"),
+        ((), manifests.Pods(image="image"), "checkpoint.directory: no storage that all pods share"),
     ],
 )
-def test_what_pods_need_is_asked_for(overrides: tuple[str, ...], pods: kuberay.Pods, said: str) -> None:
+def test_what_pods_need_is_asked_for(overrides: tuple[str, ...], pods: manifests.Pods, said: str) -> None:
     with pytest.raises(ExperimentError, match=said):
-        kuberay.manifest(request(*overrides), pods)
+        manifests.kuberay_job(request(*overrides), pods)
 
 
 @pytest.mark.parametrize("wrong", [{"memory": "8 GB"}, {"claim": "Mine"}, {"secret": "a_b"}])
 def test_names_that_kubernetes_refuses_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
-        kuberay.manifest(request(), kuberay.Pods(**{"image": "image", "claim": "runs", **wrong}))
+        manifests.kuberay_job(request(), manifests.Pods(**{"image": "image", "claim": "runs", **wrong}))
 
 
 @pytest.mark.parametrize(("nodes", "wanted"), [(None, (2, 3, 1)), (1, (1, 6, 2))])
 def test_allocation_has_room_for_the_workers(nodes: int | None, wanted: tuple[int, int, int]) -> None:
-    text = slurm.script(request("parallel.device=cuda"), nodes=nodes)
+    text = manifests.slurm_script(request("parallel.device=cuda"), nodes=nodes)
     for option, value in zip(("nodes", "cpus-per-task", "gpus-per-node"), wanted, strict=True):
         assert f"#SBATCH --{option}={value}\n" in text
 
 
 def test_slurm_refuses_what_it_can_not_do() -> None:
     with pytest.raises(UsageError, match="more nodes than workers"):
-        slurm.script(request(), nodes=3)
+        manifests.slurm_script(request(), nodes=3)
     with pytest.raises(UsageError, match="leave the option out"):
-        slurm.script(request(environment=("TOKEN",)))
+        manifests.slurm_script(request(environment=("TOKEN",)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.sweep.sampling import draws
+from pipeline.commands.sweep.planning import draws
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.overrides import override
 from pipeline.config.summary import config_hash, flatten, to_yaml

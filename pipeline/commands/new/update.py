@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pipeline.commands.new import answers, catalog
 from pipeline.commands.new.answers import Answers
 from pipeline.commands.new.catalog import Template
-from pipeline.commands.new.render import render
+from pipeline.commands.new.create import render
 from pipeline.errors import UsageError
 
 

@@ -1,14 +1,20 @@
-"""Plan of a sweep: its trials, the cores of each, and how many run concurrently."""
+"""Plan of a sweep: its trials with their values, the cores of each, and how many run concurrently.
 
-from collections.abc import Mapping
+The values of a trial are a pure function of the sweep's seed, the number of the draw, and the key.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.commands.invocation import planning
 from pipeline.commands.sweep.assignment import Suggestion
-from pipeline.commands.sweep.sampling import draws, titled
 from pipeline.config.load import ExperimentFile
+from pipeline.config.overrides import override
 from pipeline.config.summary import config_hash
-from pipeline.config.sweep import Sweep
+from pipeline.config.sweep import Parameter, Sweep
 from pipeline.config.values import Direction, Frozen
 from pipeline.driver import preflight
 from pipeline.errors import ExperimentError, Problem, ResourceError
@@ -18,6 +24,7 @@ from pipeline.protocol.trial import Trial
 from pipeline.wording import counted
 
 _CPUS, _LOG_MODEL = "parallel.cpus_per_worker", "tracking.log_model"
+_DIGITS = 4
 
 
 class SweepPlan(Frozen):
@@ -202,3 +209,48 @@ def _asha(sweep: Sweep, *, epochs: int) -> str:
 def _device(trial: Trial) -> str:
     cores = f"{counted(trial.cpus_per_worker, 'core')} each"
     return f"{counted(trial.devices_per_worker, 'GPU')} and {cores}" if trial.devices_per_worker else cores
+
+
+def draws(sweep: Sweep, *, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the values of all trials: for each draw, all combinations of the grids, the last grid varying fastest.
+
+    A larger ``sweep.trials`` appends trials without changing earlier ones.
+    """
+    grids = sweep.grids
+    for draw in range(sweep.trials):
+        drawn = {key: _drawn(one, f"{seed}/{draw}/{key}") for key, one in sweep.parameters.items() if key not in grids}
+        for combination in itertools.product(*grids.values()):
+            values = {**drawn, **dict(zip(grids, combination, strict=True))}
+            yield {key: values[key] for key in sweep.parameters}
+
+
+def rounded(parameter: Parameter, value: Any) -> Any:
+    """Round a fractional number to four significant digits, within its range."""
+    ends = parameter.uniform or parameter.log_uniform
+    if ends is None:
+        return value
+    return min(max(float(f"{value:.{_DIGITS}g}"), ends[0]), ends[1])
+
+
+def titled(number: int, values: Mapping[str, Any]) -> str:
+    """Return the title of a trial, e.g. "trial 3: optimizer.lr=0.01, model.width=64"."""
+    return f"trial {number}: {', '.join(override(key, value) for key, value in values.items())}"
+
+
+def _drawn(parameter: Parameter, key: str) -> Any:
+    source = random.Random(key)  # noqa: S311 - nothing secret; seeded with a text, it is the same everywhere
+    if parameter.choice is not None:
+        return source.choice(parameter.choice)
+    if parameter.int_uniform is not None:
+        return source.randint(*parameter.int_uniform)
+    if parameter.int_log_uniform is not None:
+        low, high = parameter.int_log_uniform
+        return min(int(_log_uniform(source, low, high + 1)), high)
+    if parameter.log_uniform is not None:
+        return rounded(parameter, _log_uniform(source, *parameter.log_uniform))
+    assert parameter.uniform is not None  # the file was checked
+    return rounded(parameter, source.uniform(*parameter.uniform))
+
+
+def _log_uniform(source: random.Random, low: float, high: float) -> float:
+    return math.exp(source.uniform(math.log(low), math.log(high)))

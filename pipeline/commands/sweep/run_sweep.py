@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.commands.invocation import Invocation, invoked, refuse_torchrun
-from pipeline.commands.sweep import deliver_trials
-from pipeline.commands.sweep import processes as members
+from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep import resume_sweep as earlier
 from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Suggestion, TrialJob
-from pipeline.commands.sweep.planning import SweepPlan, identified, make
-from pipeline.commands.sweep.sampling import titled
+from pipeline.commands.sweep.planning import SweepPlan, identified, make, titled
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import TrainingError
 from pipeline.recording.terminal import Terminal, write
@@ -51,7 +49,7 @@ def sweep(
         job = _job(plan, invocation, overrides=overrides)
         try:
             _search(plan, job, invocation)
-            deliver_trials.send(
+            finish_trials.send(
                 invocation.folder,
                 patience_s=job.grace_s + AFTER_GRACE_S,
                 tell=lambda message: write(terminal.progress, message),
@@ -60,7 +58,7 @@ def sweep(
         finally:
             report = outcome.report(plan, invocation, overrides=overrides)
             show(report)
-            if lacking := deliver_trials.missing(invocation.folder):
+            if lacking := finish_trials.missing(invocation.folder):
                 write(terminal.warnings, lacking, style="yellow")
         _check(report.swept)
 
@@ -83,7 +81,7 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
                 search(plan, searcher, job=job, watcher=progress, halt=halt)
             except BaseException:
                 halt.ask()
-                members.stop(grace_s=job.grace_s, tell=progress.tell)
+                finish_trials.stop(grace_s=job.grace_s, tell=progress.tell)
                 raise
     finally:
         halt.end()

@@ -6,7 +6,7 @@ from typing import Any
 from ray.tune.search import Searcher
 
 from pipeline.commands.sweep.assignment import Suggestion
-from pipeline.commands.sweep.sampling import rounded
+from pipeline.commands.sweep.planning import rounded
 from pipeline.commands.sweep.supervisor import SUGGESTION
 from pipeline.config.sweep import Parameter, Sweep
 from pipeline.config.values import Direction

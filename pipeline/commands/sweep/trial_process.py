@@ -61,7 +61,7 @@ def train(assignment: Assignment, lifeline: _Lifeline) -> None:
     with undisturbed():
         from pipeline.commands import run
     from pipeline.commands.sweep.journals import has_begun
-    from pipeline.commands.sweep.sampling import titled
+    from pipeline.commands.sweep.planning import titled
     from pipeline.config.load import load
     from pipeline.config.summary import config_hash
     from pipeline.recording.recorded_run import Membership

@@ -1,11 +1,14 @@
-"""Delivery of trials' results to the tracking store at the end of a sweep, as far as their processes didn't send them.
+"""End of a sweep's trials: their processes are stopped, and results that they didn't send are delivered.
 
-On a busy machine a trial gives up after a minute; a trial that is stopped early may be killed while it sends.
+On a busy machine a trial gives up sending after a minute; one that is stopped early may be killed while it sends.
 """
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from pipeline.commands.sweep.assignment import Record
 from pipeline.commands.sweep.journals import has_begun
@@ -17,6 +20,55 @@ from pipeline.recording.sync import sync
 from pipeline.wording import counted
 
 _LOOK_S = 0.1
+MODULE = "pipeline.commands.sweep.trial_process"
+_AFTER_GRACE_S = 15.0
+
+
+def running() -> list[psutil.Process]:
+    """Return the trials' processes that haven't ended."""
+    return [each for each in psutil.Process().children(recursive=True) if _is_member(each)]
+
+
+def stop(*, grace_s: float, tell: Callable[[str], None]) -> None:
+    """Ask all trials to save and end; kill them after ``grace_s``, or at Ctrl-C.
+
+    Args:
+        grace_s: seconds that trials have to save.
+        tell: gets progress messages.
+    """
+    asked: set[int] = set()
+    deadline = time.monotonic() + grace_s + _AFTER_GRACE_S
+    try:
+        while there := running():
+            new = [member for member in there if member.pid not in asked]
+            if new:
+                tell(f"stopping {counted(len(new), 'trial')}, with a checkpoint; Ctrl-C again kills them")
+            for member in new:
+                with suppress(psutil.Error):
+                    member.terminate()
+                asked.add(member.pid)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_S)
+    finally:
+        for member in running():
+            _kill(member)
+
+
+def _kill(member: psutil.Process) -> None:
+    with suppress(psutil.Error):
+        family = [*member.children(recursive=True), member]
+        for process in family:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(family, timeout=_AFTER_GRACE_S)
+
+
+def _is_member(process: psutil.Process) -> bool:
+    try:
+        return MODULE in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: Callable[[str], None]) -> None:

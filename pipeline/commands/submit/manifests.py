@@ -1,19 +1,30 @@
-"""The KubeRay manifest: a ``RayJob`` with a cluster of pods for a single run. The image contains the code."""
+"""Files that start a run elsewhere, rendered from the templates in this folder.
 
+A ``RayJob`` for KubeRay, with a cluster of pods for a single run, whose image contains the code; and a script for
+``sbatch``, which starts Ray on the nodes of the allocation.
+"""
+
+import json
 import re
 import secrets
+import shlex
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
 
 from pipeline.commands.submit.request import CLOSING_S, Request, cpus_of_worker, gpus_of_worker, is_relative
-from pipeline.commands.submit.templates import fill
 from pipeline.errors import Problem, UsageError
+from pipeline.recording.journal import FILE_NAME
 
 _MOUNT = "/etc/pipeline"
 _RUNS = "/runs"
 _LONGEST_NAME = 40  # KubeRay derives names of services from it, which may have 63 characters
 _QUANTITY = re.compile(r"[1-9]\d*([KMGT]i?)?")
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_LEAST_NOTICE_S = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +41,18 @@ class Pods:
     """Secret with the values of the variables in ``Request.environment``."""
 
 
-def manifest(request: Request, pods: Pods) -> str:
+def kuberay_job(request: Request, pods: Pods) -> str:
     """Return the YAML for ``kubectl create``: a ConfigMap with the experiment, and the RayJob.
 
     Raises:
         UsageError: Kubernetes would refuse a name or a quantity.
         ExperimentError: the experiment lacks a setting that pods need.
     """
-    _check(request, pods)
+    _check_pods(request, pods)
     experiment = request.file.experiment
     directory = _RUNS if is_relative(experiment.tracking.directory) else experiment.tracking.directory
     more = ("parallel.launcher=ray", "parallel.address=auto", "parallel.ship_code=false")
-    return fill(
+    return _filled(
         "kuberay.yaml.jinja",
         name=f"{_object_name(request.name)}-{secrets.token_hex(2)}",
         experiment=request.name,
@@ -62,7 +73,7 @@ def manifest(request: Request, pods: Pods) -> str:
     )
 
 
-def _check(request: Request, pods: Pods) -> None:
+def _check_pods(request: Request, pods: Pods) -> None:
     if not _QUANTITY.fullmatch(pods.memory):
         raise UsageError(f"--memory {pods.memory}: write an amount such as 8Gi or 500M")
     for option, name in (("--claim", pods.claim), ("--secret", pods.secret)):
@@ -79,3 +90,53 @@ def _check(request: Request, pods: Pods) -> None:
 
 def _object_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:_LONGEST_NAME].strip("-")
+
+
+def slurm_script(request: Request, *, nodes: int | None = None) -> str:
+    """Return the text of the script for ``sbatch``.
+
+    Args:
+        request: the run; its folder is on storage that all nodes share, so no code is sent.
+        nodes: number of nodes of the allocation; default: one for each worker.
+
+    Raises:
+        UsageError: there are more nodes than workers, or variables to send, which Slurm does by itself.
+        ExperimentError: the experiment lacks a setting that an allocation needs.
+    """
+    workers = request.file.experiment.parallel.workers
+    nodes = nodes or workers
+    if nodes > workers:
+        raise UsageError(
+            f"--nodes {nodes}: more nodes than workers (parallel.workers is {workers}); write {workers} or fewer"
+        )
+    if request.environment:
+        raise UsageError("--env: sbatch passes on all environment variables; leave the option out")
+    on_each = -(-workers // nodes)
+    return _filled(
+        "slurm.sh.jinja",
+        experiment=request.name,
+        nodes=nodes,
+        cpus=on_each * cpus_of_worker(request),
+        gpus=on_each * gpus_of_worker(request),
+        notice_s=max(_LEAST_NOTICE_S, int(request.file.experiment.parallel.grace_s) + CLOSING_S),
+        arguments=request.arguments("parallel.ship_code=false"),
+        resumes=any(option.startswith("--resume") for option in request.options),
+        directory=shlex.quote(request.file.experiment.tracking.directory),
+        journal=FILE_NAME,
+    )
+
+
+def _filled(template: str, /, **values: object) -> str:
+    """Render a template; the filter ``quoted`` writes a value as a YAML string."""
+    environment = Environment(  # noqa: S701 - no HTML: values are quoted for YAML or the shell
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        comment_start_string="{%#",  # {# has a meaning in the shell
+        comment_end_string="#%}",
+    )
+    environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
+    return environment.from_string(files("pipeline.commands.submit").joinpath(template).read_text("utf-8")).render(
+        values
+    )
