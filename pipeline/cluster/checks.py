@@ -35,26 +35,14 @@ def refuse_others(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> None:
 
 
 def _differences(node: NodeFacts, here: NodeFacts) -> Iterator[str]:
-    wanted, there = _minor(here.python), _minor(node.python)
-    if wanted != there:
-        yield f"it has Python {there}, this machine {wanted}; use the same on all, e.g. one container image"
-    for package, version, own in (
-        ("torch", _torch(node), _torch(here)),
-        ("ray", node.ray, here.ray),
-        ("ddp-pipeline", node.pipeline, here.pipeline),
-    ):
+    for package, own in here.versions.items():
+        version = node.versions[package]
         if own is not None and version != own:
             has = f"it has {package} {version}" if version else f"it has no {package}"
-            yield f"{has}, this machine {own}; on that node: pip install {package}=={own}"
-
-
-def _torch(node: NodeFacts) -> str | None:
-    """Return torch's version without the build, such as +cpu, which differs between nodes with and without GPUs."""
-    return node.torch.version.partition("+")[0] if node.torch else None
-
-
-def _minor(python: str) -> str:
-    return ".".join(python.split(".")[:2])
+            remedy = f"on that node: pip install {package}=={own}"
+            if package == "Python":
+                remedy = "use the same on all, e.g. one container image"
+            yield f"{has}, this machine {own}; {remedy}"
 
 
 def look_around(experiment: Experiment, *, nodes: Mapping[str, str], code: Code, checkpoints: str | None) -> list[str]:

@@ -1,6 +1,5 @@
 """Joining an existing Ray cluster: its address, its resources, and a connection to it."""
 
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +20,6 @@ from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.resources import Resources
 
 _REACH_S = 10.0
-
-
-def cluster_address(parallel: Parallel) -> str | None:
-    """Return the address of the cluster; None starts a local Ray."""
-    return parallel.address or os.environ.get("RAY_ADDRESS") or None
 
 
 def cluster_resources(address: str, parallel: Parallel) -> Resources:

@@ -1,6 +1,7 @@
 """The section ``parallel`` of an experiment: strategy, launcher, number of workers and their resources."""
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -84,6 +85,11 @@ class Parallel(Section):
     def least_workers(self) -> int:
         """Least number of workers that training continues with."""
         return self.worker_counts[0]
+
+    @property
+    def cluster(self) -> str | None:
+        """Address of the Ray cluster that ``address`` or RAY_ADDRESS names; None: a local Ray."""
+        return self.address or os.environ.get("RAY_ADDRESS") or None
 
     @property
     def is_elastic(self) -> bool:

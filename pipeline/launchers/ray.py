@@ -43,7 +43,7 @@ class Launcher(base.Launcher):
 
     def __init__(self, session: base.Session) -> None:
         super().__init__(session)
-        self._address = join.cluster_address(session.parallel)
+        self._address = session.parallel.cluster
         self._running = 0  # workers
         self._ingests: dict[str, Ingest] = {}
 
@@ -54,7 +54,7 @@ class Launcher(base.Launcher):
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
         """Return the resources of this machine, or of all nodes of the cluster."""
-        address = join.cluster_address(parallel)
+        address = parallel.cluster
         to_send(parallel, joined=address is not None)  # raises what is wrong with the code before anything is started
         return resources.detect() if address is None else join.cluster_resources(address, parallel)
 

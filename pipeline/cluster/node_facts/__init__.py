@@ -79,6 +79,20 @@ class NodeFacts(Frozen):
     """Uncertainty of the comparison: half its round trip."""
 
     @property
+    def versions(self) -> dict[str, str | None]:
+        """Versions that all nodes of a run must share, by package.
+
+        Python's are without the patch level, torch's without the build, such as +cpu, which differs between nodes with
+        and without GPUs.
+        """
+        return {
+            "Python": ".".join(self.python.split(".")[:2]),
+            "torch": self.torch.version.partition("+")[0] if self.torch else None,
+            "ray": self.ray,
+            "ddp-pipeline": self.pipeline,
+        }
+
+    @property
     def label(self) -> str:
         """Name and address; nodes of a cluster may share a name."""
         return f"{self.node} ({self.address})" if self.address else self.node

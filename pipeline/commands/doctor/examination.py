@@ -66,7 +66,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
         ResourceError: there is no cluster at the address.
     """
     here = facts_here()
-    address = _address(parallel)
+    address = parallel.cluster if parallel.launcher == "ray" else None
     findings: list[CheckResult] = []
     measured = None
     with _cluster(address):
@@ -80,14 +80,6 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
     say("asking MLflow ...")
     findings.append(tracking.judged(tracking.store(uri), client=here.mlflow))
     return Examination(address=address, nodes=asked, link=measured, findings=tuple(findings))
-
-
-def _address(parallel: Parallel) -> str | None:
-    if parallel.launcher != "ray":
-        return None
-    from pipeline.cluster.join import cluster_address
-
-    return cluster_address(parallel)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from pipeline.cluster.node_facts import NodeFacts
 from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, listed, low_to_high
@@ -15,6 +14,13 @@ _DISK = Limit(warning=5 * 1024, problem=256)
 _OPEN_FILES = Limit(warning=1024, problem=128)
 _PROCESSES = Limit(warning=1024, problem=64)
 _SKEW_S = 1.0
+_INSTALLS = {
+    "Python": "use Python {}",
+    "torch": "pip install torch=={}",
+    "ray": "pip install 'ray[train]=={}' && ray stop",
+    "ddp-pipeline": "pip install ddp-pipeline=={}",
+}
+"""Fixes of a version that differs from this machine's, by package."""
 
 
 def judged(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResult]:
@@ -180,60 +186,21 @@ def _major(version: str) -> int:
     return int(version.partition(".")[0])
 
 
-class _Difference(NamedTuple):
-    """A package on a node and on this machine; ``there`` and ``here`` are versions, or None if it is missing."""
-
-    name: str
-    there: str | None
-    here: str | None
-    fix: str
-
-
 def _versions(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResult]:
     """Compare each node with this machine, which runs are started from."""
-    differing: dict[_Difference, list[str]] = {}
+    differing: dict[tuple[str, str | None], list[str]] = {}
     for node in nodes:
-        for difference in _compared(node, here):
-            if difference.there != difference.here or difference.here is None:
-                differing.setdefault(difference, []).append(node.label)
-    for difference, labels in differing.items():
-        yield _version_finding(difference, labels)
+        for package, version in node.versions.items():
+            if version is None or version != here.versions[package]:
+                differing.setdefault((package, version), []).append(node.label)
+    for (package, version), labels in differing.items():
+        where, has, name = listed(labels), "have" if len(labels) > 1 else "has", package.replace("ray", "Ray")
+        own = here.versions[package]
+        what = f"{where} {has} {f'{name} {version}' if version else f'no {name}'}"
+        fix = f"on {where}: {_INSTALLS[package].format(own)}"
+        what += f", this machine {own}" if own else ""
+        yield CheckResult(subject="versions", status="problem", what=what, fix=fix)
     if not differing:
         everywhere = f" on all {len(nodes)} nodes" if len(nodes) > 1 else ""
-        versions = f"Python {here.python}, torch {_torch(here)}, Ray {here.ray}, MLflow {here.mlflow}"
-        yield CheckResult(subject="versions", status="ok", what=versions + everywhere)
-
-
-def _compared(node: NodeFacts, here: NodeFacts) -> tuple[_Difference, ...]:
-    """Pair the versions whose difference makes a run on the cluster fail."""
-    install = f"pip install torch=={_public(_torch(here))}"
-    return (
-        _Difference("Python", _minor(node.python), _minor(here.python), f"use Python {_minor(here.python)}"),
-        _Difference("torch", _public(_torch(node)), _public(_torch(here)), install),
-        _Difference("Ray", node.ray, here.ray, f"pip install 'ray[train]=={here.ray}' && ray stop"),
-        _Difference("ddp-pipeline", node.pipeline, here.pipeline, f"pip install ddp-pipeline=={here.pipeline}"),
-    )
-
-
-def _version_finding(difference: _Difference, labels: Sequence[str]) -> CheckResult:
-    where = listed(labels)
-    has = "have" if len(labels) > 1 else "has"
-    what = f"{where} {has} " + (
-        f"{difference.name} {difference.there}" if difference.there else f"no {difference.name}"
-    )
-    if difference.here:
-        what += f", this machine {difference.here}"
-    return CheckResult(subject="versions", status="problem", what=what, fix=f"on {where}: {difference.fix}")
-
-
-def _torch(node: NodeFacts) -> str | None:
-    return node.torch.version if node.torch else None
-
-
-def _public(version: str | None) -> str | None:
-    """Strip the build tag, such as +cpu, which differs between nodes with and without GPUs."""
-    return version.partition("+")[0] if version else None
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+        torch = here.torch.version if here.torch else None
+        yield _ok("versions", f"Python {here.python}, torch {torch}, Ray {here.ray}, MLflow {here.mlflow}{everywhere}")

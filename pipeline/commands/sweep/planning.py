@@ -68,8 +68,9 @@ def make(file: ExperimentFile) -> SweepPlan:
         direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
         concurrent, cpus = _side_by_side(file, resources, allowed)
         common[_CPUS] = cpus
-        if (address := _address(file)) is not None:
-            common["parallel.address"] = address  # RAY_ADDRESS may be where it stands
+        parallel = file.experiment.parallel
+        if parallel.launcher == "ray" and parallel.cluster is not None:
+            common["parallel.address"] = parallel.cluster  # RAY_ADDRESS may be where it stands
         one = make_plan(file.varied(common).experiment, resources, allowed=allowed, with_baseline=False)
     seed = file.experiment.seed if sweep.seed is None else sweep.seed
     suggestions = tuple(_suggestions(file, sweep, seed=seed, common=common))
@@ -138,15 +139,6 @@ def in_a_line(file: ExperimentFile, *, allowed: tuple[str, ...]) -> str:
 
 def _good(direction: Direction) -> str:
     return "small is good" if direction == "min" else "large is good"
-
-
-def _address(file: ExperimentFile) -> str | None:
-    """Return the address of the cluster that runs the workers; None if it is this machine."""
-    if file.experiment.parallel.launcher != "ray":
-        return None
-    from pipeline.cluster.join import cluster_address
-
-    return cluster_address(file.experiment.parallel)
 
 
 def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str, ...]) -> tuple[int, int]:

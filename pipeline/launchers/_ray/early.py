@@ -6,7 +6,6 @@ Linux ends Ray's processes together with the thread that started them, so one th
 from threading import Event, Thread
 from typing import Self
 
-from pipeline.cluster.join import cluster_address
 from pipeline.config.parallel import Parallel
 from pipeline.config.schema import Experiment
 from pipeline.launchers._ray.local import LocalRayRequest, started
@@ -66,7 +65,7 @@ class LocalRay:
 
 def begin(experiment: Experiment, *, verbose: bool) -> None:
     """Start the local Ray that an experiment needs, unless it names a cluster."""
-    if cluster_address(experiment.parallel) is None:
+    if experiment.parallel.cluster is None:
         _begun.append(LocalRay(_wanted(experiment.parallel, streams=experiment.is_streamed), verbose=verbose))
 
 
