@@ -19,6 +19,7 @@ from pipeline.config.parallel import Parallel
 from pipeline.config.project import BUILT_IN, allowed_packages, project_file
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
+from pipeline.system.process import python_path
 from pipeline.wording import counted
 
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's jobs API for the driver that it starts
@@ -58,7 +59,7 @@ class Code(Frozen):
         base = Path.cwd()
         paths = [str(base / path) for path in self.paths]
         sys.path[:0] = [path for path in paths if path not in sys.path]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONPATH"] = python_path(*paths)
         if self.folder is not None and (base / self.folder).is_dir():
             os.chdir(base / self.folder)
 

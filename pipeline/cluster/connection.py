@@ -1,6 +1,7 @@
 """Connection to Ray, local or a cluster, with this project's settings for both."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -49,8 +50,8 @@ def connection(
         logging.INFO if verbose else logging.CRITICAL
     )  # errors are raised as exceptions, too
     # Ray turns its token authentication on and redirects breakpoint(), both by setting variables in this process.
-    variables = {**_SETTINGS, **(settings or {}), "RAY_AUTH_MODE": None, "PYTHONBREAKPOINT": None}
-    with environment(**variables), own_signals():
+    kept = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "PYTHONBREAKPOINT")}
+    with environment(**{**_SETTINGS, **(settings or {}), **kept}), own_signals():
         try:
             with own_signals():  # otherwise Ray would handle SIGTERM for the rest of the run
                 init(log_to_driver=verbose, logging_level=level, configure_logging=verbose)

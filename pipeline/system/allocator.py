@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pipeline.system.process import environment
+
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read in c10/core/impl/alloc_cpu.cpp
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3), from <malloc.h>
 _NEVER = -1
@@ -23,13 +25,8 @@ def huge_pages() -> Iterator[None]:
 
     Each process reads the setting once, at its first tensor.
     """
-    is_set = _HUGE_PAGES in os.environ
-    os.environ.setdefault(_HUGE_PAGES, "1")
-    try:
+    with environment(**{_HUGE_PAGES: os.environ.get(_HUGE_PAGES, "1")}):
         yield
-    finally:
-        if not is_set:
-            os.environ.pop(_HUGE_PAGES, None)
 
 
 @contextmanager

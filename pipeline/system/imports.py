@@ -1,12 +1,12 @@
 """Import contexts: the project's own modules are found, and imports run without signals or garbage collection."""
 
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline.system.process import environment, python_path
 from pipeline.system.signals import deferred_signals
 
 PACKAGE = Path(__file__).parents[1]
@@ -17,19 +17,14 @@ PACKAGE = Path(__file__).parents[1]
 def importable(folder: Path) -> Iterator[None]:
     """Put a folder and its src/ on ``sys.path`` and PYTHONPATH inside the context."""
     entries = [str(place) for place in (folder, folder / "src") if place.is_dir()]
-    inherited = os.environ.get("PYTHONPATH")
     sys.path[:0] = entries
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*entries, inherited]))
     try:
-        yield
+        with environment(PYTHONPATH=python_path(*entries)):
+            yield
     finally:
         for entry in entries:
             if entry in sys.path:
                 sys.path.remove(entry)
-        if inherited is None:
-            os.environ.pop("PYTHONPATH", None)
-        else:
-            os.environ["PYTHONPATH"] = inherited
 
 
 @contextmanager

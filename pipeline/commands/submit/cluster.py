@@ -40,7 +40,7 @@ def connect(address: str | None) -> JobSubmissionClient:
     url = _url(address or os.environ.get("RAY_ADDRESS") or "")
     _check_reachable(url)
     # These variables would take precedence over the address.
-    with explained(url), _without("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+    with explained(url), environment(RAY_ADDRESS=None, RAY_API_SERVER_ADDRESS=None):
         return JobSubmissionClient(url, headers=_authorization())
 
 
@@ -124,14 +124,6 @@ def _authorization() -> dict[str, str]:
         except OSError as error:
             raise UsageError(f"RAY_AUTH_TOKEN_PATH: {path} can't be read: {error.strerror}") from None
     return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-@contextmanager
-def _without(*names: str) -> Iterator[None]:
-    with environment(**dict.fromkeys(names)):
-        for name in names:
-            os.environ.pop(name, None)
-        yield
 
 
 def _reason(error: Exception) -> str:
