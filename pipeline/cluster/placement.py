@@ -60,7 +60,9 @@ def await_capacity(trial: Trial) -> None:
         total = _fitting(trial, [node["Resources"] for node in _alive()])
         there = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
         if total < trial.workers and not (isinstance(trial, Training) and trial.resume):
-            reading = f", each of which keeps {READERS} core for reading the data" if _is_streamed(trial) else ""
+            reading = (
+                f", each of which keeps {READERS} core for reading the data" if trial.experiment.is_streamed else ""
+            )
             raise ResourceError(f"{there}: room for {total} on its nodes{reading}")
         if time.monotonic() > deadline:
             raise ResourceError(f"{there}; room for {fit} was free within parallel.start_timeout_s, {patience_s:g} s")
@@ -101,7 +103,7 @@ def asked_for(trial: Trial) -> str:
 def _fitting(trial: Trial, nodes: Iterable[Mapping[str, float]]) -> int:
     """Return the number of workers that fit on nodes with these resources, each worker on a single node."""
     most = 1 if needs_own_nodes(trial) else sys.maxsize
-    readers = READERS if _is_streamed(trial) else 0
+    readers = READERS if trial.experiment.is_streamed else 0
     left = ({**node, "CPU": max(0.0, node.get("CPU", 0.0) - readers)} for node in nodes)
     return sum(min(_fit(node, per_worker(trial)), most) for node in left)
 
@@ -121,10 +123,6 @@ def _is_reachable(node: Mapping[str, Any]) -> bool:
         socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
         return True
     return False
-
-
-def _is_streamed(trial: Trial) -> bool:
-    return trial.experiment.is_streamed
 
 
 def _covers(there: Mapping[str, float], asked: Mapping[str, float]) -> bool:
