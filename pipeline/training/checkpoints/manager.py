@@ -9,11 +9,11 @@ import torch.distributed as dist
 from pipeline.config.reported import source_of
 from pipeline.config.values import Direction
 from pipeline.errors import ExperimentError, Stopped
-from pipeline.protocol.events import Outbox, Resumed, Warned
+from pipeline.protocol.events import AnyEvent, Outbox, Resumed, Warned
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import device_of
 from pipeline.training.checkpoints import rank_state, resuming
-from pipeline.training.checkpoints.manifest import Manifest, describe, folder_name
+from pipeline.training.checkpoints.manifest import describe, folder_name
 from pipeline.training.checkpoints.resuming import Overrides
 from pipeline.training.checkpoints.state import State, check, is_sharded, restore, snapshot
 from pipeline.training.checkpoints.storage import Storage
@@ -93,31 +93,33 @@ class CheckpointManager:
             return 0
         found = resuming.newest(self._context, self._storage, warn=self._warn)
         if found is None:
-            self._warn_once(f"no complete checkpoint in {self._storage.address}: training starts from the beginning")
+            self._warn(f"no complete checkpoint in {self._storage.address}: training starts from the beginning")
             return 0
+        manifest = found.manifest
         if self._context.rank.world_size > 2 or self._context.strategy.state_dict() is not None:
             # DDP rebuilds its buckets after its first backward pass, and the rounding of a sum over three or more ranks
             # depends on its bucket: the first resumed step is to have the buckets of an uninterrupted training.
             dry_run(self._context)
         if trainable(self._context.learned) and found.state.values.get("task") is None:
-            self._warn_once(f"{found.manifest.name} has no parameters of the loss or task: they start untrained")
+            self._warn(f"{manifest.name} has no parameters of the loss or task: they start untrained")
         overrides = Overrides.of(self._context)
         if (local := self._context.strategy.local_updates) is not None:
-            local.set_step(steps=found.manifest.step)
+            local.set_step(steps=manifest.step)
         restore(self._context, found.state)
-        rank_state.load(self._context, found.state, warn=self._warn_once)
-        overrides.apply(self._context, manifest=found.manifest, warn=self._warn_once)
-        self._meter.restore(found.state.values["meter"], is_over=found.manifest.step == self._context.steps)
+        rank_state.load(self._context, found.state, warn=self._warn)
+        overrides.apply(self._context, manifest=manifest, warn=self._warn)
+        self._meter.restore(found.state.values["meter"], is_over=manifest.step == self._context.steps)
         if self._writer is not None:
-            self._writer.complete = [*found.older, found.manifest]
-        self._tell_resumed(found.manifest, self._storage)
+            self._writer.complete = [*found.older, manifest]
+        trial, place = self._context.trial.name, self._storage.place(manifest.name)
+        self._send(Resumed(trial=trial, step=manifest.step, epoch=manifest.epoch, checkpoint=place))
         order = self._context.order
-        if isinstance(order, StreamOrder) and order.deals_evenly and found.manifest.step % order.steps_per_epoch:
-            self._warn_once(
+        if isinstance(order, StreamOrder) and order.deals_evenly and manifest.step % order.steps_per_epoch:
+            self._warn(
                 "the rest of this epoch may repeat some rows and miss others: with data.order: free, rows come in the "
                 "order in which they are read; data.order: kept resumes exactly"
             )
-        return found.manifest.step
+        return manifest.step
 
     def is_due(self, step: int) -> bool:
         """Return True if a checkpoint is due after ``step`` steps, within an epoch. Collective if ``every_minutes``."""
@@ -179,7 +181,7 @@ class CheckpointManager:
     def _tell_left_out(self, step: int) -> None:
         if self._storage is not None and not self._is_behind:
             self._is_behind = True
-            self._warn_once(
+            self._warn(
                 f"skipped checkpoint {folder_name(step)}: the previous one is still being written to "
                 f"{self._storage.address}; training continues, later checkpoints may be skipped, too"
             )
@@ -211,16 +213,10 @@ class CheckpointManager:
         judges = dict(collection.items()) if collection is not None else {}
         return direction(options.best, options.mode, key="checkpoint.best", judges=judges)
 
-    def _tell_resumed(self, manifest: Manifest, storage: Storage) -> None:
-        if self._context.rank.is_first:
-            place, trial = storage.place(manifest.name), self._context.trial.name
-            event = Resumed(trial=trial, step=manifest.step, epoch=manifest.epoch, checkpoint=place)
-            self._outbox.event(event)
-
-    def _warn_once(self, message: str) -> None:
-        """Warn on rank 0 of something that all ranks find."""
-        if self._context.rank.is_first:
-            self._warn(message)
-
     def _warn(self, message: str) -> None:
-        self._outbox.event(Warned(trial=self._context.trial.name, message=message))
+        self._send(Warned(trial=self._context.trial.name, message=message))
+
+    def _send(self, event: AnyEvent) -> None:
+        """Send an event of all ranks, from rank 0 alone."""
+        if self._context.rank.is_first:
+            self._outbox.event(event)

@@ -59,7 +59,7 @@ def newest(context: TrainContext, storage: Storage, *, warn: Warn) -> Found | No
         return None
     manifest, older = chosen
     _check(context, manifest)
-    if context.rank.is_first and manifest.data_digest != context.batches.digest:
+    if manifest.data_digest != context.batches.digest:
         warn(f"the data has changed since {manifest.name} was saved: its arguments, sizes or first sample differ")
     return Found(manifest=manifest, older=older, state=_shared(context, storage, manifest, states))
 
