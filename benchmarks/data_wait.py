@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # of the loader processes, too
 
-from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
+from pipeline.config.targets import BUILT_IN
 from pipeline.protocol.trial import Rank, StepParts, Training
 from pipeline.training.loop import train
 

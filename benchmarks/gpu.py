@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
+from pipeline.config.targets import BUILT_IN
 from pipeline.config.train import Train
 from pipeline.launchers.base import Session
 from pipeline.launchers.inprocess import Launcher

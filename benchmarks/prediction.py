@@ -28,8 +28,8 @@ from pydantic import BaseModel
 
 from pipeline.commands.predict import workload_of
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
 from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.targets import allowed_packages
 from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.planning import resources
 from pipeline.planning.layout import Planner

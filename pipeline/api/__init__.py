@@ -1,8 +1,7 @@
 """The commands from Python: ``from pipeline import Experiment, run, compare``, in scripts and notebooks."""
 
 from pipeline.api.calls import compare, run
-from pipeline.api.experiment import Experiment
-from pipeline.api.experiment_parts import Parts
+from pipeline.api.experiment import Experiment, Parts
 from pipeline.api.result import ComparisonResult, Result, RunResult
 
 __all__ = ["ComparisonResult", "Experiment", "Parts", "Result", "RunResult", "compare", "run"]

@@ -1,17 +1,25 @@
-"""Experiment in Python: from a file or a dict, checked, with overrides."""
+"""Experiment in Python: from a file or a dict, checked, with overrides; and its parts, for tests and notebooks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from pipeline.config.load import ExperimentFile, from_mapping, load
 from pipeline.config.summary import to_yaml
+from pipeline.config.targets import allowed_packages
+from pipeline.driver.execute import explained
+from pipeline.protocol.trial import Rank, Training
 from pipeline.recording.folder import shown
-
-if TYPE_CHECKING:
-    from pipeline.api.experiment_parts import Parts
+from pipeline.system.imports import importable
+from pipeline.tasks import StepOutput
+from pipeline.training.build import build
+from pipeline.training.randomness import generators_kept
 
 Source = str | PathLike[str] | Mapping[str, Any]
 
@@ -47,8 +55,6 @@ class Experiment:
         Raises:
             ExperimentError: one of them can't be built.
         """
-        from pipeline.api.experiment_parts import Parts
-
         return Parts(self.file)
 
     @property
@@ -64,3 +70,60 @@ class Experiment:
         parallel = self.file.experiment.parallel
         how = f"{parallel.strategy} x {parallel.workers} with {parallel.launcher}"
         return f"Experiment({self.name}: {how})"
+
+
+class Parts:
+    """Model, data, loss and metrics, built on the CPU as a worker builds them; made by ``Experiment.build()``."""
+
+    def __init__(self, file: ExperimentFile) -> None:
+        """Build the parts.
+
+        Raises:
+            ExperimentError: one of them can't be built; all problems with their lines.
+        """
+        from torchmetrics import MetricCollection
+
+        with explained(file), importable(Path.cwd()), generators_kept():
+            trial = Training(
+                name="main",
+                experiment=file.experiment,
+                strategy="single",
+                launcher="inprocess",
+                workers=1,
+                devices_per_worker=0,
+                device="cpu",
+                cpus_per_worker=torch.get_num_threads(),
+                allowed=allowed_packages(),
+            )
+            self._context = build(trial, rank=Rank())
+            self.metrics = self._context.metrics or MetricCollection({})
+            """Validation metrics by name; each takes outputs and targets of a step."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, in training mode, in the precision of ``train.precision``."""
+        return self._context.model
+
+    @property
+    def train_samples(self) -> int:
+        """Size of the training set."""
+        return self._context.order.samples
+
+    @property
+    def validation_samples(self) -> int:
+        """Size of the validation set; 0 if there is none."""
+        return self._context.batches.validation_samples
+
+    def batch(self, samples: Iterable[int], *, validation: bool = False) -> Any:
+        """Return samples of the training or of the validation set as one batch, as the model takes it.
+
+        Raises:
+            TrainingError: a sample can't be read.
+            ExperimentError: they can't be made a batch, or there is no validation set.
+        """
+        return self._context.batches.placed(self._context.batches.read(list(samples), validation=validation))
+
+    def step(self, batch: Any) -> StepOutput:
+        """Return loss, outputs and targets of the model on a batch, by the experiment's loss or task."""
+        with self._context.autocast():
+            return self._context.task(self.model, batch)

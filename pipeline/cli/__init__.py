@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.cli import completion, diagnosis, experiments, jobs, projects, results, sweeps
+from pipeline.cli import completion, experiments, jobs, projects, results
 from pipeline.cli.arguments import show
 from pipeline.errors import PipelineError, Terminated
 from pipeline.system.imports import importable
@@ -69,15 +69,15 @@ app = typer.Typer(
 app.callback()(_options)
 app.command()(experiments.run)
 app.command()(experiments.compare)
-app.command()(sweeps.sweep)
+app.command()(experiments.sweep)
 app.command("tune-batch")(experiments.tune_batch)
 app.command()(experiments.predict)
-app.command()(experiments.check)
+app.command()(projects.check)
 app.command()(jobs.submit)
 app.command()(jobs.status)
 app.command()(jobs.logs)
 app.command()(jobs.stop)
-app.command()(diagnosis.doctor)
+app.command()(projects.doctor)
 app.command("list")(results.list_)
 app.command()(results.show)
 app.command()(results.diff)

@@ -1,6 +1,5 @@
-"""Commands that check, run and measure an experiment on this machine or on a Ray cluster."""
+"""Commands that run and measure an experiment on this machine or on a Ray cluster."""
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,16 +19,14 @@ from pipeline.cli.arguments import (
     Verbose,
     counts_of,
     head_start,
-    problems_of,
-    show,
+    interruptible,
     strategies_of,
     with_address,
 )
-from pipeline.errors import PipelineError
 from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
-    from pipeline.config.load import ExperimentFile
+    pass
 
 
 def run(
@@ -193,51 +190,37 @@ def predict(
         )
 
 
-def check(
-    files: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE...", help="Experiment files (YAML).", show_default=False, autocompletion=completion.files
-        ),
-    ],
+def sweep(
+    file: FileArgument,
+    overrides: Overrides = None,
     *,
-    data: Annotated[
-        bool, typer.Option(help="Also load the data; --no-data for a machine that doesn't have it.")
-    ] = True,
+    dry_run: DryRun = False,
+    resume: Resume = None,
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
+    quiet: Quiet = False,
+    address: Cluster = None,
+    verbose: Verbose = False,
 ) -> None:
-    """Check experiment files, with their data and each component that they name, without training."""
-    import rich.console
-
+    """Search hyperparameters: train the trials of the file's sweep in parallel and find the best."""
     from pipeline.config.load import load
-    from pipeline.recording.display import progress_on
+    from pipeline.recording.terminal import Terminal
 
+    given = with_address(overrides, address)
+    experiment = load(file, given)
     with undisturbed():
-        from pipeline.driver import preflight
+        from pipeline.commands.sweep import planning
 
-    errors: dict[str, PipelineError] = {}
-    for file in files:
-        try:
-            experiment = load(file)
-            with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
-                allowed = preflight.check(experiment, with_data=data)
-        except PipelineError as error:
-            show(error)
-            errors[file] = error
-        else:
-            if not quiet:
-                typer.echo(f"{file}: ok{_sweep_in(experiment, allowed)}", err=as_json)
-    if as_json:
-        typer.echo(json.dumps([{"file": file, "problems": problems_of(errors.get(file))} for file in files], indent=2))
-    if errors:
-        raise typer.Exit(next(iter(errors.values())).exit_code)
+    if dry_run:
+        typer.echo(planning.describe(planning.make(experiment)))
+        return
+    from pipeline.commands.sweep.run_sweep import sweep as run_sweep
 
-
-def _sweep_in(file: "ExperimentFile", allowed: tuple[str, ...]) -> str:
-    """Describe the file's sweep, as far as it can be planned without a cluster; empty without a sweep."""
-    if file.experiment.sweep is None:
-        return ""
-    from pipeline.commands.sweep.planning import in_a_line
-
-    return f"; {in_a_line(file, allowed=allowed)}"
+    with interruptible():
+        run_sweep(
+            experiment,
+            overrides=given,
+            resume=resume,
+            verbose=verbose,
+            terminal=Terminal.of(as_json=as_json, quiet=quiet),
+            show=lambda report: typer.echo(report.swept.model_dump_json(indent=2)) if as_json else None,
+        )

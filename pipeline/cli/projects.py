@@ -1,13 +1,68 @@
-"""Commands for writing experiments: ``schema`` and ``new``."""
+"""Commands that train nothing: ``check``, ``doctor``, ``schema`` and ``new``."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli import completion
-from pipeline.errors import UsageError
+from pipeline.cli.arguments import Json, interruptible, problems_of, show
+from pipeline.errors import PipelineError, UsageError
+from pipeline.system.imports import undisturbed
+
+if TYPE_CHECKING:
+    from pipeline.config.load import ExperimentFile
+
+
+def check(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...", help="Experiment files (YAML).", show_default=False, autocompletion=completion.files
+        ),
+    ],
+    *,
+    data: Annotated[
+        bool, typer.Option(help="Also load the data; --no-data for a machine that doesn't have it.")
+    ] = True,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
+) -> None:
+    """Check experiment files, with their data and each component that they name, without training."""
+    import rich.console
+
+    from pipeline.config.load import load
+    from pipeline.recording.display import progress_on
+
+    with undisturbed():
+        from pipeline.driver import preflight
+
+    errors: dict[str, PipelineError] = {}
+    for file in files:
+        try:
+            experiment = load(file)
+            with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
+                allowed = preflight.check(experiment, with_data=data)
+        except PipelineError as error:
+            show(error)
+            errors[file] = error
+        else:
+            if not quiet:
+                typer.echo(f"{file}: ok{_sweep_in(experiment, allowed)}", err=as_json)
+    if as_json:
+        typer.echo(json.dumps([{"file": file, "problems": problems_of(errors.get(file))} for file in files], indent=2))
+    if errors:
+        raise typer.Exit(next(iter(errors.values())).exit_code)
+
+
+def _sweep_in(file: "ExperimentFile", allowed: tuple[str, ...]) -> str:
+    """Describe the file's sweep, as far as it can be planned without a cluster; empty without a sweep."""
+    if file.experiment.sweep is None:
+        return ""
+    from pipeline.commands.sweep.planning import in_a_line
+
+    return f"; {in_a_line(file, allowed=allowed)}"
 
 
 def schema() -> None:
@@ -64,3 +119,44 @@ def _update(settings: list[str]) -> None:
     if updated.conflicts:
         typer.echo("Resolve the conflicts, then git add and git commit; git merge --abort undoes the update.")
         raise typer.Exit(1)
+
+
+def doctor(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="Experiment file; its tracking store and cluster are examined, too.",
+            show_default=False,
+            autocompletion=completion.files,
+        ),
+    ] = None,
+    *,
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster to examine; default: that of FILE, or RAY_ADDRESS.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check this machine or a cluster; each problem is shown with its fix."""
+    import rich.console
+
+    from pipeline.commands.doctor.examination import examine, show
+    from pipeline.config.load import load
+    from pipeline.config.parallel import Parallel
+
+    experiment = load(file).experiment if file is not None else None
+    parallel = experiment.parallel if experiment else Parallel(launcher="ray")
+    if address is not None:
+        parallel = parallel.model_copy(update={"launcher": "ray", "address": address})
+    with interruptible():
+        examination = examine(
+            parallel,
+            uri=experiment.tracking.uri if experiment else None,
+            say=lambda what: typer.echo(what, err=True),
+        )
+    if as_json:
+        typer.echo(examination.model_dump_json(indent=2))
+    else:
+        show(examination, terminal=rich.console.Console(highlight=False))
+    if examination.problems:
+        raise typer.Exit(3)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.parallel import Parallel
-from pipeline.config.project import BUILT_IN, allowed_packages, project_file
+from pipeline.config.targets import BUILT_IN, allowed_packages, project_file
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
 from pipeline.system.process import python_path

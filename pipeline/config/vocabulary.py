@@ -11,8 +11,8 @@ import yaml
 
 from pipeline.config import keys
 from pipeline.config.jsonschema import SUGGESTED, Shape
-from pipeline.config.project import BUILT_IN, allowed_packages
 from pipeline.config.schema import Experiment
+from pipeline.config.targets import BUILT_IN, allowed_packages
 from pipeline.errors import PipelineError
 
 _TARGET = "_target_"

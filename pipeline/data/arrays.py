@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from pipeline.data.mapped import Mapped
-from pipeline.data.splits import Splits, Table
+from pipeline.data.splits import Mapped, Splits, Table
 from pipeline.errors import ExperimentError
 
 Transform = Callable[[Tensor], Tensor]

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from pipeline.data.shard_files import Decode, decoders, expanded
-from pipeline.data.shard_index import Index, cached_index_of
+from pipeline.data.shard_files import Decode, Index, cached_index_of, decoders, expanded
 from pipeline.data.splits import Splits
 
 Files = str | list[str]

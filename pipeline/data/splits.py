@@ -1,8 +1,12 @@
-"""Types of datasets: the splits that a data function returns, and tables that are read by whole batches."""
+"""Types of datasets: the splits that a data function returns, tables read by whole batches, memory-mapped arrays."""
 
 from abc import abstractmethod
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
@@ -45,3 +49,52 @@ class Table(Dataset[tuple[Tensor, ...]]):
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(column[0] for column in self.batch([index]))
+
+
+class Mapped:
+    """Memory-mapped array; pickling passes its path, so that another process maps the file itself."""
+
+    def __init__(self, path: Path, *, key: str, dtype: str | None = None) -> None:
+        """Map a file.
+
+        Args:
+            path: a .npy file, or the raw values of a one-dimensional array.
+            key: key in the experiment file, for errors.
+            dtype: type of raw values, e.g. "uint16".
+
+        Raises:
+            ExperimentError: the file can't be read, is empty, or has a dtype that torch doesn't support.
+        """
+        self._origin = (path.absolute(), key, dtype)
+        try:
+            self.values = _mapped(path, dtype=dtype)
+            torch.from_numpy(self.values[:0].copy())
+        except OSError as error:
+            raise ExperimentError.of(key, f"can't read {path} ({error.strerror or error}); name another") from error
+        except (ValueError, TypeError, EOFError) as error:
+            message = f"{path} can't be mapped ({' '.join(str(error).split())}); write it with numpy.save"
+            raise ExperimentError.of(key, message) from error
+        self.shape: tuple[int, ...] = self.values.shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, self._origin
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def _again(path: Path, key: str, dtype: str | None) -> Mapped:
+    return Mapped(path, key=key, dtype=dtype)
+
+
+def _mapped(path: Path, *, dtype: str | None) -> NDArray[Any]:
+    if path.suffix == ".npy":
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not array.ndim:
+            raise ValueError("it holds a single value, not one for each sample")
+        return np.asarray(array)  # np.memmap would look up its file for each batch
+    if dtype is None:
+        raise ValueError("only .npy files store their dtype")
+    if path.stat().st_size % np.dtype(dtype).itemsize:
+        raise ValueError(f"its {path.stat().st_size} bytes are not a multiple of the size of {dtype}")
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from pipeline.data.mapped import Mapped
-from pipeline.data.splits import Splits, Table
+from pipeline.data.splits import Mapped, Splits, Table
 from pipeline.errors import ExperimentError
 
 Files = str | list[str]

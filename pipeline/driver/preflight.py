@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from pipeline import registry
 from pipeline.config import components, deferred, messages
 from pipeline.config.load import ExperimentFile
-from pipeline.config.project import allowed_packages
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.sweep import Sweep, check_each
+from pipeline.config.targets import allowed_packages
 from pipeline.config.values import Direction, Mode
 from pipeline.errors import ExperimentError, Problem
 from pipeline.system.imports import undisturbed

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from pipeline.config import components
-from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
+from pipeline.config.targets import BUILT_IN
 from pipeline.launchers._forks import Forks
 from pipeline.system.process import outer_rank
 

@@ -72,7 +72,7 @@ def rebuild(event: ModelSaved, *, folder: Path) -> "tuple[nn.Module, torch.Tenso
     import torch
 
     from pipeline.config.components import build
-    from pipeline.config.project import allowed_packages
+    from pipeline.config.targets import allowed_packages
 
     experiment = Experiment.model_validate(yaml.safe_load((folder / "experiment.yaml").read_text()))
     module: nn.Module = build(experiment.model, key="model", allowed=allowed_packages(), runtime={})

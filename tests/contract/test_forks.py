@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pipeline.config.load import load
-from pipeline.config.project import BUILT_IN
+from pipeline.config.targets import BUILT_IN
 from pipeline.launchers import _head_start
 from pipeline.launchers._forks import Forks, Process
 from pipeline.planning.plan import make_plan

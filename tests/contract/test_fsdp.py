@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.protocol.events import (
     AnyEvent,
     Failed,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.protocol.events import AnyEvent, Failed, Metrics, Warned, event_from_json, event_to_json
 from pipeline.protocol.trial import Rank, Training, Trial

@@ -12,8 +12,8 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
+from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import build

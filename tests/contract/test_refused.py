@@ -9,7 +9,7 @@ import pytest
 from toys import Kept
 
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.errors import PipelineError
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.protocol.events import (
     AnyEvent,
     CheckpointSaved,
@@ -26,9 +26,9 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import build
-from pipeline.training.checkpoints import files, inventory
+from pipeline.training.checkpoints import files
 from pipeline.training.checkpoints.manager import CheckpointManager
-from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.checkpoints.manifest import entries, folder_name, verify
 from pipeline.training.checkpoints.state import restore
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.clock import Clock
@@ -216,10 +216,10 @@ def _full(context: TrainContext) -> list[Tensor]:
 
 
 def test_sharded_parameters_are_saved_in_parts(root: Path) -> None:
-    (entry,) = inventory.entries(Storage(str(root / "sharded")))
+    (entry,) = entries(Storage(str(root / "sharded")))
 
     assert entry.manifest is not None
-    assert inventory.verify(Storage(str(root / "sharded")), entry) is None
+    assert verify(Storage(str(root / "sharded")), entry) is None
     assert sum(file.name.startswith("shard-") for file in entry.manifest.files) == 2
 
 

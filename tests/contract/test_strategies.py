@@ -15,7 +15,7 @@ from ranks import on_ranks
 
 from pipeline import registry
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, Failed

@@ -16,8 +16,8 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 from pipeline.config import components
-from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
+from pipeline.config.targets import BUILT_IN
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.tasks import LanguageModel
 from pipeline.training.build import build

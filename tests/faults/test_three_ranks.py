@@ -12,7 +12,7 @@ from census import compared, injected
 
 from pipeline import registry
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.driver.execute import execute
 from pipeline.launchers.base import Session
 from pipeline.planning.plan import make_plan

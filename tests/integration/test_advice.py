@@ -10,7 +10,7 @@ import pytest
 
 from pipeline import registry
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.launchers.base import Session
 from pipeline.planning import resources
 from pipeline.planning.plan import make_plan

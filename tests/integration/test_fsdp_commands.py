@@ -14,7 +14,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.protocol.events import AnyEvent, Failed, event_to_json
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import build

@@ -16,7 +16,7 @@ import torch
 
 from pipeline import registry
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.errors import ExperimentError
 from pipeline.launchers._ray.ingest import Facts, Ingest, stream_of
 from pipeline.launchers._ray.local import LocalRayRequest, started

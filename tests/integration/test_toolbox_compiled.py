@@ -8,7 +8,7 @@ import pytest
 from ranks import on_ranks
 
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.protocol.events import AnyEvent, Event, Failed, Finished, Metrics, event_from_json, event_to_json
 from pipeline.protocol.trial import Rank, Training
 from pipeline.training import probe

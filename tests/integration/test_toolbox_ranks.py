@@ -13,7 +13,7 @@ from ranks import on_ranks
 from safetensors.torch import load_file
 
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.errors import ExperimentError
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources

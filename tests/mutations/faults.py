@@ -178,7 +178,7 @@ FAULTS = (
     Fault(
         "a checksum is not looked at",
         "a damaged checkpoint is not gone on from",
-        "pipeline/training/checkpoints/inventory.py",
+        "pipeline/training/checkpoints/manifest.py",
         "            if sha256(content) != file.sha256:",
         "            if not sha256(content):",
         ("tests/unit/test_checkpoint.py",),
@@ -186,7 +186,7 @@ FAULTS = (
     Fault(
         "the oldest checkpoints are kept",
         "checkpoint.keep keeps the newest",
-        "pipeline/training/checkpoints/inventory.py",
+        "pipeline/training/checkpoints/manifest.py",
         "key=lambda one: one.step, reverse=True)",
         "key=lambda one: one.step)",
         ("tests/unit/test_checkpoint.py",),

@@ -12,7 +12,7 @@ from leaks import State
 
 from pipeline import registry
 from pipeline.config.load import load
-from pipeline.config.project import allowed_packages
+from pipeline.config.targets import allowed_packages
 from pipeline.launchers import _head_start
 from pipeline.launchers.base import Session
 from pipeline.planning.plan import make_plan

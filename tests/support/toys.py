@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from pipeline.config.project import BUILT_IN
 from pipeline.config.schema import Experiment
+from pipeline.config.targets import BUILT_IN
 from pipeline.protocol.events import AnyEvent, Metrics
 from pipeline.protocol.trial import Baseline, Measurement, Rank, Training, Trial, TrialResult
 from pipeline.tasks import StepOutput

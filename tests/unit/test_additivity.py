@@ -6,7 +6,7 @@ import pytest
 import torch
 import toys
 
-from pipeline.config.project import BUILT_IN
+from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.tasks import Supervised

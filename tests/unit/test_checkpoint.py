@@ -23,9 +23,16 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training import meter
-from pipeline.training.checkpoints import inventory
 from pipeline.training.checkpoints import manager as manager
-from pipeline.training.checkpoints.manifest import FILE_NAME, config_hash, folder_name, step_of, trained
+from pipeline.training.checkpoints.manifest import (
+    FILE_NAME,
+    config_hash,
+    entries,
+    folder_name,
+    step_of,
+    trained,
+    verify,
+)
 from pipeline.training.checkpoints.storage import Storage, address_of
 from pipeline.training.loop import train
 
@@ -130,8 +137,8 @@ class TestFiles:
         folder, outbox = original
 
         assert steps(folder) == saved(outbox) == list(range(1, STEPS + 1))
-        for entry in inventory.entries(Storage(str(folder))):
-            assert inventory.verify(Storage(str(folder)), entry) is None
+        for entry in entries(Storage(str(folder))):
+            assert verify(Storage(str(folder)), entry) is None
             assert {path.name for path in (folder / entry.name).iterdir()} == {TENSORS, VALUES, FILE_NAME}
 
     def test_are_read_by_torch_distributed_checkpoint(self, original: tuple[Path, toys.Kept]) -> None:
@@ -140,7 +147,7 @@ class TestFiles:
         assert {"model/weight", "model/bias"} <= metadata.state_dict_metadata.keys()
 
     def test_say_what_they_are(self, original: tuple[Path, toys.Kept]) -> None:
-        newest = inventory.entries(Storage(str(original[0])))[0].manifest
+        newest = entries(Storage(str(original[0])))[0].manifest
 
         assert newest is not None
         assert (newest.step, newest.epoch, newest.steps_per_epoch, newest.world_size) == (6, 2, 3, 1)
@@ -221,9 +228,7 @@ class TestDamage:
         assert message in warning
         assert str(copy / folder_name(5)) in warning
         assert losses_after(4, outbox) == losses_after(4, original[1])
-        assert inventory.verify(Storage(str(copy)), inventory.entries(Storage(str(copy)))[1]) is None, (
-            "5 is whole again"
-        )
+        assert verify(Storage(str(copy)), entries(Storage(str(copy)))[1]) is None, "5 is whole again"
 
     def test_in_all_leads_to_the_beginning(self, copy: Path, original: tuple[Path, toys.Kept]) -> None:
         for folder in copy.iterdir():
@@ -327,7 +332,7 @@ class TestStorage:
         storage = Storage(address)
         storage.write(f"{folder_name(6)}/{VALUES}", b"{}")
 
-        damaged, whole = (inventory.verify(storage, entry) for entry in inventory.entries(storage))
+        damaged, whole = (verify(storage, entry) for entry in entries(storage))
         assert damaged is not None
         assert damaged.startswith(f"{VALUES} has 2 bytes instead of")
         assert whole is None

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pipeline.config.components import build, check, resolve
 from pipeline.config.deferred import RUNTIME_VALUES, marker
-from pipeline.config.project import BUILT_IN, allowed_packages
 from pipeline.config.schema import Experiment
+from pipeline.config.targets import BUILT_IN, allowed_packages
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, UsageError
 

@@ -13,7 +13,7 @@ from pipeline import data, models, tasks
 from pipeline.config import targets
 from pipeline.config.jsonschema import SUGGESTED, experiment_json_schema
 from pipeline.config.load import load
-from pipeline.config.project import BUILT_IN
+from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.tasks import Task
 

@@ -17,13 +17,12 @@ from pipeline import cli
 from pipeline.commands import run as runner
 from pipeline.commands.sweep import planning
 from pipeline.config.load import ExperimentFile, load
-from pipeline.config.project import BUILT_IN
+from pipeline.config.targets import BUILT_IN
 from pipeline.driver import preflight
 from pipeline.errors import ExperimentError, NonFiniteError, TrainingError
 from pipeline.protocol.events import ArtifactSaved, Warned
 from pipeline.recording.terminal import Terminal
-from pipeline.training.checkpoints import inventory
-from pipeline.training.checkpoints.manifest import step_of
+from pipeline.training.checkpoints.manifest import entries, step_of, verify
 from pipeline.training.checkpoints.storage import Storage
 
 MSE = "mse: {_target_: torchmetrics.MeanSquaredError}"
@@ -163,8 +162,8 @@ class TestAValidationLossThatIsNotFinite:
             toys.train(trial, rank=toys.Rank(), outbox=outbox)
         assert not isinstance(caught.value, NonFiniteError), "there is no batch that a rollback could leave out"
         assert math.isnan(outbox.series("validation/loss")[-1])
-        (entry,) = inventory.entries(Storage(str(tmp_path)))
-        assert (entry.name, inventory.verify(Storage(str(tmp_path)), entry)) == ("step-00000002", None)
+        (entry,) = entries(Storage(str(tmp_path)))
+        assert (entry.name, verify(Storage(str(tmp_path)), entry)) == ("step-00000002", None)
 
     def test_is_told_where_steps_may_be_skipped(self) -> None:
         result, outbox = toys.trained(**{**self.SECTIONS, "train": {"epochs": 3, "on_nonfinite": "skip"}})

@@ -7,13 +7,12 @@ import torch
 import toys
 
 from pipeline import Experiment
-from pipeline.api import experiment_parts
 from pipeline.errors import ExperimentError
 
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment_parts, "allowed_packages", lambda: toys.trial().allowed)
+    monkeypatch.setattr("pipeline.api.experiment.allowed_packages", lambda: toys.trial().allowed)
 
 
 def experiment(**sections: Any) -> Experiment:

@@ -11,7 +11,7 @@ import torch
 import webdataset
 
 from pipeline.config.schema import Loader
-from pipeline.data import shard_index, shards
+from pipeline.data import shard_files, shards
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.loader import BatchLoader
 
@@ -57,9 +57,9 @@ def test_any_sample_can_be_read(written):
 
 def test_an_index_is_kept_until_the_shard_changes(written, monkeypatch):
     found = []
-    index_of = shard_index.index_of
+    index_of = shard_files.index_of
     monkeypatch.setattr(
-        shard_index,
+        shard_files,
         "index_of",
         lambda path, *more, **keys: found.append(path.name) or index_of(path, *more, **keys),
     )

@@ -1,4 +1,4 @@
 """Checkpoints: the state that a rank needs to continue exactly. Start at `pipeline.training.checkpoints.manager`.
 
-`manifest`, `storage` and `inventory` import no torch: the driver lists and verifies checkpoints with them.
+`manifest` and `storage` import no torch: the driver lists and verifies checkpoints with them.
 """

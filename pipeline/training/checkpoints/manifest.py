@@ -1,17 +1,22 @@
-"""The manifest of a checkpoint, written last. A checkpoint without one, or with different files, is incomplete."""
+"""The manifest of a checkpoint, written last, and the checkpoints in a storage: listed, verified, chosen to be kept.
+
+A checkpoint without a manifest, or with different files, is incomplete.
+"""
 
 import hashlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
 from pipeline.config.schema import Experiment
-from pipeline.config.values import Frozen
+from pipeline.config.values import Direction, Frozen
+from pipeline.training.checkpoints.storage import Storage
 
 if TYPE_CHECKING:
     from pipeline.training.context import TrainContext
@@ -150,3 +155,77 @@ def describe(context: "TrainContext", *, step: int, metric: float | None) -> Man
         metric=metric,
         files=(),
     )
+
+
+class Entry(NamedTuple):
+    """A checkpoint's folder, and its manifest; None if the checkpoint is incomplete."""
+
+    name: str
+    manifest: Manifest | None
+
+
+def entries(storage: Storage) -> list[Entry]:
+    """List all checkpoints, newest first. Reads manifests only, so their files may still be damaged.
+
+    Raises:
+        OSError: the storage can't be read (or the file system's own exception).
+    """
+    steps = {name: step for name in storage.folders() if (step := step_of(name)) is not None}
+    names = sorted(steps, key=steps.__getitem__, reverse=True)
+    return [Entry(name, _manifest(storage, name)) for name in names]
+
+
+def verify(storage: Storage, entry: Entry, *, use: Callable[[Path], object] = lambda _: None) -> str | None:
+    """Describe the damage of a checkpoint; None if it is intact. Reads all of its files.
+
+    Args:
+        storage: storage of the checkpoint.
+        entry: the checkpoint.
+        use: called with a local folder of the checkpoint if it is intact.
+
+    Raises:
+        OSError: the storage can't be read (or the file system's own exception).
+    """
+    if entry.manifest is None:
+        return "it has no valid manifest, so it was never completed or is damaged"
+    with storage.fetched(entry.name) as folder:
+        damage = _damage(entry.manifest, folder)
+        if damage is None:
+            use(folder)
+    return damage
+
+
+def _damage(manifest: Manifest, folder: Path) -> str | None:
+    for file in manifest.files:
+        path = folder / file.name
+        if not path.is_file():
+            return f"{file.name} is missing"
+        if (size := path.stat().st_size) != file.size:
+            return f"{file.name} has {size} bytes instead of {file.size}"
+        with path.open("rb") as content:
+            if sha256(content) != file.sha256:
+                return f"the checksum of {file.name} has changed since it was written"
+    return None
+
+
+def best(manifests: Iterable[Manifest], direction: Direction) -> Manifest | None:
+    """Return the manifest with the best value of ``checkpoint.best``, the earliest of equals; None without values."""
+    rated = [one for one in manifests if one.metric is not None and one.metric == one.metric]  # without NaN
+    sign = 1 if direction == "min" else -1
+    return min(rated, key=lambda one: (sign * (one.metric or 0.0), one.step), default=None)
+
+
+def kept(manifests: Iterable[Manifest], *, newest: int, direction: Direction | None) -> set[str]:
+    """Return the names of the checkpoints to keep: the newest, and the best if ``direction`` says what is better."""
+    ordered = sorted(manifests, key=lambda one: one.step, reverse=True)
+    names = {one.name for one in ordered[:newest]}
+    top = best(ordered, direction) if direction else None
+    return names | ({top.name} if top else set())
+
+
+def _manifest(storage: Storage, name: str) -> Manifest | None:
+    try:
+        with storage.open(f"{name}/{FILE_NAME}") as file:
+            return parse(file.read())
+    except FileNotFoundError:
+        return None

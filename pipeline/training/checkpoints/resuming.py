@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
-from pipeline.training.checkpoints import files, inventory
-from pipeline.training.checkpoints.inventory import Entry
-from pipeline.training.checkpoints.manifest import Manifest, trained
+from pipeline.training.checkpoints import files
+from pipeline.training.checkpoints.manifest import Manifest, entries, trained, verify
 from pipeline.training.checkpoints.state import State, is_sharded
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import from_first, tensors_from_first
@@ -68,9 +67,9 @@ def _choose(
     storage: Storage, *, warn: Warn, use: Callable[[Path], None]
 ) -> tuple[Manifest, tuple[Manifest, ...]] | None:
     try:
-        found = inventory.entries(storage)
+        found = entries(storage)
         for number, entry in enumerate(found):
-            damage = _damage(storage, entry, use=use)
+            damage = verify(storage, entry, use=use)
             if damage is None and entry.manifest is not None:
                 older = tuple(other.manifest for other in found[number + 1 :] if other.manifest is not None)
                 return entry.manifest, older
@@ -83,17 +82,6 @@ def _choose(
             "resume when they can, or train from the beginning without --resume"
         ) from error
     return None
-
-
-def _damage(storage: Storage, entry: Entry, *, use: Callable[[Path], None]) -> str | None:
-    """Describe the damage of a checkpoint; call ``use`` with its folder and return None if it is intact."""
-    if entry.manifest is None:
-        return inventory.verify(storage, entry)
-    with storage.fetched(entry.name) as folder:
-        damage = inventory.damage(entry.manifest, folder)
-        if damage is None:
-            use(folder)
-    return damage
 
 
 def _shared(context: TrainContext, storage: Storage, manifest: Manifest, states: list[State]) -> State:

@@ -15,8 +15,7 @@ from pipeline.config.values import Direction
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.training.checkpoints import files
-from pipeline.training.checkpoints.inventory import kept
-from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, StoredFile, step_of
+from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, StoredFile, kept, step_of
 from pipeline.training.checkpoints.state import State
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import on_all_ranks
