@@ -12,7 +12,7 @@ traceback; any other exception that escapes is a bug of this project and keeps i
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 MOST_PROBLEMS = 100
 """Limit on the problems that are shown of one file; a file with more is probably no experiment."""
@@ -119,6 +119,11 @@ class Stopped(Exception):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, as an exception that user code can't catch by accident, like Ctrl-C."""
+
+
+def terminate(*_: object) -> NoReturn:
+    """Raise Terminated; a handler of signals."""
+    raise Terminated
 
 
 class Interrupted(PipelineError):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from pipeline.commands import compare as comparison
 from pipeline.commands import run as runner
 from pipeline.commands.matrix import MatrixRequest
 from pipeline.config.load import ExperimentFile
-from pipeline.errors import Terminated, UsageError
+from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.launchers import _head_start
 from pipeline.recording import mlflow
 from pipeline.recording.terminal import Terminal
@@ -164,7 +164,7 @@ def _begun(file: ExperimentFile, *, verbose: bool) -> Iterator[ExperimentFile]:
 @contextmanager
 def _sigterm_as_error() -> Iterator[None]:
     """End the run in order at SIGTERM, then apply the signal as without a run."""
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, terminate)
     terminated = False
     try:
         yield
@@ -175,10 +175,6 @@ def _sigterm_as_error() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
         if terminated:
             signal.raise_signal(signal.SIGTERM)
-
-
-def _terminate(*_: object) -> NoReturn:
-    raise Terminated
 
 
 @contextmanager

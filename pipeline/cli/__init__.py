@@ -14,7 +14,7 @@ import typer
 
 from pipeline.cli import completion, experiments, jobs, projects, results
 from pipeline.cli.arguments import show
-from pipeline.errors import PipelineError, Terminated
+from pipeline.errors import PipelineError, terminate
 from pipeline.system.imports import importable
 
 _DISTRIBUTION = "ddp-pipeline"
@@ -89,7 +89,7 @@ app.command()(projects.new)
 
 def main() -> NoReturn:
     """Run the command line and exit; print an error that the user can fix without a traceback."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     if completion.is_asked_for(sys.argv[1:]):
         completion.without_space_after_equals()
     try:
@@ -108,7 +108,3 @@ def _with_latest(arguments: list[str]) -> list[str]:
         "--resume=latest" if word == "--resume" and (next_.startswith("-") or "=" in next_) else word
         for word, next_ in zip(arguments, following, strict=False)
     ]
-
-
-def _terminate(*_: object) -> NoReturn:
-    raise Terminated

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Self
 
 from pipeline.config.parallel import Parallel
-from pipeline.errors import Terminated
+from pipeline.errors import terminate
 from pipeline.launchers import _head_start, base
 from pipeline.launchers._forks import Forks, Process
 from pipeline.planning import resources
@@ -147,12 +147,9 @@ def _hanging_up_ends() -> Iterator[None]:
         yield  # signals are the main thread's
         return
 
-    def end(*_: object) -> NoReturn:
-        raise Terminated
-
     numbers = [each for each in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) is signal.SIG_DFL]
     for number in numbers:
-        signal.signal(number, end)
+        signal.signal(number, terminate)
     try:
         yield
     finally:

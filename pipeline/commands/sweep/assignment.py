@@ -87,8 +87,7 @@ class Assignment(Frozen):
     """Complete description of a trial, which its process reads from standard input."""
 
     job: TrialJob
-    number: int
-    values: Mapping[str, Any]
+    suggestion: Suggestion
     config_hash: str = ""
     """Hash of the experiment as the sweep read it; the file may have changed since."""
 

@@ -149,7 +149,10 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
     sweep, parallel = sweep_of(file), file.experiment.parallel
     least = file.varied({_CPUS: parallel.cpus_per_worker or 1}).experiment
     trial = make_plan(least, resources, allowed=allowed, with_baseline=False).main
-    fit = _fit(trial, resources)
+    side_by_side = resources.cpus // resources.nodes // trial.cpus_per_worker * resources.nodes
+    if trial.devices_per_worker:
+        side_by_side = min(side_by_side, len(resources.gpus) // trial.devices_per_worker)
+    fit = max(1, side_by_side // trial.workers)  # `make_plan` has checked that one trial does
     if sweep.concurrent is not None and sweep.concurrent > fit:
         raise ResourceError(
             f"sweep.concurrent: {sweep.concurrent} trials of {counted(trial.workers, 'worker')} with {_device(trial)} "
@@ -158,14 +161,6 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
     concurrent = min(sweep.concurrent or fit, sweep.total)
     on_a_node = -(-concurrent * trial.workers // resources.nodes)
     return concurrent, parallel.cpus_per_worker or max(1, resources.cpus // resources.nodes // on_a_node)
-
-
-def _fit(trial: Trial, resources: Resources) -> int:
-    """Return how many of these trials fit at the same time; `make_plan` has checked that one does."""
-    workers = resources.cpus // resources.nodes // trial.cpus_per_worker * resources.nodes
-    if trial.devices_per_worker:
-        workers = min(workers, len(resources.gpus) // trial.devices_per_worker)
-    return max(1, workers // trial.workers)
 
 
 def _suggestions(file: ExperimentFile, sweep: Sweep, *, seed: int, common: Mapping[str, Any]) -> "list[Suggestion]":

@@ -6,7 +6,6 @@ from pipeline.commands.sweep.assignment import folder_name
 from pipeline.commands.sweep.journals import state_of
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.config.load import ExperimentFile
-from pipeline.config.schema import Experiment
 from pipeline.config.summary import flatten
 from pipeline.driver.resume import LATEST, named, newest
 from pipeline.errors import Problem, UsageError
@@ -47,7 +46,9 @@ def _check_same(file: ExperimentFile, state: RunState) -> None:
     Raises:
         ExperimentError: the experiment has changed.
     """
-    now, then = flatten(shown(file.experiment)), flatten(_relocated(state.experiment, file.experiment))
+    experiment = shown(file.experiment)
+    then_here = state.experiment.model_copy(update={"tracking": experiment.tracking})
+    now, then = flatten(experiment), flatten(then_here)
     changed = [key for key in now | then if now.get(key) != then.get(key) and not key.startswith(_MAY_CHANGE)]
     if changed:
         raise file.explain(
@@ -58,7 +59,3 @@ def _check_same(file: ExperimentFile, state: RunState) -> None:
             )
             for key in changed
         )
-
-
-def _relocated(then: Experiment, now: Experiment) -> Experiment:
-    return then.model_copy(update={"tracking": shown(now).tracking})

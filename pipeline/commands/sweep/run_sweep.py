@@ -10,11 +10,11 @@ from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep import resume_sweep as earlier
 from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Suggestion, TrialJob
-from pipeline.commands.sweep.planning import SweepPlan, identified, make, titled
+from pipeline.commands.sweep.planning import SweepPlan, identified, make
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import TrainingError
 from pipeline.recording.terminal import Terminal, write
-from pipeline.report.swept import Swept, SweptReport
+from pipeline.report.swept import SweptReport
 
 if TYPE_CHECKING:
     from ray.tune.search import Searcher
@@ -60,7 +60,9 @@ def sweep(
             show(report)
             if lacking := finish_trials.missing(invocation.folder):
                 write(terminal.warnings, lacking, style="yellow")
-        _check(report.swept)
+        failed = [trial for trial in report.swept.trials if trial.state == "failed"]
+        if failed and len(failed) == len(report.swept.trials):
+            raise TrainingError(f"all {len(failed)} trials failed, the first one: {failed[0].message}")
 
 
 def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
@@ -69,19 +71,19 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
     Raises:
         KeyboardInterrupt: after running trials have saved and ended.
     """
-    from pipeline.commands.sweep.tuner import Halt, search
+    from pipeline.commands.sweep.tuner import Halt, SweepDisplay, search
     from pipeline.launchers._ray.local import LocalRayRequest, started
 
     searcher = _searcher(plan, invocation)  # before Ray is started: Optuna may be missing
-    progress = SweepDisplay(plan, invocation)
     halt = Halt()
+    display = SweepDisplay(plan, invocation, halt)
     try:
         with started(LocalRayRequest(), verbose=job.verbose):
             try:
-                search(plan, searcher, job=job, watcher=progress, halt=halt)
+                search(plan, searcher, job=job, display=display, halt=halt)
             except BaseException:
                 halt.ask()
-                finish_trials.stop(grace_s=job.grace_s, tell=progress.tell)
+                finish_trials.stop(grace_s=job.grace_s, tell=display.tell)
                 raise
     finally:
         halt.end()
@@ -112,64 +114,3 @@ def _job(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str]) -
         verbose=invocation.verbose,
         variables=tuple(os.environ),
     )
-
-
-def _check(swept: Swept) -> None:
-    """Check that a trial has succeeded.
-
-    Raises:
-        TrainingError: all trials failed.
-    """
-    failed = [trial for trial in swept.trials if trial.state == "failed"]
-    if failed and len(failed) == len(swept.trials):
-        raise TrainingError(f"all {len(failed)} trials failed, the first one: {failed[0].message}")
-
-
-class SweepDisplay:
-    """Progress of a sweep in the terminal, and its best value so far in the tracking store."""
-
-    def __init__(self, plan: SweepPlan, invocation: Invocation) -> None:
-        self._plan = plan
-        self._invocation = invocation
-        self._terminal = invocation.terminal
-        self._ended = 0
-        self._best: float | None = None
-        self._over: set[int] = set()
-        """Trials that had ended in an earlier session."""
-
-    def tell(self, message: str) -> None:
-        """Print a message on its own line."""
-        write(self._terminal.progress, message)
-
-    def began(self, suggestion: Suggestion) -> None:
-        """See `pipeline.commands.sweep.tuner.Watcher`."""
-        found = outcome.trial(self._invocation.folder, suggestion, metric=self._plan.sweep.metric)
-        if found.state in ("finished", "stopped early"):
-            self._over.add(suggestion.number)
-            return
-        again = f", resumed after epoch {found.epochs}" if found.epochs else ""
-        self.tell(f"{titled(suggestion.number, suggestion.values)}{again}")
-
-    def evaluated(self, suggestion: Suggestion, *, epoch: int, value: float) -> None:
-        """See `pipeline.commands.sweep.tuner.Watcher`."""
-        if suggestion.number not in self._over:
-            self.tell(f"trial {suggestion.number}: epoch {epoch}, {self._plan.sweep.metric} {value:.4g}")
-
-    def ended(self, suggestion: Suggestion) -> None:
-        """See `pipeline.commands.sweep.tuner.Watcher`."""
-        found = outcome.trial(self._invocation.folder, suggestion, metric=self._plan.sweep.metric)
-        self._ended += 1
-        before = " before" if suggestion.number in self._over else ""
-        why = f": {found.message}" if found.state == "failed" else ""
-        count = f"{self._ended} of {self._plan.sweep.total} have ended"
-        state = "stopped early" if found.state == "running" else found.state  # it writes its checkpoint yet
-        message = f"trial {suggestion.number}: {state}{before}{why}; {count}"
-        write(self._terminal.warnings if found.state == "failed" else self._terminal.progress, message)
-        if found.state == "finished" and found.value is not None:
-            self._note(found.value)
-
-    def _note(self, value: float) -> None:
-        """Record the best value so far, by the number of trials that have ended."""
-        metric, better = self._plan.sweep.metric, min if self._plan.direction == "min" else max
-        self._best = value if self._best is None else better(self._best, value)
-        self._invocation.log({metric: self._best}, step=self._ended, epoch=self._ended)

@@ -90,7 +90,10 @@ class Learning(_Forgetful):
         point = self._inner.suggest(trial_id)
         self._number += 1
         known = self._begun[self._number - 1] if self._number <= len(self._begun) else None
-        values = known or {key: self._as_value(key, point[_name(i)]) for i, key in enumerate(self._parameters)}
+        values = known or {
+            key: one.choice[point[_name(i)]] if one.choice is not None else rounded(one, point[_name(i)])
+            for i, (key, one) in enumerate(self._parameters.items())
+        }
         return _config(self._complete, Suggestion(number=self._number, values=values))
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
@@ -101,10 +104,6 @@ class Learning(_Forgetful):
         """Pass the result on to Optuna."""
         self._inner.on_trial_complete(trial_id, result, error)
 
-    def _as_value(self, key: str, drawn: Any) -> Any:
-        parameter = self._parameters[key]
-        return parameter.choice[drawn] if parameter.choice is not None else rounded(parameter, drawn)
-
     def _as_point(self, values: Mapping[str, Any]) -> dict[str, Any]:
         point = {}
         for i, (key, parameter) in enumerate(self._parameters.items()):
@@ -113,25 +112,14 @@ class Learning(_Forgetful):
         return point
 
 
-def check_installed() -> None:
-    """Check that Optuna is installed.
-
-    Raises:
-        ResourceError: Optuna is not installed.
-    """
+def _distributions(sweep: Sweep) -> dict[str, Any]:
     try:
-        import optuna  # noqa: F401 - whether it can be imported is the question
+        import optuna
     except ImportError as error:
         raise ResourceError(
             f"sweep.search: optuna needs the package optuna ({error}); install it: pip install 'ddp-pipeline[sweep]', "
             "or write search: random"
         ) from None
-
-
-def _distributions(sweep: Sweep) -> dict[str, Any]:
-    check_installed()
-    import optuna
-
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return {_name(i): _distribution(parameter) for i, parameter in enumerate(sweep.parameters.values())}
 

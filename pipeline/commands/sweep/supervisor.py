@@ -59,8 +59,8 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         """Stop the trial if it is still running."""
         if self._process is None or self._process.poll() is not None:
             return
-        epoch, suggestion = self._last.epoch if self._last else 0, self._suggestion
-        Record(number=suggestion.number, values=suggestion.values, stopped_after=epoch).keep(self._folder)
+        epoch = self._last.epoch if self._last else 0
+        self._record(stopped_after=epoch)
         self._stop(f"{STOPPED_EARLY} after epoch {epoch}")
 
     def _evaluations(self) -> Iterator[Evaluation]:
@@ -93,9 +93,8 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         return state_of(self._folder)[0] in ("finished", "stopped early")
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        number, values = self._suggestion.number, self._suggestion.values
-        Record(number=number, values=values).keep(self._folder)
-        assignment = Assignment(job=self._job, number=number, values=values, config_hash=self._hash)
+        self._record()
+        assignment = Assignment(job=self._job, suggestion=self._suggestion, config_hash=self._hash)
         with (self._folder / OUTPUT_NAME).open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.commands.sweep.trial_process"],
@@ -131,9 +130,11 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
 
     def _failed(self, message: str) -> TrialFailed:
         """Return the failure, and record it for later sessions and the report."""
-        suggestion = self._suggestion
-        Record(number=suggestion.number, values=suggestion.values, failure=message).keep(self._folder)
+        self._record(failure=message)
         return TrialFailed(message)
+
+    def _record(self, **outcome: Any) -> None:
+        Record(number=self._suggestion.number, values=self._suggestion.values, **outcome).keep(self._folder)
 
 
 def _write(pipe: IO[bytes] | None, line: str) -> None:

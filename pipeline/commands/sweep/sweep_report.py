@@ -3,13 +3,13 @@
 import json
 import math
 import shlex
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from time import time
 
 from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import Record, Suggestion, folder_name
-from pipeline.commands.sweep.journals import Evaluation, Follower, Unmeasurable, model_of, state_of
+from pipeline.commands.sweep.journals import Follower, Unmeasurable, model_of, state_of
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.config.load import ExperimentFile
 from pipeline.config.overrides import override
@@ -28,7 +28,9 @@ def trial(sweep: Path, suggestion: Suggestion, *, metric: str) -> SweptTrial:
         state, message = "failed", record.failure
     try:
         limit = record.stopped_after if record is not None and state == "stopped early" else None
-        last = _last_evaluation(folder, metric=metric, limit=limit)
+        evaluations = Follower(folder, metric=metric).evaluations()
+        counting = [one for one in evaluations if limit is None or one.epoch <= limit]
+        last = counting[-1] if counting else None
     except Unmeasurable as error:
         state, message, last = "failed", str(error), None
     return SweptTrial(
@@ -41,18 +43,6 @@ def trial(sweep: Path, suggestion: Suggestion, *, metric: str) -> SweptTrial:
         steps=last.step if last else 0,
         run=f"{sweep.name}/{folder.name}",
     )
-
-
-def _last_evaluation(folder: Path, *, metric: str, limit: int | None) -> Evaluation | None:
-    """Return the evaluation that counts for a trial: the last, or the one that it was stopped for.
-
-    Args:
-        folder: the trial's.
-        metric: the sweep's.
-        limit: epochs that count; None counts all.
-    """
-    evaluations = Follower(folder, metric=metric).evaluations()
-    return next(reversed([one for one in evaluations if limit is None or one.epoch <= limit]), None)
 
 
 def records(sweep: Path) -> Iterator[Record]:
@@ -120,20 +110,19 @@ def _model_of_best(swept: Swept, folder: Path, *, plan: SweepPlan) -> ModelSaved
     if best is None or plan.logs_models or not plan.plan.experiment.tracking.log_model:
         return None
     saved = model_of(folder / folder_name(best.number))
-    return saved.model_copy(update={"time": time.time(), "run": best.run}) if saved is not None else None
+    return saved.model_copy(update={"time": time(), "run": best.run}) if saved is not None else None
 
 
 def _tags(swept: Swept) -> Iterator[Tagged]:
     """Yield tags of the sweep and its trials, which replace those of an earlier session."""
-    now = time.time()
     for one in swept.trials:
         if one.state == "finished":
-            yield Tagged(time=now, run=one.run, tags={"best": str(one.number == swept.best).lower()})
+            yield Tagged(run=one.run, tags={"best": str(one.number == swept.best).lower()})
         elif one.state == "stopped early":
-            yield Tagged(time=now, run=one.run, tags={"stopped_early": one.message})
+            yield Tagged(run=one.run, tags={"stopped_early": one.message})
     if (best := swept.trial(swept.best)) is not None:
         tags = {"best_run": best.run} | {f"best.{key}": str(value) for key, value in best.values.items()}
-        yield Tagged(time=now, run=swept.run, tags={**tags, f"best.{swept.metric}": f"{best.value:.6g}"})
+        yield Tagged(run=swept.run, tags={**tags, f"best.{swept.metric}": f"{best.value:.6g}"})
 
 
 def _files(result: SweptReport) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipeline.commands.sweep.assignment import Assignment
-from pipeline.errors import PipelineError, Terminated, UsageError
+from pipeline.errors import PipelineError, Terminated, UsageError, terminate
 from pipeline.system import allocator
 from pipeline.system.imports import importable, undisturbed
 
@@ -41,7 +41,7 @@ class _Lifeline:
 
 def main() -> NoReturn:
     """Run the trial; exit with the code of ``pipeline run``."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     lifeline = _Lifeline()
     assignment = lifeline.assignment()
     lifeline.watch()
@@ -67,14 +67,14 @@ def train(assignment: Assignment, lifeline: _Lifeline) -> None:
     from pipeline.recording.recorded_run import Membership
     from pipeline.recording.terminal import Terminal
 
-    job = assignment.job
-    file = load(job.file, job.overrides).varied({**job.common, **assignment.values})
+    job, suggestion = assignment.job, assignment.suggestion
+    file = load(job.file, job.overrides).varied({**job.common, **suggestion.values})
     if config_hash(file.experiment) != assignment.config_hash:
         raise UsageError(f"{job.file} has changed since the sweep began; put it back, or start a new sweep")
-    folder = job.folder_of(assignment.number)
+    folder = job.folder_of(suggestion.number)
     member = Membership(
         folder=folder,
-        title=titled(assignment.number, assignment.values),
+        title=titled(suggestion.number, suggestion.values),
         interruption=lambda: lifeline.reason,
         logs_model=job.logs_models,
     )
@@ -86,10 +86,6 @@ def train(assignment: Assignment, lifeline: _Lifeline) -> None:
         resume=str(folder) if has_begun(folder) else None,
         member=member,
     )
-
-
-def _terminate(*_: object) -> NoReturn:
-    raise Terminated
 
 
 if __name__ == "__main__":

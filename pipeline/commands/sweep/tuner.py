@@ -2,16 +2,20 @@
 
 import threading
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
+from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import Suggestion, TrialJob
-from pipeline.commands.sweep.planning import SweepPlan
+from pipeline.commands.sweep.planning import SweepPlan, titled
 from pipeline.commands.sweep.supervisor import EPOCH, SUGGESTION, Supervisor
+from pipeline.commands.sweep.sweep_report import trial as swept_trial
 from pipeline.config.sweep import Sweep
+from pipeline.recording.terminal import write
+from pipeline.report.swept import SweptTrial
 from pipeline.system.process import environment
 
 _SETTINGS = {
@@ -21,19 +25,6 @@ _SETTINGS = {
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # sweeps resume from journals
     "TUNE_WARN_THRESHOLD_S": "60",
 }
-
-
-class Watcher(Protocol):
-    """Listener to the trials, called in the thread that Ray Tune runs in."""
-
-    def began(self, suggestion: Suggestion) -> None:
-        """Note that a trial starts, or that it has ended in an earlier session."""
-
-    def evaluated(self, suggestion: Suggestion, *, epoch: int, value: float) -> None:
-        """Note an evaluation of a trial."""
-
-    def ended(self, suggestion: Suggestion) -> None:
-        """Note the end of a trial, failed or not."""
 
 
 class Halt:
@@ -58,51 +49,88 @@ class Halt:
             raise SystemExit  # ends a thread without a word
 
 
-class _Callback(tune.Callback):  # type: ignore[misc]  # Ray has no types
-    """Tune callback that passes events on to a `Watcher`."""
+class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
+    """Progress of a sweep in the terminal, and its best value so far in the tracking store.
 
-    def __init__(self, watcher: Watcher, halt: Halt, *, metric: str) -> None:
-        self._watcher = watcher
+    Ray Tune calls it in the thread that it runs in.
+    """
+
+    def __init__(self, plan: SweepPlan, invocation: Invocation, halt: Halt) -> None:
+        self._plan = plan
+        self._invocation = invocation
+        self._terminal = invocation.terminal
         self._halt = halt
-        self._metric = metric
+        self._ended = 0
+        self._best: float | None = None
+        self._over: set[int] = set()
+        """Trials that had ended in an earlier session."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Save nothing: sweeps resume from journals, not from Tune's files."""
         return {}
+
+    def tell(self, message: str) -> None:
+        """Print a message on its own line."""
+        write(self._terminal.progress, message)
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Block if asked to."""
         self._halt.obey()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Pass the start on."""
-        self._watcher.began(_suggestion(trial))
+        """Tell that a trial begins, unless it ended in an earlier session."""
+        suggestion, found = self._found(trial)
+        if found.state in ("finished", "stopped early"):
+            self._over.add(suggestion.number)
+            return
+        again = f", resumed after epoch {found.epochs}" if found.epochs else ""
+        self.tell(f"{titled(suggestion.number, suggestion.values)}{again}")
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        """Pass an evaluation on; Tune reports the last one twice."""
+        """Tell an evaluation; Tune reports the last one twice."""
         self._halt.obey()
-        if trial.last_result.get(EPOCH) != result[EPOCH]:
-            self._watcher.evaluated(_suggestion(trial), epoch=result[EPOCH], value=result[self._metric])
+        number, metric = _suggestion(trial).number, self._plan.sweep.metric
+        if trial.last_result.get(EPOCH) != result[EPOCH] and number not in self._over:
+            self.tell(f"trial {number}: epoch {result[EPOCH]}, {metric} {result[metric]:.4g}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Pass the end on."""
-        self._watcher.ended(_suggestion(trial))
+        """Tell the end of a trial."""
+        suggestion, found = self._found(trial)
+        self._ended += 1
+        before = " before" if suggestion.number in self._over else ""
+        why = f": {found.message}" if found.state == "failed" else ""
+        count = f"{self._ended} of {self._plan.sweep.total} have ended"
+        state = "stopped early" if found.state == "running" else found.state  # it writes its checkpoint yet
+        message = f"trial {suggestion.number}: {state}{before}{why}; {count}"
+        write(self._terminal.warnings if found.state == "failed" else self._terminal.progress, message)
+        if found.state == "finished" and found.value is not None:
+            self._note(found.value)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Pass the end on."""
-        self._watcher.ended(_suggestion(trial))
+        """Tell the end of a trial that failed."""
+        self.on_trial_complete(iteration, trials, trial)
+
+    def _found(self, trial: Any) -> tuple[Suggestion, SweptTrial]:
+        suggestion = _suggestion(trial)
+        return suggestion, swept_trial(self._invocation.folder, suggestion, metric=self._plan.sweep.metric)
+
+    def _note(self, value: float) -> None:
+        """Record the best value so far, by the number of trials that have ended."""
+        metric, better = self._plan.sweep.metric, min if self._plan.direction == "min" else max
+        self._best = value if self._best is None else better(self._best, value)
+        self._invocation.log({metric: self._best}, step=self._ended, epoch=self._ended)
 
 
-def search(plan: SweepPlan, searcher: Searcher, *, job: TrialJob, watcher: Watcher, halt: Halt) -> None:
+def search(plan: SweepPlan, searcher: Searcher, *, job: TrialJob, display: SweepDisplay, halt: Halt) -> None:
     """Run all trials of a sweep, with a local Ray connected.
 
     Args:
         plan: the sweep's plan.
         searcher: suggests the trials' values.
         job: settings shared by the trials.
-        watcher: gets the trials' events.
+        display: gets the trials' events.
         halt: asked to block if this ends with an exception.
     """
     sweep = plan.sweep
@@ -124,7 +152,7 @@ def search(plan: SweepPlan, searcher: Searcher, *, job: TrialJob, watcher: Watch
                 storage_path=folder,
                 verbose=0,
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trials keep their own
-                callbacks=[_Callback(watcher, halt, metric=job.metric)],
+                callbacks=[display],
             ),
         )
         _fit(tuner, halt)
