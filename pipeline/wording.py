@@ -1,4 +1,4 @@
-"""Wording shared by messages: counted nouns, and the name that was probably meant."""
+"""Wording shared by messages: counted nouns, the name that was probably meant, a line of another message."""
 
 import difflib
 from collections.abc import Iterable
@@ -20,6 +20,16 @@ def did_you_mean(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str
     """Return the end of a message, such as "; did you mean epochs?"; empty if no name is similar."""
     name = nearest(word, among, cutoff=cutoff)
     return f"; did you mean {name}?" if name else ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's message, or its type; Ray's messages end with what matters."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
 
 
 def _plain(word: str) -> str:

@@ -13,14 +13,15 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.cluster.code import Code
 from pipeline.cluster.node_check import Answer, Question, check_node
 from pipeline.cluster.node_facts import NodeFacts
+from pipeline.cluster.nodes import pinned
 from pipeline.config.schema import Experiment
 from pipeline.errors import ResourceError
 from pipeline.training.checkpoints.storage import Storage
+from pipeline.wording import last_line
 
 
 def refuse_others(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> None:
@@ -97,12 +98,7 @@ def _ask(question: Question, nodes: Mapping[str, str], *, timeout_s: float) -> l
     Raises:
         ResourceError: a node doesn't answer.
     """
-    asked = {
-        node: ray.remote(check_node)
-        .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote(question.model_dump_json())
-        for node in nodes
-    }
+    asked = {node: pinned(check_node, node=node).remote(question.model_dump_json()) for node in nodes}
     answers, silent = [], []
     deadline = time.monotonic() + timeout_s
     for node, answer in asked.items():
@@ -113,7 +109,7 @@ def _ask(question: Question, nodes: Mapping[str, str], *, timeout_s: float) -> l
         except GetTimeoutError:
             silent.append(f"{name}: it didn't answer within parallel.start_timeout_s, {timeout_s:g} s")
         except RayError as error:
-            silent.append(f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[-1].strip()}")
+            silent.append(f"{name}: {last_line(error)}")
     if silent:
         raise ResourceError("\n".join(["the cluster's nodes can't be used:", *silent]))
     return answers

@@ -22,7 +22,7 @@ from pipeline.errors import ResourceError
 from pipeline.system.process import python_path
 from pipeline.wording import counted
 
-_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's jobs API for the driver that it starts
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's jobs API for the driver that it starts, sent along with its code
 MOST_BYTES = 100_000_000
 """Limit on the files of a package. Ray's own is 512 MiB after packing, and every node keeps a copy."""
 _NAMED = 3
@@ -70,7 +70,8 @@ def to_send(parallel: Parallel, *, joined: bool) -> Package | None:
     Raises:
         ResourceError: git lists no files, or they are too large.
     """
-    if not (joined and parallel.ship_code and own_packages()) or _is_there_as_a_job():
+    is_there_as_a_job = "working_dir" in os.environ.get(_JOB, "")
+    if is_there_as_a_job or not (joined and parallel.ship_code and own_packages()):
         return None
     return tracked(project_folder())
 
@@ -91,11 +92,6 @@ def sent(package: Package | None, *, joined: bool) -> Iterator[tuple[Code, dict[
     sys.stderr.write(f"sending {package}, to the cluster\n")
     with staged(package) as folder:
         yield code, {"working_dir": str(folder)}
-
-
-def _is_there_as_a_job() -> bool:
-    """Tell if this process is a job of the cluster, which Ray has sent along with its code."""
-    return "working_dir" in os.environ.get(_JOB, "")
 
 
 def project_folder() -> Path:

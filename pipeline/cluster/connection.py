@@ -61,8 +61,3 @@ def connection(
             yield
         finally:
             ray.shutdown()
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -10,7 +10,7 @@ import psutil
 import ray
 
 from pipeline.cluster.checks import refuse_others
-from pipeline.cluster.connection import connection, first_line
+from pipeline.cluster.connection import connection
 from pipeline.cluster.node_facts import facts_here
 from pipeline.cluster.nodes import facts_of_nodes
 from pipeline.cluster.placement import able_nodes
@@ -18,6 +18,7 @@ from pipeline.cluster.ray_internals import addresses_of_nodes
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.resources import Resources
+from pipeline.wording import first_line
 
 _REACH_S = 10.0
 

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.cluster.node_facts import NodeFacts, collect
 from pipeline.errors import ResourceError
+from pipeline.wording import last_line
 
 _CLOCK_ROUNDS = 5
 _CLOCK_TIMEOUT_S = 5.0
@@ -64,7 +65,7 @@ def facts_of_nodes(*, timeout_s: float) -> tuple[NodeFacts, ...]:
         try:
             facts = NodeFacts.model_validate_json(ray.get(node.answer))
         except RayError as error:
-            silent[node.label] = _reason(error)
+            silent[node.label] = last_line(error)
         else:
             answered.append(facts.model_copy(update={"address": node.address, "ray_node": node.id}))
     answered = [_with_clock(facts) for facts in answered]
@@ -111,8 +112,3 @@ def _with_clock(facts: NodeFacts) -> NodeFacts:
             trips.append((end - start, there - (start + end) / 2))
     trip, ahead = min(trips)
     return facts.model_copy(update={"clock_ahead_s": ahead, "clock_error_s": trip / 2})
-
-
-def _reason(error: RayError) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].strip()

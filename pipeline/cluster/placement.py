@@ -33,7 +33,11 @@ def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
     if parallel.device == "cuda":
         amounts["GPU"] = 1
     alive = _alive()
-    able = {str(node["NodeID"]): node for node in alive if _covers(node["Resources"], amounts)}
+    able = {
+        str(node["NodeID"]): node
+        for node in alive
+        if all(node["Resources"].get(name, 0) >= amount for name, amount in amounts.items())
+    }
     if not able:
         there = "; ".join(f"{node_name(node)} has {_amounts(node['Resources'], amounts)}" for node in alive)
         raise ResourceError(f"no node of the Ray cluster has {_amounts(amounts)} for a worker: {there}")
@@ -82,11 +86,6 @@ def free(trial: Trial) -> int:
     return _fitting(trial, [available.get(node["NodeID"], {}) for node in _alive() if _is_reachable(node)])
 
 
-def needs_own_nodes(trial: Trial) -> bool:
-    """Tell if each worker needs a node of its own."""
-    return trial.experiment.parallel.placement == "strict_spread"
-
-
 def per_worker(trial: Trial) -> dict[str, float]:
     """Return the Ray resources that each worker of a trial occupies."""
     amounts: dict[str, float] = {"CPU": trial.cpus_per_worker, **trial.experiment.parallel.resources_per_worker}
@@ -102,7 +101,7 @@ def asked_for(trial: Trial) -> str:
 
 def _fitting(trial: Trial, nodes: Iterable[Mapping[str, float]]) -> int:
     """Return the number of workers that fit on nodes with these resources, each worker on a single node."""
-    most = 1 if needs_own_nodes(trial) else sys.maxsize
+    most = 1 if trial.experiment.parallel.placement == "strict_spread" else sys.maxsize
     readers = READERS if trial.experiment.is_streamed else 0
     left = ({**node, "CPU": max(0.0, node.get("CPU", 0.0) - readers)} for node in nodes)
     return sum(min(_fit(node, per_worker(trial)), most) for node in left)
@@ -123,10 +122,6 @@ def _is_reachable(node: Mapping[str, Any]) -> bool:
         socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
         return True
     return False
-
-
-def _covers(there: Mapping[str, float], asked: Mapping[str, float]) -> bool:
-    return all(there.get(name, 0) >= amount for name, amount in asked.items())
 
 
 def _amounts(amounts: Mapping[str, float], asked: Iterable[str] = ()) -> str:

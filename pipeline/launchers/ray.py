@@ -14,7 +14,6 @@ from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, 
 from pipeline.cluster import join
 from pipeline.cluster import placement as places
 from pipeline.cluster.code import to_send
-from pipeline.cluster.connection import first_line
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.launchers import base
@@ -31,7 +30,7 @@ from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.process import environment
-from pipeline.wording import counted
+from pipeline.wording import counted, first_line
 
 _AFTER_OTHERS_S = 30.0
 _LAST_POLL_S = 5.0  # a poll that is under way

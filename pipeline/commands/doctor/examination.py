@@ -1,8 +1,8 @@
 """All checks in order: nodes, versions, GPUs, machine, link, tracking store; and their results in the terminal."""
 
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import rich.console
 from rich.text import Text
@@ -17,6 +17,7 @@ from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
 from pipeline.recording.terminal import headed, print_report_table
 from pipeline.report.tables import Column, from_columns
+from pipeline.wording import counted
 
 _NODES_S = 60.0
 Say = Callable[[str], None]
@@ -69,28 +70,21 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
     address = parallel.cluster if parallel.launcher == "ray" else None
     findings: list[CheckResult] = []
     measured = None
-    with _cluster(address):
+    with ExitStack() as stack:
         if address is not None:
+            from pipeline.cluster.join import connected
+
+            stack.enter_context(connected(address, verbose=False))
             say(f"asking the nodes of the Ray cluster at {address} ...")
         asked = (here,) if address is None else _asked(findings)
         findings += machine.judged(asked, here=here)
         if asked:
-            say(_measuring(asked))
+            between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
+            say(f"measuring all-reduces between {between} ...")
             measured = _measured(asked, is_cluster=address is not None, findings=findings)
     say("asking MLflow ...")
     findings.append(tracking.judged(tracking.store(uri), client=here.mlflow))
     return Examination(address=address, nodes=asked, link=measured, findings=tuple(findings))
-
-
-@contextmanager
-def _cluster(address: str | None) -> Iterator[None]:
-    if address is None:
-        yield
-        return
-    from pipeline.cluster.join import connected
-
-    with connected(address, verbose=False):
-        yield
 
 
 def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
@@ -106,11 +100,6 @@ def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
             for node, why in error.silent.items()
         ]
         return error.answered
-
-
-def _measuring(asked: tuple[NodeFacts, ...]) -> str:
-    between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
-    return f"measuring all-reduces between {between} ..."
 
 
 def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[CheckResult]) -> MeasuredLink | None:
@@ -153,11 +142,6 @@ def _print(finding: CheckResult, terminal: rich.console.Console) -> None:
 
 def _counted_findings(examination: Examination) -> str:
     warnings = sum(finding.status == "warning" for finding in examination.findings)
-    counts = list(_counts(len(examination.problems), warnings))
-    return " and ".join(counts) + "." if counts else "No problems and no warnings."
-
-
-def _counts(problems: int, warnings: int) -> Iterator[str]:
-    for count, what in ((problems, "problem"), (warnings, "warning")):
-        if count:
-            yield f"{count} {what}{'s' if count > 1 else ''}"
+    counts = {"problem": len(examination.problems), "warning": warnings}
+    told = " and ".join(counted(count, what) for what, count in counts.items() if count)
+    return f"{told}." if told else "No problems and no warnings."

@@ -17,6 +17,7 @@ from pipeline.errors import ResourceError
 from pipeline.protocol.trial import AllReduce, Link
 from pipeline.report.link import Backend, fit, latency_ms, transfer_ms
 from pipeline.report.tables import amount
+from pipeline.wording import last_line
 
 _LOOPBACK = "127.0.0.1"
 _RENDEZVOUS_S = 60.0  # each rank imports torch first, which takes long on a busy machine
@@ -104,20 +105,13 @@ def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
     except (RayError, GetTimeoutError) as error:
         for task in tasks:
             ray.cancel(task, force=True)
-        raise ResourceError(_reason(error)) from None
+        raise ResourceError(_NO_ANSWER if isinstance(error, GetTimeoutError) else last_line(error)) from None
     return MeasuredLink.of(answers[0], workers=len(places), nodes=len(nodes), backend=backend)
 
 
 def _id(node: NodeFacts) -> str:
     assert node.ray_node
     return node.ray_node
-
-
-def _reason(error: BaseException) -> str:
-    from ray.exceptions import GetTimeoutError
-
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines and not isinstance(error, GetTimeoutError) else _NO_ANSWER
 
 
 def judged(measured: MeasuredLink) -> CheckResult:

@@ -15,6 +15,7 @@ from ray.job_submission import JobSubmissionClient
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.system.process import environment
+from pipeline.wording import first_line
 
 for _chatty in (
     "ray.dashboard.modules.dashboard_sdk",
@@ -60,9 +61,10 @@ def explained(url: str) -> Iterator[None]:
             "or RAY_AUTH_TOKEN_PATH to a file with it"
         ) from error
     except (requests.RequestException, ConnectionError) as error:
-        raise ResourceError(f"no Ray cluster answers at {url}: {_reason(error)}") from error
+        said = first_line(error).rpartition(": ")[2] if isinstance(error, requests.RequestException) else error
+        raise ResourceError(f"no Ray cluster answers at {url}: {said}") from error
     except RuntimeError as error:
-        raise ResourceError(f"the Ray cluster at {url} answered: {_first_line(error)}") from error
+        raise ResourceError(f"the Ray cluster at {url} answered: {first_line(error)}") from error
 
 
 def once_ready(call: Callable[..., object], **arguments: object) -> None:
@@ -124,11 +126,3 @@ def _authorization() -> dict[str, str]:
         except OSError as error:
             raise UsageError(f"RAY_AUTH_TOKEN_PATH: {path} can't be read: {error.strerror}") from None
     return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def _reason(error: Exception) -> str:
-    return _first_line(error).rpartition(": ")[2] if isinstance(error, requests.RequestException) else str(error)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

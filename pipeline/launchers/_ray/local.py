@@ -15,9 +15,10 @@ import ray._private.node
 import ray._private.utils
 from ray._private import ray_constants, services
 
-from pipeline.cluster.connection import connection, first_line
+from pipeline.cluster.connection import connection
 from pipeline.cluster.placement import READERS
 from pipeline.planning import resources
+from pipeline.wording import first_line
 
 LOOPBACK = "127.0.0.1"
 _PRESTARTED = "--num_prestart_python_workers="
