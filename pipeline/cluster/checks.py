@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -18,6 +17,7 @@ from pipeline.cluster.code import Code
 from pipeline.cluster.node_check import Answer, Question, check_node
 from pipeline.cluster.node_facts import NodeFacts
 from pipeline.cluster.nodes import pinned
+from pipeline.config.keys import walk
 from pipeline.config.schema import Experiment
 from pipeline.errors import ResourceError
 from pipeline.training.checkpoints.storage import Storage
@@ -60,7 +60,8 @@ def look_around(experiment: Experiment, *, nodes: Mapping[str, str], code: Code,
     Raises:
         ResourceError: a node lacks something; names all such nodes.
     """
-    data = tuple(_existing(experiment.data.arguments))
+    texts = (value for _, value in walk(experiment.data.arguments) if isinstance(value, str))
+    data = tuple(text for text in texts if os.path.exists(text))  # noqa: PTH110 - Path.exists raises for very long ones
     with _token(checkpoints) as token:
         question = Question(code=code, data=data, token=token)
         answers = _ask(question, nodes, timeout_s=experiment.parallel.start_timeout_s)
@@ -136,12 +137,3 @@ def _token(checkpoints: str | None) -> Iterator[Path | None]:
         yield token
     finally:
         token.unlink(missing_ok=True)
-
-
-def _existing(value: Any) -> Iterator[str]:
-    """Yield the strings in a value that are existing paths."""
-    if isinstance(value, str) and os.path.exists(value):  # noqa: PTH110 - Path.exists raises for very long strings
-        yield value
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    for each in inner:
-        yield from _existing(each)

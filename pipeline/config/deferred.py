@@ -82,8 +82,8 @@ def with_secrets_escaped(value: Any, parts: _Parts = ()) -> Any:
 
 def early_values(tree: Mapping[str, Any]) -> Iterator[Problem]:
     """Find run-time values in places that are read before the data is loaded."""
-    for parts, text in _texts(tree, ()):
-        names = runtime_values_in(text)
+    for parts, text in keys.walk(tree):
+        names = runtime_values_in(text) if isinstance(text, str) else ()
         early = [name for name in names if name in _NEED_DATA]
         if names and not Shape.of(Experiment).in_component(parts):
             message = (
@@ -99,29 +99,16 @@ def early_values(tree: Mapping[str, Any]) -> Iterator[Problem]:
 
 def exposed_secrets(tree: Mapping[str, Any]) -> Iterator[Problem]:
     """Find secrets in places that are shown or written down."""
-    for parts, text in _texts(tree, ()):
-        if not (names := secrets_in(text)) or parts == _SHOWN_WITHOUT_CREDENTIALS:
+    for parts, text in keys.walk(tree):
+        if not isinstance(text, str) or not (names := secrets_in(text)) or parts == _SHOWN_WITHOUT_CREDENTIALS:
             continue
+        before = [text[: found.start()] for found in _SECRET.finditer(text)]
         if not Shape.of(Experiment).in_component(parts):
             message = f"{names[0]} is a secret by its name, and this would be written down; rename the variable"
-        elif _is_nested(text):
+        elif any(start.count("${") > start.count("}") for start in before):  # such as ${oc.decode:${oc.env:API_KEY}}
             message = (
                 f"{names[0]} is a secret by its name, which no resolver may use; write ${{oc.env:{names[0]}}} alone"
             )
         else:
             continue
         yield Problem(keys.join(parts), message)
-
-
-def _is_nested(text: str) -> bool:
-    """Tell if a secret is part of another interpolation, such as ``${oc.decode:${oc.env:API_KEY}}``."""
-    before = (text[: found.start()] for found in _SECRET.finditer(text))
-    return any(start.count("${") > start.count("}") for start in before)
-
-
-def _texts(value: object, parts: _Parts) -> Iterator[tuple[_Parts, str]]:
-    if isinstance(value, str):
-        yield parts, value
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in items:
-        yield from _texts(inner, (*parts, name))

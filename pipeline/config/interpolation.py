@@ -61,8 +61,7 @@ def escape(text: str) -> str:
 class _Resolver:
     def __init__(self, tree: Mapping[str, Any]) -> None:
         self.problems: list[Problem] = []
-        self._known = [key for key, _ in _leaves(tree, "")]
-        self._raw = dict(_leaves(tree, ""))
+        self._raw = {keys.join(parts): value for parts, value in keys.walk(tree) if parts}
         self._hidden = set(deferred.RUNTIME_VALUES) - set(tree)
         self._expansion = Expansion(self._raw)
         markers = {name: f"\\{deferred.marker(name)}" for name in self._hidden}
@@ -120,7 +119,7 @@ class _Resolver:
     def _reason(self, error: Exception, said: str) -> str:
         if isinstance(error, InterpolationKeyError) and (found := _NO_KEY.fullmatch(said)):
             long = len(found[1]) > _LONGEST
-            known = [*self._known, *deferred.RUNTIME_VALUES] if len(self.problems) < MOST_PROBLEMS and not long else []
+            known = [*self._raw, *deferred.RUNTIME_VALUES] if len(self.problems) < MOST_PROBLEMS and not long else []
             return f"there is no key {found[1][:_LONGEST]}{did_you_mean(found[1], known)}"
         if isinstance(error, InterpolationToMissingValueError):
             return "the key it refers to has no value (???)"
@@ -132,18 +131,6 @@ class _Resolver:
             return f"the environment variable {found[1]} is not set; set it, or write ${{oc.env:{found[1]},default}}"
         reason = _REASONS.get(said) or said.partition("while resolving interpolation: ")[2] or said
         return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
-
-
-def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """Yield every dotted key with its value, sections included."""
-    if key:
-        yield key, value
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _leaves(inner, keys.child(key, name))
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from _leaves(inner, keys.child(key, i))
 
 
 class Expansion:

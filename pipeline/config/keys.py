@@ -1,7 +1,7 @@
 """Dotted keys such as "train.epochs" and "compare[0].strategy", and their parts."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 Part = str | int
 
@@ -23,6 +23,14 @@ def join(parts: Iterable[Part]) -> str:
     for part in parts:
         key = child(key, part)
     return key
+
+
+def walk(value: object, parts: tuple[Part, ...] = ()) -> Iterator[tuple[tuple[Part, ...], object]]:
+    """Yield a tree's values with their paths, each section and list before what it holds."""
+    yield parts, value
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, inner in items:
+        yield from walk(inner, (*parts, name))
 
 
 def split(key: str) -> tuple[Part, ...]:

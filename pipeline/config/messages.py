@@ -32,8 +32,8 @@ def problems(error: ValidationError, model: type[BaseModel], data: object) -> li
     shape = Shape.of(model)
     found: dict[str, Problem] = {}
     for details in error.errors(include_url=False):
-        if _is_echo(details):
-            continue
+        if details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]:
+            continue  # pydantic also calls a list with invalid entries too short
         parts = _parts(details, data)
         key = keys.join(parts)
         if key in found:  # a union reports an error for each choice
@@ -59,11 +59,6 @@ def cut(value: object) -> str:
     """Return the repr of a value, cut to a readable length."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-def _is_echo(details: ErrorDetails) -> bool:
-    """Tell if the error only follows from others: pydantic also calls a list with invalid entries too short."""
-    return details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
 
 
 def _parts(details: ErrorDetails, data: object) -> tuple[Part, ...]:
@@ -94,12 +89,10 @@ def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape) -> s
         case "too_short":
             return "is an empty list; write at least one entry, or leave the key out"
         case "value_error" if "enum" not in schema:
-            return f"is {shown(_without_password(details['input']))}; {details['ctx']['error']}"
+            given = details["input"]
+            written = _CREDENTIALS.sub("", given) if isinstance(given, str) else given
+            return f"is {shown(written)}; {details['ctx']['error']}"
     return _wrong(details["input"], parts, shape)
-
-
-def _without_password(value: object) -> object:
-    return _CREDENTIALS.sub("", value) if isinstance(value, str) else value
 
 
 def _unknown(parts: tuple[Part, ...], shape: Shape) -> str:
@@ -128,10 +121,6 @@ def _wrong(value: object, parts: tuple[Part, ...], shape: Shape) -> str:
         return f"is {shown(value)}; write a mapping, its keys are {', '.join(fields)}"
     hint = did_you_mean(value, schema.get("enum", ()), cutoff=0.7) if isinstance(value, str) else ""
     return f"is {shown(value)}; write {_expected(schema)}{hint or _unquoted(value, schema)}"
-
-
-def _is_number(schema: Schema) -> bool:
-    return any(choice.get("type") in ("integer", "number") for choice in (schema, *schema.get("anyOf", ())))
 
 
 def _target_in(value: object) -> str:
@@ -164,7 +153,8 @@ _NOUNS = {
 
 def _unquoted(value: object, schema: Schema) -> str:
     """Return a hint if a number came as a string, from quotes or from an environment variable."""
-    if not isinstance(value, str) or not _is_number(schema):
+    kinds = {choice.get("type") for choice in (schema, *schema.get("anyOf", ()))}
+    if not isinstance(value, str) or kinds.isdisjoint(("integer", "number")):
         return ""
     try:
         number: Any = yaml.load(value, Loader=Loader)  # noqa: S506 - a SafeLoader

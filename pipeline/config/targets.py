@@ -143,13 +143,13 @@ class _Search(NamedTuple):
             self._refuse_module(found)
             return self._in_module(found, part, name)
         if inspect.isclass(found):
-            inner = _attribute(found, part)
+            inner = getattr(found, part, None)
             return self._not_there(found, part) if inner is None else inner
         return self._fail(f"{self.target}: {name.rpartition('.')[0]} is not a module or a class")
 
     def _in_module(self, module: ModuleType, part: str, name: str) -> object:
         try:
-            found = _attribute(module, part)
+            found = getattr(module, part, None)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - lazy modules import when asked, which runs any code
             self._import_failed(name, error)
         if found is None and hasattr(module, "__path__") and _under(name, self.allowed, or_around=True):
@@ -212,10 +212,6 @@ class _Search(NamedTuple):
 def _under(name: str, packages: Iterable[str], *, or_around: bool = False) -> bool:
     """Tell if a dotted name lies in one of the packages, or also if it contains one of them."""
     return any(f"{name}.".startswith(f"{p}.") or (or_around and p.startswith(f"{name}.")) for p in packages)
-
-
-def _attribute(owner: ModuleType | type, name: str) -> object | None:
-    return getattr(owner, name, None)
 
 
 def _public(owner: ModuleType | type) -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import rich.console
 
-from pipeline.protocol.events import RunOpened
 from pipeline.recording import journal
 from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.outcome import TrackingOutcome
@@ -69,8 +68,8 @@ def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> st
 
 def places_of(folder: Path) -> str:
     """Return the places of the results of a run that has ended; see `where_to_look`."""
-    first = next(iter(journal.read(folder / journal.FILE_NAME)), None)
-    own = first.tracking_uri if isinstance(first, RunOpened) else ""
+    opened = journal.opened(folder / journal.FILE_NAME)
+    own = opened.tracking_uri if opened else ""
     outcome = TrackingOutcome.kept(folder)
     return where_to_look(folder, outcome.uri if outcome and outcome.uri else own, outcome)
 

@@ -105,7 +105,7 @@ def runs_named(directory: Path, *, name: str, role: str = "main") -> Iterator[tu
     """
     for folder in sorted(directory.glob(f"*-{name}-*"), reverse=True):  # their names begin with the time
         path = folder / journal.FILE_NAME
-        opened = _opened(path) if path.is_file() else None
+        opened = journal.opened(path) if path.is_file() else None
         if opened is not None and opened.params.get("name") == name and opened.tags.get("role") == role:
             yield folder, opened
 
@@ -118,7 +118,7 @@ def read_state(folder: Path) -> RunState:
         ExperimentError: its experiment.yaml is damaged.
     """
     path = folder / journal.FILE_NAME
-    opened = _opened(path)
+    opened = journal.opened(path)
     if opened is None:
         raise UsageError(f"{folder}: this run ended before it started; start a new one")
     end = journal.ending(path)
@@ -159,8 +159,3 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _opened(path: Path) -> RunOpened | None:
-    first = next(iter(journal.read(path)), None)
-    return first if isinstance(first, RunOpened) else None

@@ -14,7 +14,7 @@ from typing import IO
 from pydantic import ValidationError
 
 from pipeline.errors import UsageError
-from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json, event_to_json
+from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, event_to_json
 
 FILE_NAME = "events.jsonl"
 """File name in a run's folder."""
@@ -160,6 +160,28 @@ def read(path: Path) -> Iterator[AnyEvent]:
                 torn = number
             else:
                 yield event
+
+
+def marked(path: Path, *marks: str) -> Iterator[AnyEvent]:
+    """Yield the events whose lines contain a mark, such as a metric's name; skip damaged lines.
+
+    A long training has hundreds of thousands of other lines, which would take long to parse.
+    """
+    wanted = [f'"{mark}"'.encode() for mark in marks]
+    with path.open("rb") as file:
+        for line in file:
+            if any(mark in line for mark in wanted) and (event := _parsed(line)) is not None:
+                yield event
+
+
+def opened(path: Path) -> RunOpened | None:
+    """Return the event that opened the run; None if it ended before.
+
+    Raises:
+        UsageError: there is no such journal, or its first line is damaged.
+    """
+    first = next(read(path), None)
+    return first if isinstance(first, RunOpened) else None
 
 
 def ending(path: Path) -> RunClosed | None:

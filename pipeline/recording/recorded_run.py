@@ -103,8 +103,10 @@ def recorded(
         with closing(Recorder(folder, subscribers=consoles)) as recorder:
             files = describe(plan.experiment, folder)
             own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
-            tracker = _tracker(recorder, uri=uri, warn=warn) if tracked else None
-            if tracker:
+            tracker = None
+            if tracked:
+                place, known = folder / LOG_NAME, recorder.known
+                tracker = MlflowSubscriber(folder=folder, log=place, warn=warn, uri=uri, known=known)
                 recorder.subscribe(tracker)
             status: Status = "FINISHED"
             message = ""
@@ -124,12 +126,6 @@ def recorded(
                     for each in own:
                         each.close()
                     flush(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
-
-
-def _tracker(recorder: Recorder, *, uri: str, warn: Callable[[str], None]) -> MlflowSubscriber:
-    return MlflowSubscriber(
-        folder=recorder.folder, log=recorder.folder / LOG_NAME, warn=warn, uri=uri, known=recorder.known
-    )
 
 
 def open_trial(trial: Trial, recorder: Recorder) -> None:

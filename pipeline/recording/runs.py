@@ -7,7 +7,7 @@ from typing import Literal
 
 from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
-from pipeline.protocol.events import AnyEvent, Metrics, RunClosed, RunOpened, event_from_json
+from pipeline.protocol.events import Metrics, RunClosed, RunOpened
 from pipeline.protocol.trial import Status
 from pipeline.recording import journal
 from pipeline.recording.folder import id_of, is_trial, sweep_of, trials_of
@@ -17,8 +17,6 @@ LATEST = "latest"
 """Name of the newest run."""
 
 _MOST_NAMED = 5
-_TOLD = (b'"run_opened"', b'"run_closed"', b'"speedup"')
-"""Marks of the lines that a summary needs; a long training has hundreds of thousands of other lines."""
 
 
 class RunSummary(Frozen):
@@ -74,7 +72,7 @@ def summaries(directory: Path) -> Iterator[RunSummary]:
 def summarized(folder: Path) -> RunSummary | None:
     """Summarize one run; None if it never started."""
     path = folder / journal.FILE_NAME
-    events = list(_told(path))
+    events = list(journal.marked(path, "run_opened", "run_closed", "speedup"))
     opened = [event for event in events if isinstance(event, RunOpened)]
     if not opened:
         return None
@@ -109,7 +107,8 @@ def _status(end: RunClosed | None) -> Status | Literal["STOPPED"]:
 
 def last_opened(folder: Path) -> RunOpened:
     """Return the last start of a run that has been `summarized`."""
-    return [event for event in _told(folder / journal.FILE_NAME) if isinstance(event, RunOpened)][-1]
+    events = journal.marked(folder / journal.FILE_NAME, "run_opened")
+    return [event for event in events if isinstance(event, RunOpened)][-1]
 
 
 def find(text: str, directory: Path) -> Path:
@@ -146,18 +145,3 @@ def _is_run(folder: Path) -> bool:
         return (folder / journal.FILE_NAME).is_file()
     except OSError:  # e.g. a name that is too long
         return False
-
-
-def _told(path: Path) -> Iterator[AnyEvent]:
-    """Yield the events that a summary needs; skip damaged lines."""
-    with path.open("rb") as file:
-        for line in file:
-            if any(mark in line for mark in _TOLD) and (event := _event(line)) is not None:
-                yield event
-
-
-def _event(line: bytes) -> AnyEvent | None:
-    try:
-        return event_from_json(line)
-    except ValueError:
-        return None

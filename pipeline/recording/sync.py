@@ -39,7 +39,7 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
 
     A trial's MLflow run needs its sweep's as parent, and the sweep's tags about trials need the trials' runs.
     """
-    trials = [trial for trial in trials_of(folder) if _has_begun(trial)]
+    trials = [trial for trial in trials_of(folder) if journal.opened(trial / journal.FILE_NAME)]
     if trials:
         begun = _send(folder, warn=warn, to=to, wanted=lambda event: not _is_of_trials(event))
         if not begun.delivered:
@@ -99,10 +99,6 @@ def _deliver(delivery: Delivery, events: Iterable[AnyEvent], *, count: int) -> N
 def _is_of_trials(event: AnyEvent) -> bool:
     """Return True for an event of a sweep about a trial, whose MLflow run must exist."""
     return isinstance(event, Tagged) or (isinstance(event, ModelSaved) and bool(event.run))
-
-
-def _has_begun(folder: Path) -> bool:
-    return any(isinstance(event, RunOpened) for event in journal.read(folder / journal.FILE_NAME))
 
 
 def _ended_once(path: Path, *, last: AnyEvent) -> Iterator[AnyEvent]:

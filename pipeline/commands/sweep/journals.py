@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.commands.sweep.assignment import Record
-from pipeline.protocol.events import STOPPED_EARLY, AnyEvent, Metrics, ModelSaved, RunOpened, Started, event_from_json
+from pipeline.protocol.events import STOPPED_EARLY, AnyEvent, Metrics, ModelSaved, Started, event_from_json
 from pipeline.recording import journal
 from pipeline.report.swept import State
 
@@ -77,14 +77,13 @@ class Follower:
 def has_begun(folder: Path) -> bool:
     """Return True if a trial's journal has its first event, so that it can be resumed."""
     path = folder / journal.FILE_NAME
-    return path.is_file() and isinstance(next(iter(journal.read(path)), None), RunOpened)
+    return path.is_file() and journal.opened(path) is not None
 
 
 def model_of(folder: Path) -> ModelSaved | None:
     """Find the model that a trial has saved; None if it has none."""
-    with (folder / journal.FILE_NAME).open("rb") as file:
-        saved = [event_from_json(line) for line in file if b'"model_saved"' in line]
-    return next((event for event in reversed(saved) if isinstance(event, ModelSaved)), None)
+    events = journal.marked(folder / journal.FILE_NAME, "model_saved")
+    return next((event for event in reversed([*events]) if isinstance(event, ModelSaved)), None)
 
 
 def state_of(folder: Path) -> tuple[State, str]:
