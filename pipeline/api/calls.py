@@ -53,7 +53,7 @@ def run(
         KeyboardInterrupt: Ctrl-C, or the kernel was interrupted; the run's status is KILLED.
     """
     ended: list[tuple[Report, Path]] = []
-    with _alone(), _begun(Experiment.load(experiment, *overrides).file, verbose=verbose) as file:
+    with _started(experiment, overrides, verbose=verbose) as file:
         runner.run(
             file,
             with_baseline=baseline,
@@ -96,7 +96,7 @@ def compare(
     """
     ended: list[tuple[Report, Path]] = []
     _check_wanted(strategies, workers, repeats, scaling)
-    with _alone(), _begun(Experiment.load(experiment, *overrides).file, verbose=verbose) as file:
+    with _started(experiment, overrides, verbose=verbose) as file:
         comparison.compare(
             file,
             wanted=MatrixRequest(
@@ -137,8 +137,10 @@ def _terminal(*, quiet: bool) -> Terminal:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _started(experiment: Experiment | Source, overrides: Sequence[str], *, verbose: bool) -> Iterator[ExperimentFile]:
     """Prepare this process for a run: make its code importable; restore global state afterwards.
+
+    Yields the experiment while the processes that it needs start.
 
     Raises:
         UsageError: a run can't be started in this process or thread.
@@ -149,16 +151,12 @@ def _alone() -> Iterator[None]:
         raise UsageError("call it in the main thread, which is the one that gets signals")
     try:
         with _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
-            yield
+            file = Experiment.load(experiment, *overrides).file
+            uri = file.experiment.tracking.uri
+            with _head_start.given(file.experiment, verbose=verbose), mlflow.head_start(uri):
+                yield file
     except KeyboardInterrupt as error:
         raise type(error) from None  # without the way through our code
-
-
-@contextmanager
-def _begun(file: ExperimentFile, *, verbose: bool) -> Iterator[ExperimentFile]:
-    """Yield the experiment while the processes that it needs start."""
-    with _head_start.given(file.experiment, verbose=verbose), mlflow.head_start(file.experiment.tracking.uri):
-        yield file
 
 
 @contextmanager

@@ -115,7 +115,10 @@ def index_of(path: Path, fields: Sequence[str], *, key: str) -> Index:
     """
     try:
         with tarfile.open(path, "r:") as tar:  # uncompressed, so that samples can be read by their offsets
-            samples = [_where(dict(parts), name, fields, path) for name, parts in _samples(tar)]
+            samples = [
+                _where({part.field: part for part in parts}, name, fields, path)
+                for name, parts in groupby(_parts(tar), key=lambda part: part.sample)  # neighboring files of one name
+            ]
     except tarfile.ReadError as error:
         raise ExperimentError.of(
             key, f"{path} is no plain tar file ({error}); compressed ones must be unpacked"
@@ -124,12 +127,6 @@ def index_of(path: Path, fields: Sequence[str], *, key: str) -> Index:
         raise ExperimentError.of(key, f"can't read {path} ({error.strerror or error}); name another") from error
     both = np.array(samples, dtype=np.int64).reshape(len(samples), len(fields), 2)
     return Index(both[..., 0], both[..., 1])
-
-
-def _samples(tar: tarfile.TarFile) -> Iterator[tuple[str, list[tuple[str, _Part]]]]:
-    """Yield the samples of a shard in order, each the neighboring files of one name."""
-    for name, parts in groupby(_parts(tar), key=lambda part: part.sample):
-        yield name, [(part.field, part) for part in parts]
 
 
 def _parts(tar: tarfile.TarFile) -> Iterator[_Part]:

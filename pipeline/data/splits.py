@@ -1,6 +1,7 @@
 """Types of datasets: the splits that a data function returns, tables read by whole batches, memory-mapped arrays."""
 
 from abc import abstractmethod
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,14 +78,11 @@ class Mapped:
         self.shape: tuple[int, ...] = self.values.shape
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, self._origin
+        path, key, dtype = self._origin
+        return partial(Mapped, key=key, dtype=dtype), (path,)
 
     def __len__(self) -> int:
         return len(self.values)
-
-
-def _again(path: Path, key: str, dtype: str | None) -> Mapped:
-    return Mapped(path, key=key, dtype=dtype)
 
 
 def _mapped(path: Path, *, dtype: str | None) -> NDArray[Any]:

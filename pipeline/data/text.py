@@ -36,7 +36,8 @@ def characters(
         ExperimentError: the source can't be read, or is too short for a window.
     """
     check_fraction(validation_fraction)
-    tokens = _encode(_python_topics() if source is None else _read(Path(source)))[:max_characters]
+    text = (_python_topics() if source is None else _read(Path(source))).encode("ascii", errors="replace")
+    tokens = torch.tensor(list(text), dtype=torch.int64)[:max_characters]
     cut = len(tokens) - round(validation_fraction * len(tokens))
     train = _windows(tokens[:cut], length=context_length)
     return Splits(train, _windows(tokens[cut:], length=context_length) if validation_fraction else None)
@@ -49,10 +50,6 @@ def _windows(tokens: Tensor, *, length: int) -> TensorDataset:
         raise ExperimentError.of("data.context_length", message)
     used = (len(tokens) - 1) // length * length
     return TensorDataset(tokens[:used].view(-1, length), tokens[1 : used + 1].view(-1, length))
-
-
-def _encode(text: str) -> Tensor:
-    return torch.tensor(list(text.encode("ascii", errors="replace")), dtype=torch.int64)
 
 
 def _read(source: Path) -> str:

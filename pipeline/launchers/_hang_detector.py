@@ -111,13 +111,19 @@ class HangDetector:
 
     def _judge(self, culprit: _RankState | None) -> None:
         """Report a hanging rank and end its process."""
-        if culprit is None or _is_gone(culprit.last):  # the launcher knows how it ended
+        if culprit is None:
+            return
+        if _is_here(culprit.last) and _process(culprit.last) is None:  # the launcher knows how it ended
             return
         with self._lock:
             if self._has_judged:
                 return
             self._has_judged = True
-            self.lost = {rank: self._cut_off(heard.last) for rank, heard in self._ranks.items() if self._is_lost(heard)}
+            self.lost = {
+                rank: f"its node hangs or is unreachable, or a signal stopped its process while {heard.last.activity}"
+                for rank, heard in self._ranks.items()
+                if self._is_silent(heard) and not _is_here(heard.last)
+            }
         last = culprit.last
         if last.rank.rank in self.lost:
             return
@@ -133,17 +139,11 @@ class HangDetector:
     def _is_silent(self, heard: _RankState) -> bool:
         return heard.silent_s >= self._silence_s
 
-    def _is_lost(self, heard: _RankState) -> bool:
-        return self._is_silent(heard) and not _is_here(heard.last)
-
     def _stopped(self, last: Heartbeat) -> str:
         return (
             f"its process was stopped by a signal while {last.activity}: "
             f"no heartbeat for parallel.timeout_s ({self._timeout_s:g} s)"
         )
-
-    def _cut_off(self, last: Heartbeat) -> str:
-        return f"its node hangs or is unreachable, or a signal stopped its process while {last.activity}"
 
 
 def _is_here(heartbeat: Heartbeat) -> bool:
@@ -159,10 +159,6 @@ def _process(heartbeat: Heartbeat) -> psutil.Process | None:
         if process.create_time() == heartbeat.process_started and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None
-
-
-def _is_gone(heartbeat: Heartbeat) -> bool:
-    return _is_here(heartbeat) and _process(heartbeat) is None
 
 
 def _end(heartbeat: Heartbeat) -> None:

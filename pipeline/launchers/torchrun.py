@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Self
 
 from pipeline.config.parallel import Parallel
@@ -89,7 +88,8 @@ class Launcher(base.Launcher):
             try:
                 for rank in range(trial.workers):
                     environment = os.environ | self._variables(trial, rank=rank, port=store.port)
-                    logs = () if self.session.verbose else _logs(self.session.log_folder(trial), rank=rank)
+                    streams = () if self.session.verbose else ("stdout", "stderr")  # files are named as under Ray
+                    logs = [self.session.log_folder(trial) / f"rank{rank}-{stream}.log" for stream in streams]
                     ranks.append(forks.start(arguments, environment=environment, logs=logs))
                 losses = _losses(ranks)
             except BaseException as error:
@@ -155,11 +155,6 @@ def _hanging_up_ends() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _logs(folder: Path, *, rank: int) -> tuple[Path, Path]:
-    """Return the files for a rank's standard output and standard error, named as under Ray."""
-    return folder / f"rank{rank}-stdout.log", folder / f"rank{rank}-stderr.log"
 
 
 def _write_secret(path: "os.PathLike[str]", address: Address) -> None:

@@ -64,7 +64,10 @@ def started(wanted: LocalRayRequest, *, verbose: bool) -> Iterator[None]:
                 **logs,
             )
 
-    with connection(init, refusal=_refusal, verbose=verbose, settings=_settings(wanted)):
+    def refusal(error: Exception) -> str:
+        return f"a local Ray could not be started: {first_line(error)}"
+
+    with connection(init, refusal=refusal, verbose=verbose, settings=_settings(wanted)):
         yield
 
 
@@ -76,10 +79,6 @@ def _settings(wanted: LocalRayRequest) -> dict[str, str]:
     if wanted.workers and not wanted.streams:  # Ray's tasks that read data would load it all, too
         settings["RAY_preload_python_modules"] = "pipeline.launchers._ray.preloaded"
     return settings
-
-
-def _refusal(error: Exception) -> str:
-    return f"a local Ray could not be started: {first_line(error)}"
 
 
 @contextmanager
@@ -98,7 +97,9 @@ def _lean(wanted: LocalRayRequest, *, verbose: bool) -> Iterator[None]:
     start = services.start_ray_process
 
     def start_ray_process(command: list[str], *arguments: Any, **more: Any) -> Any:
-        return start([_prestarting(wanted.workers, part) for part in command], *arguments, **more)
+        # Ray's own number of prestarted processes is the number of cores.
+        ours = (f"{_PRESTARTED}{wanted.workers}" if part.startswith(_PRESTARTED) else part for part in command)
+        return start([*ours], *arguments, **more)
 
     with (
         # Ray replaces 127.0.0.1 by the machine's address, except on macOS.
@@ -109,11 +110,6 @@ def _lean(wanted: LocalRayRequest, *, verbose: bool) -> Iterator[None]:
         replaced(ray._private.utils, get_dashboard_dependency_error=lambda: "not needed"),
     ):
         yield
-
-
-def _prestarting(workers: int, part: str) -> str:
-    """Return a part of a command with our number of prestarted processes; Ray's own is the number of cores."""
-    return f"{_PRESTARTED}{workers}" if part.startswith(_PRESTARTED) else part
 
 
 class _VerboseNode(ray._private.node.Node):  # type: ignore[misc]

@@ -46,7 +46,12 @@ def split(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Json:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: inner(item, key) for key, item in value.items()}
         return {_PAIRS: [[inner(key, "key"), inner(item, key)] for key, item in value.items()]}
-    raise _unsaveable(name, value)
+    part, _, place = name.partition("/")
+    raise ExperimentError.of(
+        part,
+        f"its state holds a {type(value).__name__} ({place}), which a checkpoint can't store without executing code "
+        "on loading; give it a state_dict() of numbers, strings and tensors, or write checkpoint.keep: 0",
+    )
 
 
 def join(value: Json, tensors: Mapping[str, Tensor]) -> Any:
@@ -90,12 +95,3 @@ def _split_tensor(tensor: Tensor, *, name: str, tensors: dict[str, Tensor]) -> J
         return {_COMPLEX: name}
     tensors[name] = tensor
     return {_TENSOR: name}
-
-
-def _unsaveable(name: str, value: Any) -> ExperimentError:
-    part, _, place = name.partition("/")
-    return ExperimentError.of(
-        part,
-        f"its state holds a {type(value).__name__} ({place}), which a checkpoint can't store without executing code "
-        "on loading; give it a state_dict() of numbers, strings and tensors, or write checkpoint.keep: 0",
-    )

@@ -15,7 +15,7 @@ from pipeline.training.build import device_of
 from pipeline.training.checkpoints import rank_state, resuming
 from pipeline.training.checkpoints.manifest import describe, folder_name
 from pipeline.training.checkpoints.resuming import Overrides
-from pipeline.training.checkpoints.state import State, check, is_sharded, restore, snapshot
+from pipeline.training.checkpoints.state import State, is_sharded, restore, snapshot, view
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob
 from pipeline.training.collectives import from_first
@@ -68,7 +68,7 @@ class CheckpointManager:
             raise ExperimentError.of(
                 "checkpoint.best", f"is {self._options.best}, but there is no validation set; remove it"
             )
-        check(context)
+        view(context)  # refuses state that can't be saved before training begins
         self._storage = Storage(trial.checkpoints)
         self._resumes = trial.resume
         self._writer = self._new_writer(self._storage)

@@ -41,15 +41,6 @@ def snapshot(context: TrainContext) -> State:
     return State(copies, state.values)
 
 
-def check(context: TrainContext) -> None:
-    """Refuse state that can't be saved, before training begins.
-
-    Raises:
-        ExperimentError: a part has state that can't be saved.
-    """
-    view(context)
-
-
 def view(context: TrainContext) -> State:
     """Return the state of this rank without copying: training changes these tensors.
 
@@ -178,15 +169,11 @@ def _groups_since(context: TrainContext, state: Mapping[str, Any]) -> list[dict[
     return groups[-1:] if is_new else []
 
 
-def _parameters(context: TrainContext) -> dict[str, Tensor]:
-    """Return all parameters: the model's by their own names, then the task's."""
-    task = context.learned.named_parameters() if context.learned is not None else ()
-    return {**dict(context.model.named_parameters()), **{f"{PREFIX}{name}": one for name, one in task}}
-
-
 def _names(context: TrainContext) -> list[str]:
-    """Return the names of the optimizer's parameters, in its order."""
-    names = {id(parameter): name for name, parameter in _parameters(context).items()}
+    """Return the names of the optimizer's parameters, in its order; the task's have a prefix."""
+    task = context.learned.named_parameters() if context.learned is not None else ()
+    named = [*context.model.named_parameters(), *((f"{PREFIX}{name}", parameter) for name, parameter in task)]
+    names = {id(parameter): name for name, parameter in named}
     return [names[id(parameter)] for group in context.optimizer.param_groups for parameter in group["params"]]
 
 
