@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from pipeline.protocol.events import Metrics
 from pipeline.recording import journal
-from pipeline.recording.ending import places_of
-from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.outcome import TrackingOutcome, places_of
 from pipeline.report import Row
 from pipeline.report.html import fragment
 from pipeline.report.publish import CHART_NAME

@@ -58,7 +58,7 @@ def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json
 
     from pipeline.commands.history.run_result import result_of
     from pipeline.recording.console import print_report
-    from pipeline.recording.ending import places_of
+    from pipeline.recording.outcome import places_of
 
     summary = _found(run, directory)
     result = result_of(summary)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,16 +19,23 @@ from threading import Event as Flag
 from threading import Thread
 from typing import IO, NamedTuple
 
+import rich.console
+
 from pipeline.protocol.events import AnyEvent, RunClosed, event_to_json
 from pipeline.recording.mlflow_process import CLOSE, WriterReply, WriterTask
-from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.outcome import TrackingOutcome, where_to_look
+from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import is_server
+from pipeline.recording.terminal import Terminal
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pipeline.recording.mlflow_process as p; p.main()"
 )
 """Program of the process. Python runs it with -P, which imports nothing from the working folder before."""
 _STOP = b""
+_DRAIN_SECONDS = 60.0
+_SILENT_SECONDS = 15.0  # of the drain, before a warning says what the run waits for
+_LOOK_SECONDS = 0.25
 _begun: list["_Process"] = []
 
 
@@ -164,6 +172,47 @@ class MlflowSubscriber:
         if not self._reply.is_done and not self._is_stopping:
             self._warn(f"MLflow gets no more results, {self._ended}; nothing is lost, they wait in {self._folder}")
         self._done.set()
+
+
+def flush(
+    tracker: MlflowSubscriber | None,
+    recorder: Recorder,
+    *,
+    terminal: Terminal,
+    uri: str,
+    warn: Callable[[str], None],
+) -> None:
+    """Wait until the tracking store has all results, at most a minute or until Ctrl-C; print where they are."""
+    try:
+        if tracker and not _sent(tracker, _SILENT_SECONDS, console=terminal.progress):
+            warn(
+                f"waiting until MLflow has everything, {_DRAIN_SECONDS:.0f} seconds at most; Ctrl-C ends the wait, "
+                f"pipeline sync {recorder.folder} sends the rest later"
+            )
+            _sent(tracker, _DRAIN_SECONDS - _SILENT_SECONDS, console=terminal.progress)
+    finally:
+        recorder.close()
+        outcome = tracker.outcome if tracker else None
+        if tracker:
+            tracker.close()
+        if outcome:
+            with suppress(OSError):  # a full disk or a deleted folder: the journal has raised it
+                outcome.keep(recorder.folder)
+        places = where_to_look(recorder.folder, uri, outcome)
+        terminal.result.print(places, markup=False, highlight=False, soft_wrap=True)
+
+
+def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.Console) -> bool:
+    """Wait for the tracking store; return True if it has everything. A terminal shows what is missing meanwhile."""
+    if not console.is_interactive or console.quiet:
+        return tracker.finish(timeout_s) is not None
+    deadline = time.monotonic() + timeout_s
+    with console.status("sending to MLflow") as status:
+        while tracker.finish(_LOOK_SECONDS) is None:
+            status.update(f"sending to MLflow, {tracker.waiting} to go")
+            if time.monotonic() > deadline:
+                return False
+    return True
 
 
 def _process(*modules: str) -> _Process:

@@ -1,12 +1,14 @@
-"""Outcome of delivering a run's results to MLflow, kept in the run's folder."""
+"""Outcome of delivering a run's results to MLflow, kept in the run's folder, and the places where results are."""
 
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from pipeline.config.values import Frozen
+from pipeline.recording import journal
 from pipeline.recording.delivery import Delivery
 from pipeline.recording.journal import FILE_NAME
+from pipeline.recording.store import run_link, runs_link, ui_address
 
 _FILE_NAME = "tracking.json"
 
@@ -71,3 +73,30 @@ class TrackingOutcome(Frozen):
             f"send them with: pipeline sync {folder}{f' --to {self.uri}' if self.uri else ''}"
         )
         return self.model_copy(update={"delivered": False, "message": message})
+
+
+def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> str:
+    """Return the places of a run's results, a line each.
+
+    Args:
+        folder: the run's folder.
+        uri: URI of its tracking store.
+        outcome: delivery of its results there; None if they weren't sent.
+    """
+    lines = [f"run      {folder}"]
+    if (folder / "report.html").exists():
+        lines.append(f"report   {folder / 'report.html'}")
+    if outcome and outcome.run_id:
+        lines.append(f"mlflow   {run_link(uri, outcome.experiment_id, outcome.run_id)}")
+        lines.append(f"all runs {runs_link(ui_address(uri), outcome.experiment_id)}")
+    if outcome and not outcome.delivered:
+        lines.append(outcome.message)
+    return "\n".join(lines)
+
+
+def places_of(folder: Path) -> str:
+    """Return the places of the results of a run that has ended; see `where_to_look`."""
+    opened = journal.opened(folder / journal.FILE_NAME)
+    own = opened.tracking_uri if opened else ""
+    outcome = TrackingOutcome.kept(folder)
+    return where_to_look(folder, outcome.uri if outcome and outcome.uri else own, outcome)

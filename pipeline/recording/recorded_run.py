@@ -18,9 +18,8 @@ from pipeline.protocol.events import ArtifactSaved, RunClosed, RunOpened, TrialO
 from pipeline.protocol.trial import Status, Training, Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import Console
-from pipeline.recording.ending import flush
 from pipeline.recording.folder import create, describe, explained, id_of, shown, sweep_of
-from pipeline.recording.mlflow import MlflowSubscriber
+from pipeline.recording.mlflow import MlflowSubscriber, flush
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import check_store, resolve_uri
 from pipeline.recording.terminal import Terminal

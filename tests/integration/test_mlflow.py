@@ -41,11 +41,10 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial import Spread, StepParts, TrialResult
 from pipeline.recording.delivery import quiet
-from pipeline.recording.ending import places_of
 from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.mlflow import MlflowSubscriber, head_start
 from pipeline.recording.mlflow_run import MlflowRun
-from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.outcome import TrackingOutcome, places_of
 from pipeline.recording.recorded_run import open_trial, recorded
 from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link
 from pipeline.recording.sync import sync

@@ -443,8 +443,8 @@ def test_a_killed_driver_is_continued_without_gaps_and_double_points(proxy: Prox
 
 
 def test_the_end_of_a_run_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.recording.ending._DRAIN_SECONDS", 2.0)
-    monkeypatch.setattr("pipeline.recording.ending._SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("pipeline.recording.mlflow._DRAIN_SECONDS", 2.0)
+    monkeypatch.setattr("pipeline.recording.mlflow._SILENT_SECONDS", 0.5)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     run = Recording(proxy.uri, tmp_path)
     with run.training() as training:

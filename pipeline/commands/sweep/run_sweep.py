@@ -1,4 +1,4 @@
-"""``pipeline sweep``: plan, search, and report the best trial."""
+"""``pipeline sweep``: plan or find the sweep to resume, search, and report the best trial."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING
 
 from pipeline.commands.invocation import Invocation, invoked, refuse_torchrun
 from pipeline.commands.sweep import finish_trials
-from pipeline.commands.sweep import resume_sweep as earlier
 from pipeline.commands.sweep import sweep_report as outcome
-from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Suggestion, TrialJob
+from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Suggestion, TrialJob, folder_name
+from pipeline.commands.sweep.journals import state_of
 from pipeline.commands.sweep.planning import SweepPlan, identified, make
 from pipeline.config.load import ExperimentFile
-from pipeline.errors import TrainingError
+from pipeline.config.summary import flatten
+from pipeline.driver.resume import LATEST, named, newest
+from pipeline.errors import Problem, TrainingError, UsageError
+from pipeline.recording.folder import RunState, read_state, shown
 from pipeline.recording.terminal import Terminal, write
 from pipeline.report.swept import SweptReport
 
 if TYPE_CHECKING:
     from ray.tune.search import Searcher
+
+_MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "measure.", "compare", "parallel.")
 
 
 def sweep(
@@ -44,7 +49,7 @@ def sweep(
     """
     refuse_torchrun("sweep")
     plan = make(file)
-    before = earlier.find(file, plan, resume) if resume is not None else None
+    before = _found(file, plan, resume) if resume is not None else None
     with invoked(plan.plan, file=file, terminal=terminal, verbose=verbose, folder=before) as invocation:
         job = _job(plan, invocation, overrides=overrides)
         try:
@@ -114,3 +119,50 @@ def _job(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str]) -
         verbose=invocation.verbose,
         variables=tuple(os.environ),
     )
+
+
+def _found(file: ExperimentFile, plan: SweepPlan, resume: str) -> Path:
+    """Find the folder of the sweep named by `LATEST`, an id, or a folder.
+
+    Raises:
+        UsageError: there is no such sweep, it is running, or nothing is left to do.
+        ExperimentError: the experiment is another one now.
+    """
+    directory, name = Path(file.experiment.tracking.directory), file.experiment.name
+    folder = newest(file, role="sweep") if resume == LATEST else named(resume, directory)
+    if folder is None:
+        raise UsageError(f"--resume: {directory} has no sweep of {name}; start one without --resume")
+    state = read_state(folder)
+    if state.opened.tags.get("role") != "sweep":
+        raise UsageError(f"--resume: {folder} is no sweep; resume it with pipeline run FILE --resume {folder.name}")
+    if state.experiment.name != name:
+        raise UsageError(f"--resume: {folder} is a sweep of {state.experiment.name}, not of {name}")
+    if state.status == "RUNNING":
+        raise UsageError(f"--resume: {folder} is still running in another process; wait for it, or stop it")
+    _check_same(file, state)
+    numbers = range(1, plan.sweep.total + 1)
+    if all(state_of(folder / folder_name(number))[0] in ("finished", "stopped early") for number in numbers):
+        message = f"all {plan.sweep.total} trials of {folder} have ended; write more sweep.trials, or start a new sweep"
+        raise UsageError(f"--resume: {message}")
+    return folder
+
+
+def _check_same(file: ExperimentFile, state: RunState) -> None:
+    """Check that the resumed trials will differ from earlier ones in their values only.
+
+    Raises:
+        ExperimentError: the experiment has changed.
+    """
+    experiment = shown(file.experiment)
+    then_here = state.experiment.model_copy(update={"tracking": experiment.tracking})
+    now, then = flatten(experiment), flatten(then_here)
+    changed = [key for key in now | then if now.get(key) != then.get(key) and not key.startswith(_MAY_CHANGE)]
+    if changed:
+        raise file.explain(
+            Problem(
+                key,
+                f"is {now.get(key, 'not there')}, but was {then.get(key, 'not there')} in {state.folder.name}; "
+                "put it back, or start a new sweep without --resume",
+            )
+            for key in changed
+        )
