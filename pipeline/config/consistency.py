@@ -10,65 +10,53 @@ from pipeline.errors import Problem
 from pipeline.wording import did_you_mean
 
 
-def contradictions(experiment: Experiment) -> list[Problem]:
+def contradictions(experiment: Experiment) -> Iterator[Problem]:
     """Find all keys that contradict each other."""
-    problems = []
     train, parallel = experiment.train, experiment.parallel
     if experiment.loss is None and experiment.task is None:
-        problems.append(Problem("loss", "missing; write a loss, or a task that computes it"))
+        yield Problem("loss", "missing; write a loss, or a task that computes it")
     if experiment.loss is not None and experiment.task is not None:
-        problems.append(Problem("loss", "both loss and task are given; a task brings its own loss, remove one"))
+        yield Problem("loss", "both loss and task are given; a task brings its own loss, remove one")
     if train.global_batch_size < parallel.workers:
-        problems.append(
-            Problem(
-                "train.global_batch_size",
-                f"{train.global_batch_size} samples can't be shared by {parallel.workers} workers; "
-                f"use at least {parallel.workers}, or fewer parallel.workers",
-            )
+        yield Problem(
+            "train.global_batch_size",
+            f"{train.global_batch_size} samples can't be shared by {parallel.workers} workers; "
+            f"use at least {parallel.workers}, or fewer parallel.workers",
         )
     if parallel.is_elastic and not experiment.checkpoint.keep:
-        problems.append(
-            Problem(
-                "parallel.workers",
-                f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0, and training resumes from a checkpoint "
-                "when the number of workers changes; write one number, or checkpoint.keep: 1",
-            )
+        yield Problem(
+            "parallel.workers",
+            f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0, and training resumes from a checkpoint "
+            "when the number of workers changes; write one number, or checkpoint.keep: 1",
         )
-    problems += name_problems(experiment.metrics)
+    yield from name_problems(experiment.metrics)
     if (best := experiment.checkpoint.best) is not None and source_of(best, experiment.metrics) is None:
         known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
-        problems.append(Problem("checkpoint.best", f"is {best}, which isn't measured; choose one of {known}"))
-    problems += _swept(experiment)
-    problems += _only_for_ray(parallel)
-    problems += _against_local_sgd(experiment)
-    problems += _layouts(experiment)
-    problems += _streamed(experiment)
+        yield Problem("checkpoint.best", f"is {best}, which isn't measured; choose one of {known}")
+    yield from _swept(experiment)
+    yield from _only_for_ray(parallel)
+    yield from _against_local_sgd(experiment)
+    yield from _layouts(experiment)
+    yield from _streamed(experiment)
     for i, entry in enumerate(experiment.compare):
         if train.global_batch_size < (entry.workers or 1):
-            problems.append(
-                Problem(
-                    f"compare[{i}].workers",
-                    f"{entry.workers} workers can't share a global batch of {train.global_batch_size} samples; "
-                    f"use at most {train.global_batch_size}",
-                )
+            yield Problem(
+                f"compare[{i}].workers",
+                f"{entry.workers} workers can't share a global batch of {train.global_batch_size} samples; "
+                f"use at most {train.global_batch_size}",
             )
     if parallel.options.get("communication_hook") == "powersgd" and train.precision == "fp16":
-        problems.append(
-            Problem(
-                "parallel.options.communication_hook",
-                "is powersgd, whose error feedback would keep the infinities of fp16 overflows; "
-                "use train.precision: bf16, or communication_hook: fp16",
-            )
+        yield Problem(
+            "parallel.options.communication_hook",
+            "is powersgd, whose error feedback would keep the infinities of fp16 overflows; "
+            "use train.precision: bf16, or communication_hook: fp16",
         )
     share = train.global_batch_size // parallel.workers
     if share and train.gradient_accumulation > share:
-        problems.append(
-            Problem(
-                "train.gradient_accumulation",
-                f"is {train.gradient_accumulation}, but each worker has {share} samples per step; use at most {share}",
-            )
+        yield Problem(
+            "train.gradient_accumulation",
+            f"is {train.gradient_accumulation}, but each worker has {share} samples per step; use at most {share}",
         )
-    return problems
 
 
 def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:

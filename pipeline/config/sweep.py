@@ -156,32 +156,26 @@ def misused(sweep: Sweep) -> Iterator[tuple[str, str]]:
         yield "parameters", f"make {sweep.total:,} trials; use fewer values or draws, at most {MOST_TRIALS:,} trials"
 
 
-def problems(sweep: Sweep | None, vary: Callable[[Mapping[str, Any]], object]) -> list[Problem]:
+def problems(
+    sweep: Sweep | None,
+    vary: Callable[[Mapping[str, Any]], Varied],
+    check: Callable[[Varied], object] = lambda _: None,
+) -> list[Problem]:
     """Find the parameters that can't be varied and their values that the experiment refuses, tried one at a time.
 
     Args:
         sweep: the section of an experiment that is valid by itself.
         vary: makes the experiment with other values by dotted key; raises ExperimentError if they are refused.
+        check: called with each of these experiments; raises ExperimentError if it is refused.
     """
     if sweep is None:
         return []
     found: list[Problem] = []
     for key, parameter in sweep.parameters.items():
         wrong = list(_key_problems(key, among=list(sweep.parameters)))
-        wrong = wrong or _all_refusals(key, parameter.candidates, vary, lambda _: None)
-        found += [Problem(f"sweep.parameters.{key}", message) for message in wrong]
-    return found
-
-
-def check_each(
-    sweep: Sweep | None, vary: Callable[[Mapping[str, Any]], Varied], check: Callable[[Varied], object]
-) -> list[Problem]:
-    """Run ``check`` on the experiment with each value of the sweep, one at a time, and return its problems."""
-    if sweep is None:
-        return []
-    found: list[Problem] = []
-    for key, parameter in sweep.parameters.items():
-        wrong = _all_refusals(key, parameter.candidates, vary, check)
+        if not wrong:
+            refusals = (reason for value in parameter.candidates for reason in _refusals(key, value, vary, check))
+            wrong = list(dict.fromkeys(refusals))
         found += [Problem(f"sweep.parameters.{key}", message) for message in wrong]
     return found
 
@@ -197,12 +191,6 @@ def _key_problems(key: str, *, among: list[str]) -> Iterator[str]:
     around = set(keys.ancestors(key)) - {key}
     if inside := next((other for other in among if other in around), None):
         yield f"is inside {inside}, which is varied as a whole; remove one of them"
-
-
-def _all_refusals(
-    key: str, values: tuple[Any, ...], vary: Callable[[Mapping[str, Any]], Varied], check: Callable[[Varied], object]
-) -> list[str]:
-    return list(dict.fromkeys(message for value in values for message in _refusals(key, value, vary, check)))
 
 
 def _refusals(

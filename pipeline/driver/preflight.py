@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline import registry
-from pipeline.config import components, deferred, messages
+from pipeline.config import components, deferred, messages, sweep
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Experiment
-from pipeline.config.sweep import Sweep, check_each
+from pipeline.config.sweep import Sweep
 from pipeline.config.targets import allowed_packages
 from pipeline.config.values import Direction, Mode
 from pipeline.errors import ExperimentError, Problem
@@ -40,7 +40,7 @@ def check(file: ExperimentFile, *, with_data: bool = False) -> tuple[str, ...]:
     if with_data and "data" not in wrong and not file.experiment.is_streamed:
         problems += _refusals(lambda: dataset_sizes(file.experiment, allowed=allowed))
     if not problems:
-        problems = check_each(file.experiment.sweep, file.varied, check)
+        problems = sweep.problems(file.experiment.sweep, file.varied, check)
     if problems:
         raise file.explain(problems)
     return allowed

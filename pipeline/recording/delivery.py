@@ -187,26 +187,19 @@ def quiet() -> Iterator[None]:
     )
     import mlflow  # noqa: F401 - its loggers get their handlers here
 
-    here = _NotHere(threading.get_ident())
+    thread = threading.get_ident()
+
+    def elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
     places = [*logging.getLogger("mlflow").handlers, logging.getLogger("urllib3.connectionpool")]
     for place in places:
-        place.addFilter(here)
+        place.addFilter(elsewhere)
     try:
         yield
     finally:
         for place in places:
-            place.removeFilter(here)
-
-
-class _NotHere(logging.Filter):
-    """Logging filter that drops the records of one thread."""
-
-    def __init__(self, thread: int) -> None:
-        super().__init__()
-        self._thread = thread
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.thread != self._thread
+            place.removeFilter(elsewhere)
 
 
 def _reason(error: BaseException) -> str:

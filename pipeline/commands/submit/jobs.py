@@ -68,13 +68,17 @@ class Jobs:
             ResourceError: the cluster refuses the job.
         """
         identity = f"{request.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        # Ray waits 3 s between SIGTERM and SIGKILL by default, too short for a checkpoint.
+        wait_s = int(request.file.experiment.parallel.grace_s) + CLOSING_S
+        settings = {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s), "PYTHONUNBUFFERED": "1"}
+        here = Path(os.path.relpath(Path.cwd().resolve(), package.root.resolve()))
         values = variables(request.environment)
         with staged(package) as folder, cluster.explained(self.url):
             cluster.once_ready(
                 self.client.submit_job,
-                entrypoint=entrypoint(request, folder=_working_folder(package)),
+                entrypoint=entrypoint(request, folder=here),
                 submission_id=identity,
-                runtime_env={"working_dir": str(folder), "env_vars": {**_settings(request), **values}},
+                runtime_env={"working_dir": str(folder), "env_vars": {**settings, **values}},
                 metadata={_EXPERIMENT: request.name},
             )
         return identity
@@ -129,14 +133,6 @@ class Jobs:
             return job
         with cluster.explained(self.url):
             self.client.stop_job(identity)
-        return self.wait(identity)
-
-    def wait(self, identity: str) -> Job:
-        """Wait until a job has ended; return it.
-
-        Raises:
-            ResourceError: the cluster doesn't answer.
-        """
         while not (job := self.job(identity)).has_ended:
             time.sleep(_POLL_S)
         return job
@@ -194,17 +190,6 @@ def tell(job: Job, *, show: Callable[[str], None]) -> None:
     """Show the id, status and exit code of a job."""
     code = "" if job.exit_code is None else f" with exit code {job.exit_code}"
     show(f"{job.id}: {job.status}{code}")
-
-
-def _working_folder(package: Package) -> Path:
-    """Return the current directory relative to the project, in which the job will run, too."""
-    return Path(os.path.relpath(Path.cwd().resolve(), package.root.resolve()))
-
-
-def _settings(request: Request) -> dict[str, str]:
-    """Extend the wait between SIGTERM and SIGKILL, by default 3 s, so that a checkpoint can be written."""
-    wait_s = int(request.file.experiment.parallel.grace_s) + CLOSING_S
-    return {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s), "PYTHONUNBUFFERED": "1"}
 
 
 def _job(details: Any) -> Job:
