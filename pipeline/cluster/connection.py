@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -61,3 +62,36 @@ def connection(
             yield
         finally:
             ray.shutdown()
+
+
+def outside_main_thread(
+    call: Callable[[], object], *, name: str, interrupt: Callable[[], object], patience_s: float
+) -> BaseException | None:
+    """Call a function of Ray in a thread and return its error.
+
+    In the main thread Ray would replace the handler of Ctrl-C and end this process.
+
+    Args:
+        call: the function.
+        name: name of the thread.
+        interrupt: called at Ctrl-C, before it is raised.
+        patience_s: seconds that the thread then has to end.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the main thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.2)  # a signal is handled between two of these
+    except BaseException:
+        interrupt()
+        thread.join(patience_s)
+        raise
+    return errors[0] if errors else None

@@ -3,7 +3,6 @@
 It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster. All trials of a run share it.
 """
 
-import threading
 from collections.abc import Mapping
 from typing import Self
 
@@ -14,6 +13,7 @@ from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, 
 from pipeline.cluster import join
 from pipeline.cluster import placement as places
 from pipeline.cluster.code import to_send
+from pipeline.cluster.connection import outside_main_thread
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.launchers import base
@@ -79,7 +79,10 @@ class Launcher(base.Launcher):
     def _train(self, trial: Trial, address: Address, ingest: Ingest | None) -> BaseException | None:
         self._running = trial.workers
         try:
-            return _fit(self._trainer(trial, address, ingest))
+            trainer = self._trainer(trial, address, ingest)
+            # At Ctrl-C the local Ray is about to end, and Ray answers a later poll by starting another one.
+            cancel, patience_s = trainer.cancel, _LAST_POLL_S
+            return outside_main_thread(trainer.fit, name="ray-train", interrupt=cancel, patience_s=patience_s)
         finally:
             self._running = 0
 
@@ -135,30 +138,6 @@ def _patience(trial: Trial) -> dict[str, str]:
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{parallel.start_timeout_s:g}",
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{parallel.timeout_s + _AFTER_OTHERS_S:g}",
     }
-
-
-def _fit(trainer: Trainer) -> BaseException | None:
-    """Run the trainer and return its error.
-
-    It runs in a thread: in the main thread Ray would replace the handler of Ctrl-C and end this process.
-    """
-    errors: list[BaseException] = []
-
-    def fit() -> None:
-        try:
-            trainer.fit()
-        except BaseException as error:  # noqa: BLE001 - it is raised again in the main thread
-            errors.append(error)
-
-    thread = threading.Thread(target=fit, name="ray-train", daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:  # Ctrl-C: the local Ray is about to end, and Ray answers a later poll by starting another one
-        trainer.cancel()
-        thread.join(_LAST_POLL_S)
-        raise
-    return errors[0] if errors else None
 
 
 def _losses(error: BaseException | None, trial: Trial, *, silent: Mapping[int, str]) -> Mapping[int, str]:

@@ -61,7 +61,7 @@ def explained(url: str) -> Iterator[None]:
             "or RAY_AUTH_TOKEN_PATH to a file with it"
         ) from error
     except (requests.RequestException, ConnectionError) as error:
-        said = first_line(error).rpartition(": ")[2] if isinstance(error, requests.RequestException) else error
+        said = first_line(error).rpartition(": ")[2] if isinstance(error, requests.RequestException) else str(error)
         raise ResourceError(f"no Ray cluster answers at {url}: {said}") from error
     except RuntimeError as error:
         raise ResourceError(f"the Ray cluster at {url} answered: {first_line(error)}") from error

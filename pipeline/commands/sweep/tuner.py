@@ -8,6 +8,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
+from pipeline.cluster.connection import outside_main_thread
 from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import Suggestion, TrialJob
 from pipeline.commands.sweep.planning import SweepPlan, titled
@@ -155,31 +156,9 @@ def search(plan: SweepPlan, searcher: Searcher, *, job: TrialJob, display: Sweep
                 callbacks=[display],
             ),
         )
-        _fit(tuner, halt)
-
-
-def _fit(tuner: tune.Tuner, halt: Halt) -> None:
-    """Run the tuner in a thread; in the main thread Ray would handle Ctrl-C itself."""
-    errors: list[BaseException] = []
-
-    def fit() -> None:
-        try:
-            tuner.fit()
-        except SystemExit:
-            return
-        except BaseException as error:  # noqa: BLE001 - it is raised again in the main thread
-            errors.append(error)
-
-    thread = threading.Thread(target=fit, name="ray-tune", daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.2)  # a signal is handled between two of these
-    except BaseException:
-        halt.ask()
-        raise
-    if errors:
-        raise errors[0]
+        error = outside_main_thread(tuner.fit, name="ray-tune", interrupt=halt.ask, patience_s=0)
+    if error is not None and not isinstance(error, SystemExit):
+        raise error
 
 
 def _scheduler(sweep: Sweep, *, epochs: int) -> TrialScheduler:
