@@ -4,16 +4,17 @@ Global batches, their order and the learning rate are functions of the step, and
 with another number of workers it is the same training. See docs/decisions/0009-elastic-size.md.
 """
 
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import Self, TypeVar
+from contextlib import contextmanager, nullcontext
+from threading import Event
+from typing import TypeVar
 
 from pipeline.errors import ResourceError
 from pipeline.launchers.base import Launcher
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Finished, Metrics, Resumed, Started, TrialOpened
 from pipeline.protocol.trial import Trial
+from pipeline.system.background import in_background
 from pipeline.wording import counted
 
 T = TypeVar("T", bound=Trial)
@@ -94,38 +95,26 @@ class Pace:
         self._reported_at = at
 
 
-class Growth:
-    """Watches capacity while a trial runs with fewer workers than it may have; a context manager.
+@contextmanager
+def growing(trial: Trial, *, launcher: Launcher, pace: Pace) -> Iterator[None]:
+    """Watch capacity while a trial runs with fewer workers than it may have.
 
-    If more workers fit twice in a row and a restart pays off, it asks the running workers to save and end.
+    If more workers fit twice in a row and a restart pays off, the running workers are asked to save and end.
     """
+    most = trial.experiment.parallel.workers
 
-    def __init__(self, trial: Trial, *, launcher: Launcher, pace: Pace) -> None:
-        self._trial = trial
-        self._launcher = launcher
-        self._pace = pace
-        self._most = trial.experiment.parallel.workers
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
-
-    def __enter__(self) -> Self:
-        if self._trial.is_elastic and self._trial.workers < self._most:
-            self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._done.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
+    def watch(done: Event) -> None:
         looks = 0
-        while not self._done.wait(_POLL_S):
-            more = min(self._most, self._launcher.capacity(self._trial))
-            looks = looks + 1 if more > self._trial.workers else 0
-            if looks > 1 and self._pace.is_worth(1 - self._trial.workers / more):
-                self._launcher.resize.ask()
+        while not done.wait(_POLL_S):
+            more = min(most, launcher.capacity(trial))
+            looks = looks + 1 if more > trial.workers else 0
+            if looks > 1 and pace.is_worth(1 - trial.workers / more):
+                launcher.resize.ask()
                 return
+
+    may_grow = trial.is_elastic and trial.workers < most
+    with in_background(watch, name="growth") if may_grow else nullcontext():
+        yield
 
 
 def as_ended(trial: Trial, finished: Iterable[Finished]) -> Trial:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pipeline.config.load import ExperimentFile
-from pipeline.driver.elastic import Growth, Pace, sized
+from pipeline.driver.elastic import Pace, growing, sized
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.launchers._shutdown import gracefully
 from pipeline.launchers.base import Launcher
@@ -86,7 +86,7 @@ def _attempt(trial: Trial, *, launcher: Launcher, recorder: Recorder, pace: Pace
         is_worth_it=lambda: pace.has_started and isinstance(trial, Training),
     ):
         try:
-            with Growth(trial, launcher=launcher, pace=pace):
+            with growing(trial, launcher=launcher, pace=pace):
                 return launcher.launch(trial)
         except ResourceError as error:
             if not trial.is_elastic or launcher.capacity(trial) >= trial.workers:

@@ -7,16 +7,15 @@ out), else the rank that is behind those that wait.
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import psutil
 
 from pipeline.protocol.channel.inbox import Receive
 from pipeline.protocol.events import HEARTBEAT_S, AnyEvent, Failed, Heartbeat, Phase
 from pipeline.protocol.trial import Trial
+from pipeline.system.background import in_background
 
 _TICK_S = 0.5
 _SILENCE = 3  # missing heartbeats
@@ -36,7 +35,7 @@ class _RankState:
 
 
 class HangDetector:
-    """Forwards a trial's events to the run, except heartbeats, which it watches; a context manager.
+    """Forwards a trial's events to the run, except heartbeats, which it judges.
 
     It reports a hanging rank by a `Failed` with the rank's last stack. A silent rank of another node counts as lost
     with its node instead, in `lost`, since training may continue without that node.
@@ -52,16 +51,10 @@ class HangDetector:
         self._has_judged = False
         self._ranks: dict[int, _RankState] = {}
         self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hang-detector", daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._done.set()
-        self._thread.join()
+    def watching(self) -> AbstractContextManager[None]:
+        """Watch inside the block for ranks whose heartbeats stop."""
+        return in_background(self._run, name="hang-detector")
 
     def receive(self, event: AnyEvent) -> None:
         """Take an event of a worker; called from any thread."""
@@ -97,9 +90,9 @@ class HangDetector:
         behind = [heard for heard in self._ranks.values() if heard.progress < (other.step, other.phase)]
         return min(silent or behind, key=lambda heard: heard.progress, default=None)
 
-    def _run(self) -> None:
+    def _run(self, done: threading.Event) -> None:
         before = time.monotonic()
-        while not self._done.wait(_TICK_S):
+        while not done.wait(_TICK_S):
             # If this process was stopped itself, heartbeats wait in its sockets.
             passed = min(time.monotonic() - before, 2 * _TICK_S)
             before = time.monotonic()

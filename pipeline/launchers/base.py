@@ -104,7 +104,8 @@ class Attempt:
         """
         detector = HangDetector(self._trial, receive=self.receive)
         inbox = Inbox(host=host, receive=detector.receive, folder=self._session.folder)
-        with detector, inbox, self._stop.telling(inbox.ask_to_stop), self._resize.telling(inbox.ask_to_stop):
+        tell = inbox.ask_to_stop
+        with detector.watching(), inbox, self._stop.telling(tell), self._resize.telling(tell):
             yield inbox.address
         self.silent = detector.lost
 

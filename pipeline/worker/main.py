@@ -34,7 +34,7 @@ from pipeline.training import batch_size, compilation, torch_errors
 from pipeline.training.loop import train
 from pipeline.training.watch import Watchdog
 from pipeline.worker import rendezvous
-from pipeline.worker.system_metrics import SystemSampler
+from pipeline.worker.system_metrics import system_sampled
 
 _log = logging.getLogger(__name__)
 _REQUEST_S = 1.0
@@ -67,7 +67,7 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | N
             told_to(outbox.event, trial=trial.name),
             Watchdog(trial, rank=rank, outbox=outbox, end=end),
             _process_group(trial, rank=rank),
-            SystemSampler(rank, outbox) if samples else nullcontext(),
+            system_sampled(rank, outbox) if samples else nullcontext(),
         ):
             outcome = _carried_out(trial, rank=rank, outbox=outbox)
     except Stopped:  # the driver, which asked for it, doesn't wait for a result

@@ -6,53 +6,42 @@ Names are those of MLflow's own system metrics, so that its UI shows them under 
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
-from types import TracebackType
-from typing import Self
+from contextlib import contextmanager, suppress
 
 import psutil
 import pynvml
 
 from pipeline.protocol.events import Outbox, Point, SystemMetrics
 from pipeline.protocol.trial import Rank
+from pipeline.system.background import in_background
 
 INTERVAL_SECONDS = 5.0
 _MEGABYTE = 1e6
 
 
-class SystemSampler:
-    """Samples this node in a thread; a context manager."""
+@contextmanager
+def system_sampled(rank: Rank, outbox: Outbox) -> Iterator[None]:
+    """Sample this node in a thread inside the block, and once more at its end."""
+    # MLflow puts the node into the name only where there are several.
+    prefix = f"system/{rank.node}/" if rank.local_world_size < rank.world_size else "system/"
 
-    def __init__(self, rank: Rank, outbox: Outbox) -> None:
-        self._node = rank.node
-        # MLflow puts the node into the name only where there are several.
-        self._prefix = f"system/{rank.node}/" if rank.local_world_size < rank.world_size else "system/"
-        self._outbox = outbox
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+    def sample(done: threading.Event) -> None:
         psutil.cpu_percent()  # the first call only starts the interval
         start = psutil.net_io_counters()
         handles = _gpus()
         for number in itertools.count():
-            ended = self._stop.wait(INTERVAL_SECONDS if number else 1.0)
+            ended = done.wait(INTERVAL_SECONDS if number else 1.0)
             values = dict(_node(received=start.bytes_recv, sent=start.bytes_sent))
             for index, handle in enumerate(handles):
                 with suppress(pynvml.NVMLError):  # some GPUs don't report everything, e.g. shared ones
                     values.update(_gpu(index, handle))
-            points = tuple(Point(self._prefix + name, number, value) for name, value in values.items())
-            self._outbox.event(SystemMetrics(node=self._node, points=points))
+            points = tuple(Point(prefix + name, number, value) for name, value in values.items())
+            outbox.event(SystemMetrics(node=rank.node, points=points))
             if ended:  # after the last sample: a short training has no other
                 return
+
+    with in_background(sample, name="system-metrics"):
+        yield
 
 
 def _node(*, received: int, sent: int) -> Iterator[tuple[str, float]]:

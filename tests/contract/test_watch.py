@@ -143,7 +143,7 @@ def verdicts(*events: AnyEvent, timeout_s: float = 300.0, wait_s: float = 0.0) -
     """What is reported besides the ranks' own failures."""
     received: list[AnyEvent] = []
     detector = HangDetector(toys.trial(parallel={"timeout_s": timeout_s}), receive=received.append)
-    with detector:
+    with detector.watching():
         for event in events:
             detector.receive(event)
         time.sleep(wait_s)
@@ -180,7 +180,7 @@ def test_no_rank_is_blamed_where_one_failed_by_itself() -> None:
 
 def test_a_rank_of_another_node_that_is_not_heard_any_more_is_lost_with_its_node() -> None:
     detector = HangDetector(toys.trial(parallel={"timeout_s": 0.5}), receive=pytest.fail)
-    with detector:
+    with detector.watching():
         for heartbeat in (beat(0, phase=Phase.ENDED), beat(1), beat(2, phase=Phase.WAITING)):
             detector.receive(heartbeat)
         time.sleep(1.6)
@@ -193,7 +193,7 @@ def test_a_rank_of_another_node_that_is_not_heard_any_more_is_lost_with_its_node
 def test_ranks_that_waited_in_vain_for_a_silent_one_of_another_node_have_lost_it() -> None:
     received: list[AnyEvent] = []
     detector = HangDetector(toys.trial(parallel={"timeout_s": 1.0}), receive=received.append)
-    with detector:
+    with detector.watching():
         detector.receive(beat(1))
         time.sleep(0.8)  # some heartbeats of a tenth of a second each
         detector.receive(beat(0))

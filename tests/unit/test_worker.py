@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.worker import main as worker
 from pipeline.worker import system_metrics
-from pipeline.worker.system_metrics import SystemSampler
+from pipeline.worker.system_metrics import system_sampled
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +126,7 @@ class Waiting(toys.Kept):
 
 def sampled(rank: Rank, *, count: int = 1) -> list[SystemMetrics]:
     outbox = Waiting(count)
-    with SystemSampler(rank, outbox):
+    with system_sampled(rank, outbox):
         assert outbox.enough.wait(timeout=30)
     return [event for event in outbox.events if isinstance(event, SystemMetrics)]
 
@@ -146,7 +147,7 @@ def test_the_load_of_a_node_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_training_shorter_than_an_interval_has_a_sample() -> None:
     outbox = toys.Kept()
-    with SystemSampler(Rank(), outbox):
+    with system_sampled(Rank(), outbox):
         pass
     (event,) = outbox.events
     assert isinstance(event, SystemMetrics)
@@ -174,8 +175,7 @@ def test_one_rank_of_a_node_samples_and_only_in_trainings() -> None:
     def kinds(trial: Trial, rank: Rank) -> list[str]:
         started: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SystemSampler, "__enter__", lambda self: started.append("sampler"))
-            patch.setattr(SystemSampler, "__exit__", lambda self, *_: None)
+            patch.setattr(worker, "system_sampled", lambda *_: nullcontext(started.append("sampler")))
             worker.run(trial, rank=rank, outbox=toys.Kept())
         return started
 

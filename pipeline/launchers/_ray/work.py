@@ -19,6 +19,7 @@ from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import Outbox
 from pipeline.protocol.trial import Rank, trial_from_json
+from pipeline.system.background import in_background
 
 _SEND_EVERY_S = 5.0
 _MOST_BYTES = 2**20
@@ -86,7 +87,6 @@ def _redirect(folder: Path, *, rank: Rank) -> list[Path]:
 
 @contextmanager
 def _sending(logs: list[Path], *, to: str, outbox: Outbox) -> Iterator[None]:
-    done = threading.Event()
     sizes = dict.fromkeys(logs, 0)
 
     def send(most: int | None = None) -> None:
@@ -96,17 +96,14 @@ def _sending(logs: list[Path], *, to: str, outbox: Outbox) -> Iterator[None]:
                 sizes[path] = size
                 outbox.file(path, f"{to}/{path.name}")
 
-    def now_and_then() -> None:
+    def now_and_then(done: threading.Event) -> None:
         while not done.wait(_SEND_EVERY_S):
             send(_MOST_BYTES)
 
-    thread = threading.Thread(target=now_and_then, name="logs", daemon=True)
-    thread.start()
     try:
-        yield
+        with in_background(now_and_then, name="logs"):
+            yield
     finally:
-        done.set()
-        thread.join()
         sys.stdout.flush()
         sys.stderr.flush()
         send()
