@@ -5,7 +5,6 @@ Apart from the loaders, which know of no ranks, and from `TrainContext`, which h
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +18,7 @@ from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training import parts, rank_equality
 from pipeline.training.loader import BatchLoader, length, prefetched, to_device
-from pipeline.training.order import (
-    MicroBatch,
-    SampleOrder,
-    StreamOrder,
-    evaluation_micro_batches,
-    padded,
-    padded_evaluation,
-)
+from pipeline.training.order import MicroBatch, SampleOrder, StreamOrder, padded, padded_evaluation
 from pipeline.training.stream import RowStream, StreamLoader, received
 
 MicroBatches = Iterator[tuple[MicroBatch, Any]]
@@ -180,8 +172,7 @@ class Batches:
 
     def validation_sample(self) -> Any:
         """Return a batch as large as those of evaluation, on the CPU; of a stream, rows that have arrived."""
-        streams = isinstance(self._source.validation, StreamLoader)
-        return self.read(next(self._evaluation(0)).indices, validation=not streams)
+        return self.read(next(self._evaluation(0)).indices, validation=not self.order.is_stream)
 
     @property
     def _accumulation(self) -> int:
@@ -193,13 +184,8 @@ class Batches:
         return prefetched(batches, place=self.placed, device=self._device)
 
     def _evaluation(self, rank: int) -> Iterator[MicroBatch]:
-        """Yield a rank's part, in batches of the size of training's micro-batches, which is known to fit in memory."""
         world_size, samples, parts = self.rank.world_size, self.validation_samples, self._accumulation
-        if isinstance(self.order, StreamOrder):
-            order = replace(self.order, samples=samples, deals_evenly=False)
-            return order.evaluation_micro_batches(rank=rank, world_size=world_size, accumulation=parts)
-        batch_size = max(1, self.order.global_batch_size // (world_size * parts))
-        return evaluation_micro_batches(samples, rank=rank, world_size=world_size, batch_size=batch_size)
+        return self.order.evaluation_micro_batches(samples, rank=rank, world_size=world_size, accumulation=parts)
 
 
 def _without_ignored(batches: MicroBatches, task: Supervised) -> MicroBatches:

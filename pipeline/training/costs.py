@@ -21,7 +21,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import forget_local_steps, held_step, without_updates
 from pipeline.training.exchange import all_reduces, gradients, in_turn
 from pipeline.training.forward import forward
-from pipeline.training.order import MicroBatch, StreamOrder
+from pipeline.training.order import MicroBatch
 from pipeline.training.step import optimizer_step
 
 SIZES_ALONE, SIZES_TOGETHER = 6, 2
@@ -41,7 +41,7 @@ def costs(context: TrainContext) -> Costs:
     Raises:
         ExperimentError: the data is a stream, or has fewer samples than a global batch.
     """
-    if isinstance(context.order, StreamOrder):
+    if context.order.is_stream:
         raise ExperimentError.of(
             "data",
             f"{context.experiment.data.target} is a stream, whose batches can't be timed in other sizes; "

@@ -9,7 +9,7 @@ from torch.nn.functional import batch_norm
 from pipeline.errors import ExperimentError
 from pipeline.tasks import StepOutput
 from pipeline.training.context import TrainContext
-from pipeline.training.order import MicroBatch, StreamOrder
+from pipeline.training.order import MicroBatch
 
 
 def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
@@ -58,7 +58,7 @@ def lone_sample_error(context: TrainContext, micro_batch: MicroBatch) -> Experim
     batch = round(1 / micro_batch.weight) if micro_batch.weight else order.samples % order.global_batch_size
     split = [f"{rank.world_size} workers"] * (rank.world_size > 1) + [f"{parts} micro-batches each"] * (parts > 1)
     shared = f" ({', '.join(split)})" if split else ""
-    if isinstance(order, StreamOrder):
+    if order.is_stream:
         return _too_small(rank.rank, batch, shared, f"write a size that divides the {order.samples} rows of an epoch")
     needed = 2 * rank.world_size * parts
     sizes = [size for size in range(1, order.samples + 1) if _smallest(size, order.samples) >= needed]

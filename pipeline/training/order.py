@@ -7,7 +7,7 @@ number, the step. MosaicML Streaming does the same for its own shard format; her
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple
@@ -52,6 +52,8 @@ class SampleOrder:
 
     noun = "samples"
     """Plural of the items that are ordered, for messages."""
+    is_stream = False
+    """True if the items can't be read by index."""
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -96,6 +98,18 @@ class SampleOrder:
             for number, part in enumerate(parts, start=1):
                 yield MicroBatch(epoch, part.tolist(), weight=len(part) / len(batch), is_last=number == len(parts))
 
+    def evaluation_micro_batches(
+        self, samples: int, *, rank: int, world_size: int, accumulation: int = 1
+    ) -> Iterator[MicroBatch]:
+        """Yield a rank's part of a validation set; over all ranks each sample occurs exactly once.
+
+        No micro-batch is larger than those of training, which are known to fit in memory.
+        """
+        batch_size = max(1, self.global_batch_size // (world_size * accumulation))
+        for share in torch.split(torch.arange(samples)[rank::world_size], batch_size):
+            if len(share):  # a rank may have none
+                yield MicroBatch(0, share.tolist(), weight=len(share) / samples, is_last=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOrder(SampleOrder):
@@ -111,6 +125,7 @@ class StreamOrder(SampleOrder):
     """True if an uneven last batch is divided evenly."""
 
     noun = "rows"
+    is_stream = True
 
     @override
     def permutation(self, epoch: int) -> torch.Tensor:
@@ -128,18 +143,14 @@ class StreamOrder(SampleOrder):
     def _block(self, batch_size: int, world_size: int) -> int:
         return batch_size // world_size if self.deals_evenly else self.share_size
 
-    def evaluation_micro_batches(self, *, rank: int, world_size: int, accumulation: int = 1) -> Iterator[MicroBatch]:
-        """Yield a rank's validation rows, weighted by their share of all; over all ranks each row occurs once."""
-        for micro_batch in self.micro_batches(0, rank=rank, world_size=world_size, accumulation=accumulation):
+    @override
+    def evaluation_micro_batches(
+        self, samples: int, *, rank: int, world_size: int, accumulation: int = 1
+    ) -> Iterator[MicroBatch]:
+        order = replace(self, samples=samples, deals_evenly=False)
+        for micro_batch in order.micro_batches(0, rank=rank, world_size=world_size, accumulation=accumulation):
             if micro_batch.weight:
-                yield micro_batch._replace(weight=len(micro_batch.indices) / self.samples)
-
-
-def evaluation_micro_batches(samples: int, *, rank: int, world_size: int, batch_size: int) -> Iterator[MicroBatch]:
-    """Yield a rank's micro-batches of the validation set; over all ranks each sample occurs exactly once."""
-    for share in torch.split(torch.arange(samples)[rank::world_size], batch_size):
-        if len(share):  # a rank may have none
-            yield MicroBatch(0, share.tolist(), weight=len(share) / samples, is_last=True)
+                yield micro_batch._replace(weight=len(micro_batch.indices) / samples)
 
 
 def padded(

@@ -6,7 +6,7 @@ import pytest
 import toys
 
 from pipeline.errors import ExperimentError
-from pipeline.training.order import SampleOrder, evaluation_micro_batches
+from pipeline.training.order import SampleOrder
 
 WORLD = 3
 BATCH_NORM = {"_target_": "toys.batch_norm_net"}
@@ -30,7 +30,7 @@ def test_each_sample_is_dealt_once_with_its_weight(samples: int, batch: int) -> 
     evaluated = [
         index
         for rank in range(WORLD)
-        for micro_batch in evaluation_micro_batches(samples, rank=rank, world_size=WORLD, batch_size=2)
+        for micro_batch in order.evaluation_micro_batches(samples, rank=rank, world_size=WORLD)
         for index in micro_batch.indices
     ]
 

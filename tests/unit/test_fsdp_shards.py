@@ -12,7 +12,7 @@ from pipeline.errors import ExperimentError
 from pipeline.models import GPT, MLP
 from pipeline.strategies import fsdp
 from pipeline.strategies._fsdp_groups import choose, describe
-from pipeline.training.order import SampleOrder, evaluation_micro_batches, padded, padded_evaluation
+from pipeline.training.order import SampleOrder, padded, padded_evaluation
 
 
 class Tied(nn.Module):
@@ -122,8 +122,11 @@ class TestPadding:
 
     @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 8))
     def test_ranks_make_as_many_passes_in_evaluation(self, samples: int, world_size: int, batch_size: int) -> None:
-        split: dict[str, int] = {"world_size": world_size, "batch_size": batch_size}
-        own = [list(evaluation_micro_batches(samples, rank=rank, **split)) for rank in range(world_size)]
+        order = SampleOrder(samples=samples, global_batch_size=world_size * batch_size, seed=0)
+        own = [
+            list(order.evaluation_micro_batches(samples, rank=rank, world_size=world_size))
+            for rank in range(world_size)
+        ]
         together = [list(padded_evaluation(micro_batches, own[0])) for micro_batches in own]
 
         assert {len(micro_batches) for micro_batches in together} == {len(own[0])}

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.order import MicroBatch, SampleOrder, evaluation_micro_batches, mix
+from pipeline.training.order import MicroBatch, SampleOrder, mix
 
 orders = st.builds(
     SampleOrder, samples=st.integers(1, 70), global_batch_size=st.integers(1, 20), seed=st.integers(0, 2**40)
@@ -132,10 +132,11 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
 
 @given(st.integers(1, 60), world_sizes, st.integers(1, 9))
 def test_evaluation_counts_each_sample_once(samples: int, world_size: int, batch_size: int) -> None:
+    order = SampleOrder(samples=1, global_batch_size=world_size * batch_size, seed=0)
     micro_batches = [
         micro_batch
         for rank in range(world_size)
-        for micro_batch in evaluation_micro_batches(samples, rank=rank, world_size=world_size, batch_size=batch_size)
+        for micro_batch in order.evaluation_micro_batches(samples, rank=rank, world_size=world_size)
     ]
     assert sorted(index for micro_batch in micro_batches for index in micro_batch.indices) == list(range(samples))
     assert all(0 < len(micro_batch.indices) <= batch_size for micro_batch in micro_batches)

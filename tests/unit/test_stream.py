@@ -140,7 +140,7 @@ def test_validation_begins_anew_each_time_on_all_ranks() -> None:
     for rank, expected in enumerate([[[0, 1, 2]], [[3, 4]], []]):
         reader = loader(dealt := Dealt(5, rank=rank, workers=3), plan)
         for number in (1, 2):
-            served = list(reader.batches(plan.evaluation_micro_batches(rank=rank, world_size=3)))
+            served = list(reader.batches(plan.evaluation_micro_batches(5, rank=rank, world_size=3)))
             assert [[row % 100 for row in rows.tolist()] for _, (rows, _) in served] == expected
             assert [micro_batch.weight for micro_batch, _ in served] == [len(rows) / 5 for rows in expected]
             assert dealt.passes == number
