@@ -33,8 +33,8 @@ from pipeline.system.process import environment
 from pipeline.wording import counted, first_line
 
 _AFTER_OTHERS_S = 30.0
-_LAST_POLL_S = 5.0  # a poll that is under way
 """Seconds after ``parallel.timeout_s`` in which waiting ranks give up and Ray may notice a dead node."""
+_LAST_POLL_S = 5.0  # a poll that is under way
 
 
 class Launcher(base.Launcher):
