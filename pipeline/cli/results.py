@@ -38,7 +38,7 @@ def list_(
 
     import rich.console
 
-    from pipeline.commands.history import run_table
+    from pipeline.commands.history.run_result import show_runs
     from pipeline.recording import runs
 
     found = list(runs.summaries(directory))
@@ -47,7 +47,7 @@ def list_(
     elif quiet:
         typer.echo("".join(f"{run.run}\n" for run in found), nl=False)
     elif found:
-        run_table.show(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False))
+        show_runs(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False))
     else:
         typer.echo(f"{directory} has no runs; start one with pipeline run FILE", err=True)
 
@@ -143,7 +143,7 @@ def _open(address: str) -> None:
     from pipeline.recording.ui import pages
 
     try:
-        links = [f"{page.experiment}: {page.link}" for page in pages(address)]
+        links = [f"{experiment}: {link}" for experiment, link in pages(address)]
     except (OSError, ValueError) as error:  # a server that asks for a password, or one that isn't MLflow
         links = [f"its experiments can't be listed: {error}"]
     typer.echo("\n".join([f"MLflow UI: {address}", *links]))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from pipeline.launchers._forkserver import ForkReply, ForkRequest
 
@@ -17,15 +17,6 @@ _log = logging.getLogger(__name__)  # into the run's log
 _SLOWER = "each worker is started as a new interpreter, which takes longer"
 _MODULE = "pipeline.worker.main"
 _MOST_BYTES = 2**16
-
-
-class Process(Protocol):
-    """A worker process."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return its exit code, negative for a signal; None while it runs."""
 
 
 class Forks:
@@ -72,7 +63,7 @@ class Forks:
             self._server.kill()
             self._server.wait()
 
-    def start(self, arguments: Sequence[str], *, environment: Mapping[str, str], logs: Sequence[Path]) -> Process:
+    def start(self, arguments: Sequence[str], *, environment: Mapping[str, str], logs: Sequence[Path]) -> "Process":
         """Start ``python -m pipeline.worker.main``.
 
         Args:
@@ -98,7 +89,7 @@ class Forks:
             for file in files:
                 file.close()
 
-    def _forked(self, order: ForkRequest, files: list[int]) -> "_Forked | None":
+    def _forked(self, order: ForkRequest, files: list[int]) -> "Forked | None":
         """Return a worker forked from the server; None without a server, or if it can't fork."""
         if self._channel is None:
             return None
@@ -115,7 +106,7 @@ class Forks:
             self._lose()
         while self._can_fork and not self._forked_last:
             self._receive(wait=True)
-        return _Forked(self._forked_last, self) if self._can_fork else None
+        return Forked(self._forked_last, self) if self._can_fork else None
 
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a forked worker; None while it runs."""
@@ -153,10 +144,17 @@ class Forks:
         self._codes = {pid: -signal.SIGKILL if code is None else code for pid, code in self._codes.items()}
 
 
-class _Forked:
+class Forked:
+    """A worker forked from the server."""
+
     def __init__(self, pid: int, forks: Forks) -> None:
         self.pid = pid
         self._forks = forks
 
     def poll(self) -> int | None:
+        """Return its exit code, negative for a signal; None while it runs."""
         return self._forks.exit_code(self.pid)
+
+
+Process = Forked | subprocess.Popen[bytes]
+"""A worker process."""

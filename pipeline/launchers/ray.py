@@ -3,8 +3,9 @@
 It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster. All trials of a run share it.
 """
 
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -12,29 +13,36 @@ from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, 
 
 from pipeline.cluster import join
 from pipeline.cluster import placement as places
-from pipeline.cluster.code import to_send
+from pipeline.cluster.checks import look_around, refuse_others
+from pipeline.cluster.code import Code, sent, to_send
 from pipeline.cluster.connection import outside_main_thread
+from pipeline.cluster.join import connected
+from pipeline.cluster.node_facts import facts_here
+from pipeline.cluster.nodes import facts_of_nodes
+from pipeline.cluster.placement import able_nodes, node_name
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.launchers import base
 from pipeline.launchers._ray import local
+from pipeline.launchers._ray.early import local_ray
 from pipeline.launchers._ray.ingest import Ingest
 from pipeline.launchers._ray.network import RendezvousConfig
-from pipeline.launchers._ray.session import Joined
 from pipeline.launchers._ray.trainer import Trainer
 from pipeline.launchers._ray.work import work
 from pipeline.planning import resources
 from pipeline.planning.resources import Resources
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.process import environment
+from pipeline.training.checkpoints.storage import address_of
 from pipeline.wording import counted, first_line
 
 _AFTER_OTHERS_S = 30.0
 """Seconds after ``parallel.timeout_s`` in which waiting ranks give up and Ray may notice a dead node."""
 _LAST_POLL_S = 5.0  # a poll that is under way
+_SHOWN = 5  # untracked files
 
 
 class Launcher(base.Launcher):
@@ -47,7 +55,7 @@ class Launcher(base.Launcher):
         self._ingests: dict[str, Ingest] = {}
 
     def __enter__(self) -> Self:
-        self._joined = self.held.enter_context(Joined.session(self.session, address=self._address))
+        self._joined = self.held.enter_context(_Joined.session(self.session, address=self._address))
         return self
 
     @staticmethod
@@ -164,3 +172,68 @@ def _how(failure: BaseException) -> str:
     if isinstance(getattr(failure, "health_check_failure", None), RayActorError):  # Ray doesn't know more
         return "its process was killed (out of memory?) or crashed"
     return f"{type(failure).__name__}: {first_line(failure)}"
+
+
+class _Joined:
+    """A session's connection to Ray; a local Ray needs no code and no checks."""
+
+    def __init__(self, session: base.Session, *, address: str | None, code: Code, untracked: tuple[str, ...]) -> None:
+        self.code = code
+        self._session = session
+        self._is_local = address is None
+        self._untracked = untracked
+        self._seen: set[str] = set()
+
+    @classmethod
+    @contextmanager
+    def session(cls, session: base.Session, *, address: str | None) -> Iterator[Self]:
+        """Connect for the duration of a session.
+
+        Raises:
+            ResourceError: no cluster answers, or the code can't be sent.
+        """
+        package = to_send(session.parallel, joined=address is not None)
+        untracked = tuple(map(str, package.untracked_code)) if package else ()
+        with ExitStack() as stack:
+            code, runtime_env = stack.enter_context(sent(package, joined=address is not None))
+            if address is None:
+                stack.enter_context(local_ray(session.parallel, streams=session.streams, verbose=session.verbose))
+            else:
+                stack.enter_context(connected(address, verbose=session.verbose, runtime_env=runtime_env))
+            yield cls(session, address=address, code=code, untracked=untracked)
+
+    def check_nodes(self, trial: Trial) -> None:
+        """Check nodes that may get workers and weren't checked yet: a lost node may be replaced by a new one.
+
+        Raises:
+            ResourceError: everything that the nodes lack.
+        """
+        able: Mapping[str, Mapping[str, Any]] = {} if self._is_local else able_nodes(self._session.parallel)
+        new = {id_: node_name(node) for id_, node in able.items() if id_ not in self._seen}
+        if not new:
+            return
+        if self._seen:  # the first nodes were asked for their facts when the run was planned
+            facts = facts_of_nodes(timeout_s=self._session.parallel.start_timeout_s)
+            refuse_others([node for node in facts if node.ray_node in new], here=facts_here())
+        elif self._untracked:
+            self._warn(
+                f"not sent to the cluster, because git doesn't track it: {_listed(self._untracked)}; git add it", trial
+            )
+        for note in look_around(trial.experiment, nodes=new, code=self.code, checkpoints=self._checkpoints(trial)):
+            self._warn(note, trial)
+        self._seen |= new.keys()
+
+    def _checkpoints(self, trial: Trial) -> str | None:
+        """Return the address of the checkpoints, also for the baseline: it runs first, so a mistake shows early."""
+        options = trial.experiment.checkpoint
+        if not (isinstance(trial, Training | Baseline) and options.keep):
+            return None
+        return address_of(options.directory, run=self._session.folder)
+
+    def _warn(self, message: str, trial: Trial) -> None:
+        self._session.receive(Warned(trial=trial.name, message=message))
+
+
+def _listed(paths: tuple[str, ...]) -> str:
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(paths[:_SHOWN]) + more

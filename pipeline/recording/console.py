@@ -13,7 +13,7 @@ import rich.console
 from pipeline.protocol import events
 from pipeline.protocol.events import Advanced, AnyEvent, Finished, FirstStep, Metrics, Started, TrialOpened
 from pipeline.protocol.trial import Training, Trial
-from pipeline.recording.display import Display, Lines, LiveDisplay, Shown, amounts, facts, figures, position
+from pipeline.recording.display import Lines, LiveDisplay, Shown, amounts, facts, figures, position
 from pipeline.recording.terminal import PrintableTable, Terminal, headed, print_report_table, write
 from pipeline.wording import counted
 
@@ -31,7 +31,7 @@ class Console:
         self._trials = {trial.name: trial for trial in trials}
         self._total = len(trials)
         self._opened = 0
-        self._display: Display | None = None
+        self._display: Lines | LiveDisplay | NotebookDisplay | None = None
         self._label = ""
 
     def receive(self, event: AnyEvent) -> None:
@@ -57,7 +57,7 @@ class Console:
         is_run = any(isinstance(trial, Training) for trial in self._trials.values())
         return f"{event.trial}: {event.title}" if is_run else f"[{self._opened}/{self._total}] {event.title}"
 
-    def _new_display(self, event: TrialOpened) -> Display | None:
+    def _new_display(self, event: TrialOpened) -> "Lines | LiveDisplay | NotebookDisplay | None":
         if self._stdout.quiet:
             return None
         waiting = _waiting(event, self._trials.get(event.trial))
@@ -135,7 +135,7 @@ class NotebookDisplay:
         self._handle = _displayed(self._html())
 
     def show(self, event: Shown) -> None:
-        """See `Display`."""
+        """Update the progress."""
         match event:
             case Started():
                 self._started, self._done = event, (0, event.total_steps)
@@ -155,7 +155,7 @@ class NotebookDisplay:
             _replace_html(self._handle, self._html())
 
     def close(self) -> None:
-        """See `Display`."""
+        """Remove the display: the trial has ended."""
         _replace_html(self._handle, "")
 
     def _html(self) -> str:

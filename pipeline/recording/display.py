@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
 
 import rich.console
 from rich.console import Group
@@ -63,16 +62,6 @@ def amounts(event: Advanced) -> str:
     return f"{'/'.join(f'{amount:,}' for amount in known)} {event.unit}".rstrip()
 
 
-class Display(Protocol):
-    """Display of one trial."""
-
-    def show(self, event: Shown) -> None:
-        """Update the progress."""
-
-    def close(self) -> None:
-        """Remove the display: the trial has ended."""
-
-
 class Lines:
     """Display in plain lines, for log files and pipes."""
 
@@ -85,7 +74,7 @@ class Lines:
         self._line(waiting)
 
     def show(self, event: Shown) -> None:
-        """See `Display`."""
+        """Update the progress."""
         match event:
             case Started():
                 self._started = event
@@ -129,7 +118,7 @@ class LiveDisplay:
         self._live.start(refresh=True)
 
     def show(self, event: Shown) -> None:
-        """See `Display`."""
+        """Update the progress."""
         match event:
             case Started():
                 self._started = event
@@ -146,7 +135,7 @@ class LiveDisplay:
                 self._activities.show(event)
 
     def close(self) -> None:
-        """See `Display`."""
+        """Remove the display: the trial has ended."""
         self._live.stop()
 
     def _say(self, text: str) -> None:

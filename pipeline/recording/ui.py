@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError, UsageError
@@ -24,24 +24,16 @@ from pipeline.recording.store import artifact_root, check_store, is_server, runs
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 2.0
 _MOST = 10
+_HOST = "127.0.0.1"
 _TIMEOUT_S = 5.0
 
 
-class Page(NamedTuple):
-    """Link to the runs of an experiment."""
-
-    experiment: str
-    """Name of the experiment."""
-    link: str
-
-
-def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str], None] | None = None) -> str:
+def serve(uri: str, *, port: int, ready: Callable[[str], None] | None = None) -> str:
     """Serve the UI until interrupted; return at once if the store is a server, which has a UI.
 
     Args:
         uri: tracking URI, as `resolve_uri` returns it.
         port: TCP port.
-        host: address to listen on.
         ready: called with the address once the server answers.
 
     Returns:
@@ -58,10 +50,10 @@ def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str]
     if (path := sqlite_path(uri)) and not path.exists():
         raise UsageError(f"{path}: no runs yet; `pipeline run EXPERIMENT` creates it")
     check_store(uri)
-    _check_port(host, port)
-    address = f"http://{host}:{port}"
+    _check_port(port)
+    address = f"http://{_HOST}:{port}"
     with tempfile.TemporaryFile("w+") as log:
-        server = _start(uri, host=host, port=port, log=log)
+        server = _start(uri, port=port, log=log)
         try:
             _wait_until_healthy(server, address=address, log=log)
             if ready:
@@ -74,8 +66,8 @@ def serve(uri: str, *, port: int, host: str = "127.0.0.1", ready: Callable[[str]
     return address
 
 
-def pages(address: str) -> Iterator[Page]:
-    """Yield the experiments of this project that were updated last, the latest first.
+def pages(address: str) -> Iterator[tuple[str, str]]:
+    """Yield the experiments of this project that were updated last, the latest first: name, link to the runs.
 
     Args:
         address: address of the UI, which is a tracking server, too.
@@ -89,23 +81,23 @@ def pages(address: str) -> Iterator[Page]:
         found = json.load(answer).get("experiments", [])
     for experiment in found:
         if any(tag["key"] == VIEW_TAG for tag in experiment.get("tags", [])):
-            yield Page(experiment["name"], runs_link(address, experiment["experiment_id"]))
+            yield experiment["name"], runs_link(address, experiment["experiment_id"])
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(port: int) -> None:
     with closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind((_HOST, port))
         except OSError as error:
-            raise UsageError(f"port {port} on {host}: {error.strerror}; choose another port with --port") from None
+            raise UsageError(f"port {port} on {_HOST}: {error.strerror}; choose another port with --port") from None
 
 
-def _start(uri: str, *, host: str, port: int, log: IO[str]) -> subprocess.Popen[bytes]:
+def _start(uri: str, *, port: int, log: IO[str]) -> subprocess.Popen[bytes]:
     """Start the server in a separate process group: Ctrl-C reaches only this process, which then ends the group."""
     path = sqlite_path(uri)
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
-    command += ["--host", host, "--port", str(port), "--workers", "1"]
+    command += ["--host", _HOST, "--port", str(port), "--workers", "1"]
     if root := artifact_root(uri):
         command += ["--artifacts-destination", root]
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}

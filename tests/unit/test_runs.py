@@ -10,8 +10,8 @@ import pytest
 import rich.console
 from samples import finished, report, spread
 
-from pipeline.commands.history import run_table as table
 from pipeline.commands.history.difference import difference, show_difference
+from pipeline.commands.history.run_result import ago, show_runs
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened
 from pipeline.protocol.trial import Status
@@ -59,7 +59,7 @@ def console_of(width: int, *, is_terminal: bool = True) -> rich.console.Console:
 def shown(width: int, directory: Path, *, ago_s: float = 7200, is_terminal: bool = True) -> list[str]:
     console = console_of(width, is_terminal=is_terminal)
     now = datetime.fromtimestamp(BEGAN + ago_s, UTC)
-    table.show(list(runs.summaries(directory)), now=now, console=console)
+    show_runs(list(runs.summaries(directory)), now=now, console=console)
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -125,7 +125,7 @@ def test_the_table_fits_80_columns_and_loses_the_experiment_first(tmp_path: Path
     ("seconds", "text"), [(-3, "0 s ago"), (59, "59 s ago"), (60, "1 min ago"), (7199, "1 h ago"), (90000, "1 d ago")]
 )
 def test_how_long_ago(seconds: float, text: str) -> None:
-    assert table.ago(seconds) == text
+    assert ago(seconds) == text
 
 
 def test_a_run_is_found_by_a_part_of_its_id_by_its_folder_and_as_the_latest(tmp_path: Path) -> None:

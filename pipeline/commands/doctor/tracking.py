@@ -2,13 +2,16 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError
 from pipeline.recording.store import check_store, is_server, redacted, resolve_uri, with_credentials
+
+if TYPE_CHECKING:
+    import requests
 
 _SUBJECT = "MLflow"
 _TIMEOUT_S = 5
@@ -19,13 +22,6 @@ _REFUSALS = {
     404: ("is not an MLflow server", "set tracking.uri to the address that shows the MLflow UI"),
 }
 _WRONG_NAME = "Invalid Host"
-
-
-class _Response(NamedTuple):
-    """Status and body of a server's response."""
-
-    status: int
-    text: str
 
 
 def store(uri: str | None) -> str:
@@ -61,23 +57,23 @@ def _server(uri: str, *, shown: str, client: str | None) -> CheckResult:
         version = _ask(uri, "/version")
     except ResourceError as error:
         return CheckResult(subject=_SUBJECT, status="warning", what=f"{shown} {error}", fix="look at the server's log")
-    if answer.status in _REFUSALS:
-        what, fix = _REFUSALS[answer.status]
+    if answer.status_code in _REFUSALS:
+        what, fix = _REFUSALS[answer.status_code]
         if _WRONG_NAME in answer.text:
             host = urlsplit(shown).netloc
             what, fix = f"rejects the host name {host}", f"mlflow server --allowed-hosts {host} ..., on the server"
         said = " ".join(answer.text.split())[:100]
         return CheckResult(
-            subject=_SUBJECT, status="problem", what=f"{shown} {what} ({answer.status}: {said})", fix=fix
+            subject=_SUBJECT, status="problem", what=f"{shown} {what} ({answer.status_code}: {said})", fix=fix
         )
-    if answer.status != 200:
+    if answer.status_code != 200:
         return CheckResult(
             subject=_SUBJECT,
             status="warning",
-            what=f"{shown} answers with status {answer.status}; results stay in the journal until it accepts them",
+            what=f"{shown} answers with status {answer.status_code}; results stay in the journal until it accepts them",
             fix="look at the server's log",
         )
-    return _versions(version.text.strip() if version.status == 200 else "", shown=shown, client=client)
+    return _versions(version.text.strip() if version.status_code == 200 else "", shown=shown, client=client)
 
 
 def _versions(server: str, *, shown: str, client: str | None) -> CheckResult:
@@ -95,7 +91,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
-def _ask(uri: str, path: str) -> _Response:
+def _ask(uri: str, path: str) -> "requests.Response":
     """Send a GET request with MLflow's own client and credentials.
 
     Raises:
@@ -106,9 +102,9 @@ def _ask(uri: str, path: str) -> _Response:
     from mlflow.utils.rest_utils import http_request
 
     try:
-        answer = http_request(
+        answer: requests.Response = http_request(
             get_default_host_creds(uri), path, "GET", max_retries=0, timeout=_TIMEOUT_S, raise_on_status=False
         )
     except (MlflowException, OSError) as error:
         raise ResourceError(f"doesn't answer ({redacted(str(error)).splitlines()[0]})") from None
-    return _Response(answer.status_code, answer.text)
+    return answer
