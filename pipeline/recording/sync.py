@@ -41,7 +41,11 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
     """
     trials = [trial for trial in trials_of(folder) if journal.opened(trial / journal.FILE_NAME)]
     if trials:
-        begun = _send(folder, warn=warn, to=to, wanted=lambda event: not _is_of_trials(event))
+
+        def is_own(event: AnyEvent) -> bool:
+            return not (isinstance(event, Tagged) or (isinstance(event, ModelSaved) and event.run))
+
+        begun = _send(folder, warn=warn, to=to, wanted=is_own)
         if not begun.delivered:
             yield begun
             return
@@ -62,7 +66,10 @@ def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callabl
     if opened is None or last is None:
         raise UsageError(f"{path}: nothing to send, the run ended before it started")
     uri = to or with_credentials(opened.tracking_uri)
-    _check(uri, folder=folder)
+    try:
+        check_store(uri)  # a server that doesn't answer now is tried anyway
+    except ResourceError as error:
+        raise ResourceError(f"{error}\nor send it to another store: pipeline sync {folder} --to URI") from error
     delivery = Delivery(folder=folder, warn=warn, uri=uri)
     _deliver(delivery, filter(wanted, _ended_once(path, last=last)), count=count)
     elsewhere = "" if uri == with_credentials(opened.tracking_uri) else without_credentials(uri)
@@ -77,13 +84,6 @@ def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callabl
     return outcome.model_copy(update={"message": f"all of {folder} is in MLflow: {link}"})
 
 
-def _check(uri: str, *, folder: Path) -> None:
-    try:
-        check_store(uri)  # a server that doesn't answer now is tried anyway
-    except ResourceError as error:
-        raise ResourceError(f"{error}\nor send it to another store: pipeline sync {folder} --to URI") from error
-
-
 def _deliver(delivery: Delivery, events: Iterable[AnyEvent], *, count: int) -> None:
     ending = Flag()
     ending.set()
@@ -94,11 +94,6 @@ def _deliver(delivery: Delivery, events: Iterable[AnyEvent], *, count: int) -> N
                     return
                 progress.by(len(batch))
         persist(delivery.upload, ending=ending)
-
-
-def _is_of_trials(event: AnyEvent) -> bool:
-    """Return True for an event of a sweep about a trial, whose MLflow run must exist."""
-    return isinstance(event, Tagged) or (isinstance(event, ModelSaved) and bool(event.run))
 
 
 def _ended_once(path: Path, *, last: AnyEvent) -> Iterator[AnyEvent]:

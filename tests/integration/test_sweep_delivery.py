@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 
 from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep import sweep_report as outcome
-from pipeline.commands.sweep.assignment import Record, Suggestion
+from pipeline.commands.sweep.assignment import Record
 from pipeline.commands.sweep.journals import state_of
 from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, Metrics, ModelSaved, Point, RunClosed, RunOpened, Tagged
@@ -93,7 +93,7 @@ def sweep(tmp_path: Path) -> Sweep:
 def test_the_row_of_a_stopped_trial_is_what_it_was_stopped_for(sweep: Sweep) -> None:
     """It trains on until it hears of it; a trial that has finished counts by its last evaluation."""
     rows = [
-        outcome.trial(sweep.folder, Suggestion(number=number, values={"optimizer.lr": 0.1}), metric=METRIC)
+        outcome.trial(sweep.folder, Record(number=number, values={"optimizer.lr": 0.1}), metric=METRIC)
         for number in (1, 2)
     ]
     assert [(row.state, row.epochs, row.value) for row in rows] == [("finished", 3, 1 / 3), ("stopped early", 2, 1 / 2)]

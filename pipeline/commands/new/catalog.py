@@ -1,4 +1,4 @@
-"""The templates and their questions."""
+"""The templates and their questions. A UsageError from here names what is missing or broken in them."""
 
 import importlib.util
 import json
@@ -29,31 +29,19 @@ class Template(NamedTuple):
         return self.folder / _CONTEXT
 
     def questions(self) -> dict[str, tuple[str, ...]]:
-        """Return the questions with the allowed answers; an empty tuple allows any text.
-
-        Raises:
-            UsageError: the template is broken.
-        """
+        """Return the questions with the allowed answers; an empty tuple allows any text."""
         asked, choices = _read(self.context_file), self.choices()
         return {key: tuple(choices.get(key, ())) for key in asked if not key.startswith("_")}
 
     def choices(self) -> dict[str, dict[str, str]]:
-        """Return the allowed answers to each question that has choices, with a short description of each.
-
-        Raises:
-            UsageError: the template is broken.
-        """
+        """Return the allowed answers to each question that has choices, with a short description of each."""
         choices = _read(self.context_file).get(CHOICES, {})
         if not isinstance(choices, dict) or not all(isinstance(each, dict) for each in choices.values()):
             raise UsageError(_broken(self.context_file, f"has {CHOICES} that are no mapping"))
         return choices
 
     def module(self, file: str) -> ModuleType:
-        """Import a Python file of the template, so that its functions can be called without cookiecutter.
-
-        Raises:
-            UsageError: the template is broken.
-        """
+        """Import a Python file of the template, so that its functions can be called without cookiecutter."""
         path = self.folder / file
         if not path.is_file():
             raise UsageError(_broken(path, "is missing"))
@@ -65,20 +53,12 @@ class Template(NamedTuple):
         return module
 
     def problems(self, answers: Mapping[str, str]) -> list[str]:
-        """Return contradictions between answers, each of which is allowed by itself.
-
-        Raises:
-            UsageError: the template is broken.
-        """
+        """Return contradictions between answers, each of which is allowed by itself."""
         found: list[str] = self.module("local_extensions.py").problems(answers)
         return found
 
     def finishing(self) -> ModuleType:
-        """Import the hook that completes a rendered project.
-
-        Raises:
-            UsageError: the template is broken.
-        """
+        """Import the hook that completes a rendered project."""
         return self.module("hooks/post_gen_project.py")
 
 
@@ -89,20 +69,12 @@ def root() -> Path:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all templates; the first is the default.
-
-    Raises:
-        UsageError: the templates are missing or broken.
-    """
+    """Return the names of all templates; the first is the default."""
     return tuple(_listed())
 
 
 def titles() -> dict[str, str]:
-    """Return a title for each template, by name.
-
-    Raises:
-        UsageError: the templates are missing or broken.
-    """
+    """Return a title for each template, by name."""
     return {name: f"{name}: {find(name).description}" for name in names()}
 
 

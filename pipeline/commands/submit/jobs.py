@@ -48,7 +48,12 @@ class Job(Frozen):
 
 
 class Jobs:
-    """The jobs of one cluster."""
+    """The jobs of one cluster.
+
+    Raises:
+        UsageError: from a method that takes the id of a job, if there is no such job.
+        ResourceError: from each method, if the cluster doesn't answer.
+    """
 
     def __init__(self, address: str | None) -> None:
         """Connect to the cluster's job server.
@@ -84,12 +89,7 @@ class Jobs:
         return identity
 
     def job(self, identity: str) -> Job:
-        """Query a job.
-
-        Raises:
-            UsageError: there is no such job.
-            ResourceError: the cluster doesn't answer.
-        """
+        """Query a job."""
         with cluster.explained(self.url):
             try:
                 return _job(self.client.get_job_info(identity))
@@ -99,11 +99,7 @@ class Jobs:
         raise UsageError(f"{self.url} has no job {identity}{did_you_mean(identity, known)}; pipeline status shows all")
 
     def all(self) -> list[Job]:
-        """Return all jobs that the cluster remembers, newest last.
-
-        Raises:
-            ResourceError: the cluster doesn't answer.
-        """
+        """Return all jobs that the cluster remembers, newest last."""
         with cluster.explained(self.url):
             details = self.client.list_jobs()
         jobs = [
@@ -112,23 +108,13 @@ class Jobs:
         return sorted(jobs, key=lambda job: job.began or datetime.max.replace(tzinfo=UTC))
 
     def logs(self, identity: str) -> str:
-        """Return the job's output so far.
-
-        Raises:
-            UsageError: there is no such job.
-            ResourceError: the cluster doesn't answer.
-        """
+        """Return the job's output so far."""
         self.job(identity)
         with cluster.explained(self.url):
             return str(self.client.get_job_logs(identity))
 
     def stop(self, identity: str) -> Job:
-        """Request a checkpoint and the end of a job, and wait for the end; a job that has ended is returned unchanged.
-
-        Raises:
-            UsageError: there is no such job.
-            ResourceError: the cluster doesn't answer.
-        """
+        """Request a checkpoint and the end of a job, and wait for it; a job that has ended is returned unchanged."""
         if (job := self.job(identity)).has_ended:
             return job
         with cluster.explained(self.url):

@@ -17,14 +17,14 @@ AFTER_GRACE_S = 15.0
 
 
 class Record(Frozen):
-    """Number and values of a trial, kept in its folder."""
+    """Number and values of a trial, as they were suggested; kept in its folder once it is started."""
 
     number: int
     """Number of the trial, from 1."""
     values: Mapping[str, Any]
     """Values by dotted key."""
     failure: str = ""
-    """Reason why the process ended without a journal."""
+    """Reason why these values can't be trained together, or why the process ended without a journal; else empty."""
     stopped_after: int | None = None
     """Epochs that count for a trial that was stopped early; it may have trained more before it ended."""
 
@@ -42,15 +42,6 @@ class Record(Frozen):
         partial = folder / f"{RECORD_NAME}.partial"
         partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         partial.replace(folder / RECORD_NAME)
-
-
-class Suggestion(Frozen):
-    """Values that Ray Tune suggests for a trial; Tune writes them into its files."""
-
-    number: int
-    values: Mapping[str, Any]
-    problem: str = ""
-    """Reason why these values can't be trained together; empty if they can."""
 
 
 class TrialJob(Frozen):
@@ -87,7 +78,7 @@ class Assignment(Frozen):
     """Complete description of a trial, which its process reads from standard input."""
 
     job: TrialJob
-    suggestion: Suggestion
+    record: Record
     config_hash: str = ""
     """Hash of the experiment as the sweep read it; the file may have changed since."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.commands.invocation import planning
-from pipeline.commands.sweep.assignment import Suggestion
+from pipeline.commands.sweep.assignment import Record
 from pipeline.config.load import ExperimentFile
 from pipeline.config.overrides import override
 from pipeline.config.summary import config_hash
@@ -40,7 +40,7 @@ class SweepPlan(Frozen):
     concurrent: int
     """Number of concurrent trials."""
     seed: int
-    suggestions: tuple[Suggestion, ...]
+    suggestions: tuple[Record, ...]
     """Trials in order, as far as they are known; empty with Optuna."""
     epochs: int
     """Largest number of epochs of a trial."""
@@ -104,13 +104,13 @@ def sweep_of(file: ExperimentFile) -> Sweep:
     return file.experiment.sweep
 
 
-def identified(file: ExperimentFile, suggestion: Suggestion, *, common: Mapping[str, Any]) -> tuple[Suggestion, str]:
+def identified(file: ExperimentFile, suggestion: Record, *, common: Mapping[str, Any]) -> tuple[Record, str]:
     """Return a suggestion, with the problem of its values if there is one, and the hash of its experiment."""
     try:
         return suggestion, config_hash(file.varied({**common, **suggestion.values}).experiment)
     except ExperimentError as error:
         problem = "; ".join(f"{one.key}: {one.message}" for one in error.problems)
-        return suggestion.model_copy(update={"problem": problem}), ""
+        return suggestion.model_copy(update={"failure": problem}), ""
 
 
 def describe(plan: SweepPlan) -> str:
@@ -163,14 +163,14 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
     return concurrent, parallel.cpus_per_worker or max(1, resources.cpus // resources.nodes // on_a_node)
 
 
-def _suggestions(file: ExperimentFile, sweep: Sweep, *, seed: int, common: Mapping[str, Any]) -> "list[Suggestion]":
+def _suggestions(file: ExperimentFile, sweep: Sweep, *, seed: int, common: Mapping[str, Any]) -> "list[Record]":
     if sweep.search != "random":
         return []
-    drawn = [Suggestion(number=number, values=values) for number, values in enumerate(draws(sweep, seed=seed), 1)]
-    wrong = [one for each in drawn if (one := identified(file, each, common=common)[0]).problem]
+    drawn = [Record(number=number, values=values) for number, values in enumerate(draws(sweep, seed=seed), 1)]
+    wrong = [one for each in drawn if (one := identified(file, each, common=common)[0]).failure]
     if wrong:
         raise file.explain(
-            [Problem("sweep.parameters", f"{titled(one.number, one.values)}: {one.problem}") for one in wrong]
+            [Problem("sweep.parameters", f"{titled(one.number, one.values)}: {one.failure}") for one in wrong]
         )
     return drawn
 

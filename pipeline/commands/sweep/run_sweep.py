@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeline.commands.invocation import Invocation, invoked, refuse_torchrun
 from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep import sweep_report as outcome
-from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Suggestion, TrialJob, folder_name
+from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Record, TrialJob, folder_name
 from pipeline.commands.sweep.journals import state_of
 from pipeline.commands.sweep.planning import SweepPlan, identified, make
 from pipeline.config.load import ExperimentFile
@@ -97,7 +97,7 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
 def _searcher(plan: SweepPlan, invocation: Invocation) -> "Searcher":
     from pipeline.commands.sweep.searchers import Learning, Listed
 
-    def complete(suggestion: Suggestion) -> tuple[Suggestion, str]:
+    def complete(suggestion: Record) -> tuple[Record, str]:
         return identified(invocation.file, suggestion, common=plan.common)
 
     if plan.sweep.search == "random":

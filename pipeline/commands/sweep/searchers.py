@@ -5,14 +5,14 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
-from pipeline.commands.sweep.assignment import Suggestion
+from pipeline.commands.sweep.assignment import Record
 from pipeline.commands.sweep.planning import rounded
 from pipeline.commands.sweep.supervisor import SUGGESTION
 from pipeline.config.sweep import Parameter, Sweep
 from pipeline.config.values import Direction
 from pipeline.errors import ResourceError
 
-Complete = Callable[[Suggestion], tuple[Suggestion, str]]
+Complete = Callable[[Record], tuple[Record, str]]
 """Function that adds why a suggestion can't be trained, and returns the hash of its experiment."""
 
 
@@ -32,7 +32,7 @@ class _Forgetful(Searcher):  # type: ignore[misc]  # Ray has no types
 class Listed(_Forgetful):
     """Searcher over a list of suggestions."""
 
-    def __init__(self, suggestions: Sequence[Suggestion], complete: Complete, *, metric: str, mode: str) -> None:
+    def __init__(self, suggestions: Sequence[Record], complete: Complete, *, metric: str, mode: str) -> None:
         super().__init__(metric=metric, mode=mode)
         self._waiting = list(suggestions)
         self._complete = complete
@@ -94,7 +94,7 @@ class Learning(_Forgetful):
             key: one.choice[point[_name(i)]] if one.choice is not None else rounded(one, point[_name(i)])
             for i, (key, one) in enumerate(self._parameters.items())
         }
-        return _config(self._complete, Suggestion(number=self._number, values=values))
+        return _config(self._complete, Record(number=self._number, values=values))
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Pass the result on to Optuna."""
@@ -141,6 +141,6 @@ def _name(index: int) -> str:
     return f"p{index}"
 
 
-def _config(complete: Complete, suggestion: Suggestion) -> dict[str, Any]:
+def _config(complete: Complete, suggestion: Record) -> dict[str, Any]:
     completed, config_hash = complete(suggestion)
     return {SUGGESTION: completed.model_dump_json(), "hash": config_hash}

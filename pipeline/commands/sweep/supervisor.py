@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from ray import tune
 
-from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Assignment, Record, Suggestion, TrialJob
+from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Assignment, Record, TrialJob
 from pipeline.commands.sweep.journals import Evaluation, Follower, Unmeasurable, state_of
 from pipeline.protocol.events import STOPPED_EARLY
 from pipeline.recording import journal
@@ -34,7 +34,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         """Take over a trial; ``job`` is a `TrialJob` as JSON."""
         self._job = TrialJob.model_validate_json(job)
         self._minimizes = direction == "min"
-        self._suggestion = Suggestion.model_validate_json(config[SUGGESTION])
+        self._suggestion = Record.model_validate_json(config[SUGGESTION])
         self._hash = config["hash"]
         self._folder = self._job.folder_of(self._suggestion.number)
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,8 +66,8 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
     def _evaluations(self) -> Iterator[Evaluation]:
         """Yield the evaluations in the journal, then new evaluations as they are written."""
         follower = Follower(self._folder, metric=self._job.metric)
-        if self._suggestion.problem:
-            raise self._failed(self._suggestion.problem)
+        if self._suggestion.failure:
+            raise self._failed(self._suggestion.failure)
         try:
             yield from follower.evaluations()
             if self._has_ended():
@@ -94,7 +94,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
 
     def _start(self) -> "subprocess.Popen[bytes]":
         self._record()
-        assignment = Assignment(job=self._job, suggestion=self._suggestion, config_hash=self._hash)
+        assignment = Assignment(job=self._job, record=self._suggestion, config_hash=self._hash)
         with (self._folder / OUTPUT_NAME).open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.commands.sweep.trial_process"],
@@ -134,7 +134,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         return TrialFailed(message)
 
     def _record(self, **outcome: Any) -> None:
-        Record(number=self._suggestion.number, values=self._suggestion.values, **outcome).keep(self._folder)
+        self._suggestion.model_copy(update=outcome).keep(self._folder)
 
 
 def _write(pipe: IO[bytes] | None, line: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import time
 
 from pipeline.commands.invocation import Invocation
-from pipeline.commands.sweep.assignment import Record, Suggestion, folder_name
+from pipeline.commands.sweep.assignment import Record, folder_name
 from pipeline.commands.sweep.journals import Follower, Unmeasurable, model_of, state_of
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.config.load import ExperimentFile
@@ -19,7 +19,7 @@ from pipeline.recording.folder import id_of
 from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial
 
 
-def trial(sweep: Path, suggestion: Suggestion, *, metric: str) -> SweptTrial:
+def trial(sweep: Path, suggestion: Record, *, metric: str) -> SweptTrial:
     """Return the state and the last evaluation of a trial."""
     folder = sweep / folder_name(suggestion.number)
     state, message = state_of(folder)
@@ -80,8 +80,7 @@ def best_of(trials: Sequence[SweptTrial], direction: Direction) -> SweptTrial | 
 
 def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequence[str]) -> Swept:
     sweep = plan.sweep
-    begun = (Suggestion(number=record.number, values=record.values) for record in records(folder))
-    trials = tuple(trial(folder, each, metric=sweep.metric) for each in plan.suggestions or begun)
+    trials = tuple(trial(folder, each, metric=sweep.metric) for each in plan.suggestions or records(folder))
     best = best_of(trials, plan.direction)
     return Swept(
         experiment=file.experiment.name,

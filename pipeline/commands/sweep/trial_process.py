@@ -67,14 +67,14 @@ def train(assignment: Assignment, lifeline: _Lifeline) -> None:
     from pipeline.recording.recorded_run import Membership
     from pipeline.recording.terminal import Terminal
 
-    job, suggestion = assignment.job, assignment.suggestion
-    file = load(job.file, job.overrides).varied({**job.common, **suggestion.values})
+    job, record = assignment.job, assignment.record
+    file = load(job.file, job.overrides).varied({**job.common, **record.values})
     if config_hash(file.experiment) != assignment.config_hash:
         raise UsageError(f"{job.file} has changed since the sweep began; put it back, or start a new sweep")
-    folder = job.folder_of(suggestion.number)
+    folder = job.folder_of(record.number)
     member = Membership(
         folder=folder,
-        title=titled(suggestion.number, suggestion.values),
+        title=titled(record.number, record.values),
         interruption=lambda: lifeline.reason,
         logs_model=job.logs_models,
     )

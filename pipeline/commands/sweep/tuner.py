@@ -10,7 +10,7 @@ from ray.tune.search import Searcher
 
 from pipeline.cluster.connection import outside_main_thread
 from pipeline.commands.invocation import Invocation
-from pipeline.commands.sweep.assignment import Suggestion, TrialJob
+from pipeline.commands.sweep.assignment import Record, TrialJob
 from pipeline.commands.sweep.planning import SweepPlan, titled
 from pipeline.commands.sweep.supervisor import EPOCH, SUGGESTION, Supervisor
 from pipeline.commands.sweep.sweep_report import trial as swept_trial
@@ -113,7 +113,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         """Tell the end of a trial that failed."""
         self.on_trial_complete(iteration, trials, trial)
 
-    def _found(self, trial: Any) -> tuple[Suggestion, SweptTrial]:
+    def _found(self, trial: Any) -> tuple[Record, SweptTrial]:
         suggestion = _suggestion(trial)
         return suggestion, swept_trial(self._invocation.folder, suggestion, metric=self._plan.sweep.metric)
 
@@ -173,5 +173,5 @@ def _scheduler(sweep: Sweep, *, epochs: int) -> TrialScheduler:
     )
 
 
-def _suggestion(trial: Any) -> Suggestion:
-    return Suggestion.model_validate_json(trial.config[SUGGESTION])
+def _suggestion(trial: Any) -> Record:
+    return Record.model_validate_json(trial.config[SUGGESTION])
