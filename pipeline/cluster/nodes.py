@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray import cloudpickle
@@ -12,20 +12,12 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.cluster.node_facts import NodeFacts, collect
+from pipeline.cluster.placement import alive_nodes, node_name
 from pipeline.errors import ResourceError
 from pipeline.wording import last_line
 
 _CLOCK_ROUNDS = 5
 _CLOCK_TIMEOUT_S = 5.0
-
-
-class _Asked(NamedTuple):
-    """Living node with its pending answer."""
-
-    id: str
-    address: str
-    label: str
-    answer: "ray.ObjectRef[str]"
 
 
 class NodesSilent(ResourceError):
@@ -54,20 +46,22 @@ def facts_of_nodes(*, timeout_s: float) -> tuple[NodeFacts, ...]:
     """
     answered, silent = [], {}
     with by_value(collect):
-        asked = [_ask(record) for record in ray.nodes() if record["Alive"]]
-    asked.sort(key=lambda node: node.address)
-    in_time, _ = ray.wait([node.answer for node in asked], num_returns=len(asked), timeout=timeout_s)
-    for node in asked:
-        if node.answer not in in_time:
-            silent[node.label] = f"it didn't answer within {timeout_s:g} s; read Ray's logs there, or restart Ray on it"
-            ray.cancel(node.answer, force=True)
+        nodes = sorted(alive_nodes(), key=lambda node: str(node["NodeManagerAddress"]))
+        asked = {pinned(collect.facts, node=node["NodeID"]).remote(all_gpus=True): node for node in nodes}
+    in_time, _ = ray.wait([*asked], num_returns=len(asked), timeout=timeout_s)
+    for answer, node in asked.items():
+        if answer not in in_time:
+            why = f"it didn't answer within {timeout_s:g} s; read Ray's logs there, or restart Ray on it"
+            silent[node_name(node)] = why
+            ray.cancel(answer, force=True)
             continue
         try:
-            facts = NodeFacts.model_validate_json(ray.get(node.answer))
+            facts = NodeFacts.model_validate_json(ray.get(answer))
         except RayError as error:
-            silent[node.label] = last_line(error)
+            silent[node_name(node)] = last_line(error)
         else:
-            answered.append(facts.model_copy(update={"address": node.address, "ray_node": node.id}))
+            place = {"address": node["NodeManagerAddress"], "ray_node": node["NodeID"]}
+            answered.append(facts.model_copy(update=place))
     answered = [_with_clock(facts) for facts in answered]
     if silent:
         raise NodesSilent(answered, silent)
@@ -82,12 +76,6 @@ def by_value(module: ModuleType) -> Iterator[None]:
         yield
     finally:
         cloudpickle.unregister_pickle_by_value(module)
-
-
-def _ask(node: Mapping[str, Any]) -> _Asked:
-    id_, address = str(node["NodeID"]), str(node["NodeManagerAddress"])
-    answer = pinned(collect.facts, node=id_).remote(all_gpus=True)
-    return _Asked(id_, address, f"{node['NodeManagerHostname']} ({address})", answer)
 
 
 def pinned(function: Callable[..., object], *, node: str, gpus: int = 0) -> Any:

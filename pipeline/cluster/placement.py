@@ -32,7 +32,7 @@ def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
     amounts = {"CPU": float(parallel.cpus_per_worker or 1), **parallel.resources_per_worker}
     if parallel.device == "cuda":
         amounts["GPU"] = 1
-    alive = _alive()
+    alive = alive_nodes()
     able = {
         str(node["NodeID"]): node
         for node in alive
@@ -61,7 +61,7 @@ def await_capacity(trial: Trial) -> None:
     patience_s = trial.experiment.parallel.start_timeout_s
     deadline = time.monotonic() + patience_s
     while (fit := free(trial)) < trial.workers:
-        total = _fitting(trial, [node["Resources"] for node in _alive()])
+        total = _fitting(trial, [node["Resources"] for node in alive_nodes()])
         there = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
         if total < trial.workers and not (isinstance(trial, Training) and trial.resume):
             reading = (
@@ -76,14 +76,14 @@ def await_capacity(trial: Trial) -> None:
 def await_death_notices(*, timeout_s: float) -> None:
     """Wait until Ray has noticed its dead nodes, on which it would still place workers."""
     deadline = time.monotonic() + min(timeout_s, _DEATH_NOTICE_S)
-    while not all(map(_is_reachable, _alive())) and time.monotonic() < deadline:
+    while not all(map(_is_reachable, alive_nodes())) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
 def free(trial: Trial) -> int:
     """Return the number of a trial's workers that fit beside what runs on the cluster."""
     available = available_resources_per_node()
-    return _fitting(trial, [available.get(node["NodeID"], {}) for node in _alive() if _is_reachable(node)])
+    return _fitting(trial, [available.get(node["NodeID"], {}) for node in alive_nodes() if _is_reachable(node)])
 
 
 def per_worker(trial: Trial) -> dict[str, float]:
@@ -111,7 +111,8 @@ def _fit(node: Mapping[str, float], amounts: Mapping[str, float]) -> int:
     return int(min((node.get(name, 0.0) + _ROUNDING) // amount for name, amount in amounts.items()))
 
 
-def _alive() -> list[dict[str, Any]]:
+def alive_nodes() -> list[dict[str, Any]]:
+    """Return Ray's records of the living nodes."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 

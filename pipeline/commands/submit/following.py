@@ -24,31 +24,29 @@ def follow(jobs: Jobs, identity: str, *, show: Callable[[str], None]) -> Job:
     seen = 0
     answered = time.monotonic()
     while True:
+        lost: Exception | None = None
         try:
             if (job := jobs.job(identity)).has_ended:
                 show(jobs.logs(identity)[seen:])
                 return job
             answered = time.monotonic()
-            seen = asyncio.run(_tail(jobs, identity, seen=seen, show=show))
-        except (ResourceError, _Disconnected) as error:
-            seen = error.seen if isinstance(error, _Disconnected) else seen
+            seen, lost = asyncio.run(_tail(jobs, identity, seen=seen, show=show))
+        except ResourceError as error:
+            lost = error
+        if lost is not None:
             if time.monotonic() - answered > _PATIENCE_S:
                 raise ResourceError(
                     f"lost the connection to {jobs.url}; {identity} may still be running there"
-                ) from error
+                ) from lost
             time.sleep(_RETRY_S)
 
 
-class _Disconnected(Exception):
-    """The connection broke after ``seen`` characters of output."""
+async def _tail(jobs: Jobs, identity: str, *, seen: int, show: Callable[[str], None]) -> tuple[int, Exception | None]:
+    """Show the output after the first ``seen`` characters.
 
-    def __init__(self, seen: int) -> None:
-        self.seen = seen
-        super().__init__(seen)
-
-
-async def _tail(jobs: Jobs, identity: str, *, seen: int, show: Callable[[str], None]) -> int:
-    """Show the output after the first ``seen`` characters; return the number of characters received."""
+    Returns:
+        Number of characters received, and the error if the connection broke.
+    """
     received = 0
     try:
         async for text in jobs.client.tail_job_logs(identity):
@@ -57,5 +55,5 @@ async def _tail(jobs: Jobs, identity: str, *, seen: int, show: Callable[[str], N
             if fresh:
                 show(fresh)
     except (aiohttp.ClientError, RuntimeError, OSError) as error:
-        raise _Disconnected(max(seen, received)) from error
-    return max(seen, received)
+        return max(seen, received), error
+    return max(seen, received), None
