@@ -15,7 +15,6 @@ from pipeline.config.summary import to_yaml
 from pipeline.config.targets import allowed_packages
 from pipeline.driver.execute import explained
 from pipeline.protocol.trial import Rank, Training
-from pipeline.recording.folder import shown
 from pipeline.system.imports import importable
 from pipeline.tasks import StepOutput
 from pipeline.training.build import build
@@ -64,7 +63,7 @@ class Experiment:
 
     def to_yaml(self) -> str:
         """Return the experiment as YAML, with defaults, without credentials."""
-        return to_yaml(shown(self.file.experiment))
+        return to_yaml(self.file.experiment)
 
     def __repr__(self) -> str:
         parallel = self.file.experiment.parallel

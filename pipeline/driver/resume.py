@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pipeline.config.load import ExperimentFile
-from pipeline.config.schema import Experiment
 from pipeline.config.summary import flatten
 from pipeline.errors import Problem, UsageError
 from pipeline.protocol.events import TrialOpened
 from pipeline.recording import journal, runs
-from pipeline.recording.folder import RunState, read_state, runs_named, shown
+from pipeline.recording.folder import RunState, read_state, runs_named
 
 LATEST = "latest"
 """Value of ``--resume``: the run of this experiment that began last."""
@@ -25,23 +25,25 @@ _ORDERING = ("seed", "data.")
 """Prefixes of keys that decide which samples are in the batch of a step."""
 
 
-def earlier(file: ExperimentFile, resume: str) -> RunState:
-    """Find the run meant by `LATEST`, an id, or a folder.
+def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"] = "main") -> RunState:
+    """Find the run or the sweep meant by `LATEST`, an id, or a folder.
 
     Raises:
-        UsageError: there is no such run, it is running, or it has finished.
+        UsageError: there is no such run, it is running, or it has finished; a finished sweep may get more trials.
     """
-    experiment = file.experiment
-    directory = Path(experiment.tracking.directory)
-    folder = newest(file) if resume == LATEST else named(resume, directory)
+    directory, name = Path(file.experiment.tracking.directory), file.experiment.name
+    what = "run" if role == "main" else role
+    folder = newest(file, role=role) if resume == LATEST else named(resume, directory)
     if folder is None:
-        raise UsageError(f"--resume: {directory} has no run of {experiment.name}; start one without --resume")
+        raise UsageError(f"--resume: {directory} has no {what} of {name}; start one without --resume")
     state = read_state(folder)
-    if state.experiment.name != experiment.name:
-        raise UsageError(f"--resume: {folder} is a run of {state.experiment.name}, not of {experiment.name}")
+    if role == "sweep" and state.opened.tags.get("role") != role:
+        raise UsageError(f"--resume: {folder} is no sweep; resume it with pipeline run FILE --resume {folder.name}")
+    if state.experiment.name != name:
+        raise UsageError(f"--resume: {folder} is a {what} of {state.experiment.name}, not of {name}")
     if state.status == "RUNNING":
         raise UsageError(f"--resume: {folder} is still running in another process; wait for it, or stop it")
-    if state.status == "FINISHED":
+    if state.status == "FINISHED" and role == "main":
         raise UsageError(f"--resume: {folder} has finished; start a new run without --resume")
     return state
 
@@ -86,20 +88,30 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
     changed = _changed(file, state)
     if _STEP in changed:
         raise file.explain([Problem(_STEP, _refusal_of_size(*changed[_STEP], state=state))])
-    refused = [key for key in changed if not key.startswith(_HOW_NOT_WHAT)]
-    if refused and not allowed:
-        raise file.explain(
-            Problem(
-                key,
-                f"is {_value(changed[key][1])}, but was {_value(changed[key][0])} in {state.folder.name}; "
-                "put it back, or add --allow-changed",
-            )
-            for key in refused
-        )
+    if not allowed:
+        check_same(file, state, may_change=_HOW_NOT_WHAT, remedy="add --allow-changed")
     notes = [f"{key} was {_value(before)}, is {_value(after)}" for key, (before, after) in changed.items()]
     if state.opened.file not in ("", file.source):
         notes.insert(0, f"{state.folder.name} was started with {state.opened.file}, not with {file.path}")
     return [*notes, _NEW_ORDER] if any(key.startswith(_ORDERING) for key in changed) else notes
+
+
+def check_same(file: ExperimentFile, state: RunState, *, may_change: tuple[str, ...], remedy: str) -> None:
+    """Check that the experiment has changed only in keys with certain prefixes since the run.
+
+    Raises:
+        ExperimentError: other keys have changed.
+    """
+    changed = _changed(file, state)
+    if refused := [key for key in changed if not key.startswith(may_change)]:
+        raise file.explain(
+            Problem(
+                key,
+                f"is {_value(changed[key][1])}, but was {_value(changed[key][0])} in {state.folder.name}; "
+                f"put it back, or {remedy}",
+            )
+            for key in refused
+        )
 
 
 def left_out(file: ExperimentFile, state: RunState) -> Mapping[str, tuple[int, ...]]:
@@ -116,7 +128,9 @@ def left_out(file: ExperimentFile, state: RunState) -> Mapping[str, tuple[int, .
 
 def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | None, str | None]]:
     """Return the changed values by key: before and now."""
-    now, then = flatten(shown(file.experiment)), flatten(_relocated(state.experiment, file.experiment))
+    # Other credentials or addresses of the store are no change.
+    before = state.experiment.model_copy(update={"tracking": file.experiment.tracking})
+    now, then = flatten(file.experiment), flatten(before)
     return {key: (then.get(key), now.get(key)) for key in now | then if then.get(key) != now.get(key)}
 
 
@@ -135,11 +149,6 @@ def _refusal_of_size(before: str | None, after: str | None, *, state: RunState) 
         f"all count steps of {_value(before)} samples; write {_value(before)} (more train.gradient_accumulation needs "
         "less memory for the same step), or start a new run without --resume"
     )
-
-
-def _relocated(then: Experiment, now: Experiment) -> Experiment:
-    """Return the earlier experiment with today's credentials and addresses of the store, which are no change."""
-    return then.model_copy(update={"tracking": shown(now).tracking})
 
 
 def _value(text: str | None) -> str:

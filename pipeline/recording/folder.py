@@ -12,7 +12,6 @@ from typing import Literal
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
 from pipeline.config.summary import to_yaml
-from pipeline.config.uris import without_credentials
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.plan import Plan
@@ -30,7 +29,7 @@ class RunState(Frozen):
 
     folder: Path
     experiment: Experiment
-    """Experiment as it was run, without the credentials of its tracking store; see `shown`."""
+    """Experiment as it was run, without the credentials of its tracking store."""
     opened: RunOpened
     """First event of the journal."""
     status: Status | Literal["RUNNING"]
@@ -77,19 +76,13 @@ def trials_of(folder: Path) -> list[Path]:
     return sorted((each for each in there if is_trial(each.name)), key=lambda each: (len(each.name), each.name))
 
 
-def shown(experiment: Experiment) -> Experiment:
-    """Return the experiment without credentials, as it may be written to files."""
-    tracking = experiment.tracking.model_copy(update={"uri": without_credentials(experiment.tracking.uri)})
-    return experiment.model_copy(update={"tracking": tracking})
-
-
 def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
     """Write the experiment and the list of installed packages; return the names of the files.
 
     Raises:
         OSError: a file can't be written; the file before it is kept.
     """
-    text = to_yaml(shown(experiment))
+    text = to_yaml(experiment)
     _replace(folder / EXPERIMENT_NAME, lambda path: path.write_text(text, encoding="utf-8"))
     _replace(folder / ENVIRONMENT_NAME, provenance.write_environment)
     return EXPERIMENT_NAME, ENVIRONMENT_NAME

@@ -18,7 +18,7 @@ from pipeline.protocol.events import ArtifactSaved, RunClosed, RunOpened, TrialO
 from pipeline.protocol.trial import Status, Training, Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import Console
-from pipeline.recording.folder import create, describe, explained, id_of, shown, sweep_of
+from pipeline.recording.folder import create, describe, explained, id_of, sweep_of
 from pipeline.recording.mlflow import MlflowSubscriber, flush
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import check_store, resolve_uri
@@ -179,7 +179,7 @@ def _open(
             tracking_uri=without_credentials(uri),
             tracking_experiment=experiment.tracking.experiment or experiment.name,
             tags=provenance.run_tags(plan),
-            params=flatten(shown(experiment)),
+            params=flatten(experiment),
             trials=tuple(dict.fromkeys(trial.name for trial in plan.trials)),
         )
     )
