@@ -25,6 +25,7 @@ from pipeline.recording.terminal import Terminal
 from pipeline.report.report import Report
 from pipeline.system.imports import importable
 from pipeline.system.process import outer_rank
+from pipeline.system.signals import handled
 from pipeline.wording import did_you_mean
 
 
@@ -162,17 +163,12 @@ def _started(experiment: Experiment | Source, overrides: Sequence[str], *, verbo
 @contextmanager
 def _sigterm_as_error() -> Iterator[None]:
     """End the run in order at SIGTERM, then apply the signal as without a run."""
-    before = signal.signal(signal.SIGTERM, terminate)
-    terminated = False
     try:
-        yield
+        with handled(terminate, signal.SIGTERM):
+            yield
     except Terminated:
-        terminated = True
+        signal.raise_signal(signal.SIGTERM)
         raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if terminated:
-            signal.raise_signal(signal.SIGTERM)
 
 
 @contextmanager

@@ -51,10 +51,6 @@ class ExperimentFile:
         entries = dict(self.places.entries)
         return checked(self.places.name, tree, entries, [override(key, values[key]) for key in values])
 
-    def locate(self, key: str) -> str:
-        """Return a key's place, e.g. "experiments/resnet.yaml:9", or that of the nearest section around it."""
-        return self.places.locate(key)
-
     def explain(self, problems: Iterable[Problem]) -> ExperimentError:
         """Return an error with the places of all problems, in the order of the file."""
         return _explain(problems, self.places)

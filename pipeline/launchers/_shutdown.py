@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pipeline.errors import Terminated
-from pipeline.system.signals import SAME_S
+from pipeline.system.signals import SAME_S, handled
 
 _log = logging.getLogger(__name__)
 
@@ -72,9 +72,6 @@ def gracefully(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], b
 
 @contextmanager
 def _sigterm_asks(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], bool]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
-        return
     timers: list[threading.Timer] = []
 
     def handle(*_: object) -> None:
@@ -87,10 +84,9 @@ def _sigterm_asks(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[]
         timers[0].daemon = True
         timers[0].start()
 
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        for timer in timers:
-            timer.cancel()
-        signal.signal(signal.SIGTERM, before)
+    with handled(handle, signal.SIGTERM):
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()

@@ -7,10 +7,9 @@ other ranks are workers only.
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Self
 
@@ -24,6 +23,7 @@ from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.process import outer_rank, outer_world_size
+from pipeline.system.signals import handled
 from pipeline.worker import main as worker
 from pipeline.worker import rendezvous
 
@@ -137,24 +137,13 @@ def _end(ranks: Sequence[Process], *, interrupted: bool = False) -> None:
             time.sleep(_POLL_S)
 
 
-@contextmanager
-def _hanging_up_ends() -> Iterator[None]:
+def _hanging_up_ends() -> AbstractContextManager[None]:
     """Raise Terminated at SIGHUP and SIGQUIT, which don't reach the workers: they are in sessions of their own.
 
     An ignored signal, as under nohup, stays ignored.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
-        return
-
-    numbers = [each for each in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, terminate)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+    numbers = (signal.SIGHUP, signal.SIGQUIT)
+    return handled(terminate, *(each for each in numbers if signal.getsignal(each) is signal.SIG_DFL))
 
 
 def _write_secret(path: "os.PathLike[str]", address: Address) -> None:

@@ -44,6 +44,20 @@ def deferred_signals() -> Iterator[None]:
 
 
 @contextmanager
+def handled(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals inside the context; in other threads than the main one, which get none, do nothing."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def own_signals() -> Iterator[None]:
     """Restore the signal handlers that a launcher's library replaces inside the context."""
     if current_thread() is not main_thread():

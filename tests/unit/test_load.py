@@ -455,7 +455,7 @@ class TestPlaces:
         ],
     )
     def test_locate(self, key: str, place: str) -> None:
-        assert read(GOOD, "seed=3", "optimizer={_target_: a.b}", "measure.steps=2").locate(key) == place
+        assert read(GOOD, "seed=3", "optimizer={_target_: a.b}", "measure.steps=2").places.locate(key) == place
 
     def test_explain_fills_places_and_sorts(self) -> None:
         file = read(GOOD)
@@ -464,8 +464,8 @@ class TestPlaces:
 
     def test_the_path_is_shown_as_it_was_written(self, tmp_path: Path) -> None:
         read(GOOD)
-        assert load("./e.yaml").locate("name") == "./e.yaml:2"
-        assert load(tmp_path / "e.yaml").locate("name") == f"{tmp_path}/e.yaml:2"
+        assert load("./e.yaml").places.locate("name") == "./e.yaml:2"
+        assert load(tmp_path / "e.yaml").places.locate("name") == f"{tmp_path}/e.yaml:2"
 
 
 class TestSummary:

@@ -75,11 +75,6 @@ class Manifest(Frozen):
         """Total size of the files, in MiB."""
         return sum(file.size for file in self.files) / 2**20
 
-    @property
-    def config_hash(self) -> str:
-        """Hash of what is trained; equal for runs that train the same."""
-        return config_hash(self.experiment)
-
     def sealed(self) -> "Manifest":
         """Return a copy with its digest."""
         return self.model_copy(update={"digest": self._digest()})
@@ -115,17 +110,6 @@ def step_of(name: str) -> int | None:
 def trained(experiment: Experiment) -> Mapping[str, Any]:
     """Dump the part of an experiment that decides what is trained, without parallelism, measuring and tracking."""
     return experiment.model_dump(mode="json", exclude=dict(_ASIDE))
-
-
-def config_hash(part: Mapping[str, Any]) -> str:
-    """Return a hash of 12 hex digits of `trained`'s result, whatever the order of its keys."""
-    return hashlib.sha256(repr(_sorted(part)).encode()).hexdigest()[:12]
-
-
-def _sorted(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return [(key, _sorted(value[key])) for key in sorted(value)]
-    return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def sha256(file: BufferedReader) -> str:
