@@ -3,8 +3,8 @@
 It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster. All trials of a run share it.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, Self
 
 import ray
@@ -14,7 +14,7 @@ from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, 
 from pipeline.cluster import join
 from pipeline.cluster import placement as places
 from pipeline.cluster.checks import look_around, refuse_others
-from pipeline.cluster.code import Code, sent, to_send
+from pipeline.cluster.code import sent, to_send
 from pipeline.cluster.connection import outside_main_thread
 from pipeline.cluster.join import connected
 from pipeline.cluster.node_facts import facts_here
@@ -53,9 +53,24 @@ class Launcher(base.Launcher):
         self._address = session.parallel.cluster
         self._running = 0  # workers
         self._ingests: dict[str, Ingest] = {}
+        self._seen: set[str] = set()  # nodes that were checked, by Ray's id
 
     def __enter__(self) -> Self:
-        self._joined = self.held.enter_context(_Joined.session(self.session, address=self._address))
+        """Connect to Ray. An existing cluster receives the code; a local Ray needs none.
+
+        Raises:
+            ResourceError: no cluster answers, or the code can't be sent.
+        """
+        session, is_joined = self.session, self._address is not None
+        package = to_send(session.parallel, joined=is_joined)
+        self._untracked = tuple(map(str, package.untracked_code)) if package else ()
+        with ExitStack() as stack:
+            self._code, runtime_env = stack.enter_context(sent(package, joined=is_joined))
+            if self._address is None:
+                stack.enter_context(local_ray(session.parallel, streams=session.streams, verbose=session.verbose))
+            else:
+                stack.enter_context(connected(self._address, verbose=session.verbose, runtime_env=runtime_env))
+            self.held = stack.pop_all()
         return self
 
     @staticmethod
@@ -76,13 +91,44 @@ class Launcher(base.Launcher):
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
         attempt = self.attempt(trial)
         places.await_death_notices(timeout_s=trial.experiment.parallel.start_timeout_s)
-        self._joined.check_nodes(trial)
+        self._check_nodes(trial)
         places.await_capacity(trial)
         ingest = self._ingest(trial)
         host = local.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
         with attempt.listening(host) as address, environment(**_patience(trial)):
             error = self._train(trial, address, ingest)
         return attempt.outcome(_losses(error, trial, silent=attempt.silent))
+
+    def _check_nodes(self, trial: Trial) -> None:
+        """Check nodes that may get workers and weren't checked yet: a lost node may be replaced by a new one.
+
+        Raises:
+            ResourceError: everything that the nodes lack.
+        """
+        able: Mapping[str, Mapping[str, Any]] = {} if self._address is None else able_nodes(self.session.parallel)
+        new = {id_: node_name(node) for id_, node in able.items() if id_ not in self._seen}
+        if not new:
+            return
+        if self._seen:  # the first nodes were asked for their facts when the run was planned
+            facts = facts_of_nodes(timeout_s=self.session.parallel.start_timeout_s)
+            refuse_others([node for node in facts if node.ray_node in new], here=facts_here())
+        elif self._untracked:
+            self._warn(
+                f"not sent to the cluster, because git doesn't track it: {_listed(self._untracked)}; git add it", trial
+            )
+        for note in look_around(trial.experiment, nodes=new, code=self._code, checkpoints=self._checkpoints(trial)):
+            self._warn(note, trial)
+        self._seen |= new.keys()
+
+    def _checkpoints(self, trial: Trial) -> str | None:
+        """Return the address of the checkpoints, also for the baseline: it runs first, so a mistake shows early."""
+        options = trial.experiment.checkpoint
+        if not (isinstance(trial, Training | Baseline) and options.keep):
+            return None
+        return address_of(options.directory, run=self.session.folder)
+
+    def _warn(self, message: str, trial: Trial) -> None:
+        self.session.receive(Warned(trial=trial.name, message=message))
 
     def _train(self, trial: Trial, address: Address, ingest: Ingest | None) -> BaseException | None:
         self._running = trial.workers
@@ -105,7 +151,7 @@ class Launcher(base.Launcher):
         if left_out := ingest.left_out(trial):
             reason = f"with data.order: free, all {trial.workers} workers get the same number"
             message = f"left out of each epoch: {counted(left_out, 'row')}; {reason}"
-            self.session.receive(Warned(trial=trial.name, message=message))
+            self._warn(message, trial)
         return ingest
 
     def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> Trainer:
@@ -116,7 +162,7 @@ class Launcher(base.Launcher):
                 "trial": trial.model_dump_json(),
                 "channel": address.model_dump_json(),
                 "stream": ingest.facts(trial).model_dump_json() if ingest else None,
-                "code": self._joined.code.model_dump_json(),
+                "code": self._code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
             backend_config=RendezvousConfig(interface=parallel.interface),
@@ -172,66 +218,6 @@ def _how(failure: BaseException) -> str:
     if isinstance(getattr(failure, "health_check_failure", None), RayActorError):  # Ray doesn't know more
         return "its process was killed (out of memory?) or crashed"
     return f"{type(failure).__name__}: {first_line(failure)}"
-
-
-class _Joined:
-    """A session's connection to Ray; a local Ray needs no code and no checks."""
-
-    def __init__(self, session: base.Session, *, address: str | None, code: Code, untracked: tuple[str, ...]) -> None:
-        self.code = code
-        self._session = session
-        self._is_local = address is None
-        self._untracked = untracked
-        self._seen: set[str] = set()
-
-    @classmethod
-    @contextmanager
-    def session(cls, session: base.Session, *, address: str | None) -> Iterator[Self]:
-        """Connect for the duration of a session.
-
-        Raises:
-            ResourceError: no cluster answers, or the code can't be sent.
-        """
-        package = to_send(session.parallel, joined=address is not None)
-        untracked = tuple(map(str, package.untracked_code)) if package else ()
-        with ExitStack() as stack:
-            code, runtime_env = stack.enter_context(sent(package, joined=address is not None))
-            if address is None:
-                stack.enter_context(local_ray(session.parallel, streams=session.streams, verbose=session.verbose))
-            else:
-                stack.enter_context(connected(address, verbose=session.verbose, runtime_env=runtime_env))
-            yield cls(session, address=address, code=code, untracked=untracked)
-
-    def check_nodes(self, trial: Trial) -> None:
-        """Check nodes that may get workers and weren't checked yet: a lost node may be replaced by a new one.
-
-        Raises:
-            ResourceError: everything that the nodes lack.
-        """
-        able: Mapping[str, Mapping[str, Any]] = {} if self._is_local else able_nodes(self._session.parallel)
-        new = {id_: node_name(node) for id_, node in able.items() if id_ not in self._seen}
-        if not new:
-            return
-        if self._seen:  # the first nodes were asked for their facts when the run was planned
-            facts = facts_of_nodes(timeout_s=self._session.parallel.start_timeout_s)
-            refuse_others([node for node in facts if node.ray_node in new], here=facts_here())
-        elif self._untracked:
-            self._warn(
-                f"not sent to the cluster, because git doesn't track it: {_listed(self._untracked)}; git add it", trial
-            )
-        for note in look_around(trial.experiment, nodes=new, code=self.code, checkpoints=self._checkpoints(trial)):
-            self._warn(note, trial)
-        self._seen |= new.keys()
-
-    def _checkpoints(self, trial: Trial) -> str | None:
-        """Return the address of the checkpoints, also for the baseline: it runs first, so a mistake shows early."""
-        options = trial.experiment.checkpoint
-        if not (isinstance(trial, Training | Baseline) and options.keep):
-            return None
-        return address_of(options.directory, run=self._session.folder)
-
-    def _warn(self, message: str, trial: Trial) -> None:
-        self._session.receive(Warned(trial=trial.name, message=message))
 
 
 def _listed(paths: tuple[str, ...]) -> str:

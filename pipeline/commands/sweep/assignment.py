@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.config.overrides import override
 from pipeline.config.values import Frozen
 
 RECORD_NAME = "trial.json"
@@ -27,6 +28,11 @@ class Record(Frozen):
     """Reason why these values can't be trained together, or why the process ended without a journal; else empty."""
     stopped_after: int | None = None
     """Epochs that count for a trial that was stopped early; it may have trained more before it ended."""
+
+    @property
+    def title(self) -> str:
+        """Title of the trial, e.g. "trial 3: optimizer.lr=0.01, model.width=64"."""
+        return f"trial {self.number}: {', '.join(override(key, value) for key, value in self.values.items())}"
 
     @classmethod
     def read(cls, folder: Path) -> "Record | None":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.commands.sweep.assignment import Record
+from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Record
 from pipeline.commands.sweep.journals import has_begun
 from pipeline.errors import PipelineError
 from pipeline.recording import journal
@@ -21,7 +21,6 @@ from pipeline.wording import counted
 
 _LOOK_S = 0.1
 MODULE = "pipeline.commands.sweep.trial_process"
-_AFTER_GRACE_S = 15.0
 
 
 def running() -> list[psutil.Process]:
@@ -37,7 +36,7 @@ def stop(*, grace_s: float, tell: Callable[[str], None]) -> None:
         tell: gets progress messages.
     """
     asked: set[int] = set()
-    deadline = time.monotonic() + grace_s + _AFTER_GRACE_S
+    deadline = time.monotonic() + grace_s + AFTER_GRACE_S
     try:
         while there := running():
             new = [member for member in there if member.pid not in asked]
@@ -61,7 +60,7 @@ def _kill(member: psutil.Process) -> None:
         for process in family:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(family, timeout=_AFTER_GRACE_S)
+        psutil.wait_procs(family, timeout=AFTER_GRACE_S)
 
 
 def _is_member(process: psutil.Process) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 from pipeline.commands.invocation import planning
 from pipeline.commands.sweep.assignment import Record
 from pipeline.config.load import ExperimentFile
-from pipeline.config.overrides import override
 from pipeline.config.summary import config_hash
 from pipeline.config.sweep import Parameter, Sweep
 from pipeline.config.values import Direction, Frozen
@@ -125,7 +124,7 @@ def describe(plan: SweepPlan) -> str:
         f"{counted(trial.workers, 'worker')}, {_device(trial)}",
         f"tracking     {plan.plan.experiment.tracking.uri}",
     ]
-    lines += [f"  {titled(each.number, each.values)}" for each in plan.suggestions]
+    lines += [f"  {each.title}" for each in plan.suggestions]
     return "\n".join(lines)
 
 
@@ -169,9 +168,7 @@ def _suggestions(file: ExperimentFile, sweep: Sweep, *, seed: int, common: Mappi
     drawn = [Record(number=number, values=values) for number, values in enumerate(draws(sweep, seed=seed), 1)]
     wrong = [one for each in drawn if (one := identified(file, each, common=common)[0]).failure]
     if wrong:
-        raise file.explain(
-            [Problem("sweep.parameters", f"{titled(one.number, one.values)}: {one.failure}") for one in wrong]
-        )
+        raise file.explain([Problem("sweep.parameters", f"{one.title}: {one.failure}") for one in wrong])
     return drawn
 
 
@@ -217,11 +214,6 @@ def rounded(parameter: Parameter, value: Any) -> Any:
     if ends is None:
         return value
     return min(max(float(f"{value:.{_DIGITS}g}"), ends[0]), ends[1])
-
-
-def titled(number: int, values: Mapping[str, Any]) -> str:
-    """Return the title of a trial, e.g. "trial 3: optimizer.lr=0.01, model.width=64"."""
-    return f"trial {number}: {', '.join(override(key, value) for key, value in values.items())}"
 
 
 def _drawn(parameter: Parameter, key: str) -> Any:

@@ -61,7 +61,6 @@ def train(assignment: Assignment, lifeline: _Lifeline) -> None:
     with undisturbed():
         from pipeline.commands import run
     from pipeline.commands.sweep.journals import has_begun
-    from pipeline.commands.sweep.planning import titled
     from pipeline.config.load import load
     from pipeline.config.summary import config_hash
     from pipeline.recording.recorded_run import Membership
@@ -74,7 +73,7 @@ def train(assignment: Assignment, lifeline: _Lifeline) -> None:
     folder = job.folder_of(record.number)
     member = Membership(
         folder=folder,
-        title=titled(record.number, record.values),
+        title=record.title,
         interruption=lambda: lifeline.reason,
         logs_model=job.logs_models,
     )

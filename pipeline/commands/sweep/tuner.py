@@ -11,7 +11,7 @@ from ray.tune.search import Searcher
 from pipeline.cluster.connection import outside_main_thread
 from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import Record, TrialJob
-from pipeline.commands.sweep.planning import SweepPlan, titled
+from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.commands.sweep.supervisor import EPOCH, SUGGESTION, Supervisor
 from pipeline.commands.sweep.sweep_report import trial as swept_trial
 from pipeline.config.sweep import Sweep
@@ -85,7 +85,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
             self._over.add(suggestion.number)
             return
         again = f", resumed after epoch {found.epochs}" if found.epochs else ""
-        self.tell(f"{titled(suggestion.number, suggestion.values)}{again}")
+        self.tell(f"{suggestion.title}{again}")
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
