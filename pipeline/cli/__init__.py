@@ -90,8 +90,7 @@ app.command()(projects.new)
 def main() -> NoReturn:
     """Run the command line and exit; print an error that the user can fix without a traceback."""
     signal.signal(signal.SIGTERM, terminate)
-    if completion.is_asked_for(sys.argv[1:]):
-        completion.without_space_after_equals()
+    completion.prepare(sys.argv[1:])
     try:
         with importable(Path.cwd()):
             app(args=_with_latest(sys.argv[1:]), prog_name="pipeline")

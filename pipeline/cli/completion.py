@@ -58,17 +58,13 @@ def templates(incomplete: str) -> list[str]:
     return _beginning(catalog.names(), incomplete)
 
 
-def without_space_after_equals() -> None:
+def prepare(arguments: Sequence[str]) -> None:
     """Make ``--show-completion`` and ``--install-completion`` write a bash script that adds no space after ``key=``."""
-    from typer import _completion_shared as shared
+    if any(word.startswith(("--install-completion", "--show-completion")) for word in arguments):
+        from typer import _completion_shared as shared
 
-    script = shared.COMPLETION_SCRIPT_BASH.replace("    return 0", _NOSPACE)
-    shared._completion_scripts["bash"] = script
-
-
-def is_asked_for(arguments: Sequence[str]) -> bool:
-    """Return True if the command line asks for a completion script."""
-    return any(word.startswith(("--install-completion", "--show-completion")) for word in arguments)
+        script = shared.COMPLETION_SCRIPT_BASH.replace("    return 0", _NOSPACE)
+        shared._completion_scripts["bash"] = script
 
 
 def _one_level(keys: Sequence[str], incomplete: str) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """The section ``train`` of an experiment: batches, precision, learning-rate scaling, torch.compile, weight averages."""
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -87,24 +86,16 @@ class Train(Section):
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Optional features that are enabled, in words."""
-        return tuple(in_words(how=self.compile, recomputed=self.activation_checkpointing, ema=self.ema))
-
-
-def in_words(*, how: Compile | None, recomputed: Patterns, ema: Ema | None) -> Iterator[str]:
-    """Describe each enabled feature, e.g. "torch.compile (default)"."""
-    if how is not None:
-        yield f"torch.compile ({', '.join([how.mode, *_flags(how)])})"
-    if recomputed:
-        names = (recomputed,) if isinstance(recomputed, str) else recomputed
-        yield f"activation checkpointing of {'the repeated blocks' if names is True else ', '.join(names or ())}"
-    if ema is not None:
-        start = f" from step {ema.start_step} on" if ema.start_step else ""
-        yield f"EMA of the weights (decay {ema.decay:g}{start}), evaluated and logged as the model"
-
-
-def _flags(how: Compile) -> Iterator[str]:
-    if how.dynamic:
-        yield "dynamic"
-    if how.fullgraph:
-        yield "fullgraph"
+        """Optional features that are enabled, in words, e.g. "torch.compile (default)"."""
+        words = []
+        if self.compile is not None:
+            flags = [name for name in ("dynamic", "fullgraph") if getattr(self.compile, name)]
+            words.append(f"torch.compile ({', '.join([self.compile.mode, *flags])})")
+        if recomputed := self.activation_checkpointing:
+            names = (recomputed,) if isinstance(recomputed, str) else recomputed
+            of = "the repeated blocks" if names is True else ", ".join(names or ())
+            words.append(f"activation checkpointing of {of}")
+        if self.ema is not None:
+            start = f" from step {self.ema.start_step} on" if self.ema.start_step else ""
+            words.append(f"EMA of the weights (decay {self.ema.decay:g}{start}), evaluated and logged as the model")
+        return tuple(words)

@@ -58,14 +58,6 @@ def expanded(patterns: Sequence[str], *, key: str) -> list[Path]:
     return [Path(name) for name in names]
 
 
-def split_name(name: str) -> tuple[str | None, str | None]:
-    """Return the sample and the field of a file in a shard; None for other files."""
-    from webdataset.tariterators import base_plus_ext
-
-    base, field = base_plus_ext(name)
-    return base, field and field.lower()
-
-
 def _decoded(field: str, content: bytes) -> Any:
     from webdataset.autodecode import basichandlers, imagehandler
 
@@ -130,11 +122,13 @@ def index_of(path: Path, fields: Sequence[str], *, key: str) -> Index:
 
 
 def _parts(tar: tarfile.TarFile) -> Iterator[_Part]:
+    from webdataset.tariterators import base_plus_ext
+
     while (member := tar.next()) is not None:
         tar.members = []  # type: ignore[attr-defined]  # keeps the list of members from growing, as Python's documentation recommends
-        sample, field = split_name(member.name)
+        sample, field = base_plus_ext(member.name)  # None for other files than those of samples
         if member.isreg() and sample is not None and field is not None:
-            yield _Part(sample, field, member.offset_data, member.size)
+            yield _Part(sample, field.lower(), member.offset_data, member.size)
 
 
 def _where(parts: dict[str, _Part], name: str, fields: Sequence[str], path: Path) -> list[tuple[int, int]]:

@@ -65,7 +65,7 @@ def choose(*, no_input: bool) -> Template:
     Raises:
         UsageError: input ended before an answer.
     """
-    known = catalog.titles()
+    known = {name: f"{name}: {catalog.find(name).description}" for name in catalog.names()}
     if no_input or len(known) == 1:
         return catalog.find(next(iter(known)))
     try:

@@ -73,11 +73,6 @@ def names() -> tuple[str, ...]:
     return tuple(_listed())
 
 
-def titles() -> dict[str, str]:
-    """Return a title for each template, by name."""
-    return {name: f"{name}: {find(name).description}" for name in names()}
-
-
 def find(name: str) -> Template:
     """Return the template with this name.
 

@@ -19,21 +19,6 @@ from ray.train.backend import Backend, BackendConfig
 from pipeline.cluster.node_check import interfaces
 
 
-def use_interface(name: str | None) -> None:
-    """Make gloo and NCCL use an interface; None: that of the node's environment, else that of Ray's address."""
-    if name is not None:
-        os.environ.update(_variables(name))
-        return
-    address = ray.util.get_node_ip_address()
-    for interface in (there for there, addresses in interfaces().items() if address in addresses):
-        os.environ.update({**_variables(interface), **os.environ})
-
-
-def _variables(interface: str) -> dict[str, str]:
-    """Return the variables of gloo and NCCL; without ``=`` NCCL takes the name as a prefix."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-
-
 class RendezvousConfig(BackendConfig):  # type: ignore[misc]
     """Sends the workers of a `DataParallelTrainer` their interface and the address of rank 0."""
 
@@ -64,5 +49,16 @@ def _free_address() -> tuple[str, int]:
 
 
 def _prepare(interface: str | None, *, address: str, port: int) -> None:
-    use_interface(interface)
+    """Set the address of rank 0 and the interface of gloo and NCCL: that given, the environment's, or Ray's."""
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    if interface is not None:
+        os.environ.update(_variables(interface))
+        return
+    own = ray.util.get_node_ip_address()
+    for name in (there for there, addresses in interfaces().items() if own in addresses):
+        os.environ.update({**_variables(name), **os.environ})
+
+
+def _variables(interface: str) -> dict[str, str]:
+    """Return the variables of gloo and NCCL; without ``=`` NCCL takes the name as a prefix."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
