@@ -74,7 +74,6 @@ class Writer:
         self.done = Flag()
         self.end: AnyEvent | None = None
         """The end of the run, sent last unless the journal has it."""
-        self._folder = task.folder
         self._delivery = Delivery(folder=task.folder, warn=warn, uri=task.uri)
         self._batch = 0  # events being sent
         self._upload_at = 0.0
@@ -98,7 +97,7 @@ class Writer:
         trouble = self._delivery.trouble or ("" if is_done else "the run didn't wait any longer")
         return WriterReply(
             waiting=" and ".join(parts) or "the end of the run",
-            outcome=TrackingOutcome.of(self._delivery, folder=self._folder, trouble=trouble, waiting=events),
+            outcome=TrackingOutcome.of(self._delivery, trouble=trouble, waiting=events),
             is_done=is_done,
         )
 

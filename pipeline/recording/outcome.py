@@ -40,17 +40,16 @@ class TrackingOutcome(Frozen):
             return None
 
     @classmethod
-    def of(cls, delivery: Delivery, *, folder: Path, trouble: str, waiting: int, uri: str = "") -> "TrackingOutcome":
+    def of(cls, delivery: Delivery, *, trouble: str, waiting: int, uri: str = "") -> "TrackingOutcome":
         """Return the outcome of a delivery.
 
         Args:
             delivery: the delivery of the run's events.
-            folder: the run's folder.
             trouble: why events or files aren't in MLflow; empty if all are.
             waiting: number of events that aren't in MLflow.
             uri: URI of the store, without credentials, unless it is the run's own.
         """
-        files = len(delivery.run.uploads)
+        folder, files = delivery.run.folder, len(delivery.run.uploads)
         parts = [f"{waiting} events"] * bool(waiting) + [f"{files} files"] * bool(files)
         known = cls(experiment_id=delivery.run.experiment_id, run_id=delivery.run.run_id, delivered=True, uri=uri)
         if trouble:

@@ -73,7 +73,7 @@ def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callabl
     delivery = Delivery(folder=folder, warn=warn, uri=uri)
     _deliver(delivery, filter(wanted, _ended_once(path, last=last)), count=count)
     elsewhere = "" if uri == with_credentials(opened.tracking_uri) else without_credentials(uri)
-    outcome = TrackingOutcome.of(delivery, folder=folder, trouble=delivery.trouble, waiting=count, uri=elsewhere)
+    outcome = TrackingOutcome.of(delivery, trouble=delivery.trouble, waiting=count, uri=elsewhere)
     known = TrackingOutcome.kept(folder)
     if not (elsewhere and known and known.delivered):  # links stay on the run's own store
         with suppress(OSError):  # the folder may be read-only
