@@ -53,7 +53,10 @@ class Table(Dataset[tuple[Tensor, ...]]):
 
 
 class Mapped:
-    """Memory-mapped array; pickling passes its path, so that another process maps the file itself."""
+    """Memory-mapped array: the operating system loads the pages that are read, and drops them again.
+
+    Pickling passes its path, so that another process maps the file itself.
+    """
 
     def __init__(self, path: Path, *, key: str, dtype: str | None = None) -> None:
         """Map a file.

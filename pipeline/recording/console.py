@@ -88,41 +88,11 @@ def _finished(event: Finished) -> str:
     return ", ".join([f"done, {result.steps:,} steps", *reached, *compiled, *first])
 
 
-class Printable(Protocol):
-    """Parts of a `pipeline.report.report.Report` to print; a protocol, because recording may not import report."""
-
-    @property
-    def opening(self) -> tuple[str, ...]:
-        """Lines above the tables, the title first."""
-
-    @property
-    def tables(self) -> Sequence[PrintableTable]:
-        """Tables of measurements, the result first."""
-
-    @property
-    def closing(self) -> tuple[str, ...]:
-        """Lines below the tables, the result first."""
-
-    @property
-    def advised(self) -> tuple[str, ...]:
-        """Advice, a line each; often none."""
-
-
-def print_report(report: Printable, *, stdout: rich.console.Console) -> None:
-    """Print a report: title, tables, their explanation, advice."""
-    stdout.print(headed(report.opening, width=stdout.width))
-    for table in report.tables:
-        stdout.print()
-        print_report_table(table, console=stdout)
-    stdout.print("", headed(report.closing, width=stdout.width), sep="\n")
-    if report.advised:
-        stdout.print("", headed(["Advice", *report.advised], width=stdout.width), sep="\n")
-
-
 class NotebookDisplay:
     """Display with a progress bar and a line of figures; both disappear when the trial ends.
 
-    An evaluation or an upload has a second bar meanwhile.
+    An evaluation or an upload has a second bar meanwhile. It is plain HTML replaced in place, which needs no widget
+    extension.
     """
 
     def __init__(self, label: str, *, waiting: str) -> None:
@@ -184,3 +154,34 @@ def _replace_html(handle: "DisplayHandle | None", html: str) -> None:
 
 def _mime(html: str) -> dict[str, str]:
     return {"text/html": html, "text/plain": ""}
+
+
+class Printable(Protocol):
+    """Parts of a `pipeline.report.report.Report` to print; a protocol, because recording may not import report."""
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """Lines above the tables, the title first."""
+
+    @property
+    def tables(self) -> Sequence[PrintableTable]:
+        """Tables of measurements, the result first."""
+
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """Lines below the tables, the result first."""
+
+    @property
+    def advised(self) -> tuple[str, ...]:
+        """Advice, a line each; often none."""
+
+
+def print_report(report: Printable, *, stdout: rich.console.Console) -> None:
+    """Print a report: title, tables, their explanation, advice."""
+    stdout.print(headed(report.opening, width=stdout.width))
+    for table in report.tables:
+        stdout.print()
+        print_report_table(table, console=stdout)
+    stdout.print("", headed(report.closing, width=stdout.width), sep="\n")
+    if report.advised:
+        stdout.print("", headed(["Advice", *report.advised], width=stdout.width), sep="\n")

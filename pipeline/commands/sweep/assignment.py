@@ -18,7 +18,7 @@ AFTER_GRACE_S = 15.0
 
 
 class Record(Frozen):
-    """Number and values of a trial, as they were suggested; kept in its folder once it is started."""
+    """Number and values of a trial, kept in its folder once it is started; Ray Tune writes them into its own files."""
 
     number: int
     """Number of the trial, from 1."""

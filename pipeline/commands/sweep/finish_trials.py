@@ -24,7 +24,7 @@ MODULE = "pipeline.commands.sweep.trial_process"
 
 
 def running() -> list[psutil.Process]:
-    """Return the trials' processes that haven't ended."""
+    """Return the trials' processes that haven't ended, found among the descendants of this one."""
     return [each for each in psutil.Process().children(recursive=True) if _is_member(each)]
 
 
