@@ -1,9 +1,9 @@
-"""Compare the speedup that `pipeline compare` reports with the one that a hand-written script has.
+"""Compare the speedup that `pipeline run` reports with the one that a hand-written script has.
 
-    python benchmarks/speedup.py [--rounds 5]
+    python benchmarks/speedup.py [--rounds 3]       # three minutes a round
 
-In each round, in turn: the bare script on one worker, `pipeline compare` (one process, two workers, and one process
-with both cores), the bare script on two workers. Ratios are taken within a round. Writes results/speedup.json.
+In each round, in turn: `pipeline run` with one epoch, then pairs of the bare script on one worker and on two, in
+alternating order. Both speedups have an interval from the same estimator. Writes results/speedup.json.
 """
 
 import argparse
@@ -13,66 +13,78 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from pipeline.planning.resources import detect
+from pipeline.protocol.estimates import ratio
 
 HERE = Path(__file__).parent
 EXPERIMENT = HERE.parent / "experiments" / "resnet.yaml"
+PAIRS = 5
+
+
+class Speedup(NamedTuple):
+    """A speedup with the ends of its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def overlaps(self, other: "Speedup") -> bool:
+        """Return True if the intervals have a point in common."""
+        return self.low <= other.high and other.low <= self.high
 
 
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = [measure() for _ in range(parser.parse_args().rounds)]
-    columns = {name: [figures[name] for figures in rounds] for name in rounds[0]}
-    machine = detect()
+    parser.add_argument("--rounds", type=int, default=3)
+    machine, rounds = detect(), []
+    print(f"{machine.processor}, {machine.summary}")
+    for number in range(parser.parse_args().rounds):
+        ours, script = reported(), by_hand()
+        rounds.append({"reported": ours._asdict(), "script": script._asdict(), "overlap": ours.overlaps(script)})
+        print(f"round {number + 1}: reported {told(ours)}, script {told(script)}", flush=True)
+    overlapping = sum(bool(each["overlap"]) for each in rounds)
+    print(f"the intervals overlap in {overlapping} of {len(rounds)} rounds")
     result = {
         "machine": f"{machine.processor}, {machine.summary}",
-        "rounds": len(rounds),
-        "what": "samples/s and ratios of experiments/resnet.yaml; each ratio is taken within a round",
-        **{name: {"median": median(v), "low": min(v), "high": max(v)} for name, v in columns.items()},
+        "what": "speedup of two workers over one, experiments/resnet.yaml with torchrun, with 95% intervals",
+        "overlapping": overlapping,
+        "rounds": rounds,
     }
     (HERE / "results" / "speedup.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(result["machine"])
-    for name, values in columns.items():
-        print(f"{name:<32} {median(values):8.3f}   {min(values):.3f} to {max(values):.3f}")
 
 
-def measure() -> dict[str, float]:
-    """One round; the ratios are of medians of windows measured within a minute of each other."""
-    bare_one = bare(1)
-    ours_one, ours_two, reported = ours()
-    bare_two = bare(2)
-    return {
-        "bare x 1, samples/s": bare_one,
-        "pipeline single, samples/s": ours_one,
-        "bare x 2, samples/s": bare_two,
-        "pipeline ddp x 2, samples/s": ours_two,
-        "speedup of the bare script": bare_two / bare_one,
-        "speedup that pipeline reports": reported,
-        "reported / bare speedup": reported / (bare_two / bare_one),
-        "pipeline / bare on 1 worker": ours_one / bare_one,
-        "pipeline / bare on 2 workers": ours_two / bare_two,
-    }
+def told(speedup: Speedup) -> str:
+    """Format a speedup with its interval."""
+    return f"{speedup.value:.2f}x ({speedup.low:.2f}x to {speedup.high:.2f}x)"
+
+
+def by_hand() -> Speedup:
+    """Measure pairs of the hand-written script on one worker and on two."""
+    pairs = []
+    for index in range(PAIRS):
+        rates = {workers: bare(workers) for workers in ((1, 2) if index % 2 == 0 else (2, 1))}
+        pairs.append((rates[2], rates[1]))
+    return Speedup(*ratio(pairs)[:3])
 
 
 def bare(workers: int) -> float:
-    """Throughput of the hand-written script."""
+    """Return the throughput of the hand-written script."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     done = subprocess.run([*command, HERE / "bare_ddp.py"], capture_output=True, text=True, check=True)
     return median(json.loads(done.stdout))
 
 
-def ours() -> tuple[float, float, float]:
-    """Throughput of one process and of two workers, and the speedup as it is reported."""
-    wishes = ["--strategies", "single,ddp", "--workers", "2", "--repeats", "1", "--json"]
+def reported() -> Speedup:
+    """Return the speedup that a run reports."""
+    wishes = ["parallel.launcher=torchrun", "train.epochs=1", "--json"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pipeline", "compare", EXPERIMENT, "parallel.launcher=torchrun", *wishes]
+        command = [sys.executable, "-m", "pipeline", "run", EXPERIMENT, *wishes]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
-    cells = {cell["title"]: cell for cell in json.loads(done.stdout)["cells"]}
-    one, two = cells["single"], cells["ddp x 2"]
-    return one["samples_per_second"], two["samples_per_second"], two["speedup"]
+    main = json.loads(done.stdout)["main"]
+    return Speedup(main["speedup"], main["speedup_low"], main["speedup_high"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Wording shared by messages: counted nouns, the name that was probably meant, a line of another message."""
+"""Wording shared by messages: counted nouns, durations, the name that was probably meant, a line of another message."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,6 +7,16 @@ from collections.abc import Iterable
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, e.g. "1 worker", "2 workers"."""
     return f"1 {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units, e.g. "4.2 s", "1 min 40 s", "2 h 5 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60) if seconds >= 3600 else int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds % 60:.0f} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def nearest(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:

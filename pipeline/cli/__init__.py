@@ -68,6 +68,7 @@ app = typer.Typer(
 )
 app.callback()(_options)
 app.command()(experiments.run)
+app.command()(experiments.measure)
 app.command()(experiments.compare)
 app.command()(experiments.sweep)
 app.command("tune-batch")(experiments.tune_batch)

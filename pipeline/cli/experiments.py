@@ -1,6 +1,7 @@
 """Commands that run and measure an experiment on this machine or on a Ray cluster."""
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -23,10 +24,8 @@ from pipeline.cli.arguments import (
     strategies_of,
     with_address,
 )
+from pipeline.cli.results import Directory, RunArgument
 from pipeline.system.imports import undisturbed
-
-if TYPE_CHECKING:
-    pass
 
 
 def run(
@@ -71,6 +70,39 @@ def run(
             show=lambda report, folder: typer.echo(run_json(report, folder)) if as_json else None,
             resume=resume,
             allow_changed=allow_changed,
+        )
+
+
+def measure(
+    run: RunArgument,
+    *,
+    budget_s: Annotated[
+        float | None,
+        typer.Option("--budget-s", min=1, help="Seconds for the slots; default: measure.budget_s of the run."),
+    ] = None,
+    directory: Directory = Path("runs"),
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure the speedup of a finished run again, from its last checkpoint."""
+    from pipeline.config.load import load
+    from pipeline.recording import runs
+
+    folder = runs.find(run, directory)
+    experiment = load(folder / "experiment.yaml")
+    with head_start(experiment, verbose=verbose, tracked=True):
+        from pipeline.commands.measure import measure
+        from pipeline.recording.terminal import Terminal
+        from pipeline.report.report import run_json
+
+        measure(
+            experiment,
+            folder=folder,
+            budget_s=budget_s,
+            verbose=verbose,
+            terminal=Terminal.of(as_json=as_json, quiet=quiet),
+            show=lambda report, folder: typer.echo(run_json(report, folder)) if as_json else None,
         )
 
 

@@ -133,6 +133,9 @@ def _figures(row: Row) -> dict[str, float | None]:
         "samples_per_second": row.samples_per_second.median,
         "step_ms": row.step_ms.median,
         "speedup": row.speedup,
+        "speedup_low": row.speedup_low,
+        "speedup_high": row.speedup_high,
+        "speedup_pairs": None if row.speedup is None else row.speedup_pairs,
         "efficiency": row.efficiency,
         "largest_loss_difference": row.largest_loss_difference,
     }

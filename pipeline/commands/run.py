@@ -96,10 +96,18 @@ def dry_run(file: ExperimentFile, *, with_baseline: bool, as_json: bool = False)
     return shown(plan, steps_per_epoch=steps, train_samples=train, validation_samples=validation)
 
 
-def report(invocation: Invocation) -> Report:
-    """Compare the trials in a report: printed, recorded, saved."""
+def report(invocation: Invocation, *, time_to_first_step_s: float | None = None) -> Report:
+    """Compare the trials in a report: printed, recorded, saved.
+
+    Args:
+        invocation: the command under way.
+        time_to_first_step_s: that of the training, if it was launched in an earlier session.
+    """
     plan, finished = invocation.plan, invocation.finished
-    trials = [as_ended(trial, finished) for trial in plan.trials]
+    if time_to_first_step_s is not None:
+        known = {"time_to_first_step_s": time_to_first_step_s}
+        finished = [end.model_copy(update=known) if end.trial == plan.main.name else end for end in finished]
+    trials = [as_ended(trial, finished) for trial in plan.measured]
     measured = Report.of(trials, finished, hardware=invocation.hardware)
     if plan.main.is_elastic:
         told = remark(course(read(invocation.folder / FILE_NAME), trial=plan.main.name))
@@ -107,7 +115,9 @@ def report(invocation: Invocation) -> Report:
     result = invocation.advised(measured)
     invocation.show(result, summary=result.markdown())
     if result.speedup is not None and result.efficiency is not None:
+        main = result.main
         figures = {"speedup": result.speedup, "efficiency": result.efficiency}
+        figures |= {name: getattr(main, name) for name in ("speedup_low", "speedup_high", "speedup_pairs")}
         steps, epochs = invocation.results[plan.main.name].steps, plan.experiment.train.epochs
         invocation.log(figures, trial=plan.main.name, step=steps, epoch=epochs)
     invocation.save_report(result)

@@ -69,14 +69,20 @@ class Comparison(Section):
 
 
 class Measure(Section):
-    """Steps of a short throughput measurement, such as the baseline."""
+    """Measurement of speedups, and steps of a short throughput measurement, such as a cell of a comparison."""
 
+    pairs: Annotated[int, Field(ge=5)] = 16
+    """Most pairs of slots, one of the baseline and one of the training, that a speedup is measured in."""
+    budget_s: PositiveFloat = 30.0
+    """Seconds for these pairs; there are at least 5, even if they take longer."""
+    interval: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Confidence level of the interval around a speedup."""
     warmup_steps: NotNegative = 3
     """Steps before the first timed window."""
     steps: Positive = 5
     """Steps in one timed window."""
     windows: Positive = 3
-    """Timed windows; throughput is their median, with their spread."""
+    """Timed windows; throughput is their median."""
 
     @property
     def total_steps(self) -> int:

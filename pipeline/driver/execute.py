@@ -52,29 +52,41 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
         Terminated: SIGTERM, after a checkpoint.
         OSError: the journal can't be written; after a checkpoint.
     """
-    failures, pace = 0, Pace()
-    warn = partial(_warn, recorder, trial.name)
+    pace = Pace()
     with recorder.subscribed(pace):
-        if trial.is_elastic:
-            trial = sized(trial, launcher=launcher)
-            if trial.workers < (most := trial.experiment.parallel.workers):
-                warn(f"starting with {trial.workers} of {most} workers: no more fit now")
-        while True:
-            with explained(file):
-                outcome = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace)
-            if pace.idle_s is not None:
-                warn(f"resumed: {pace.idle_s:.0f} s passed until training caught up with the last reported step")
-            if outcome.has_ended and not outcome.has_failed:
-                return outcome
-            if outcome.trained is not None and not outcome.is_experiment_wrong and outcome.has_failed:
-                return _as_trained(outcome, recorder)
-            again = _again(trial, outcome, launcher=launcher, pace=pace, failures=failures, warn=warn)
-            if again is None:
-                error = outcome.error
-                raise file.explain(error.problems) if isinstance(error, ExperimentError) else error
-            failures += again.counts
-            trial = again.trial
-            warn(again.why)
+        outcome = _executed(trial, launcher=launcher, recorder=recorder, file=file, pace=pace)
+    for other in trial.compared_with if isinstance(trial, Training) else ():
+        if events := [event for event in outcome.beside if event.trial == other.name]:
+            open_trial(other, recorder)
+            for event in events:
+                recorder.receive(event)
+    return outcome
+
+
+def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: ExperimentFile, pace: Pace) -> Outcome:
+    """Launch a trial as often as it takes, see `execute`."""
+    failures = 0
+    warn = partial(_warn, recorder, trial.name)
+    if trial.is_elastic:
+        trial = sized(trial, launcher=launcher)
+        if trial.workers < (most := trial.experiment.parallel.workers):
+            warn(f"starting with {trial.workers} of {most} workers: no more fit now")
+    while True:
+        with explained(file):
+            outcome = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace)
+        if pace.idle_s is not None:
+            warn(f"resumed: {pace.idle_s:.0f} s passed until training caught up with the last reported step")
+        if outcome.has_ended and not outcome.has_failed:
+            return outcome
+        if outcome.trained is not None and not outcome.is_experiment_wrong and outcome.has_failed:
+            return _as_trained(outcome, recorder)
+        again = _again(trial, outcome, launcher=launcher, pace=pace, failures=failures, warn=warn)
+        if again is None:
+            error = outcome.error
+            raise file.explain(error.problems) if isinstance(error, ExperimentError) else error
+        failures += again.counts
+        trial = again.trial
+        warn(again.why)
 
 
 def _attempt(trial: Trial, *, launcher: Launcher, recorder: Recorder, pace: Pace) -> Outcome:

@@ -17,7 +17,7 @@ from pipeline.planning.resources import Resources
 from pipeline.protocol.channel.inbox import Inbox, Receive, inside, not_kept
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import AnyEvent, Finished, FirstStep
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
 
 
@@ -76,6 +76,7 @@ class Attempt:
         self.silent: Mapping[int, str] = {}
         """Reasons for which ranks of other nodes were lost, by rank."""
         self._trial = trial
+        self._beside = {one.name for one in trial.compared_with} if isinstance(trial, Training) else set()
         self._session = session
         self._stop, self._resize = stop, resize
         self._opened_at = time.monotonic()
@@ -84,7 +85,14 @@ class Attempt:
         self._lock = threading.Lock()
 
     def receive(self, event: AnyEvent) -> None:
-        """Forward an event of a worker, from any thread; if it can't be recorded, the run stops."""
+        """Forward an event of a worker, from any thread; if it can't be recorded, the run stops.
+
+        Events of trials that the training is compared with are kept for the outcome: the training ends after them.
+        """
+        if event.trial in self._beside:
+            with self._lock:
+                self._outcome = replace(self._outcome, beside=(*self._outcome.beside, event))
+            return
         if isinstance(event, FirstStep):
             self._time_to_first_step = time.monotonic() - self._opened_at
         elif isinstance(event, Finished):

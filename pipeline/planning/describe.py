@@ -4,7 +4,7 @@ import json
 
 from pipeline.config.uris import without_credentials
 from pipeline.planning.plan import Plan
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.wording import counted
 
 
@@ -27,6 +27,8 @@ def describe(plan: Plan, *, steps_per_epoch: int = 0, train_samples: int = 0, va
         "trials, in this order:",
     ]
     lines += [f"  {line}" for trial in plan.trials for line in _describe_trial(trial)]
+    if isinstance(plan.main, Training) and plan.main.compared_with:
+        lines += [f"  {line}" for line in _describe_turns(plan.main)]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
@@ -45,11 +47,22 @@ def record(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation_s
             "epochs": plan.experiment.train.epochs,
             "global_batch_size": plan.experiment.train.global_batch_size,
             "tracking": without_credentials(plan.experiment.tracking.uri),
-            "trials": [{"max_steps": None} | trial.model_dump(mode="json", include=fields) for trial in plan.trials],
+            "trials": [{"max_steps": None} | trial.model_dump(mode="json", include=fields) for trial in plan.measured],
             "notes": list(plan.notes),
         },
         indent=2,
     )
+
+
+def _describe_turns(main: Training) -> list[str]:
+    """Describe the trials that the training is compared with, and what measuring them takes."""
+    measure, names = main.experiment.measure, [f"{trial.role} {trial.title}" for trial in main.compared_with]
+    memory = "a second copy" if len(names) == 1 else f"{len(names)} more copies"
+    return [
+        f"then       {', '.join(names)}",
+        f"{'':<10} in turn with {main.title}, at most {measure.pairs} pairs of slots in about {measure.budget_s:g} s; "
+        f"rank 0 holds {memory} of the model",
+    ]
 
 
 def _describe_trial(trial: Trial) -> list[str]:

@@ -1,13 +1,15 @@
 """Plan of a command, made from experiment and resources by a pure function."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Literal
 
+from pipeline import registry
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.values import Frozen
 from pipeline.planning.layout import Planner
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Baseline, Training, Trial
+from pipeline.protocol.trial import Baseline, Reference, Training, Trial
 
 
 class Plan(Frozen):
@@ -17,6 +19,7 @@ class Plan(Frozen):
     experiment: Experiment
     resources: Resources
     trials: tuple[Trial, ...]
+    """Trials that are launched one after the other."""
     notes: tuple[str, ...] = ()
     """Notes to the user, shown before the first trial starts."""
 
@@ -25,6 +28,12 @@ class Plan(Frozen):
         """The training; the first trial if the command only measures."""
         return next((trial for trial in self.trials if isinstance(trial, Training)), self.trials[0])
 
+    @property
+    def measured(self) -> tuple[Trial, ...]:
+        """All trials that have a result: those that are launched, and those that the training is compared with."""
+        beside = (trial.compared_with for trial in self.trials if isinstance(trial, Training))
+        return (*self.trials, *chain.from_iterable(beside))
+
 
 def make_plan(
     experiment: Experiment, resources: Resources, *, allowed: tuple[str, ...] = (), with_baseline: bool = True
@@ -32,8 +41,9 @@ def make_plan(
     """Plan the trials of ``pipeline run``.
 
     The baseline gets the same cores for its one worker that each worker of the main trial has, so that N workers have
-    N times the cores. On CPU a reference shows what one process with all those cores does. An elastic main trial has as
-    many workers here as fit now; how many it begins with is decided when it is launched.
+    N times the cores. On CPU a reference shows what one process with all those cores does. Both are measured in turn
+    with the main trial by its rank 0; a baseline that can't run in one process is measured before. An elastic main
+    trial has as many workers here as fit now; how many it begins with is decided when it is launched.
 
     Raises:
         ExperimentError: strategy, launcher and workers don't go together.
@@ -43,20 +53,34 @@ def make_plan(
     parallel = experiment.parallel
     own = Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)
     main = planner.trial(Training, own)
-    before: list[Trial] = []
-    after: list[Trial] = []
+    others: list[Baseline | Reference] = []
+    has_baseline = False
     if with_baseline:
         baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
-        if not same_work(baseline, main):
-            before.append(baseline)
+        if has_baseline := not same_work(baseline, main):
+            others.append(baseline)
         if main.device == "cpu" and main.workers > 1 and resources.nodes == 1:
-            after.append(planner.reference())
+            others.append(planner.reference())
+    measure = experiment.measure
+    first_steps = {"max_steps": measure.warmup_steps + measure.steps}  # for their losses; slots have their own steps
+    beside = tuple(trial.model_copy(update=first_steps) for trial in others if _runs_beside(trial, main=main))
     return Plan(
         experiment=experiment,
         resources=resources,
-        trials=(*before, main, *after),
-        notes=tuple(_notes(main, has_baseline=bool(before), wanted=with_baseline)),
+        trials=(
+            *(trial for trial in others if not _runs_beside(trial, main=main)),
+            main.model_copy(update={"compared_with": beside}),
+        ),
+        notes=tuple(_notes(main, has_baseline=has_baseline, wanted=with_baseline)),
     )
+
+
+def _runs_beside(trial: Trial, *, main: Trial) -> bool:
+    """Return True if rank 0 of the main trial can run a trial by itself, with its devices and data it reads itself."""
+    if trial.devices_per_worker > main.devices_per_worker:  # such as dp beside ddp, whose ranks have a GPU each
+        return False
+    strategy = registry.load("strategies", trial.strategy).Strategy
+    return trial.workers == 1 and not (strategy.needs_process_group or trial.experiment.is_streamed)
 
 
 def same_work(one: Trial, other: Trial) -> bool:

@@ -1,43 +1,104 @@
-"""Statistics of measured values: one figure and its range, used by everything that shows figures.
+"""Statistics of measured values: one estimate and its confidence interval, used by everything that shows figures.
 
-The figure of one measurement is the median of its windows; of several measurements, the median of their medians. A
-speedup is the ratio of two such figures, so it is the quotient of the figures in a table.
+Throughputs are compared as ratios, so their logarithms are averaged: the estimate of a ratio is the quotient of the
+geometric means, whichever is on top. The reasons for the method are in docs/decisions/0019-speedups-in-turn.md.
 """
 
+import math
 from collections.abc import Sequence
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, geometric_mean, median, stdev
+from typing import NamedTuple
 
 from pipeline.protocol.trial import Spread
 
+CONFIDENCE = 0.95
+"""Confidence level of an interval unless ``measure.interval`` says otherwise."""
+AUTOCORRELATION = (0.2, 0.8)
+"""Lag-1 autocorrelations that an interval is widened for, at least and at most.
 
-def spread(values: Sequence[float]) -> Spread:
-    """Return median, lowest and highest of at least one value."""
-    return Spread(median=median(values), low=min(values), high=max(values), windows=len(values))
+A short series can show neither that there is none, on a machine that others use, too, nor that there is more.
+"""
+_LARGEST = 700.0
+"""Exponent up to which `math.exp` has a result."""
 
 
-def over(spreads: Sequence[Spread]) -> Spread:
-    """Return the spread of a single measurement's windows, or of the medians of several measurements."""
-    return spreads[0] if len(spreads) == 1 else spread([one.median for one in spreads])
+class Estimate(NamedTuple):
+    """An estimated value with its confidence interval."""
+
+    value: float
+    low: float
+    """Lower end of the interval; minus infinity, or 0 for a ratio, if there is only one measurement."""
+    high: float
+    """Upper end of the interval."""
+    size: int
+    """Number of measurements, or of pairs of them, behind the estimate."""
 
 
-def ratio(own: Spread, base: Spread, *, pairs: Sequence[tuple[float, float]] = ()) -> Spread:
-    """Return the ratio of two figures with its range: that of alternating measurements, or else of all windows.
+def mean(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate:
+    """Return the mean of consecutive measurements with Student's t interval, widened for their autocorrelation.
 
-    Drift of the machine changes both values of a pair. The ratio lies within the range of its pairs: if all ratios are
-    above a bound, so is the ratio of the medians.
+    Neighbors in a series share bursts of load, so n values tell less than n independent ones: the variance of the mean
+    is multiplied by (1 + r) / (1 - r), that of a first-order autoregressive series with lag-1 autocorrelation r.
+
+    Source: Bayley and Hammersley 1946, "The 'effective' number of independent observations in an autocorrelated time
+    series", Supplement to the Journal of the Royal Statistical Society 8, for the variance.
     """
-    figure = own.median / base.median
-    if pairs:
-        ratios = [one / other for one, other in pairs]
-        return Spread(median=figure, low=min(ratios), high=max(ratios), windows=len(ratios))
-    return Spread(median=figure, low=own.low / base.high, high=own.high / base.low, windows=own.windows)
+    center, count = fmean(values), len(values)
+    if count < 2:
+        return Estimate(center, -math.inf, math.inf, count)
+    r = autocorrelation(values)
+    error = stdev(values) * math.sqrt((1 + r) / (1 - r) / count)
+    half = error * _t_quantile(confidence, freedom=count - 1)
+    return Estimate(center, center - half, center + half, count)
 
 
-def noise(figure: Spread) -> float:
-    """Return half the range, shown after "±"."""
-    return (figure.high - figure.low) / 2
+def ratio(pairs: Sequence[tuple[float, float]], *, confidence: float = CONFIDENCE) -> Estimate:
+    """Return the ratio of two positive quantities that were measured next to each other, from at least one pair.
+
+    What changes both values of a pair, such as other load on the machine, cancels.
+    """
+    logs = mean([math.log(own / base) for own, base in pairs], confidence=confidence)
+    return logs._replace(value=_exp(logs.value), low=_exp(logs.low), high=_exp(logs.high))
 
 
-def is_wide(figure: Spread) -> bool:
-    """Return True if the range is larger than the figure; then the range is shown instead."""
-    return figure.high - figure.low > figure.median
+def autocorrelation(values: Sequence[float]) -> float:
+    """Return the lag-1 autocorrelation of a series, corrected for the bias of short ones, within `AUTOCORRELATION`.
+
+    Source: Kendall 1954, "Note on bias in the estimation of autocorrelation", Biometrika 41.
+    """
+    center, count = fmean(values), len(values)
+    deviations = [value - center for value in values]
+    least, most = AUTOCORRELATION
+    if not (variance := sum(deviation**2 for deviation in deviations)):
+        return least
+    found = sum(one * other for one, other in pairwise(deviations)) / variance
+    return min(most, max(least, found + (1 + 3 * found) / count))
+
+
+def spread(values: Sequence[float], *, keeps_values: bool = False) -> Spread:
+    """Return median, lowest and highest of at least one value; ``keeps_values`` adds the values themselves."""
+    kept = tuple(values) if keeps_values else ()
+    return Spread(median=median(values), low=min(values), high=max(values), windows=len(values), values=kept)
+
+
+def geometric_spread(values: Sequence[float]) -> Spread:
+    """Return lowest and highest of at least one rate, around the geometric mean, as rates are compared as ratios."""
+    return spread(values).model_copy(update={"median": geometric_mean(values)})
+
+
+def half_range(values: Spread) -> float:
+    """Return half the distance of the lowest and the highest value."""
+    return (values.high - values.low) / 2
+
+
+def _exp(value: float) -> float:
+    """Return e to that power; infinity beyond the largest number, such as for two pairs at a high confidence."""
+    return math.exp(value) if value < _LARGEST else math.inf
+
+
+def _t_quantile(confidence: float, *, freedom: int) -> float:
+    """Return the value that Student's t exceeds in absolute terms with probability 1 - confidence."""
+    from scipy.special import stdtrit  # takes a second to import, and only reports need it
+
+    return float(stdtrit(freedom, (1 + confidence) / 2))

@@ -81,40 +81,6 @@ class Trial(Frozen):
         return False
 
 
-class Training(Trial):
-    """The training itself: all epochs, with evaluation and checkpoints."""
-
-    role: Literal["main"] = "main"
-    checkpoints: str = ""
-    """Absolute folder, or fsspec address, of the checkpoints; empty: none are saved."""
-    left_out: tuple[int, ...] = ()
-    """Steps, counted from 1, whose global batch is not trained on: they made a loss or gradient non-finite."""
-    resume: bool = False
-    """True to resume from the newest complete checkpoint, from the beginning if there is none."""
-
-    @property
-    @override
-    def purpose(self) -> str:
-        return (
-            f"trains {self.experiment.train.epochs} epochs; measures throughput, exposed communication, data wait, "
-            "peak memory"
-        )
-
-    @property
-    @override
-    def is_elastic(self) -> bool:
-        return self.experiment.parallel.is_elastic
-
-    @property
-    @override
-    def saves(self) -> bool:
-        return bool(self.checkpoints)
-
-    @override
-    def leaves_out(self, step: int) -> bool:
-        return step in self.left_out
-
-
 class Measurement(Trial):
     """The first steps of a training, timed and reported in windows, without evaluation and checkpoints."""
 
@@ -158,6 +124,42 @@ class Reference(Measurement):
     @override
     def title(self) -> str:
         return f"{self.strategy}, {self.cpus_per_worker} cores"
+
+
+class Training(Trial):
+    """The training itself: all epochs, with evaluation and checkpoints."""
+
+    role: Literal["main"] = "main"
+    checkpoints: str = ""
+    """Absolute folder, or fsspec address, of the checkpoints; empty: none are saved."""
+    left_out: tuple[int, ...] = ()
+    """Steps, counted from 1, whose global batch is not trained on: they made a loss or gradient non-finite."""
+    resume: bool = False
+    """True to resume from the newest complete checkpoint, from the beginning if there is none."""
+    compared_with: tuple[Baseline | Reference, ...] = ()
+    """Measurements that rank 0 makes after the training, in turn with the training's own steps."""
+
+    @property
+    @override
+    def purpose(self) -> str:
+        return (
+            f"trains {self.experiment.train.epochs} epochs; measures throughput, exposed communication, data wait, "
+            "peak memory"
+        )
+
+    @property
+    @override
+    def is_elastic(self) -> bool:
+        return self.experiment.parallel.is_elastic
+
+    @property
+    @override
+    def saves(self) -> bool:
+        return bool(self.checkpoints)
+
+    @override
+    def leaves_out(self, step: int) -> bool:
+        return step in self.left_out
 
 
 class CellMeasurement(Measurement):
@@ -237,6 +239,8 @@ class Spread(Frozen):
     high: float
     windows: int
     """Number of windows measured."""
+    values: tuple[float, ...] = ()
+    """The windows in order, where all trials or ranks were measured in the same rounds; otherwise empty."""
 
 
 class StepParts(Frozen):
@@ -353,13 +357,20 @@ class TrialResult(Frozen):
     """Index among equal measurements, from 0."""
     steps: int
     """Optimizer steps done."""
+    whole_training: int = 0
+    """Samples of the whole training, all epochs together, whose first steps a measurement takes; 0 if unknown."""
     samples_per_second: Spread
     """Throughput over all workers in steady state: warm-up, evaluation and checkpoints excluded."""
     step_ms: Spread
     """Milliseconds of one optimizer step, in the same windows."""
+    slots: tuple[float, ...] = ()
+    """Samples per second in the slots that were measured in turn with those of other trials, in order."""
+    other_cores: float | None = None
+    """Cores of rank 0's machine that other processes used during these slots, those of the run itself included."""
     parts: StepParts
     peak_memory_mb: tuple[float, ...]
-    """Per device on GPUs (allocated), per process on CPU (resident), in rank order."""
+    """Per device on GPUs (allocated), per process on CPU (resident), in rank order; empty if the devices also held
+    another trial."""
     held: Held | None = None
     gpu_utilization: tuple[float, ...] = ()
     """Percent of the time in which a kernel ran, mean over the windows, per GPU in rank order; empty on CPU."""

@@ -21,6 +21,8 @@ class Outcome:
     """Failures that ranks reported, in the order of their arrival."""
     losses: Mapping[int, str] = field(default_factory=dict)
     """Reasons for which the launcher lost workers, by rank; some of them may have reported a failure."""
+    beside: tuple[AnyEvent, ...] = ()
+    """Events of the trials that were measured in turn with the training, in their order."""
     was_resized: bool = False
     """True if the workers were asked to save and end because more of them can continue."""
 

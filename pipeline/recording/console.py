@@ -6,6 +6,7 @@ A failure is not shown here: the command line prints it once everything has ende
 import time
 from collections.abc import Sequence
 from html import escape
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import rich.console
@@ -29,6 +30,8 @@ class Console:
     def __init__(self, terminal: Terminal, *, trials: Sequence[Trial]) -> None:
         self._stdout, self._warnings = terminal.progress, terminal.warnings
         self._trials = {trial.name: trial for trial in trials}
+        beside = (trial.compared_with for trial in trials if isinstance(trial, Training))
+        self._over = {trial.name for trial in chain.from_iterable(beside)}
         self._total = len(trials)
         self._opened = 0
         self._display: Lines | LiveDisplay | NotebookDisplay | None = None
@@ -41,7 +44,7 @@ class Console:
                 self.close()
                 self._opened += 1
                 self._label = self._title(event)
-                self._display = self._new_display(event)
+                self._display = None if event.trial in self._over else self._new_display(event)
             case events.Warned():
                 write(self._warnings, f"{event.trial}: warning: {event.message}", style="yellow")
             case Finished():

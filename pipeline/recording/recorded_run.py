@@ -98,7 +98,7 @@ def recorded(
         warn = _teller(terminal.warnings)
         if warning:
             warn(warning)
-        consoles = [Console(each, trials=plan.trials) for each in (terminal, Terminal.on(_console(log)))]
+        consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(_console(log)))]
         with closing(Recorder(folder, subscribers=consoles)) as recorder:
             files = describe(plan.experiment, folder)
             own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
@@ -180,7 +180,7 @@ def _open(
             tracking_experiment=experiment.tracking.experiment or experiment.name,
             tags=provenance.run_tags(plan),
             params=flatten(experiment),
-            trials=tuple(dict.fromkeys(trial.name for trial in plan.trials)),
+            trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
         )
     )
     for name in files:

@@ -149,12 +149,14 @@ class Deduplicator:
     def __init__(self, events: Iterable[AnyEvent] = ()) -> None:
         self._steps: dict[_Series, int] = {}
         self._training: set[tuple[str, int]] = set()
+        self._finished: set[tuple[str, int]] = set()
         self._last_sample: dict[str, int] = {}
         self._shift: dict[str, int] = {}
         self._earlier: dict[_Series, int] = {}
         for event in events:
             self.new(event)
         self._training.clear()
+        self._finished.clear()
         self._earlier = dict(self._steps)
 
     def new(self, event: AnyEvent) -> AnyEvent | None:
@@ -164,6 +166,7 @@ class Deduplicator:
                 self._training.add((event.trial, event.repeat))
             case Finished():
                 self._training.discard((event.trial, event.result.repeat))
+                self._finished.add((event.trial, event.result.repeat))
             case Metrics():
                 return self._new_metrics(event)
             case SystemMetrics():
@@ -171,8 +174,9 @@ class Deduplicator:
         return event
 
     def _new_metrics(self, event: Metrics) -> Metrics | None:
-        is_training = (event.trial, event.repeat) in self._training
-        known = self._steps if is_training else self._earlier
+        key = (event.trial, event.repeat)
+        # The driver's figures about a trial that has ended now aren't those of an earlier session.
+        known = self._steps if key in self._training else {} if key in self._finished else self._earlier
         points = []
         for point in event.points:
             series = _Series(event.trial, event.repeat, point.name)

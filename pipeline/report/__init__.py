@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any, Literal
 
 from pipeline.config.values import Frozen
-from pipeline.protocol.estimates import noise, over
-from pipeline.protocol.estimates import ratio as ratio_of
+from pipeline.protocol import estimates
+from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Held, Role, Scaling, Spread, StepParts, Trial, TrialResult
 from pipeline.wording import counted
@@ -54,19 +54,29 @@ class Row(Frozen):
     global_batch_size: int
     steps: int
     """Optimizer steps of one measurement or of the whole training."""
+    whole_training: int = 0
+    """Samples of the whole training, all epochs together; 0 if unknown."""
+    other_cores: float | None = None
+    """Cores of rank 0's machine that other processes used during the slots; None without slots."""
     samples_per_second: Spread
-    """Spread over the windows of one measurement, or over the medians of the repeats."""
+    """Throughput in the windows of one measurement, or in the repeats."""
     repeats: tuple[float, ...]
-    """Median throughput of each repeat, in order."""
+    """Throughput in each slot, or the median of each repeat, in order."""
+    trained_at: float | None = None
+    """Median throughput of the windows while it trained; None unless the figure is that of slots measured after it."""
     step_ms: Spread
     parts: StepParts
     """Parts of a step, see `TrialResult`, which also describes the fields below; medians over the repeats."""
     speedup: float | None = None
     """Throughput over the baseline's throughput; None if no speedup can be claimed."""
     speedup_low: float | None = None
-    """Lowest ratio of two repeats measured next to each other, or of two windows of one measurement."""
+    """Lower end of the speedup's interval."""
     speedup_high: float | None = None
-    """Highest such ratio."""
+    """Upper end of the interval."""
+    speedup_pairs: int = 0
+    """Pairs of slots or repeats behind the interval; 0 if it is only the range of the ratios of windows."""
+    confidence: float = CONFIDENCE
+    """Confidence level of the interval."""
     efficiency: float | None = None
     """Speedup over the ratio of replicas, 1 is linear; None for a reference that only has more cores."""
     peak_memory_mb: tuple[float, ...]
@@ -76,7 +86,7 @@ class Row(Frozen):
     unused_parameters: int = 0
     coupling: tuple[str, ...] = ()
     time_to_first_step_s: float | None = None
-    """Seconds from the launch to the end of the first step."""
+    """Seconds from the launch to the end of the first step; None if it ran beside the training that was launched."""
     compile_s: float | None = None
     losses: tuple[float, ...] = ()
     largest_loss_difference: float | None = None
@@ -102,9 +112,11 @@ class Row(Frozen):
             replicas=trial.replicas,
             cpus=trial.workers * trial.cpus_per_worker,
             global_batch_size=trial.experiment.train.global_batch_size,
-            samples_per_second=over([result.samples_per_second for result in results]),
-            repeats=tuple(result.samples_per_second.median for result in results),
-            step_ms=over([result.step_ms for result in results]),
+            samples_per_second=_throughput(results),
+            repeats=_repeats(results),
+            trained_at=results[0].samples_per_second.median if trial.role == "main" and results[0].slots else None,
+            confidence=trial.experiment.measure.interval,
+            step_ms=_over([result.step_ms for result in results]),
             parts=_parts_of(results),
             peak_memory_mb=tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
             gpu_utilization=tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
@@ -114,6 +126,8 @@ class Row(Frozen):
             **results[0].model_dump(
                 include={
                     "steps",
+                    "whole_training",
+                    "other_cores",
                     "held",
                     "compile_s",
                     "gradient_mb",
@@ -134,9 +148,10 @@ class Row(Frozen):
         }
         if not (self.is_one_replica_dp or self.measures_again(baseline)):
             ratios = self.throughput_over(baseline)
-            figures |= {"speedup": ratios.median, "speedup_low": ratios.low, "speedup_high": ratios.high}
+            figures |= {"speedup": ratios.value, "speedup_low": ratios.low, "speedup_high": ratios.high}
+            figures["speedup_pairs"] = ratios.size
             if not (self.role == "reference" and self.replicas == baseline.replicas):  # only has more cores
-                figures["efficiency"] = ratios.median / (self.replicas / baseline.replicas)
+                figures["efficiency"] = ratios.value / (self.replicas / baseline.replicas)
         return self.model_copy(update=figures)
 
     @property
@@ -150,8 +165,8 @@ class Row(Frozen):
 
     @property
     def is_resolved(self) -> bool:
-        """True if the range of the speedup excludes 1, or there is no speedup."""
-        return self.speedup_low is None or self.speedup_high is None or not self.speedup_low < 1 < self.speedup_high
+        """True if the interval of the speedup excludes 1, or there is no speedup."""
+        return (ratio := self.ratio) is None or is_clear(ratio)
 
     @property
     def same_training(self) -> Literal["yes", "at first", "no"] | None:
@@ -185,7 +200,7 @@ class Row(Frozen):
     def noise_ms(self) -> float:
         """Milliseconds by which noise alone can separate the step from the sum of its parts."""
         held = self.parts.held_ms
-        return noise(self.step_ms) + (noise(held) if held is not None else 0.0)
+        return estimates.half_range(self.step_ms) + (estimates.half_range(held) if held is not None else 0.0)
 
     @property
     def unexplained_ms(self) -> float:
@@ -196,29 +211,32 @@ class Row(Frozen):
         return missed if abs(missed) > max(self.noise_ms, ACCURACY * self.step_ms.median) else 0.0
 
     @property
-    def ratio(self) -> Spread | None:
-        """Speedup with its range; None if no speedup can be claimed."""
+    def ratio(self) -> Estimate | None:
+        """Speedup with its interval; None if no speedup can be claimed."""
         if self.speedup is None or self.speedup_low is None or self.speedup_high is None:
             return None
-        windows = self.samples_per_second.windows
-        return Spread(median=self.speedup, low=self.speedup_low, high=self.speedup_high, windows=windows)
+        return Estimate(self.speedup, self.speedup_low, self.speedup_high, self.speedup_pairs)
 
     @property
-    def efficiencies(self) -> Spread | None:
-        """Efficiency with its range; None if there is no efficiency."""
+    def efficiencies(self) -> Estimate | None:
+        """Efficiency with its interval; None if there is no efficiency."""
         if (ratio := self.ratio) is None or not self.efficiency:
             return None
-        factor = self.efficiency / ratio.median
-        return Spread(median=self.efficiency, low=factor * ratio.low, high=factor * ratio.high, windows=ratio.windows)
+        factor = self.efficiency / ratio.value
+        return Estimate(self.efficiency, factor * ratio.low, factor * ratio.high, ratio.size)
 
-    def throughput_over(self, other: "Row") -> Spread:
-        """Return the ratio of throughputs; repeats are compared in pairs, since the machine's speed drifts.
+    def throughput_over(self, other: "Row") -> Estimate:
+        """Return the ratio of throughputs with its interval, from slots or repeats that were measured in turn.
 
-        After an interrupted comparison one row may have more repeats; these are ignored.
+        Without those it is the ratio of the medians of windows, with the range of the ratios of all windows and a size
+        of 0: on a machine whose speed drifts that is no interval. After an interrupted comparison one row may have more
+        repeats; these are ignored.
         """
-        repeated = min(len(self.repeats), len(other.repeats)) > 1
-        pairs = list(zip(self.repeats, other.repeats, strict=False)) if repeated else ()
-        return ratio_of(self.samples_per_second, other.samples_per_second, pairs=pairs)
+        pairs = list(zip(self.repeats, other.repeats, strict=False))
+        if len(pairs) > 1:
+            return estimates.ratio(pairs, confidence=self.confidence)
+        own, base = self.samples_per_second, other.samples_per_second
+        return Estimate(own.median / base.median, own.low / base.high, own.high / base.low, 0)
 
     def _loss_differences(self, baseline: "Row") -> list[float]:
         """Return the differences by step; empty if the global batch sizes differ."""
@@ -259,12 +277,12 @@ def _parts_of(results: Sequence[TrialResult]) -> StepParts:
     parts = [result.parts for result in results]
     held = [part.held_ms for part in parts if part.held_ms is not None]
     return StepParts(
-        held_ms=over(held) if held else None,
+        held_ms=_over(held) if held else None,
         compute_ms=_known([part.compute_ms for part in parts]),
         exposed_communication_ms=_known([part.exposed_communication_ms for part in parts]),
         data_wait_ms=median(part.data_wait_ms for part in parts),
         rest_ms=_known([part.rest_ms for part in parts]),
-        ranks=tuple(map(over, zip(*(part.ranks for part in parts if part.ranks), strict=True))),
+        ranks=tuple(map(_over, zip(*(part.ranks for part in parts if part.ranks), strict=True))),
         nodes=parts[0].nodes,
     )
 
@@ -272,3 +290,24 @@ def _parts_of(results: Sequence[TrialResult]) -> StepParts:
 def _known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def _throughput(results: Sequence[TrialResult]) -> Spread:
+    """Return the throughput of a trial; its middle is the geometric mean of slots or repeats, whose ratios compare."""
+    if len(repeats := _repeats(results)) == 1:
+        return results[0].samples_per_second
+    return estimates.geometric_spread(repeats)
+
+
+def _repeats(results: Sequence[TrialResult]) -> tuple[float, ...]:
+    return results[0].slots or tuple(result.samples_per_second.median for result in results)
+
+
+def _over(spreads: Sequence[Spread]) -> Spread:
+    """Return the spread of a single measurement's windows, or of the medians of several measurements."""
+    return spreads[0] if len(spreads) == 1 else estimates.spread([one.median for one in spreads], keeps_values=True)
+
+
+def is_clear(ratio: Estimate) -> bool:
+    """Return True if a ratio was measured in pairs and its interval excludes 1."""
+    return ratio.size > 1 and not ratio.low <= 1 <= ratio.high

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.config.schema import Experiment
-from pipeline.report import Advice, Row, exchange_advice, step_advice
+from pipeline.report import Advice, Row, exchange_advice, is_clear, step_advice
 from pipeline.report.report import Report
 from pipeline.report.rule import Case, Finding
 from pipeline.report.tables import amount, rate, times
@@ -97,7 +97,7 @@ def better(rows: Sequence[Row], case: Case) -> Better | None:
     if faster:
         return _better(max(faster, key=lambda row: row.samples_per_second.median), case, is_faster=True)
     smaller = [row for row in others if _size(row) < _size(case.row) and not _is_faster(case.row, row)]
-    smaller = [row for row in smaller if case.row.throughput_over(row).median < WORTH]
+    smaller = [row for row in smaller if case.row.throughput_over(row).value < WORTH]
     return _better(min(smaller, key=_size), case, is_faster=False) if smaller else None
 
 
@@ -115,16 +115,14 @@ def _size(row: Row) -> int:
 
 
 def _is_faster(row: Row, other: Row) -> bool:
-    """Return True if the row is faster beyond the noise, which a single window can't show."""
+    """Return True if the row is faster beyond the noise, and by enough."""
     ratio = row.throughput_over(other)
-    return min(row.samples_per_second.windows, other.samples_per_second.windows) > 1 and (
-        ratio.low > 1 and ratio.median > WORTH
-    )
+    return is_clear(ratio) and ratio.value > WORTH
 
 
 def _better(row: Row, case: Case, *, is_faster: bool) -> Better:
     own = case.row
-    ratio = row.throughput_over(own).median
+    ratio = row.throughput_over(own).value
     reason = _reason(row, own, is_faster=is_faster)
     finding = Finding(reason=reason, values=_values(row, case), gain=max(0.0, 1 - 1 / ratio), is_measured=is_faster)
     return Better(row, 1 / ratio, finding)
@@ -134,9 +132,7 @@ def _reason(row: Row, own: Row, *, is_faster: bool) -> str:
     rates = f"{rate(row.samples_per_second)} and {rate(own.samples_per_second)} samples/s"
     sentence = f"{own.title} is not faster than {row.title} beyond the noise ({rates})"
     if is_faster:
-        sentence = (
-            f"{row.title} is {times(row.throughput_over(own), has_interval=False)} as fast as {own.title} ({rates})"
-        )
+        sentence = f"{row.title} is {times(row.throughput_over(own))} as fast as {own.title} ({rates})"
     if _size(row) < _size(own):
         sentence += f", with {row.devices} instead of {own.devices}"
     if (exposed := own.parts.exposed_communication_ms) and row.workers < own.workers:

@@ -58,22 +58,34 @@ def _titles(figure: Figure, report: Report, *, height: float) -> None:
 
 def _throughput(axes: Axes, report: Report, places: Sequence[float]) -> None:
     rows, at = _measured(report.entries, places)
-    spreads = [row.samples_per_second for row in rows]
-    medians = [spread.median for spread in spreads]
-    whiskers = ([s.median - s.low for s in spreads], [s.high - s.median for s in spreads])
+    rates = [row.samples_per_second.median for row in rows]
+    intervals = [_interval(row) for row in rows]
+    whiskers = tuple(
+        zip(*((own - low, high - own) for own, (low, high) in zip(rates, intervals, strict=True)), strict=True)
+    )
     linear = [_linear(row, report.rows[0]) for row in rows]
     axes.barh(at, linear, height=_BAR, color=_TRACK)
-    axes.barh(at, medians, height=_BAR, color=[_BLUE if row == report.main else _OTHER for row in rows])
-    axes.errorbar(medians, at, xerr=whiskers, fmt="none", ecolor=_INK, elinewidth=1.3, capsize=4, capthick=1.3)
-    ends = [max(spread.high, ideal) for spread, ideal in zip(spreads, linear, strict=True)]
+    axes.barh(at, rates, height=_BAR, color=[_BLUE if row == report.main else _OTHER for row in rows])
+    axes.errorbar(rates, at, xerr=whiskers, fmt="none", ecolor=_INK, elinewidth=1.3, capsize=4, capthick=1.3)
+    ends = [max(high, ideal) for (_, high), ideal in zip(intervals, linear, strict=True)]
     labels = [_rate(row, has_interval=report.is_comparison) for row in rows]
     for label, end, place in zip(labels, ends, at, strict=True):
         _label(axes, label, at=end, row=place)
     _names(axes, report.entries, places)
-    what = "repeat" if len(report.rows[0].repeats) > 1 else "window"
-    note = f"median; whiskers: lowest and highest {what}" + ("; light: linear scaling" if any(linear) else "")
+    has_pairs = any(row.speedup_pairs > 1 for row in rows)
+    what = f"{100 * report.main.confidence:g}% interval of the speedup" if has_pairs else "lowest and highest window"
+    note = f"whiskers: {what}" + ("; light: linear scaling" if any(linear) else "")
     axes.text(0, 1, note, transform=axes.transAxes + _up(axes, 6), fontsize=8.5, color=_MUTED)
     _frame(axes, "Throughput, samples/s", right=_right(ends, labels, axes))
+
+
+def _interval(row: Row) -> tuple[float, float]:
+    """Return the ends of the interval of a row's speedup as throughputs; without a speedup those of its windows."""
+    rate = row.samples_per_second.median
+    if row.ratio is None:
+        return (rate, rate) if len(row.repeats) > 1 else (row.samples_per_second.low, row.samples_per_second.high)
+    base = rate / row.ratio.value
+    return base * row.ratio.low, min(base * row.ratio.high, 2 * rate)
 
 
 def _linear(row: Row, baseline: Row) -> float:

@@ -10,18 +10,20 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from pipeline.report import FIRST_STEPS, Advice
 from pipeline.report.report import Report
-from pipeline.report.tables import efficiency, speedup, with_spread
+from pipeline.report.tables import amount, efficiency, interval, speedup
 
 _WINDOWS = (
-    "Throughput and step time are the median of several windows, ± half of their range. The interval of a speedup goes "
-    "from the slowest window over the baseline's fastest to the fastest window over the baseline's slowest."
+    "Throughput and step time are the median of several windows. The trials were measured one after the other, so the "
+    "range of a speedup goes from the slowest window over the baseline's fastest to the fastest window over the "
+    "baseline's slowest; on a machine whose speed changes it may miss the truth."
 )
-_REPEATS = (
-    "All trials are measured once, then all of them again (A B C A B C), so that drift of the machine affects them "
-    "equally. "
-    "Throughput and step time are the median of these repeats, ± half of their range. A speedup is the median of the "
-    "ratios to the baseline within the same round, its interval the lowest and the highest of them."
+_PAIRS = (
+    "The trials are measured in turn: {what}, so that whatever else the machine does affects them alike. Throughput is "
+    "the geometric mean of the {unit}; a speedup is that of the ratios to the baseline in the same round, with "
+    "Student's t interval, widened for the autocorrelation of the rounds."
 )
+_SLOTS = _PAIRS.format(what="short slots of steps, alternately, once the training is over", unit="slots")
+_REPEATS = _PAIRS.format(what="all of them once, then all of them again", unit="repeats")
 _PARTS = (
     "Step and data wait are those of the training; data wait is that of the rank that waits longest for its batches. "
     "The other parts are measured after training, by leaving out one part at a time. Compute: forward and backward of "
@@ -35,15 +37,17 @@ _RESOURCES = (
 )
 
 
-def save_page(report: Report, chart: Path, path: Path) -> None:
-    """Write the page; embed the PNG ``chart`` of `pipeline.report.chart.save_chart` if the file exists."""
+def save_page(report: Report, chart: Path, path: Path, *, pairs: Path) -> None:
+    """Write the page; embed the PNG files ``chart`` and ``pairs`` if they exist."""
     page = _template("report.html.jinja").render(
         report=report,
-        rate=with_spread(report.main.samples_per_second),
+        rate=amount(report.main.samples_per_second.median),
         speedup=speedup(report.main, has_interval=False),
         efficiency=efficiency(report.main),
         advice=[(advice.reason.rstrip("."), tuple(marked(advice))) for advice in report.advice],
-        chart=b64encode(chart.read_bytes()).decode("ascii") if chart.is_file() else "",
+        chart=_embedded(chart),
+        pairs=_embedded(pairs),
+        interval=interval(report.main.ratio, confidence=report.main.confidence) if report.main.ratio else "",
         method=tuple(_method(report)),
     )
     path.write_text(page, encoding="utf-8")
@@ -57,8 +61,11 @@ def fragment(report: Report, chart: Path, *, places: str) -> str:
         chart: PNG file.
         places: lines with the run's folder and its address in MLflow.
     """
-    picture = b64encode(chart.read_bytes()).decode("ascii") if chart.is_file() else ""
-    return _template("fragment.html.jinja").render(report=report, chart=picture, places=places)
+    return _template("fragment.html.jinja").render(report=report, chart=_embedded(chart), places=places)
+
+
+def _embedded(picture: Path) -> str:
+    return b64encode(picture.read_bytes()).decode("ascii") if picture.is_file() else ""
 
 
 def _template(name: str) -> Template:
@@ -83,7 +90,8 @@ def _method(report: Report) -> Iterator[str]:
         "and checkpoints; speedup is throughput over the baseline's; efficiency is speedup over the ratio of replicas. "
         "Each worker has a fixed number of cores: N workers have N times the cores of one."
     )
-    yield _REPEATS if len(report.rows[0].repeats) > 1 else _WINDOWS
+    has_pairs = len(report.rows[0].repeats) > 1
+    yield (_REPEATS if report.is_comparison else _SLOTS) if has_pairs else _WINDOWS
     yield _PARTS
     if any(row.same_training for row in report.rows):
         yield (

@@ -10,6 +10,7 @@ from pipeline.report.report import Report, comparison_json
 _log = logging.getLogger(__name__)
 
 CHART_NAME = "speedup.png"
+PAIRS_NAME, PAIRS_CHART_NAME = "pairs.csv", "pairs.png"
 PAGE_NAME = "report.html"
 REPORT_NAME = "speedup.json"
 """File name of a `Report` in a run's folder."""
@@ -26,6 +27,8 @@ def save(report: Report, folder: Path, *, warn: Callable[[str], None]) -> tuple[
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     pictures = {CHART_NAME: _save_chart, PAGE_NAME: _save_page}
+    if report.main.speedup_pairs > 1:
+        pictures = {PAIRS_NAME: _save_pairs, PAIRS_CHART_NAME: _draw_pairs, **pictures}
     return (*texts, *(name for name, write in pictures.items() if _is_written(write, report, folder, name, warn=warn)))
 
 
@@ -53,7 +56,19 @@ def _save_chart(report: Report, folder: Path) -> None:
 def _save_page(report: Report, folder: Path) -> None:
     from pipeline.report.html import save_page
 
-    save_page(report, folder / CHART_NAME, folder / PAGE_NAME)
+    save_page(report, folder / CHART_NAME, folder / PAGE_NAME, pairs=folder / PAIRS_CHART_NAME)
+
+
+def _save_pairs(report: Report, folder: Path) -> None:
+    from pipeline.report import pairs
+
+    (folder / PAIRS_NAME).write_text(pairs.table(report), encoding="utf-8")
+
+
+def _draw_pairs(report: Report, folder: Path) -> None:
+    from pipeline.report import pairs
+
+    pairs.save_picture(report, folder / PAIRS_CHART_NAME)
 
 
 def _table(report: Report) -> str:

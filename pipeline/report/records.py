@@ -40,6 +40,13 @@ class CellRecord(Frozen):
     """Range of samples per second."""
     speedup_low: float | None = None
     speedup_high: float | None = None
+    """Ends of the interval of the speedup."""
+    speedup_pairs: int | None = None
+    """Pairs of slots or repeats behind the interval; 0 if it is only the range of windows."""
+    confidence: float | None = None
+    """Confidence level of the interval."""
+    slots: tuple[float, ...] | None = None
+    """Samples per second in each slot or repeat, in order; those of two trials at the same place are a pair."""
     step_ms: float | None = None
     exposed_communication_ms: float | None = None
     data_wait_ms: float | None = None
@@ -71,13 +78,14 @@ class CellRecord(Frozen):
             measured=True,
             samples_per_second=rate.median,
             spread=Range(low=rate.low, high=rate.high),
+            slots=entry.repeats if len(entry.repeats) > 1 else None,
             step_ms=entry.step_ms.median,
             gpu_utilization=entry.gpu_utilization or None,
             ranks_ms=entry.parts.ranks_ms,
             unexplained_ms=entry.unexplained_ms,
             **shared,
             **_relative(entry),
-            **entry.model_dump(include={"role", "peak_memory_mb", "time_to_first_step_s", "compile_s"}),
+            **entry.model_dump(include={"role", "confidence", "peak_memory_mb", "time_to_first_step_s", "compile_s"}),
             **entry.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"}),
         )
 
@@ -131,7 +139,8 @@ def _relative(row: Row) -> dict[str, Any]:
     ratios = {"speedup", "efficiency", "speedup_low", "speedup_high"}
     if row.role == "baseline":
         return dict.fromkeys(ratios, 1.0) | {"largest_loss_difference": 0.0, "same_training": "yes"}
-    return row.model_dump(include={*ratios, "largest_loss_difference"}) | {"same_training": row.same_training}
+    figures = row.model_dump(include={*ratios, "speedup_pairs", "largest_loss_difference"})
+    return figures | {"same_training": row.same_training}
 
 
 def _flat(row: Row) -> dict[str, Any]:

@@ -1,11 +1,16 @@
 """The sentences of a report: headline, outcome, advice, and remarks that keep figures from misleading."""
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from pipeline.protocol.estimates import is_wide
-from pipeline.report import FIRST_STEPS, Advice, Row
+from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
 from pipeline.report.tables import amount, efficiency, low_to_high, rate, times
+
+BUSY = 0.2
+"""Cores used by other processes from which they are mentioned."""
+MOST_TIMES = 20
+"""Factor on the measuring time beyond which nothing longer is suggested."""
 
 
 def best(rows: Sequence[Row]) -> Row:
@@ -26,9 +31,7 @@ def headline(rows: Sequence[Row]) -> str:
     does = f"{main.title} does {rate(main.samples_per_second)} samples/s"
     if main.ratio is None:
         return f"{does}; no speedup is claimed."
-    interval = f"{main.ratio.low:.2f}x to {main.ratio.high:.2f}x"
-    throughput = f"the throughput of {baseline.title}"
-    faster = f"{interval} {throughput}" if is_wide(main.ratio) else f"{main.speedup:.2f}x {throughput} ({interval})"
+    faster = f"{times(main.ratio, confidence=main.confidence)} the throughput of {baseline.title}"
     losses = ", but with different losses" if main.same_training == "no" else ""
     return f"{_rank(main, rows)}{does}: {faster}, scaling efficiency {efficiency(main)}{losses}."
 
@@ -38,6 +41,8 @@ def outcome(row: Row) -> str:
     reached = {name: value for name, value in row.metrics.items() if name.startswith("validation/")}
     reached = reached or {name: value for name, value in row.metrics.items() if name == "train/loss"}
     parts = [f"{name} {value:.4g}" for name, value in reached.items()]
+    if row.trained_at is not None:
+        parts.append(f"trained at {amount(row.trained_at)} samples/s")
     if row.time_to_first_step_s is not None:
         parts.append(f"first step after {row.time_to_first_step_s:.1f} s")
     if row.compile_s is not None:
@@ -70,12 +75,13 @@ def _rank(main: Row, rows: Sequence[Row]) -> str:
     return f"Fastest with {main.scaling} scaling: " if others else "Fastest: "
 
 
-def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
+def remarks(rows: Sequence[Row], *, main: Row, budget_s: float) -> Iterator[str]:
     """Yield the caveats of the figures, if there are any.
 
     Args:
         rows: all measured rows, the baseline first.
         main: row that the result is about.
+        budget_s: seconds in which slots were measured.
     """
     baseline = rows[0]
     if baseline.role != "baseline":
@@ -88,15 +94,36 @@ def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
     yield from (_all_cores(main, row) for row in rows if _has_all_cores(row, main))
     for row in rows:
         if row.ratio is not None and row.efficiency is not None and not row.is_resolved:
-            interval = times(row.ratio)
-            yield f"The speedup of {row.title}, {interval}, is not resolved: it is within the noise of its measurement."
-    if any(row.samples_per_second.windows < 2 for row in rows):
-        yield "Some throughput was measured in a single window, so its noise is unknown."
+            yield _unresolved(row, budget_s=budget_s)
+    if main.other_cores is not None and main.other_cores > BUSY:
+        yield (
+            f"While the speedup was measured, other processes used {main.other_cores:.1f} cores of the machine; on an "
+            "idle one the interval is narrower."
+        )
     if any(row.scaling == "weak" for row in rows):
         yield (
             "Weak scaling gives every replica the baseline's batch, so the global batch grows with the replicas: "
             "100% efficiency means that a step takes no longer than the baseline's, and losses can't be compared."
         )
+
+
+def _unresolved(row: Row, *, budget_s: float) -> str:
+    """Return why a speedup is not resolved, and what would resolve it."""
+    assert row.ratio is not None
+    claim = f"The speedup of {row.title}, {times(row.ratio, confidence=row.confidence)}, is not resolved"
+    if row.ratio.size == 0 and row.role == "cell":
+        return f"{claim}: it was measured once, which shows no noise; raise --repeats."
+    if row.ratio.size == 0:
+        return f"{claim}: it was not measured in turn with the baseline; pipeline compare measures both in rounds."
+    # An interval shrinks with the square root of the time.
+    distance, half = abs(math.log(row.ratio.value)), math.log(row.ratio.high / row.ratio.low) / 2
+    factor = (half / distance) ** 2 if distance else math.inf
+    if factor > MOST_TIMES:
+        return f"{claim}: it could be noise, and is too close to 1 for a longer measurement to tell."
+    if row.role == "cell":
+        return f"{claim}: it could be noise; --repeats {math.ceil(factor * row.ratio.size)} would tell."
+    longer = math.ceil(budget_s * factor / 10) * 10
+    return f"{claim}: it could be noise; about {longer - budget_s:.0f} s more would tell: measure.budget_s: {longer}."
 
 
 def _losses(rows: Sequence[Row]) -> Iterator[str]:
@@ -158,7 +185,7 @@ def _all_cores(main: Row, reference: Row) -> str:
     ratio = main.throughput_over(reference)
     does = f"One process with all {reference.devices} does {rate(reference.samples_per_second)} samples/s"
     separate = "Data parallelism pays when devices are separate."
-    if ratio.low <= 1 <= ratio.high:
+    if not is_clear(ratio):
         return f"{does}: on this machine it and {main.title} are equally fast within the noise. {separate}"
-    remark = f"{does}: on this machine {main.title} is {times(ratio)} that."
+    remark = f"{does}: on this machine {main.title} is {times(ratio, confidence=main.confidence)} that."
     return remark if ratio.low > 1 else f"{remark} {separate}"

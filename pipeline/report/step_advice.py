@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from pipeline.report import Row
+from pipeline.report import Row, is_clear
 from pipeline.report.rule import Case, Finding, scaled_rate
 from pipeline.report.tables import Straggler, amount, rate
 
@@ -92,7 +92,7 @@ def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
         return Finding(reason=f"{reason} {scaling.base_batch_size}", values=values) if values else None
     weak = [row for row in rows if row.scaling == "weak" and row.global_batch_size > train.global_batch_size]
     fastest = max(weak, key=lambda row: row.samples_per_second.median, default=None)
-    if fastest is None or fastest.samples_per_second.low <= case.row.samples_per_second.high:
+    if fastest is None or not is_clear(ratio := fastest.throughput_over(case.row)) or ratio.value < 1:
         return None
     values = scaled_rate(case.experiment, base=train.global_batch_size)
     reason = (

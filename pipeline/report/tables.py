@@ -1,18 +1,23 @@
 """The tables of a report as text, in the same words for the terminal, for Markdown and for the page."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import TypeVar
 
 from pipeline.config.values import Frozen
-from pipeline.protocol.estimates import is_wide, noise
+from pipeline.protocol import estimates
+from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.trial import Spread
-from pipeline.report import Row, Unmeasured
+from pipeline.report import Row, Unmeasured, is_clear
+from pipeline.wording import duration
 
 SHORT_MS = 5.0
 """Step time below which sending metrics to the driver takes more than a few percent."""
 UNEVEN = 1.1
 """Factor from which the values of devices or ranks count as different."""
+WIDE = 0.5
+"""Half-width of an interval, relative to the figure, from which only the interval is shown."""
 
 Item = TypeVar("Item")
 Column = tuple[str, Callable[[Item], str]]
@@ -43,16 +48,17 @@ class Straggler(Frozen):
 
     @classmethod
     def of(cls, row: Row) -> "Straggler | None":
-        """Return the slowest rank if it was slower than the other ranks by more than `UNEVEN`, in every round."""
+        """Return the slowest rank if it was slower than the others in the same rounds, by more than `UNEVEN`."""
         paces = row.parts.ranks
-        if len(paces) < 2:
+        rounds = list(zip(*(pace.values for pace in paces), strict=True))
+        if len(paces) < 2 or not rounds:
             return None
         rank = max(range(len(paces)), key=lambda rank: paces[rank].median)
-        others = [pace for other, pace in enumerate(paces) if other != rank]
-        usual = median(pace.median for pace in others)
-        if usual * UNEVEN >= paces[rank].median or paces[rank].low <= median(pace.high for pace in others):
+        others = [median((*times[:rank], *times[rank + 1 :])) for times in rounds]
+        ratio = estimates.ratio([(times[rank], other) for times, other in zip(rounds, others, strict=True)])
+        if not is_clear(ratio) or ratio.value <= UNEVEN:
             return None
-        return cls(rank=rank, node=row.parts.nodes[rank], others_ms=usual, ratio=paces[rank].median / usual)
+        return cls(rank=rank, node=row.parts.nodes[rank], others_ms=median(others), ratio=ratio.value)
 
 
 def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bool) -> ReportTable:
@@ -60,11 +66,14 @@ def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bo
     columns: list[Column[Row]] = [
         ("strategy", lambda row: row.title),
         ("devices", lambda row: row.devices),
-        ("samples/s", lambda row: with_spread(row.samples_per_second)),
+        ("samples/s", lambda row: amount(row.samples_per_second.median)),
         ("speedup", lambda row: speedup(row, has_interval=has_intervals)),
         ("efficiency", efficiency),
     ]
     rows = [entry for entry in entries if isinstance(entry, Row)]
+    start_s = main.time_to_first_step_s or 0.0
+    if main.whole_training:
+        columns.append(("this training", lambda row: duration(training_s(row, start_s=start_s))))
     if any(row.same_training for row in rows):
         columns.append(("same loss", lambda row: row.same_training or "-"))
     unmeasured = [entry for entry in entries if isinstance(entry, Unmeasured)]
@@ -72,22 +81,59 @@ def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bo
         header=tuple(name for name, _ in columns),
         rows=tuple(_result(entry, columns) for entry in entries),
         emphasis=next((index for index, entry in enumerate(entries) if entry == main), None),
-        notes=(*(f"{cell.title} was not measured: {cell.reason.rstrip('.')}." for cell in unmeasured), *_doubts(rows)),
+        notes=(
+            *(f"{cell.title} was not measured: {cell.reason.rstrip('.')}." for cell in unmeasured),
+            *_doubts(rows),
+            *_of_this_training(rows, main=main),
+        ),
     )
 
 
+def training_s(row: Row, *, start_s: float) -> float:
+    """Return the seconds that a row's whole training takes at its throughput, with its start or else ``start_s``."""
+    own = row.time_to_first_step_s
+    return row.whole_training / row.samples_per_second.median + (start_s if own is None else own)
+
+
+def _of_this_training(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
+    """Yield what the column "this training" consists of, and from when on a slower start pays."""
+    if not main.whole_training:
+        return
+    if main.time_to_first_step_s is None:
+        yield (
+            f"This training: the time of {main.whole_training:,} samples, without the start, which was not measured; "
+            "evaluation and checkpoints come on top."
+        )
+        return
+    starts = [start for row in rows if (start := row.time_to_first_step_s) is not None]
+    waits = duration(starts[0]) if len(starts) == 1 else f"{duration(min(starts))} to {duration(max(starts))}"
+    yield (
+        f"This training: the time of {main.whole_training:,} samples, with {waits} until the first step; evaluation "
+        "and checkpoints come on top."
+    )
+    base, own = rows[0], main.samples_per_second.median
+    later = main.time_to_first_step_s - (base.time_to_first_step_s or math.inf)
+    if later > 0 and main.ratio is not None and is_clear(main.ratio) and main.ratio.value > 1:
+        pays = later / (1 / base.samples_per_second.median - 1 / own)
+        if pays > main.whole_training:
+            yield (
+                f"{main.title} starts {duration(later)} later than {base.title}, which eats its gain: it pays from "
+                f"{math.ceil(pays / main.global_batch_size):,} steps on."
+            )
+
+
 def _doubts(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the reasons for showing a range in place of a figure."""
-    wide = [row.title for row in rows if is_wide(row.samples_per_second) or (row.ratio and is_wide(row.ratio))]
+    """Yield the reasons for showing an interval in place of a figure."""
+    wide = [row.title for row in rows if row.ratio and is_wide(row.ratio)]
     if wide:
         yield (
-            f"{_listed(wide)}: repeated measurements differ by more than the figure itself, so only their range is "
-            "shown. The machine was busy with other work; measure again when it is idle."
+            f"{_listed(wide)}: the interval is as wide as the figure itself, so only the interval is shown. The "
+            "machine was busy with other work; measure again when it is idle."
         )
     if any(row.efficiency and row.efficiency > 1 for row in rows if row.title not in wide):
         yield (
             "An efficiency above 100% comes from noise or from smaller batches, which fit the caches better, so only "
-            "its range is shown."
+            "its interval is shown."
         )
 
 
@@ -101,7 +147,7 @@ def step_parts(rows: Sequence[Row]) -> ReportTable:
 
     columns: list[Column[Row]] = [
         ("strategy", lambda row: row.title),
-        ("step", lambda row: with_spread(row.step_ms, decimals=decimals)),
+        ("step", lambda row: shown(row.step_ms.median)),
         ("compute", lambda row: shown(row.parts.compute_ms)),
         ("exposed comm.", lambda row: shown(row.parts.exposed_communication_ms)),
         ("data wait", lambda row: shown(row.parts.data_wait_ms)),
@@ -160,17 +206,17 @@ def speedup(row: Row, *, has_interval: bool) -> str:
     if (ratio := row.ratio) is None:
         return "-"
     if has_interval and not is_wide(ratio):
-        return f"{ratio.median:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
-    return times(ratio, has_interval=False)
+        return f"{ratio.value:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
+    return times(ratio)
 
 
 def efficiency(row: Row) -> str:
-    """Format the efficiency, e.g. "95%"; only its range if that is larger than the figure, or the figure is above 1."""
+    """Format the efficiency, e.g. "95%"; only its interval if that is wide, or the figure is above 1."""
     if (figure := row.efficiencies) is None:
         return "-"
-    if is_wide(figure) or figure.median > 1:
+    if is_wide(figure) or figure.value > 1:
         return f"{figure.low:.0%} to {figure.high:.0%}"
-    return f"{figure.median:.0%}"
+    return f"{figure.value:.0%}"
 
 
 def amount(value: float) -> str:
@@ -179,32 +225,33 @@ def amount(value: float) -> str:
 
 
 def rate(spread: Spread) -> str:
-    """Format the median, or if the range is larger than the median the range, e.g. "120 to 980"."""
-    return f"{amount(spread.low)} to {amount(spread.high)}" if is_wide(spread) else amount(spread.median)
+    """Format the figure of a throughput or of a step."""
+    return amount(spread.median)
 
 
-def times(ratio: Spread, *, has_interval: bool = True) -> str:
-    """Format a ratio with its range, e.g. "1.90x (1.79x to 2.02x)"; only the range if it is larger than the ratio."""
-    interval = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
-    if is_wide(ratio):
-        return interval
-    return f"{ratio.median:.2f}x ({interval})" if has_interval and ratio.windows > 1 else f"{ratio.median:.2f}x"
+def is_wide(estimate: Estimate) -> bool:
+    """Return True if the interval is so wide that the figure says little."""
+    return estimate.high - estimate.low > 2 * WIDE * estimate.value
 
 
-def with_spread(spread: Spread, *, decimals: int | None = None) -> str:
-    """Format the median and half the range, e.g. "375 ± 14"; a single window has no range.
+def times(ratio: Estimate, *, confidence: float | None = None) -> str:
+    """Format a ratio, e.g. "1.90x", or with its interval "1.90x (95%: 1.79x to 2.02x)"; only that if it is wide.
 
-    If the range is larger than the median, it is shown alone, e.g. "120 to 980".
+    Args:
+        ratio: the ratio.
+        confidence: confidence level of its interval; None leaves the interval out.
     """
+    ends = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
+    if ratio.size and is_wide(ratio):
+        return ends if confidence is None else f"{ends} ({100 * confidence:g}%)"
+    figure = f"{ratio.value:.2f}x"
+    return figure if confidence is None else f"{figure} ({interval(ratio, confidence=confidence)})"
 
-    def shown(value: float) -> str:
-        return amount(value) if decimals is None else f"{value:,.{decimals}f}"
 
-    if is_wide(spread):
-        return f"{shown(spread.low)} to {shown(spread.high)}"
-    half = noise(spread)
-    rounded = round(half) if decimals is None and abs(spread.median) >= 100 else half
-    return shown(spread.median) if spread.windows < 2 else f"{shown(spread.median)} ± {shown(rounded)}"
+def interval(ratio: Estimate, *, confidence: float) -> str:
+    """Format the interval of a ratio, e.g. "95%: 1.79x to 2.02x", or the range of its windows if it has none."""
+    ends = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
+    return f"{100 * confidence:g}%: {ends}" if ratio.size else f"windows from {ends}"
 
 
 def low_to_high(values: Sequence[float]) -> str:

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from pipeline.config.train import Train
 from pipeline.config.values import Frozen
+from pipeline.protocol import estimates
 from pipeline.protocol.trial import BatchCandidate, BatchSizes, Trial
+from pipeline.report import is_clear
 from pipeline.report.tables import ReportTable, amount
 
 FILE_NAME = "tuning.json"
@@ -114,7 +116,7 @@ class TunedReport(Frozen):
         return (
             f"{one.batch_size:,}",
             f"{one.batch_size * self.replicas:,}",
-            f"{amount(rate.median)} ±{(rate.high - rate.low) / 2 / rate.median:.0%}" if rate else "doesn't fit",
+            amount(rate.median) if rate else "doesn't fit",
             f"{max(one.peak_memory_mb):,.0f}" if one.peak_memory_mb else "",
             ", ".join(remarks),
         )
@@ -134,7 +136,7 @@ def advise_batch(trial: Trial, sizes: BatchSizes, *, recommended: int) -> BatchA
     if declared < recommended and not _is_resolved(sizes, declared, recommended):
         return BatchAdvice(
             (),
-            f"Nothing to change: the file's {_division(trial)} is as fast as the recommended size within the spread.",
+            f"Nothing to change: the file's {_division(trial)} is as fast as the recommended size within the noise.",
         )
     wanted = -(-train.global_batch_size // (recommended * replicas))
     accumulation = min(wanted, max(1, train.global_batch_size // trial.workers))
@@ -149,10 +151,13 @@ def advise_batch(trial: Trial, sizes: BatchSizes, *, recommended: int) -> BatchA
 
 
 def _is_resolved(sizes: BatchSizes, smaller: int, larger: int) -> bool:
-    """Return False if both sizes were measured and the larger one is not faster beyond the spread."""
+    """Return False if both sizes were measured and the larger one is not faster beyond the noise."""
     rates = {one.batch_size: one.samples_per_second for one in sizes.candidates}
     slow, fast = rates.get(smaller), rates.get(larger)
-    return slow is None or fast is None or slow.high < fast.low
+    if slow is None or fast is None:
+        return True
+    rounds = list(zip(fast.values, slow.values, strict=True))
+    return len(rounds) > 1 and is_clear(ratio := estimates.ratio(rounds)) and ratio.value > 1
 
 
 def _scaled_rate(trial: Trial) -> Iterator[str]:

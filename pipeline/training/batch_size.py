@@ -132,7 +132,10 @@ class Search:
                     progress.by(1)
         return [
             BatchCandidate(
-                batch_size=size, fits=True, samples_per_second=spread(windows), peak_memory_mb=self._peaks[size]
+                batch_size=size,
+                fits=True,
+                samples_per_second=spread(windows, keeps_values=True),
+                peak_memory_mb=self._peaks[size],
             )
             for size, windows in rates.items()
         ]

@@ -6,6 +6,7 @@ Every rank runs this code on its share of each global batch, whichever launcher 
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -27,6 +28,7 @@ from pipeline.training.meter import Meter
 from pipeline.training.nonfinite import check_weights
 from pipeline.training.probe import Afterwards, probe, record_trace, unused_parameters, waits
 from pipeline.training.step import optimizer_step
+from pipeline.training.turns import measure_in_turn
 from pipeline.training.watch import mark, mark_step
 
 
@@ -38,7 +40,12 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
         TrainingError: training failed, e.g. the loss is not finite.
         Stopped: the driver asked for it; the newest checkpoint is that of the last step.
     """
-    context = build(placed(trial, rank=rank), rank=rank)
+    return complete(build(placed(trial, rank=rank), rank=rank), outbox)
+
+
+def complete(context: TrainContext, outbox: Outbox) -> TrialResult:
+    """Run a trial that is built, see `train`."""
+    trial, rank = context.trial, context.rank
     clock = Clock(
         device=context.device, warmup_steps=trial.experiment.measure.warmup_steps, compiling=context.compiling
     )
@@ -65,6 +72,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
         trial=trial.name,
         repeat=trial.repeat,
         steps=context.steps,
+        whole_training=context.order.samples * context.experiment.train.epochs,
         samples_per_second=spread([lap.samples_per_second for lap in steady]),
         step_ms=spread([lap.step_ms for lap in steady]),
         parts=waits(context, laps=steady),
@@ -83,13 +91,21 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
 def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap], outbox: Outbox) -> TrialResult:
     """Return the result with what is measured after the training; failures there never cost the result."""
     trial = context.trial
+    more: dict[str, Any] = {}
     afterwards = Afterwards(context, result, outbox=outbox)
-    parts = afterwards.measure("the parts of a step", lambda: probe(context, laps=laps, known=result.parts))
-    unused = afterwards.measure("unused parameters", lambda: unused_parameters(context))
-    known = afterwards.measure("what a prediction needs", lambda: costs(context)) if isinstance(trial, Probe) else None
+    if parts := afterwards.measure("the parts of a step", lambda: probe(context, laps=laps, known=result.parts)):
+        more["parts"] = parts
+    more["unused_parameters"] = afterwards.measure("unused parameters", lambda: unused_parameters(context)) or 0
+    if isinstance(trial, Probe):
+        more["costs"] = afterwards.measure("what a prediction needs", lambda: costs(context))
     if isinstance(trial, Measurement) and trial.profile:
         afterwards.measure("the trace", lambda: record_trace(context, outbox))
-    return result.model_copy(update={"parts": parts or result.parts, "unused_parameters": unused or 0, "costs": known})
+    if isinstance(trial, Training) and trial.compared_with:
+        step_ms = result.step_ms.median
+        in_turn = partial(measure_in_turn, context, step_ms=step_ms, outbox=outbox, complete=complete)
+        if found := afterwards.measure("the speedup", in_turn):
+            more |= found._asdict()
+    return result.model_copy(update=more)
 
 
 def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, manager: CheckpointManager) -> None:

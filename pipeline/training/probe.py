@@ -18,11 +18,11 @@ from typing import TypeVar
 
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.errors import ExperimentError
+from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import ArtifactSaved, Outbox, Trained, Warned
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Spread, StepParts, TrialResult
+from pipeline.protocol.trial import Spread, StepParts, Training, TrialResult
 from pipeline.training.batches import MicroBatches
 from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collectives import barrier, gather
@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 ROUNDS = 7
 SLOT_SECONDS = 0.2  # long enough for the clock
 BUDGET_SECONDS = 8.0  # long steps are measured in fewer rounds
+BUDGET_OF_MEASUREMENT_SECONDS = 4.0  # a measurement is shorter than a training itself
 FEWEST_ROUNDS = 3
 TRACED_STEPS = 3
 _SETTLING_STEPS = 2  # which absorb the profiler's start and what the measurement before has left running
@@ -62,12 +63,13 @@ class Afterwards:
 
         Raises:
             ExperimentError: the experiment doesn't allow this measurement, on any rank.
+            Stopped: the driver asked for it.
         """
         if self._failed:
             return None
         try:
             return measurement()
-        except ExperimentError:
+        except (ExperimentError, Stopped):
             raise
         except Exception as error:  # noqa: BLE001 - no error may cost the result of the training
             _log.warning("%s could not be measured", what, exc_info=error)
@@ -97,7 +99,7 @@ def probe(context: TrainContext, *, laps: Sequence[Lap], known: StepParts) -> St
         times = _measure(context, step_ms=step_ms)
     wait_ms = median(lap.own_wait_ms for lap in laps)
     ranks = gather((times, wait_ms), rank=context.rank)
-    paces = tuple(_later(estimates.spread(times["computed"]), by=wait) for times, wait in ranks)
+    paces = tuple(_later(estimates.spread(times["computed"], keeps_values=True), by=wait) for times, wait in ranks)
     return _parts([times for times, _ in ranks], paces=paces, known=known)
 
 
@@ -112,7 +114,8 @@ def _measure(context: TrainContext, *, step_ms: float) -> Times:
     steps = max(1, min(10, int(SLOT_SECONDS * 1000 / step_ms)))
     round_ms = len(variants) * (steps + 1) * step_ms
     times: Times = {name: [] for name in variants}
-    rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(BUDGET_SECONDS * 1000 / round_ms)))
+    budget = BUDGET_SECONDS if isinstance(context.trial, Training) else BUDGET_OF_MEASUREMENT_SECONDS
+    rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(budget * 1000 / round_ms)))
     with ProgressReporter(
         "measuring the parts of a step", total=rounds, unit="rounds", silent=not context.rank.is_first
     ) as told:
@@ -141,7 +144,7 @@ def _parts(ranks: list[Times], *, paces: tuple[Spread, ...], known: StepParts) -
 
 
 def _later(pace: Spread, *, by: float) -> Spread:
-    return Spread(median=pace.median + by, low=pace.low + by, high=pace.high + by, windows=pace.windows)
+    return estimates.spread([value + by for value in pace.values], keeps_values=True)
 
 
 def _excess(longer: list[float], shorter: list[float]) -> float:

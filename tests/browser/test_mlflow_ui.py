@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["model.width=8", "data.image_size=16", "train.epochs=2", "parallel.launcher=torchrun"]
+SMALL = ["model.width=8", "data.image_size=16", "train.epochs=2", "parallel.launcher=torchrun", "measure.budget_s=8"]
 CHILDREN = ["single, 2 cores", "single"]
 WIDE = (1920, 900)
 

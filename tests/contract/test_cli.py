@@ -104,7 +104,8 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     ):
         assert fragment in ended.stdout
     order = [line.split()[0] for line in ended.stdout.splitlines() if " with torchrun: " in line]
-    assert order == ["baseline", "main", "reference"]
+    assert order == ["main"]
+    assert "  then       baseline single, reference single, 2 cores\n" in ended.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,6 +113,7 @@ def test_a_dry_run_without_baseline(command: Command) -> None:
     ended = command("run", MLP, "--dry-run", "--no-baseline")
 
     assert ended.stdout.count(" with torchrun: ") == 1
+    assert "in turn with" not in ended.stdout
 
 
 def test_a_dry_run_finds_what_a_run_would(command: Command) -> None:
@@ -126,7 +128,7 @@ def test_overrides_win(command: Command) -> None:
 
     assert "seed 3" in ended.stdout
     assert "46 in 2 epochs" in ended.stdout
-    assert "baseline   dp with torchrun" in ended.stdout
+    assert "  then       baseline dp, reference" in ended.stdout
 
 
 def test_the_schema_accepts_the_experiments(command: Command) -> None:

@@ -42,8 +42,8 @@ def advised(folder: Path, *overrides: str, with_baseline: bool = False) -> tuple
     for trial in plan.trials:
         kind = trial.launcher if trial.workers > 1 else "inprocess"  # it takes seconds to start a process
         with registry.load("launchers", kind).Launcher(session) as launcher:
-            launcher.launch(trial)
-    return from_events(plan.trials, events, cores=machine.cpus)
+            events += launcher.launch(trial).beside
+    return from_events(plan.measured, events, cores=machine.cpus)
 
 
 def from_events(trials: tuple[Trial, ...], events: list[AnyEvent], *, cores: int) -> tuple[Advice, ...]:
@@ -71,7 +71,7 @@ def test_a_loader_that_is_quick_compared_with_the_model(tmp_path: Path) -> None:
 def test_a_tiny_model(tmp_path: Path) -> None:
     """One process is faster than two that exchange gradients; neither straggles."""
     longer = ["data={_target_: lab.points, samples: 1600}", "train.epochs=3"]
-    advice = advised(tmp_path, *DDP, *longer, with_baseline=True)
+    advice = advised(tmp_path, *DDP, *longer, "measure.budget_s=8", with_baseline=True)
 
     assert "parallel.strategy" in keys(advice)
     chosen = advice[keys(advice).index("parallel.strategy")]

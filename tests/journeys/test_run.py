@@ -213,6 +213,22 @@ def test_the_speedup_is_the_ratio_of_what_was_measured(artifacts: Path, main: Ru
     assert throughput == pytest.approx(report.rows[0].samples_per_second.median)
 
 
+def test_the_speedup_was_measured_in_turn(artifacts: Path, main: Run, whole_run: Any) -> None:
+    report = Report.model_validate_json((artifacts / "speedup.json").read_text())
+    ends = {
+        event.trial: event.result
+        for event in journal.read(whole_run.folder / journal.FILE_NAME)
+        if isinstance(event, Finished)
+    }
+    assert {name: len(result.slots) for name, result in ends.items()} == {"main": 5, "baseline": 5, "reference": 5}
+    assert [row.repeats for row in report.rows] == [ends[row.trial].slots for row in report.rows]
+    low, high, pairs = (main.data.metrics[name] for name in ("speedup_low", "speedup_high", "speedup_pairs"))
+    assert low <= main.data.metrics["speedup"] <= high
+    assert (low, high, pairs) == pytest.approx((report.main.speedup_low, report.main.speedup_high, 5))
+    assert len((artifacts / "pairs.csv").read_text().splitlines()) == 6
+    assert (artifacts / "pairs.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_description_holds_the_summary(main: Run) -> None:
     note = main.data.tags["mlflow.note.content"]
 
@@ -242,8 +258,8 @@ def test_the_journal_tells_the_whole_story(whole_run: Any) -> None:
     events = list(journal.read(whole_run.folder / journal.FILE_NAME))
 
     assert isinstance(events[0], RunOpened)
-    assert [event.trial for event in events if isinstance(event, TrialOpened)] == ["baseline", "main", "reference"]
-    assert [event.trial for event in events if isinstance(event, Finished)] == ["baseline", "main", "reference"]
+    assert [event.trial for event in events if isinstance(event, TrialOpened)] == ["main", "baseline", "reference"]
+    assert [event.trial for event in events if isinstance(event, Finished)] == ["main", "baseline", "reference"]
     assert isinstance(events[-1], RunClosed)
     assert events[-1].status == "FINISHED"
     assert not journal.is_open(whole_run.folder / journal.FILE_NAME)

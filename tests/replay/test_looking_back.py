@@ -52,6 +52,7 @@ def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Jou
     assert shown[0].stdout == shown[1].stdout
     for fragment in (
         "tiny\n", "ddp x 2", "speedup", "efficiency", "exposed", "ddp x 2 does 19,748 samples/s",
+        "the throughput of single", "(windows from ",
         f"report   {Path('runs') / finished.folder.name / 'report.html'}", "mlflow   pipeline ui, then http",
     ):  # fmt: skip
         assert fragment in shown[0].stdout
@@ -123,6 +124,25 @@ def test_runs_for_scripts(there: Any, journal: Journal) -> None:
     document = json.loads(there("show", finished, "--json").stdout)
     assert record["speedup"] == document["main"]["speedup"] > 0
     assert (document["run"], document["baseline"]["speedup"]) == (finished, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("failed", "hasn't finished: continue it with --resume"),
+        ("killed", "pipeline measure needs a training that is over"),
+        ("comparison", "this run has no training; pipeline measure needs one of pipeline run"),
+        ("single", "single has nothing to be measured in turn with; pipeline compare measures strategies in rounds"),
+        ("finished", "has no checkpoint, from which the model would be loaded"),
+    ],
+)
+def test_what_can_t_be_measured_again_is_refused(there: Any, journal: Journal, name: str, said: str) -> None:
+    run = journal(name).folder
+    before = (run / "events.jsonl").read_bytes()
+    ended = there("measure", run.name)
+    assert (ended.code, ended.stdout) == (2, "")
+    assert said in ended.stderr
+    assert (run / "events.jsonl").read_bytes() == before
 
 
 def test_a_finished_run_is_not_resumed(there: Any, journal: Journal) -> None:

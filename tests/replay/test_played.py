@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -32,8 +33,9 @@ def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, stor
     assert (ended.code, ended.stderr) == (0, "")
     lines = ended.stdout.splitlines()
     told = [line for line in lines if line.startswith(("baseline:", "main:", "reference:"))]
-    assert [line.partition(" starting")[0] for line in told if "starting" in line] == [
-        "baseline: single:", "main: ddp x 2:", "reference: single, 2 cores:"
+    assert [line.partition(" starting")[0] for line in told if "starting" in line] == ["main: ddp x 2:"]
+    assert [line.partition(" done")[0] for line in told if ": done" in line] == [
+        "main: ddp x 2:", "baseline: single:", "reference: single, 2 cores:"
     ]  # fmt: skip
     assert [line.split(": ")[2].split(",")[0] for line in told if ": step " in line and line.startswith("main")] == [
         "step 10/46", "step 23/46", "step 46/46"
@@ -48,8 +50,8 @@ def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, stor
     assert set(told) <= set(log.splitlines())
 
     events = list(read(folder / FILE_NAME))
-    assert [event.trial for event in kinds(folder, TrialOpened)] == ["baseline", "main", "reference"]
-    assert [event.trial for event in kinds(folder, Finished)] == ["baseline", "main", "reference"]
+    assert [event.trial for event in kinds(folder, TrialOpened)] == ["main", "baseline", "reference"]
+    assert [event.trial for event in kinds(folder, Finished)] == ["main", "baseline", "reference"]
     assert isinstance(events[-1], RunClosed)
     assert (events[-1].status, "ddp x 2 does" in events[-1].summary) == ("FINISHED", True)
     assert not is_open(folder / FILE_NAME)
@@ -70,7 +72,16 @@ def test_the_report_is_that_of_what_the_workers_measured(play: Play, lab: Path, 
     runs = {run.data.tags["role"]: run.data.metrics for run in store.runs("tiny")}
     assert runs["main"]["speedup"] == pytest.approx(report.speedup)
     assert runs["main"]["efficiency"] == pytest.approx(report.efficiency)
+    ends = {name: runs["main"][name] for name in ("speedup_low", "speedup_high", "speedup_pairs")}
+    assert ends == pytest.approx({name: getattr(report.main, name) for name in ends})
+    assert (report.main.speedup_pairs, report.main.is_resolved) == (8, True)
     assert runs["baseline"]["samples_per_second"] == pytest.approx(rates["baseline"])
+    header, *pairs = (folder / "pairs.csv").read_text().splitlines()
+    assert header.endswith(",speedup of ddp x 2")
+    assert len(pairs) == 8
+    (main,) = (run for run in store.runs("tiny") if run.data.tags["role"] == "main")
+    artifacts = {entry.path for entry in store.client.list_artifacts(main.info.run_id)}
+    assert {"pairs.csv", "pairs.png", "speedup.png", "report.html"} < artifacts
     page = (folder / "report.html").read_text()
     assert (folder / "speedup.png").read_bytes().startswith(b"\x89PNG")
     assert "data:image/png;base64," in page
@@ -113,7 +124,9 @@ def test_a_failed_rank_is_named_with_its_own_traceback(play: Play, lab: Path, st
     (closed,) = kinds(run_in(lab), RunClosed)
     assert (closed.status, closed.message) == ("FAILED", "rank 1 on node-1: ZeroDivisionError: the model's own mistake")
     runs = {run.data.tags["role"]: run for run in store.runs("lab")}
-    assert {role: run.info.status for role, run in runs.items()} == {"main": "FAILED", "baseline": "FINISHED"}
+    assert {role: run.info.status for role, run in runs.items()} == {
+        "main": "FAILED"
+    }  # with it, what it was to be compared with
     assert runs["main"].data.tags["error"] == closed.message
 
 
@@ -155,7 +168,11 @@ def test_a_comparison_reports_each_cell(play: Play, lab: Path, store: Store) -> 
     report = Report.model_validate_json((run_in(lab) / "speedup.json").read_text())
     recorded = Report.model_validate_json((JOURNALS / "comparison" / "speedup.json").read_text())
     assert [row.title for row in report.rows] == [row.title for row in recorded.rows]
-    assert [row.samples_per_second for row in report.rows] == [row.samples_per_second for row in recorded.rows]
+    assert [row.repeats for row in report.rows] == [row.repeats for row in recorded.rows]
+    for row in report.rows:
+        rates = (row.samples_per_second.low, row.samples_per_second.median, row.samples_per_second.high)
+        assert rates == (min(row.repeats), pytest.approx(geometric_mean(row.repeats)), max(row.repeats))
+        assert row.speedup is None or row.speedup_pairs == 2
     for row in report.rows:
         assert f"\n{row.title}  " in ended.stdout
     parent = next(run for run in store.runs("tiny") if "mlflow.parentRunId" not in run.data.tags)

@@ -91,7 +91,8 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     git = ["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost"]
     subprocess.run([*git, "init", "--quiet"], cwd=cwd, check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "start"], cwd=cwd, check=True)
-    process = started("run", REPOSITORY / "experiments" / "mlp.yaml", "parallel.launcher=ray", cwd=cwd)
+    short = ["parallel.launcher=ray", "measure.budget_s=8"]  # five pairs
+    process = started("run", REPOSITORY / "experiments" / "mlp.yaml", *short, cwd=cwd)
     stdout, stderr = process.communicate(timeout=200)
     (folder,) = (cwd / "runs").iterdir()
     if "pipeline sync" in stdout:  # on a machine so busy that MLflow didn't have everything a minute after the end

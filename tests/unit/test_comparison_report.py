@@ -4,30 +4,41 @@ import json
 from typing import Any
 
 import pytest
-from samples import BASELINE, DDP_2, DDP_4, HARDWARE, LOSSES, WEAK, comparison, finished, spread
+from samples import BASELINE, DDP_2, DDP_4, HARDWARE, LOSSES, MEASURED, WEAK, comparison, finished, spread
 
-from pipeline.protocol.trial import Spread
 from pipeline.report.report import Report, comparison_json
 
 
 def test_a_comparison_pairs_its_repeats() -> None:
     ddp = comparison().main
     assert ddp.trial == "ddp-2"  # weak scaling has the higher speedup, but trains something else
-    assert (ddp.speedup, ddp.speedup_low, ddp.speedup_high) == pytest.approx((1.9, 1.9, 2.0))
+    # Student's t of 3 pairs, 4.303, times the root of 1.5 / 3, times the deviation
+    ends = (1.9 * 1.02**-3.0425, 1.9 * 1.02**3.0425)
+    assert (ddp.speedup, ddp.speedup_low, ddp.speedup_high) == pytest.approx((1.9, *ends), rel=1e-4)
+    assert (ddp.speedup_pairs, ddp.is_resolved) == (3, True)
     assert ddp.efficiency == pytest.approx(0.95)
-    assert ddp.samples_per_second == Spread(median=190, low=180, high=209, windows=3)
+    rate = ddp.samples_per_second
+    assert (rate.median, rate.low, rate.high) == pytest.approx((190, 152 / 1.02, 237.5 * 1.02))
     weak = comparison().rows[-1]
-    assert (weak.speedup, weak.speedup_low, weak.speedup_high) == pytest.approx((1.95, 1.9, 2.0))
+    assert (weak.speedup, weak.speedup_low) == pytest.approx((1.96, 1.96 * 1.02**-3.0425), rel=1e-4)
+
+
+def test_a_comparison_of_one_round_asks_for_more() -> None:
+    (remark,) = compared((190,)).remarks
+    assert remark == (
+        "The speedup of ddp x 2, 1.90x (windows from 1.90x to 1.90x), is not resolved: it was measured once, which "
+        "shows no noise; raise --repeats."
+    )
 
 
 def test_the_tables_of_a_comparison_keep_the_order_and_the_cells_that_are_not_measured() -> None:
     table = comparison().results
     assert table.rows == (
-        ("single", "1 core", "100 ± 10", "baseline", "-", "-"),
-        ("single, 2 cores", "2 cores", "150 ± 15", "1.50x (1.50-1.50)", "-", "yes"),
-        ("ddp x 2", "2 cores", "190 ± 14", "1.90x (1.90-2.00)", "95%", "yes"),
+        ("single", "1 core", "100", "baseline", "-", "-"),
+        ("single, 2 cores", "2 cores", "150", "1.50x (1.50-1.50)", "-", "yes"),
+        ("ddp x 2", "2 cores", "190", "1.90x (1.79-2.02)", "95%", "yes"),
         ("ddp x 4", "-", "-", "not measured", "-", "-"),
-        ("ddp x 2 (weak)", "2 cores", "195 ± 24", "1.95x (1.90-2.00)", "98%", "-"),
+        ("ddp x 2 (weak)", "2 cores", "196", "1.96x (1.85-2.08)", "98%", "-"),
     )
     assert table.emphasis == 2
     assert table.notes == (
@@ -51,9 +62,9 @@ def compared(throughput: tuple[float, ...], *, weak: float = 0) -> Report:
 @pytest.mark.parametrize(
     ("throughput", "start"),
     [
-        ((180, 190, 200), "ddp x 2 does 190 samples/s: 1.90x the throughput of single (1.80x to 2.00x), scaling"),
-        ((80, 90, 95), "Nothing is faster than single. ddp x 2 does 90 samples/s: 0.90x"),
-        ((95, 103, 110), "Nothing is clearly faster than single. ddp x 2 does 103 samples/s: 1.03x"),
+        ((180, 190, 200), "ddp x 2 does 190 samples/s: 1.90x (95%: 1.58x to 2.28x) the throughput of single, scal"),
+        ((88, 90, 92), "Nothing is faster than single. ddp x 2 does 90 samples/s: 0.90x"),
+        ((95, 103, 110), "Nothing is clearly faster than single. ddp x 2 does 102 samples/s: 1.02x"),
     ],
 )
 def test_the_headline_says_whether_anything_beats_the_baseline(throughput: tuple[float, ...], start: str) -> None:
@@ -107,8 +118,11 @@ def cells_of(result: Report) -> Any:
 def test_the_json_of_a_comparison_has_every_cell_in_the_order_asked_for() -> None:
     baseline, ddp, larger, weak = cells_of(comparison())
     assert (baseline["speedup"], baseline["efficiency"], baseline["role"]) == (1.0, 1.0, "baseline")
-    assert (ddp["speedup"], ddp["speedup_low"], ddp["speedup_high"]) == pytest.approx((1.9, 1.9, 2.0))
-    assert (ddp["samples_per_second"], ddp["spread"]) == (190, {"low": 180, "high": 209})
+    assert (ddp["speedup"], ddp["speedup_low"], ddp["speedup_high"]) == pytest.approx((1.9, 1.789, 2.018), rel=1e-3)
+    assert (ddp["speedup_pairs"], ddp["confidence"], ddp["slots"]) == (3, 0.95, list(MEASURED["ddp-2"]))
+    assert (baseline["slots"], larger["slots"], baseline["speedup_pairs"]) == (list(MEASURED["baseline"]), None, None)
+    assert ddp["samples_per_second"] == pytest.approx(190)
+    assert ddp["spread"] == pytest.approx({"low": 152 / 1.02, "high": 237.5 * 1.02})
     assert (ddp["measured"], ddp["reason"], ddp["exposed_communication_ms"]) == (True, None, 21.5)
     assert (ddp["peak_memory_mb"], ddp["largest_loss_difference"]) == ([410, 410], 0)
     assert (weak["scaling"], weak["largest_loss_difference"]) == ("weak", None)

@@ -97,7 +97,7 @@ def test_the_plan_says_how_many_there_is_room_for_now(written, cpus, now, each) 
     shown = describe(plan, steps_per_epoch=4, train_samples=50, validation_samples=50)
     assert f"with torchrun: {now} worker{'s' * (now > 1)} now (1 to 4), CPU" in shown
     assert any(f"room for {now} of 4 workers now" in note for note in plan.notes) == (now < 4)
-    assert [trial.cpus_per_worker for trial in plan.trials if trial.role == "reference"] == [now * each] * (now > 1)
+    assert [trial.cpus_per_worker for trial in plan.measured if trial.role == "reference"] == [now * each] * (now > 1)
 
 
 def test_too_little_for_the_least_is_refused(written) -> None:

@@ -14,7 +14,7 @@ from pipeline.driver.execute import execute
 from pipeline.errors import PipelineError, Problem, TrainingError
 from pipeline.launchers import inprocess
 from pipeline.launchers.base import Session
-from pipeline.protocol.events import AnyEvent, Failed, Finished, Metrics, Point, Trained, Warned
+from pipeline.protocol.events import AnyEvent, Failed, Finished, Metrics, Point, Trained, TrialOpened, Warned
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording import journal
@@ -109,3 +109,35 @@ def test_ranks_that_fail_in_each_other_s_wake_are_one_line(tmp_path: Path) -> No
         recorder.receive(Warned(time=1.0, message=message, subject=subject))
     recorder.close()
     assert [event.message for event in told if isinstance(event, Warned)] == ["first", "other", "other"]
+
+
+def with_baseline() -> Trial:
+    baseline = toys.trial(max_steps=2).model_copy(update={"name": "baseline"})
+    return toys.trial().model_copy(update={"compared_with": (baseline,)})
+
+
+def test_what_a_training_is_compared_with_is_a_trial_of_its_own_in_the_journal(tmp_path: Path) -> None:
+    """After the training: its events, though rank 0 sent them before the training's end."""
+    beside = reported(1).model_copy(update={"trial": "baseline"}), finished("baseline", spread(100))
+    run = carried_out(
+        tmp_path, ([reported(1), TRAINED, *beside, finished("main", spread(190))], {}), trial=with_baseline()
+    )
+    told = [(event.kind, event.trial) for event in run.journal if event.kind in ("trial_opened", "metrics", "finished")]
+    assert told == [
+        ("trial_opened", "main"), ("metrics", "main"), ("finished", "main"),
+        ("trial_opened", "baseline"), ("metrics", "baseline"), ("finished", "baseline"),
+    ]  # fmt: skip
+    opened = next(event for event in run.journal if isinstance(event, TrialOpened) and event.trial == "baseline")
+    assert (opened.role, opened.title) == ("baseline", "single")
+
+
+def test_what_could_not_be_measured_beside_a_training_is_no_trial(tmp_path: Path) -> None:
+    run = carried_out(tmp_path, ([TRAINED, finished("main", spread(190))], {}), trial=with_baseline())
+    assert [event.trial for event in run.journal if isinstance(event, TrialOpened)] == ["main"]
+
+
+def test_a_baseline_that_was_measured_before_a_rank_failed_stays(tmp_path: Path) -> None:
+    run = carried_out(tmp_path, ([TRAINED, finished("baseline", spread(100)), failed()], {}), trial=with_baseline())
+    assert [event.trial for event in run.journal if isinstance(event, Finished)] == ["main", "baseline"]
+    assert run.outcome.finished is not None
+    assert run.outcome.finished.result == RESULT

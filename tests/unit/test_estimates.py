@@ -1,21 +1,146 @@
 """One estimator for each figure: tables, sentences, the chart, JSON and MLflow say the same; and their doubts."""
 
 import json
+import math
+import random
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean, stdev
 
 import matplotlib.pyplot
 import pytest
+from damage import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from samples import BASELINE, DDP_2, HARDWARE, MAIN, finished, spread, trial
+from samples import ALL_CORES, BASELINE, DDP_2, HARDWARE, MAIN, finished, in_turn, spread, trial
+from samples import report as run_report
 
 from pipeline.protocol import estimates
+from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import Finished
-from pipeline.protocol.trial import Spread
 from pipeline.recording.mlflow_entities import figures
-from pipeline.report import Row, publish
+from pipeline.report import is_clear, publish
 from pipeline.report.chart import save_chart
 from pipeline.report.report import Report, comparison_json
-from pipeline.report.tables import efficiency, rate, speedup, with_spread
+from pipeline.report.tables import efficiency, is_wide, speedup, times
+
+Pairs = list[tuple[float, float]]
+
+rates = st.floats(1e-2, 1e6)
+series = st.lists(st.tuples(rates, rates), min_size=2, max_size=20)
+
+
+# The interval
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(series, st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
+def test_units_of_both_sides_only_scale_a_ratio(pairs: Pairs, own: float, base: float) -> None:
+    plain = estimates.ratio(pairs)
+    scaled = estimates.ratio([(own * one, base * other) for one, other in pairs])
+    assert scaled.size == plain.size == len(pairs)
+    assert scaled[:3] == pytest.approx([own / base * end for end in plain[:3]], rel=1e-6)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(series)
+def test_the_inverse_of_a_ratio_has_the_inverse_of_its_interval(pairs: Pairs) -> None:
+    ratio, inverse = estimates.ratio(pairs), estimates.ratio([(base, own) for own, base in pairs])
+    assert (1 / inverse.value, 1 / inverse.high, 1 / inverse.low) == pytest.approx(ratio[:3], rel=1e-6)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(series)
+def test_a_series_tells_the_same_forward_and_backward(pairs: Pairs) -> None:
+    assert estimates.ratio(pairs[::-1])[:3] == pytest.approx(estimates.ratio(pairs)[:3], rel=1e-6)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(series, st.floats(0.01, 0.99), st.floats(0.01, 0.99))
+def test_more_confidence_takes_a_wider_interval_around_the_same_estimate(pairs: Pairs, one: float, two: float) -> None:
+    narrow, wide = (estimates.ratio(pairs, confidence=level) for level in sorted((one, two)))
+    assert wide.low <= narrow.low <= narrow.value == wide.value <= narrow.high <= wide.high
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(series)
+def test_a_ratio_is_that_of_the_geometric_means(pairs: Pairs) -> None:
+    own, base = (geometric_mean(side) for side in zip(*pairs, strict=True))
+    assert estimates.ratio(pairs).value == pytest.approx(own / base)
+
+
+@pytest.mark.parametrize("value", [0.5, 1.0, 1.7])
+def test_rounds_that_agree_leave_no_doubt(value: float) -> None:
+    """However fast the machine is in each."""
+    ratio = estimates.ratio([(value * base, base) for base in (100.0, 300.0, 110.0, 90.0, 250.0)])
+    assert ratio == pytest.approx((value, value, value, 5))
+    assert not is_clear(estimates.ratio([(base, base) for base in (100.0, 300.0, 110.0)]))
+
+
+def test_one_pair_shows_no_noise_so_its_interval_has_no_ends() -> None:
+    assert estimates.ratio([(190.0, 100.0)]) == pytest.approx((1.9, 0.0, math.inf, 1))
+    assert estimates.mean([3.0]) == (3.0, -math.inf, math.inf, 1)
+    assert not is_clear(estimates.ratio([(190.0, 100.0)]))
+
+
+def test_an_interval_beyond_all_numbers_has_no_end() -> None:
+    ratio = estimates.ratio([(100.0, 100.0), (200.0, 100.0)], confidence=0.99999)
+    assert (ratio.low, ratio.high) == (0.0, math.inf)
+
+
+def test_an_interval_by_hand() -> None:
+    """Student's t of 4 measurements, 3.182, on a variance of (1 + 0.2) / (1 - 0.2) times that of independent ones."""
+    mean = estimates.mean([3.0, 1.0, 3.0, 1.0])
+    half = 3.182446 * (4 / 3) ** 0.5 * (1.5 / 4) ** 0.5
+    assert mean == pytest.approx((2.0, 2 - half, 2 + half, 4))
+
+
+@pytest.mark.parametrize(
+    ("values", "r"),
+    [
+        ((1.0, 1.0, 1.0), 0.2),  # nothing to correlate
+        ((1.0, 3.0, 1.0, 3.0, 1.0, 3.0), 0.2),  # at least
+        ((0.0, 0.0, 0.0, 1.0, 1.0, 1.0), 0.5 + 2.5 / 6 - 1e-12),  # above the most
+        (tuple(range(8)), 0.625 + (1 + 3 * 0.625) / 8),
+    ],
+)
+def test_the_autocorrelation_is_corrected_for_short_series_and_cut(values: Sequence[float], r: float) -> None:
+    least, most = estimates.AUTOCORRELATION
+    assert estimates.autocorrelation(values) == pytest.approx(min(most, max(least, r)))
+
+
+def test_neighbors_that_are_alike_widen_the_interval() -> None:
+    alternating, drifting = [1.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0, 3.0], [1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0]
+    assert stdev(alternating) == stdev(drifting)
+    assert estimates.mean(drifting).high - 2 > 2 * (estimates.mean(alternating).high - 2)
+
+
+def autoregressive(rng: random.Random, *, size: int, r: float, deviation: float) -> list[float]:
+    """A series in which each value has that correlation with the one before."""
+    values = [rng.gauss(0, deviation)]
+    for _ in range(size - 1):
+        values.append(r * values[-1] + rng.gauss(0, deviation * (1 - r * r) ** 0.5))
+    return values
+
+
+@pytest.mark.parametrize("truth", [1.0, 1.7])
+@pytest.mark.parametrize("r", [0.0, 0.2, 0.4])
+@pytest.mark.parametrize("size", [8, 16])
+def test_the_interval_holds_the_truth_as_often_as_it_says(truth: float, r: float, size: int) -> None:
+    """In series whose noise is correlated from pair to pair, and whose machine slows both sides of a pair."""
+    rng = random.Random(20260301)
+    held = 0
+    for _ in range(400):
+        load, own = (autoregressive(rng, size=size, r=each, deviation=0.1) for each in (0.9, r))
+        pairs = [(truth * math.exp(a + b), math.exp(a)) for a, b in zip(load, own, strict=True)]
+        ratio = estimates.ratio(pairs)
+        held += ratio.low <= truth <= ratio.high
+    assert held / 400 >= 0.90
+
+
+# Its place in reports
+
 
 OTHER = trial("ddp-3", "cell", strategy="ddp", workers=3)
 REPEATS = {"baseline": (100, 300, 110), "ddp-2": (40, 36, 90), "ddp-3": (30, 33, 80)}
@@ -30,17 +155,41 @@ def compared() -> Report:
 def test_ratios_agree_with_each_other_and_with_the_table() -> None:
     baseline, two, three = compared().rows
     assert two.speedup == pytest.approx(two.samples_per_second.median / baseline.samples_per_second.median)
-    assert two.throughput_over(three).median == pytest.approx(two.speedup / three.speedup)  # type: ignore[operator]
+    assert two.throughput_over(three).value == pytest.approx(two.speedup / three.speedup)  # type: ignore[operator]
     for row in (two, three):
         assert row.speedup_low <= row.speedup <= row.speedup_high  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_ratio_lies_within_the_range_of_its_pairs(seed: int) -> None:
-    own = [1.0 + (seed * 37 + n * n * 11) % 17 for n in range(3 + seed % 4)]
-    base = [1.0 + (seed * 13 + n * n * 7) % 19 for n in range(len(own))]
-    ratio = estimates.ratio(estimates.spread(own), estimates.spread(base), pairs=list(zip(own, base, strict=True)))
-    assert ratio.low <= ratio.median <= ratio.high
+def test_slots_of_a_run_are_pairs_and_their_rate_is_the_rows() -> None:
+    baseline, reference, main = run_report().rows
+    assert (main.speedup, main.speedup_pairs, main.confidence) == (pytest.approx(1.9), 8, 0.95)
+    assert (main.speedup_low, main.speedup_high) == pytest.approx((1.9 * 1.02**-1.0946, 1.9 * 1.02**1.0946), rel=1e-4)
+    assert main.samples_per_second.median == pytest.approx(190)
+    assert (main.samples_per_second.low, main.samples_per_second.high) == pytest.approx((190 / 1.02, 190 * 1.02))
+    assert (main.trained_at, baseline.trained_at, reference.trained_at) == (190, None, None)
+    assert main.speedup == pytest.approx(main.samples_per_second.median / baseline.samples_per_second.median)
+    assert main.is_resolved
+
+
+def test_windows_are_a_range_and_resolve_nothing() -> None:
+    main = run_report(has_pairs=False).main
+    assert main.ratio == pytest.approx((1.9, 188 / 105, 192 / 95, 0))
+    assert main.trained_at is None
+    assert not main.is_resolved
+
+
+def test_the_confidence_of_the_file_is_that_of_the_interval_and_of_what_is_said() -> None:
+    measure = MAIN.experiment.measure.model_copy(update={"interval": 0.5})
+    trials = [
+        one.model_copy(update={"experiment": one.experiment.model_copy(update={"measure": measure})})
+        for one in (MAIN, BASELINE)
+    ]
+    ends = [finished("main", spread(190), slots=in_turn(190, noise=0.02))]
+    ends += [finished("baseline", spread(100), slots=in_turn(100))]
+    main = Report.of(trials, ends, hardware=HARDWARE).main
+    assert main.confidence == 0.5
+    assert main.speedup_high < run_report().main.speedup_high  # type: ignore[operator]
+    assert "(50%: 1.89x to 1.91x)" in Report.of(trials, ends, hardware=HARDWARE).headline
 
 
 def test_table_sentence_json_and_mlflow_have_the_same_figures() -> None:
@@ -55,44 +204,121 @@ def test_table_sentence_json_and_mlflow_have_the_same_figures() -> None:
     assert not {"throughput/samples_per_second", "time/step_ms"} & points.keys()  # the series of windows
 
 
-def busy(rate: Spread, *, cpus: int = 1) -> Row:
-    ends = [finished("baseline", spread(470, noise=300)), finished("main", rate)]
-    return Report.of([MAIN, BASELINE], ends, hardware=HARDWARE).main
+@pytest.mark.parametrize(
+    ("given", "confidence", "text"),
+    [
+        (Estimate(1.9, 1.79, 2.02, 8), 0.95, "1.90x (95%: 1.79x to 2.02x)"),
+        (Estimate(1.9, 1.79, 2.02, 8), 0.999, "1.90x (99.9%: 1.79x to 2.02x)"),
+        (Estimate(1.9, 1.79, 2.02, 8), None, "1.90x"),
+        (Estimate(1.9, 0.79, 4.02, 8), 0.95, "0.79x to 4.02x (95%)"),  # which says more than its middle
+        (Estimate(1.9, 0.79, 4.02, 8), None, "0.79x to 4.02x"),
+        (Estimate(1.9, 1.79, 2.02, 0), 0.95, "1.90x (windows from 1.79x to 2.02x)"),
+        (Estimate(1.9, 0.79, 4.02, 0), 0.95, "1.90x (windows from 0.79x to 4.02x)"),
+        (Estimate(1.9, 1.79, 2.02, 0), None, "1.90x"),
+    ],
+)
+def test_a_ratio_says_where_its_ends_come_from(given: Estimate, confidence: float | None, text: str) -> None:
+    assert times(given, confidence=confidence) == text
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("low", "high", "size", "clear"),
     [
-        (Spread(median=3847, low=1200, high=11872, windows=3), "1,200 to 11,872"),
-        (Spread(median=397, low=20, high=2854, windows=3), "20 to 2,854"),
-        (Spread(median=375, low=361, high=389, windows=3), "375 ± 14"),
+        (1.01, 1.2, 8, True), (0.8, 0.99, 8, True), (1.0, 1.2, 8, False), (0.9, 1.0, 8, False), (0.9, 1.2, 8, False),
+        (1.01, 1.2, 2, True), (1.01, 1.2, 1, False), (1.01, 1.2, 0, False),
     ],
-)
-def test_a_range_larger_than_the_figure_stands_in_its_place(given: Spread, text: str) -> None:
-    assert with_spread(given) == text
-    assert rate(given) == text.split(" ± ")[0]
+)  # fmt: skip
+def test_a_ratio_is_clear_if_it_has_pairs_and_its_interval_excludes_1(
+    low: float, high: float, size: int, clear: bool
+) -> None:
+    assert is_clear(Estimate((low + high) / 2, low, high, size)) == clear
 
 
 def test_a_speedup_that_may_be_anything_is_no_figure() -> None:
-    ends = [finished("baseline", Spread(median=100, low=50, high=400, windows=3))]
-    ends += [finished("main", Spread(median=190, low=24, high=611, windows=3))]
+    ends = [finished("baseline", spread(100), slots=in_turn(100))]
+    ends += [finished("main", spread(190), slots=in_turn(190, noise=1.5))]
     report = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
 
-    assert speedup(report.main, has_interval=True) == "0.06x to 12.22x"
-    assert efficiency(report.main) == "3% to 611%"
-    assert report.headline.startswith(
-        "ddp x 2 does 24 to 611 samples/s: 0.06x to 12.22x the throughput of single, scal"
-    )
+    assert report.main.ratio is not None
+    assert is_wide(report.main.ratio)
+    assert speedup(report.main, has_interval=True) == speedup(report.main, has_interval=False) == "0.70x to 5.18x"
+    assert efficiency(report.main) == "35% to 259%"
+    assert report.headline.startswith("ddp x 2 does 190 samples/s: 0.70x to 5.18x (95%) the throughput of single, scal")
     assert "the machine was busy" in report.results.notes[0].lower()
-    assert any("0.06x to 12.22x, is not resolved" in remark for remark in report.remarks)
+    assert any("0.70x to 5.18x (95%), is not resolved" in remark for remark in report.remarks)
 
 
 def test_an_efficiency_above_one_has_its_range_and_a_reason() -> None:
-    ends = [finished("baseline", spread(100, noise=4)), finished("main", spread(210, noise=8))]
+    ends = [finished("baseline", spread(100), slots=in_turn(100))]
+    ends += [finished("main", spread(210), slots=in_turn(210, noise=0.08))]
     report = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
     assert efficiency(report.main) == "97% to 114%"
     assert report.results.rows[-1][4] == "97% to 114%"
     assert report.results.notes[0].startswith("An efficiency above 100% comes from noise")
+
+
+# Where a longer measurement would help
+
+
+def unresolved(rate: float, *, noise: float, role: str = "main") -> str:
+    """The remark on a speedup of ``rate`` over 100."""
+    ends = [finished("baseline", spread(100), slots=in_turn(100))]
+    ends += [finished("main", spread(rate), slots=in_turn(rate, noise=noise))]
+    trials = [MAIN, BASELINE]
+    if role == "cell":
+        both = {"baseline": in_turn(100), "ddp-2": in_turn(rate, noise=noise)}
+        ends = [
+            finished(name, spread(each), repeat=n) for name, rounds in both.items() for n, each in enumerate(rounds)
+        ]
+        trials = [BASELINE, DDP_2]
+    return next((each for each in Report.of(trials, ends, hardware=HARDWARE).remarks if "not resolved" in each), "")
+
+
+def test_a_speedup_that_could_be_noise_says_how_long_would_tell() -> None:
+    """An interval of ±5.3% around 3.0% gets there in (5.3 / 3.0)^2 times the budget of 30 s."""
+    assert unresolved(103, noise=0.05) == (
+        "The speedup of ddp x 2, 1.03x (95%: 0.98x to 1.09x), is not resolved: it could be noise; about 70 s more "
+        "would tell: measure.budget_s: 100."
+    )
+    assert unresolved(100 / 1.03, noise=0.05).endswith("about 70 s more would tell: measure.budget_s: 100.")
+
+
+def test_a_comparison_asks_for_repeats() -> None:
+    assert unresolved(103, noise=0.05, role="cell") == (
+        "The speedup of ddp x 2, 1.03x (95%: 0.98x to 1.09x), is not resolved: it could be noise; --repeats 27 would "
+        "tell."
+    )
+
+
+@pytest.mark.parametrize("rate", [100, 101])
+def test_what_no_measurement_would_tell_is_not_asked_for(rate: float) -> None:
+    assert unresolved(rate, noise=0.05).endswith(
+        "is not resolved: it could be noise, and is too close to 1 for a longer measurement to tell."
+    )
+
+
+def test_windows_could_be_measured_in_turn() -> None:
+    (remark,) = (each for each in run_report(has_pairs=False).remarks if "not resolved" in each)
+    assert remark == (
+        "The speedup of ddp x 2, 1.90x (windows from 1.79x to 2.02x), is not resolved: it was not measured in turn "
+        "with the baseline; pipeline compare measures both in rounds."
+    )
+
+
+def test_what_is_resolved_needs_no_remark() -> None:
+    assert not unresolved(110, noise=0.05)
+    assert not unresolved(90, noise=0.05)
+
+
+def test_one_process_with_all_cores_is_told_apart_beyond_the_noise_only() -> None:
+    def said(rate: float) -> str:
+        slots = {"baseline": in_turn(100), "main": in_turn(190, noise=0.05), "reference": in_turn(rate)}
+        ends = [finished(name, spread(each[0]), slots=each) for name, each in slots.items()]
+        return Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE).remarks[0]
+
+    assert said(150).endswith("on this machine ddp x 2 is 1.27x (95%: 1.20x to 1.34x) that.")
+    assert "equally fast within the noise" in said(185)
+    assert said(250).endswith("0.76x (95%: 0.72x to 0.80x) that. Data parallelism pays when devices are separate.")
 
 
 # The parts and the step

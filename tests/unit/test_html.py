@@ -13,6 +13,7 @@ from pipeline.protocol.events import Finished
 from pipeline.report import Advice
 from pipeline.report.chart import save_chart
 from pipeline.report.html import marked, save_page
+from pipeline.report.pairs import save_picture
 from pipeline.report.report import Report
 
 
@@ -57,7 +58,9 @@ class References(HTMLParser):
 
 def page_of(result: Report, folder: Path) -> str:
     save_chart(result, folder / "chart.png")
-    save_page(result, folder / "chart.png", folder / "report.html")
+    if result.main.speedup_pairs:
+        save_picture(result, folder / "pairs.png")
+    save_page(result, folder / "chart.png", folder / "report.html", pairs=folder / "pairs.png")
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
@@ -65,7 +68,7 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     page = page_of(report(), tmp_path)
     found = References()
     found.feed(page)
-    assert [address.split(",")[0] for address in found.addresses] == ["data:image/png;base64"]
+    assert [address.split(",")[0] for address in found.addresses] == ["data:image/png;base64"] * 2
     assert not found.tags & {"script", "link", "iframe", "object"}
     assert "http" not in page
     assert "url(" not in page
@@ -110,15 +113,28 @@ def test_the_page_of_a_comparison_has_all_cells_the_paces_of_ranks_and_how_repea
     for text in figures_of(comparison()):
         assert html.escape(text, quote=False) in page
     assert "<td>ddp x 2</td><td>0</td><td>node-1</td><td>336.84</td>" in page
-    assert "(A B C A B C)" in page
+    assert "all of them once, then all of them again" in page
+    assert "Student's t interval" in html.unescape(page)
+    assert "1.90x (95%: 1.79x to 2.02x)" in page
     assert "Weak scaling: every replica" in page
 
 
-def test_the_page_of_a_run_speaks_of_windows(tmp_path: Path) -> None:
+def test_the_page_of_a_run_speaks_of_slots_and_has_their_picture(tmp_path: Path) -> None:
     page = page_of(report(), tmp_path)
-    assert "(A B C A B C)" not in page
+    assert "short slots of steps, alternately" in page
+    assert "all of them once" not in page
     assert "Weak scaling" not in page
+    assert "slowest window" not in page
+    assert '<img alt="Speedup in each round: 95%: 1.86x to 1.94x"' in page
+    assert "speedup of ddp x 2 (95%: 1.86x to 1.94x)</span>" in page
+
+
+def test_the_page_of_a_run_of_before_speaks_of_windows(tmp_path: Path) -> None:
+    page = page_of(report(has_pairs=False), tmp_path)
     assert "slowest window" in page
+    assert "Student" not in page
+    assert "Speedup in each round" not in page
+    assert "speedup of ddp x 2 (windows from 1.79x to 2.02x)</span>" in page
 
 
 def test_the_advice_on_the_page_has_its_yaml_as_code(tmp_path: Path) -> None:

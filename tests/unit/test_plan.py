@@ -9,7 +9,7 @@ from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.describe import describe
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 
 LAPTOP = Resources(cpus=8, memory_mb=16384, node="laptop")
 SERVER = Resources(cpus=32, memory_mb=262144, gpus=("H200",) * 4, node="server")
@@ -38,13 +38,68 @@ def test_one_process_is_its_own_baseline() -> None:
 
 def test_workers_on_cpu_are_compared_with_one_and_with_all_their_cores() -> None:
     made = plan(parallel=ddp(3))
-    assert [shape(trial) for trial in made.trials] == [
-        ("baseline", "single", 1, 0, 2), ("main", "ddp", 3, 0, 2), ("reference", "single", 1, 0, 6),
+    assert [shape(trial) for trial in made.measured] == [
+        ("main", "ddp", 3, 0, 2), ("baseline", "single", 1, 0, 2), ("reference", "single", 1, 0, 6),
     ]  # fmt: skip
-    assert {trial.launcher for trial in made.trials} == {"torchrun"}
-    assert {trial.device for trial in made.trials} == {"cpu"}
-    assert all(trial.allowed == ("toys",) for trial in made.trials)
-    assert made.main is made.trials[1]
+    assert {trial.launcher for trial in made.measured} == {"torchrun"}
+    assert {trial.device for trial in made.measured} == {"cpu"}
+    assert all(trial.allowed == ("toys",) for trial in made.measured)
+
+
+def test_what_one_process_can_do_is_measured_by_the_training_itself() -> None:
+    made = plan(parallel=ddp(3))
+    assert made.trials == (made.main,)
+    assert isinstance(made.main, Training)
+    assert made.main.compared_with == made.measured[1:]
+
+
+def beside(made: Plan) -> list[str]:
+    """The roles of the trials that the training is compared with; all others are launched before it."""
+    assert isinstance(made.main, Training)
+    assert made.trials[-1] is made.main
+    return [trial.role for trial in made.main.compared_with]
+
+
+@pytest.mark.parametrize(
+    ("main", "baseline", "in_turn"),
+    [
+        (ddp(2), {"strategy": "single"}, True),
+        ({**ddp(2), "strategy": "fsdp"}, {"strategy": "single"}, True),
+        (ddp(2), {"strategy": "dp"}, True),  # one replica here
+        (ddp(2), {"strategy": "ddp", "workers": 1}, False),  # which needs a process group of its own
+        (ddp(2), {"strategy": "fsdp", "workers": 2}, False),
+        ({**ddp(2), "strategy": "fsdp"}, {"strategy": "ddp", "workers": 2}, False),
+    ],
+)
+def test_a_baseline_of_several_processes_is_measured_before(
+    main: dict[str, Any], baseline: dict[str, Any], in_turn: bool
+) -> None:
+    made = plan(parallel=main, compare=[baseline])
+    assert beside(made) == (["baseline", "reference"] if in_turn else ["reference"])
+    assert [trial.role for trial in made.trials] == (["main"] if in_turn else ["baseline", "main"])
+
+
+def test_dp_on_gpus_is_compared_with_one_of_them() -> None:
+    assert beside(plan(SERVER, parallel={"strategy": "dp"})) == ["baseline"]
+
+
+def test_dp_beside_ddp_has_more_gpus_than_a_rank() -> None:
+    """Under Ray rank 0 sees its own GPU only."""
+    made = plan(SERVER, parallel=ddp(4), compare=[{"strategy": "dp"}])
+    assert beside(made) == []
+    assert [shape(trial) for trial in made.trials] == [("baseline", "dp", 1, 4, 8), ("main", "ddp", 4, 1, 8)]
+
+
+def test_streams_are_read_by_one_trial_at_a_time() -> None:
+    streamed = {"_target_": "pipeline.data.streamed", "train": {"_target_": "toys.regression"}}
+    made = plan(parallel=ddp(2, launcher="ray"), data=streamed)
+    assert beside(made) == []
+    assert [trial.role for trial in made.trials] == ["baseline", "reference", "main"]
+
+
+def test_plans_without_a_baseline_have_nothing_to_compare() -> None:
+    assert beside(plan(baseline=False, parallel=ddp(2))) == []
+    assert beside(plan()) == []  # its own baseline
 
 
 def test_without_a_baseline_there_is_only_the_training() -> None:
@@ -55,19 +110,21 @@ def test_without_a_baseline_there_is_only_the_training() -> None:
 
 def test_only_the_training_runs_to_its_end() -> None:
     made = plan(parallel=ddp(2), measure={"warmup_steps": 4, "steps": 6, "windows": 3})
-    assert [trial.steps_of(1000) for trial in made.trials] == [22, 1000, 22]
+    assert [trial.steps_of(1000) for trial in made.measured] == [1000, 10, 10]  # and slots with steps of their own
+    apart = plan(parallel=ddp(2), measure={"warmup_steps": 4, "steps": 6}, compare=[{"strategy": "ddp", "workers": 1}])
+    assert [trial.steps_of(1000) for trial in apart.trials] == [22, 1000]
 
 
 def test_cores_and_options_are_as_written() -> None:
     made = plan(parallel=ddp(2, cpus_per_worker=3, options={"bucket_cap_mb": 7}))
-    assert [shape(trial)[-1] for trial in made.trials] == [3, 3, 6]
+    assert [shape(trial)[-1] for trial in made.measured] == [3, 3, 6]
     assert made.main.options == {"bucket_cap_mb": 7}
-    assert made.trials[0].options == {}
+    assert made.measured[1].options == {}
 
 
 def test_the_baseline_is_the_first_entry_of_compare() -> None:
     made = plan(parallel=ddp(4), compare=[{"strategy": "ddp"}, {"strategy": "single"}])
-    assert [trial.role for trial in made.trials] == ["main", "reference"]  # ddp x 4 is the main trial itself
+    assert [trial.role for trial in made.measured] == ["main", "reference"]  # ddp x 4 is the main trial itself
     assert "ddp x 4 is the baseline itself: no speedup to measure" in made.notes
     made = plan(parallel=ddp(4), compare=[{"strategy": "ddp", "workers": 2}])
     assert shape(made.trials[0]) == ("baseline", "ddp", 2, 0, 2)
@@ -75,13 +132,13 @@ def test_the_baseline_is_the_first_entry_of_compare() -> None:
 
 def test_other_options_make_another_baseline() -> None:
     made = plan(parallel=ddp(2), compare=[{"strategy": "ddp", "options": {"bucket_cap_mb": 1}}])
-    assert [trial.role for trial in made.trials] == ["baseline", "main", "reference"]
+    assert [trial.role for trial in made.measured] == ["baseline", "main", "reference"]
 
 
 def test_workers_on_gpus_take_one_each_and_need_no_reference() -> None:
     made = plan(SERVER, parallel=ddp(4))
-    assert [shape(trial) for trial in made.trials] == [("baseline", "single", 1, 1, 8), ("main", "ddp", 4, 1, 8)]
-    assert {trial.device for trial in made.trials} == {"cuda"}
+    assert [shape(trial) for trial in made.measured] == [("main", "ddp", 4, 1, 8), ("baseline", "single", 1, 1, 8)]
+    assert {trial.device for trial in made.measured} == {"cuda"}
     assert made.main.title == "ddp x 4"
     assert made.notes == ()
 
@@ -90,7 +147,7 @@ def test_dp_takes_all_gpus_in_one_process() -> None:
     made = plan(SERVER, parallel={"strategy": "dp"})
     assert shape(made.main) == ("main", "dp", 1, 4, 32)
     assert made.main.title == "dp x 4"
-    assert shape(made.trials[0]) == ("baseline", "single", 1, 1, 32)
+    assert shape(made.measured[1]) == ("baseline", "single", 1, 1, 32)
     assert made.notes == ()
 
 
@@ -103,8 +160,8 @@ def test_dp_without_two_gpus_is_one_replica(resources: Resources) -> None:
 
 def test_gpus_may_be_left_alone() -> None:
     made = plan(SERVER, parallel=ddp(2, device="cpu"))
-    assert {(trial.device, trial.devices_per_worker) for trial in made.trials} == {("cpu", 0)}
-    assert [trial.role for trial in made.trials] == ["baseline", "main", "reference"]
+    assert {(trial.device, trial.devices_per_worker) for trial in made.measured} == {("cpu", 0)}
+    assert [trial.role for trial in made.measured] == ["main", "baseline", "reference"]
     assert made.notes == ()
 
 
@@ -117,7 +174,7 @@ def test_a_workers_cores_are_on_one_node(workers: int, nodes: int, cores: int) -
     made = plan(cluster, parallel=ddp(workers))
     assert made.main.cpus_per_worker == cores
     assert -(-workers // nodes) * cores <= 4
-    assert "reference" not in [trial.role for trial in made.trials]  # one process can't have the cores of two nodes
+    assert "reference" not in [trial.role for trial in made.measured]  # one process can't have the cores of two nodes
 
 
 def test_dp_on_a_cluster_has_the_gpus_of_one_node() -> None:
@@ -190,6 +247,16 @@ def test_the_plan_in_words() -> None:
     assert text == GOLDEN
 
 
+def test_a_baseline_that_is_launched_before_is_the_first_in_words() -> None:
+    made = plan(parallel=ddp(3), compare=[{"strategy": "ddp", "workers": 2}])
+    lines = describe(made, steps_per_epoch=3, train_samples=22, validation_samples=10).splitlines()
+    begin = lines.index("trials, in this order:") + 1
+    assert [line.split()[0] for line in lines[begin : begin + 6 : 2]] == ["baseline", "main", "then"]
+    assert lines[begin + 4].endswith("then       reference single, 6 cores")
+    assert lines[begin + 5].endswith("rank 0 holds a second copy of the model")
+    assert lines[begin + 1].endswith("measures throughput over 3 windows of 5 steps after 3 to warm up")
+
+
 def test_the_plan_in_words_on_gpus() -> None:
     text = describe(
         plan(SERVER, baseline=False, parallel=ddp(4)), steps_per_epoch=3, train_samples=22, validation_samples=0
@@ -205,10 +272,8 @@ steps        3 per epoch, 6 in 2 epochs, 8 samples each, fp64
 tracking     sqlite:///mlflow.db
 
 trials, in this order:
-  baseline   single with torchrun: 1 worker, CPU, 2 threads each, 8 samples per worker in 2 micro-batches
-             measures throughput over 3 windows of 5 steps after 4 to warm up
   main       ddp x 3 with torchrun: 3 workers, CPU, 2 threads each, 2 or 3 samples per worker in 2 micro-batches
              trains 2 epochs; measures throughput, exposed communication, data wait, peak memory
-  reference  single, 6 cores with torchrun: 1 worker, CPU, 6 threads each, 8 samples per worker in 2 micro-batches
-             measures throughput over 3 windows of 5 steps after 4 to warm up
+  then       baseline single, reference single, 6 cores
+             in turn with ddp x 3, at most 16 pairs of slots in about 30 s; rank 0 holds 2 more copies of the model
 note: no GPU here: workers compute on CPU"""

@@ -1,6 +1,7 @@
 """Speedup, efficiency and remarks against figures worked out by hand."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,21 +11,39 @@ from samples import (
     HARDWARE,
     MAIN,
     finished,
+    in_turn,
     parts,
     report,
     spread,
     trial,
 )
 
+from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.trial import Spread, Trial
-from pipeline.report import Advice
+from pipeline.report import Advice, publish
+from pipeline.report.pairs import table as pairs_table
 from pipeline.report.report import Report, run_json
-from pipeline.report.tables import Straggler, low_to_high, with_spread
+from pipeline.report.tables import Straggler, low_to_high
 
 
 def compare(main: Trial, *, main_at: Spread, baseline_at: Spread) -> Report:
     ends = [finished(main.name, main_at), finished("baseline", baseline_at)]
     return Report.of([main, BASELINE], ends, hardware=HARDWARE)
+
+
+def slots(**rates: Sequence[float]) -> Report:
+    """The report of trials that were measured in turn, by name."""
+    ends = [finished(name, spread(each[0]), slots=each) for name, each in rates.items()]
+    return Report.of([MAIN, BASELINE, ALL_CORES][: len(ends)], ends, hardware=HARDWARE)
+
+
+def test_speedup_of_slots_is_the_geometric_mean_of_their_ratios() -> None:
+    """1, 2 and 4 times the baseline, whose pace changes."""
+    result = slots(main=(100, 800, 40), baseline=(100, 400, 10))
+    assert result.speedup == pytest.approx(2.0)
+    assert result.efficiency == pytest.approx(1.0)
+    assert result.main.speedup_pairs == 3
+    assert result.main.speedup_low * result.main.speedup_high == pytest.approx(4.0)  # type: ignore[operator]
 
 
 def test_speedup_is_the_ratio_of_medians_and_efficiency_divides_it_by_the_replicas() -> None:
@@ -41,10 +60,10 @@ def test_speedup_is_the_ratio_of_medians_and_efficiency_divides_it_by_the_replic
 def test_replicas_of_dp_are_its_gpus() -> None:
     baseline = trial("baseline", "baseline", gpus=1)
     main = trial("main", "main", strategy="dp", gpus=4)
-    ends = [finished("main", spread(200)), finished("baseline", spread(100))]
+    ends = [finished("main", spread(200), slots=in_turn(200)), finished("baseline", spread(100), slots=in_turn(100))]
     result = Report.of([main, baseline], ends, hardware="4 x NVIDIA H200")
 
-    assert (result.speedup, result.efficiency) == (2.0, 0.5)
+    assert (result.speedup, result.efficiency) == pytest.approx((2.0, 0.5))
     assert (result.main.title, result.main.devices) == ("dp x 4", "4 GPUs")
     assert result.remarks == ()
 
@@ -87,39 +106,36 @@ def test_one_process_with_all_the_cores_is_named() -> None:
 
 
 def test_one_process_with_all_the_cores_that_is_clearly_slower_gets_no_comment() -> None:
-    speeds = {"main": spread(190, noise=2), "reference": spread(120, noise=2), "baseline": spread(100)}
-    ends = [finished(name, speed) for name, speed in speeds.items()]
-    (remark,) = Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE).remarks
-    assert remark.endswith("on this machine ddp x 2 is 1.58x (1.54x to 1.63x) that.")
+    (remark,) = slots(main=in_turn(190, noise=0.025), baseline=in_turn(100), reference=in_turn(120)).remarks
+    assert remark.endswith("on this machine ddp x 2 is 1.58x (95%: 1.54x to 1.63x) that.")
 
 
 @pytest.mark.parametrize(
-    ("main_at", "resolved"),
+    ("rate", "resolved"),
     [
-        (spread(103, noise=5), False),  # 98/102 to 108/98: on both sides of 1
-        (spread(110, noise=5), True),  # 105/102: all windows faster
-        (spread(90, noise=5), True),  # 95/98: all windows slower, and that is a result too
+        (103, False),  # 0.98 to 1.09: on both sides of 1
+        (110, True),  # 1.04 to 1.16
+        (90, True),  # 0.85 to 0.95: slower, and that is a result too
     ],
 )
-def test_a_speedup_within_the_noise_is_called_unresolved(main_at: Spread, resolved: bool) -> None:
-    remarks = compare(MAIN, main_at=main_at, baseline_at=spread(100, noise=2)).remarks
-    remark = (
-        "The speedup of ddp x 2, 1.03x (0.96x to 1.10x), is not resolved: it is within the noise of its measurement."
-    )
-    assert remarks == (() if resolved else (remark,))
+def test_a_speedup_whose_interval_holds_1_is_called_unresolved(rate: float, resolved: bool) -> None:
+    remarks = slots(main=in_turn(rate, noise=0.05), baseline=in_turn(100)).remarks
+    assert bool(remarks) != resolved
+    assert all(remark.startswith("The speedup of ddp x 2, 1.03x (95%: 0.98x to 1.09x), is n") for remark in remarks)
 
 
-def test_a_single_window_has_no_spread_to_show() -> None:
-    result = compare(MAIN, main_at=spread(190, windows=1), baseline_at=spread(100))
-    assert result.results.rows[-1][2] == "190"
-    assert result.remarks == ("Some throughput was measured in a single window, so its noise is unknown.",)
+def test_windows_resolve_nothing_however_far_apart() -> None:
+    """On a machine whose pace changes, three windows each are no sample of it."""
+    (remark,) = compare(MAIN, main_at=spread(190, noise=1), baseline_at=spread(100, noise=1)).remarks
+    assert remark.startswith("The speedup of ddp x 2, 1.90x (windows from 1.87x to 1.93x), is not resolved: it was not")
 
 
 def test_a_trial_that_did_not_finish_is_left_out_and_named() -> None:
     ends = [finished("main", spread(190)), finished("baseline", spread(100))]
     result = Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE)
     assert [row.trial for row in result.rows] == ["baseline", "main"]
-    assert result.remarks == ("reference (single, 2 cores) did not finish; it is left out.",)
+    assert result.remarks[0] == "reference (single, 2 cores) did not finish; it is left out."
+    assert not any("cores does" in remark for remark in result.remarks)
 
 
 def test_without_a_baseline_there_is_no_speedup() -> None:
@@ -144,7 +160,9 @@ def test_the_report_survives_json() -> None:
 def test_the_table_for_mlflow_has_one_entry_per_row_in_every_column() -> None:
     table = report().table()
     assert {len(column) for column in table.values()} == {3}
-    assert table["samples_per_second_low"] == [95.0, 171.0, 188.0]
+    assert table["samples_per_second_low"] == pytest.approx([100, 180 * 0.94, 190 / 1.02])
+    assert table["speedup_pairs"] == [0, 8, 8]
+    assert report(has_pairs=False).table()["samples_per_second_low"] == [95.0, 171.0, 188.0]
     assert table["efficiency"] == [None, None, pytest.approx(0.95)]
     assert table["validation/accuracy"] == [None, None, 0.97345]
     assert table["peak_memory_mb"] == [410.0] * 3
@@ -164,20 +182,21 @@ def test_the_outcome_is_what_the_training_reached(metrics: dict[str, float], tex
 
 def test_markdown_holds_the_result_the_table_and_the_remarks() -> None:
     text = report().markdown()
-    assert text.startswith("**ddp x 2 does 190 samples/s: 1.90x the throughput of single (1.79x to 2.02x)")
-    assert "| ddp x 2 | 2 cores | 190 ± 2 | 1.90x | 95% |\n" in text
+    assert text.startswith("**ddp x 2 does 190 samples/s: 1.90x (95%: 1.86x to 1.94x) the throughput of single")
+    assert "| ddp x 2 | 2 cores | 190 | 1.90x | 95% |\n" in text
     assert "- One process with all 2 cores" in text
 
 
 def test_the_parts_of_a_step_stand_next_to_their_sum() -> None:
     table = report().step_parts
     assert table.header == ("strategy", "step", "compute", "exposed comm.", "data wait", "rest", "sum")
-    assert table.rows[-1] == ("ddp x 2", "336.8 ± 0.0", "314.1", "21.5", "0.2", "1.0", "336.8")
+    assert table.rows[-1] == ("ddp x 2", "336.8", "314.1", "21.5", "0.2", "1.0", "336.8")
 
 
-def with_paces(*ranks_ms: float, noise: float = 0.0) -> Report:
-    nodes = tuple(f"node-{rank + 1}" for rank in range(len(ranks_ms)))
-    paces = tuple(spread(ms, noise=noise) for ms in ranks_ms)
+def with_paces(*ranks: Sequence[float]) -> Report:
+    """The report of a training whose ranks took these milliseconds in each round."""
+    nodes = tuple(f"node-{rank + 1}" for rank in range(len(ranks)))
+    paces = tuple(values(rounds, keeps_values=True) for rounds in ranks)
     uneven = parts(step_ms=337, communication=20).model_copy(update={"ranks": paces, "nodes": nodes})
     ends = [finished("baseline", spread(100)), finished("main", spread(190))]
     ends[1] = ends[1].model_copy(update={"result": ends[1].result.model_copy(update={"parts": uneven})})
@@ -185,19 +204,133 @@ def with_paces(*ranks_ms: float, noise: float = 0.0) -> Report:
 
 
 def test_a_straggler_has_a_name() -> None:
-    result = with_paces(200, 280)
-    assert Straggler.of(result.main) == Straggler(rank=1, node="node-2", others_ms=200, ratio=1.4)
+    result = with_paces((200,) * 5, (280,) * 5)
+    found = Straggler.of(result.main)
+    assert found is not None
+    assert (found.rank, found.node, found.others_ms, found.ratio) == (1, "node-2", 200, pytest.approx(1.4))
     assert result.step_parts.notes == ("ddp x 2: rank 1 on node-2 takes 1.40x the time of the other ranks.",)
 
 
 @pytest.mark.parametrize("ranks_ms", [(200, 218), (200,), (300, 310, 300, 200)])
 def test_ranks_that_keep_pace_have_none(ranks_ms: tuple[float, ...]) -> None:
-    assert Straggler.of(with_paces(*ranks_ms).main) is None
+    assert Straggler.of(with_paces(*((ms,) * 5 for ms in ranks_ms)).main) is None
 
 
-def test_a_rank_that_was_not_slower_in_every_round_is_no_straggler() -> None:
-    assert Straggler.of(with_paces(200, 280, noise=39).main)
-    assert Straggler.of(with_paces(200, 280, noise=40).main) is None
+def test_a_rank_is_a_straggler_in_the_same_rounds_beyond_their_noise() -> None:
+    """Bursts of load that slow both ranks don't hide it; rounds in which it was the faster one do."""
+    load = (1.0, 1.6, 1.1, 2.0, 1.3)
+    assert Straggler.of(with_paces([200 * each for each in load], [280 * each for each in load]).main)
+    assert Straggler.of(with_paces((200,) * 4, (240, 320, 240, 320)).main)
+    assert Straggler.of(with_paces((200,) * 4, (190, 370, 190, 370)).main) is None
+
+
+@pytest.mark.parametrize("ranks", [((200,), (280,)), ((), ())])
+def test_ranks_that_were_not_measured_in_rounds_have_no_straggler(ranks: Sequence[Sequence[float]]) -> None:
+    """Recordings of before have the range of the rounds only."""
+    assert Straggler.of(with_paces(*(each or (200.0,) for each in ranks)).main) is None
+    paces = (spread(200), spread(280))
+    row = with_paces((200,), (280,)).main
+    assert Straggler.of(row.model_copy(update={"parts": row.parts.model_copy(update={"ranks": paces})})) is None
+
+
+# This training
+
+
+def timed(*, start_s: float, baseline_start_s: float | None, samples: int, noise: float = 0.0) -> Report:
+    """The report of a whole training of so many samples."""
+    more = {"whole_training": samples}
+    ends = [
+        finished("main", spread(190), slots=in_turn(190, noise=noise), start_s=start_s, **more),
+        finished("baseline", spread(100), slots=in_turn(100), start_s=baseline_start_s, **more),
+    ]
+    return Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
+
+
+def column(report: Report, name: str) -> list[str]:
+    return [row[report.results.header.index(name)] for row in report.results.rows]
+
+
+def test_each_strategy_has_the_time_that_this_training_takes_with_it() -> None:
+    """19,000 samples at 100 and at 190 a second; what ran beside the training has the training's start."""
+    report = timed(start_s=6.24, baseline_start_s=None, samples=19_000)
+    assert column(report, "this training") == ["3 min 16 s", "1 min 46 s"]
+    assert report.results.notes == (
+        "This training: the time of 19,000 samples, with 6.2 s until the first step; evaluation and checkpoints come "
+        "on top.",
+    )
+    assert column(timed(start_s=26.0, baseline_start_s=2.0, samples=19_000), "this training") == [
+        "3 min 12 s", "2 min 6 s"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cores", "is_told"), [(0.1, False), (0.3, True), (None, False)])
+def test_what_else_a_machine_did_meanwhile_is_told(cores: float | None, is_told: bool) -> None:
+    ends = [finished("main", spread(190), slots=in_turn(190), other_cores=cores)]
+    ends += [finished("baseline", spread(100), slots=in_turn(100))]
+    remarks = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE).remarks
+    said = "While the speedup was measured, other processes used 0.3 cores of the machine"
+    assert any(remark.startswith(said) for remark in remarks) == is_told == bool(remarks)
+
+
+def test_where_the_start_eats_the_gain_it_says_from_when_on_it_pays() -> None:
+    """28 s later, at 1/100 - 1/190 s less for each sample: 5,911 samples, or 93 steps of 64."""
+    notes = timed(start_s=30.0, baseline_start_s=2.0, samples=1_900).results.notes
+    assert notes == (
+        "This training: the time of 1,900 samples, with 2.0 s to 30 s until the first step; evaluation and checkpoints "
+        "come on top.",
+        "ddp x 2 starts 28 s later than single, which eats its gain: it pays from 93 steps on.",
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"samples": 19_000},  # it pays
+        {"noise": 1.5},  # nobody knows whether there is a gain
+        {"baseline_start_s": 30.0},
+        {"baseline_start_s": None},
+    ],
+)
+def test_nothing_is_said_of_a_start_that_eats_no_gain(more: dict[str, float | None]) -> None:
+    report = timed(**{"start_s": 30.0, "baseline_start_s": 2.0, "samples": 1_900, **more})  # type: ignore[arg-type]
+    assert not any("pays" in note for note in report.results.notes)
+
+
+def test_of_a_training_of_unknown_length_nothing_is_said() -> None:
+    """Such as that of a journal of before."""
+    assert "this training" not in report().results.header
+    assert report().results.notes == ()
+
+
+# Pairs
+
+
+def test_pairs_are_a_table_of_each_round() -> None:
+    slots_of = {"baseline": (100, 110), "main": (190, 220), "reference": (150, 165, 180)}
+    lines = pairs_table(slots(**slots_of)).splitlines()
+    assert lines == [
+        'round,"single, samples/s","single, 2 cores, samples/s","ddp x 2, samples/s",speedup of ddp x 2',
+        "1,100,150,190,1.9",
+        "2,110,165,220,2",
+    ]
+
+
+def test_pairs_of_a_comparison_that_was_interrupted_are_those_that_all_have() -> None:
+    lines = pairs_table(slots(baseline=(100, 110, 105), main=(190, 220), reference=(150, 165))).splitlines()
+    assert len(lines) == 3
+
+
+def test_pairs_are_saved_with_their_picture_if_there_are_any(tmp_path: Path) -> None:
+    told: list[str] = []
+    names = publish.save(report(), tmp_path, warn=told.append)
+    assert {"pairs.csv", "pairs.png"} < set(names)
+    assert (tmp_path / "pairs.csv").read_text() == pairs_table(report())
+    assert (tmp_path / "pairs.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "old").mkdir()
+    assert not {"pairs.csv", "pairs.png"} & set(
+        publish.save(report(has_pairs=False), tmp_path / "old", warn=told.append)
+    )
+    assert not told
 
 
 def test_advice_is_numbered_reason_first() -> None:
@@ -215,23 +348,23 @@ def test_devices_that_are_uneven_show_both_ends(values: tuple[float, ...], text:
     assert low_to_high(values) == text
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [(spread(375, noise=13.5), "375 ± 14"), (spread(9.5, noise=0.25), "9.5 ± 0.25"), (spread(375, windows=1), "375")],
-)
-def test_a_spread_is_half_its_range(given: Spread, text: str) -> None:
-    assert with_spread(given) == text
-
-
 def test_a_run_for_scripts_has_its_training_baseline_and_references() -> None:
     record = json.loads(run_json(report(), Path("runs/20260301-1")))
 
     assert (record["run"], record["folder"]) == ("20260301-1", "runs/20260301-1")
     assert (record["main"]["title"], record["main"]["workers"]) == ("ddp x 2", 2)
     assert record["main"]["speedup"] == pytest.approx(1.9)
-    assert record["baseline"]["speedup"] == 1
+    interval = [record["main"][name] for name in ("speedup_low", "speedup_high", "speedup_pairs", "confidence")]
+    assert interval == [report().main.speedup_low, report().main.speedup_high, 8, 0.95]
+    assert record["main"]["slots"] == list(in_turn(190, noise=0.02))
+    assert (record["baseline"]["speedup"], record["baseline"]["slots"]) == (1, list(in_turn(100)))
     assert [row["title"] for row in record["references"]] == ["single, 2 cores"]
     assert record["metrics"] == {"validation/accuracy": 0.97345}
+
+
+def test_a_run_of_windows_says_so_to_scripts() -> None:
+    main = json.loads(run_json(report(has_pairs=False), Path("runs/x")))["main"]
+    assert (main["speedup"], main["speedup_pairs"], main["slots"]) == (1.9, 0, None)
 
 
 def test_what_is_no_number_is_null_for_scripts() -> None:

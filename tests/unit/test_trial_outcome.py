@@ -161,6 +161,25 @@ def test_the_time_to_the_first_step_is_the_drivers(tmp_path: Path, monkeypatch: 
     assert [first.outcome().finished, second.outcome().finished] == ends
 
 
+def test_events_of_what_a_training_is_compared_with_wait_for_its_end(tmp_path: Path) -> None:
+    received: list[AnyEvent] = []
+    trial = toys.trial()
+    baseline = toys.trial(max_steps=2).model_copy(update={"name": "baseline"})
+    session = Session(folder=tmp_path, receive=received.append, parallel=trial.experiment.parallel)
+    attempt = inprocess.Launcher(session).attempt(trial.model_copy(update={"compared_with": (baseline,)}))
+    own, other = finished("main", spread(190)), finished("baseline", spread(100))
+    beside = [started("a").model_copy(update={"trial": "baseline"}), other]
+    for event in (beside[0], other, own):
+        attempt.receive(event)
+
+    assert [event.trial for event in received] == ["main"]
+    assert list(attempt.outcome().beside) == beside
+    assert attempt.outcome().finished is received[0]
+    alone = inprocess.Launcher(session).attempt(trial)
+    alone.receive(other)
+    assert alone.outcome().beside == ()
+
+
 def test_failures_from_any_thread_are_kept(tmp_path: Path) -> None:
     trial = toys.trial()
     session = Session(folder=tmp_path, receive=lambda _: None, parallel=trial.experiment.parallel)

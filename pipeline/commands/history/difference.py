@@ -116,15 +116,20 @@ def _results(run: RunSummary) -> Iterator[tuple[str, str | float]]:
     yield from ((name, float(value)) for name, value in report.main.metrics.items() if name.startswith(_REACHED))
 
 
-def _figures(row: Row) -> Iterator[tuple[str, float | None]]:
+def _figures(row: Row) -> Iterator[tuple[str, str | float | None]]:
     yield "samples/s", row.samples_per_second.median
     yield "speedup", row.speedup
+    yield "speedup from", None if row.ratio is None else _method(row)
     yield "efficiency", row.efficiency
     yield "step, ms", row.step_ms.median
     yield "exposed communication, ms", row.parts.exposed_communication_ms
     yield "data wait, ms", row.parts.data_wait_ms
     yield "peak memory, MB", max(row.peak_memory_mb, default=None)
     yield "time to first step, s", row.time_to_first_step_s
+
+
+def _method(row: Row) -> str:
+    return f"{row.speedup_pairs} pairs measured in turn" if row.speedup_pairs else "windows, one trial after the other"
 
 
 def _table(pairs: Mapping[str, Pair], console: rich.console.Console) -> Table:

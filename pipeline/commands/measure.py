@@ -1,0 +1,83 @@
+"""``pipeline measure``: measure the speedup of a finished run again, from its last checkpoint."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.commands.invocation import invoked, refuse_torchrun
+from pipeline.commands.run import make, report
+from pipeline.config.load import ExperimentFile
+from pipeline.errors import UsageError
+from pipeline.protocol.events import Finished
+from pipeline.protocol.trial import Training
+from pipeline.recording import journal
+from pipeline.recording.folder import read_state
+from pipeline.recording.terminal import Terminal
+from pipeline.report.report import Report
+from pipeline.training.checkpoints.storage import Storage, address_of
+
+MAIN = "main"
+"""Name of the training among a run's trials."""
+MOST_PAIRS = 1000
+"""Most pairs of slots within a budget that was asked for: it alone decides."""
+
+
+def measure(
+    file: ExperimentFile,
+    *,
+    folder: Path,
+    budget_s: float | None,
+    verbose: bool,
+    terminal: Terminal,
+    show: Callable[[Report, Path], None],
+) -> None:
+    """Measure baseline and training in turn once more; the run's journal, report and MLflow run get the result.
+
+    Args:
+        file: the experiment of the run, as in its folder.
+        folder: the run's folder.
+        budget_s: seconds for the slots; None takes the experiment's ``measure.budget_s``.
+        verbose: True to show the workers' output.
+        terminal: shows progress, warnings and the report.
+        show: gets the report and the folder of the run, e.g. to print it as JSON.
+
+    Raises:
+        PipelineError: ready to be shown.
+    """
+    refuse_torchrun("measure")
+    started = _time_to_first_step(folder)
+    plan = make(file, with_baseline=True)
+    main = plan.main
+    if not isinstance(main, Training) or not main.compared_with:
+        raise UsageError(
+            f"{folder.name}: {main.title} has nothing to be measured in turn with; pipeline compare measures "
+            "strategies in rounds"
+        )
+    address = address_of(file.experiment.checkpoint.directory, run=folder)
+    if not Storage(address).folders():
+        raise UsageError(f"{folder.name}: {address} has no checkpoint, from which the model would be loaded")
+    with invoked(plan, file=file, terminal=terminal, verbose=verbose, folder=folder) as invocation:
+        # In the trial alone: the parameters of the run in MLflow can't change.
+        experiment = main.experiment
+        if budget_s is not None:
+            longer = experiment.measure.model_copy(update={"budget_s": budget_s, "pairs": MOST_PAIRS})
+            experiment = experiment.model_copy(update={"measure": longer})
+        invocation.execute([main.model_copy(update={"experiment": experiment, "checkpoints": address, "resume": True})])
+        with invocation.unharmed("the report"):
+            show(report(invocation, time_to_first_step_s=started), folder)
+
+
+def _time_to_first_step(folder: Path) -> float | None:
+    """Return the seconds that the training of a finished run took to its first step.
+
+    Raises:
+        UsageError: the run has not finished, or has no training.
+    """
+    state = read_state(folder)
+    if state.status != "FINISHED":
+        state_now = "is still running" if state.status == "RUNNING" else "hasn't finished: continue it with --resume"
+        raise UsageError(f"{folder}: this run {state_now}; pipeline measure needs a training that is over")
+    ends = [event for event in journal.read(folder / journal.FILE_NAME) if isinstance(event, Finished)]
+    waits = [end.time_to_first_step_s for end in ends if end.trial == MAIN]
+    if not waits:
+        raise UsageError(f"{folder}: this run has no training; pipeline measure needs one of pipeline run")
+    return next((wait for wait in waits if wait is not None), None)

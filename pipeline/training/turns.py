@@ -1,0 +1,331 @@
+"""Slots of training that are measured in turn: the training and what it is compared with, on the same machine.
+
+Baseline and training are alive at the same time and take short slots alternately (A B B A A B ...), so that whatever
+else the machine does slows both. What runs in one process is built by rank 0 beside its part of the training; the
+other ranks wait meanwhile, blocked. Apart from `pipeline.training.probe`, which takes a step apart.
+
+See docs/decisions/0019-speedups-in-turn.md.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipeline.config.schema import Loader, Measure
+from pipeline.errors import Stopped
+from pipeline.protocol import estimates
+from pipeline.protocol.events import AnyEvent, Finished, Outbox, Phase, Warned
+from pipeline.protocol.progress import ProgressReporter
+from pipeline.protocol.trial import Measurement, Rank, Training, Trial, TrialResult
+from pipeline.system.other_load import OtherLoad
+from pipeline.training.batches import MicroBatches
+from pipeline.training.build import build
+from pipeline.training.clock import synchronize
+from pipeline.training.collectives import gather
+from pipeline.training.context import TrainContext
+from pipeline.training.dry_run import endless, without_updates
+from pipeline.training.step import optimizer_step
+from pipeline.training.watch import mark
+from pipeline.wording import duration
+
+SLOT_S = 0.75
+"""Shortest slot in seconds, several times the bursts of load that two neighbors should share."""
+LEAST_STEPS = 2
+"""Fewest timed steps of the slowest trial in a slot: more slots tell more than longer ones."""
+LEAST_PAIRS = 5
+"""Fewest rounds, whatever the budget: an interval of fewer says little."""
+
+_SETTLING_S = 0.2
+_SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
+
+Complete = Callable[[TrainContext, Outbox], TrialResult]
+"""Runs a trial that is built and returns its result."""
+
+
+class InTurn(NamedTuple):
+    """The slots of a training."""
+
+    slots: tuple[float, ...]
+    """Samples per second in each."""
+    other_cores: float
+    """Cores of this rank's machine that other processes used meanwhile."""
+
+
+class Schedule(NamedTuple):
+    """Number and lengths of the slots, fixed before the first one."""
+
+    rounds: int
+    """Rounds in which each trial has one slot."""
+    steps: Mapping[str, int]
+    """Timed steps in a slot of each trial, by its name."""
+    seconds: float
+    """Expected duration of all slots."""
+
+    @classmethod
+    def within(cls, step_s: Mapping[str, float], *, measure: Measure, queue: int) -> "Schedule":
+        """Return the schedule that the budget allows.
+
+        A slot is twice as long as the batches last that a loader has ready, so that it sees the loader's own pace.
+
+        Args:
+            step_s: seconds of a step of each trial.
+            measure: budget, and most rounds.
+            queue: steps whose batches a loader may have ready.
+        """
+        slot_s = max(SLOT_S, max(LEAST_STEPS, 2 * queue) * max(step_s.values()))
+        steps = {name: math.ceil(slot_s / seconds) for name, seconds in step_s.items()}
+        round_s = sum((steps[name] + 1) * seconds for name, seconds in step_s.items())
+        rounds = max(LEAST_PAIRS, min(measure.pairs, int(measure.budget_s / round_s)))
+        return cls(rounds, steps, rounds * round_s)
+
+
+def turns(names: Sequence[str], *, rounds: int, seed: int) -> list[tuple[str, ...]]:
+    """Return the order of the slots in each round: the seed decides who begins, every other round is reversed."""
+    first = seed % len(names)
+    order = (*names[first:], *names[:first])
+    return [order[:: -1 if index % 2 else 1] for index in range(rounds)]
+
+
+@dataclass
+class _Player:
+    """A trial that takes slots; ``context`` is None on ranks that only wait for it."""
+
+    name: str
+    threads: int
+    context: TrainContext | None
+    stream: MicroBatches | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    def take(self, *, steps: int) -> None:
+        """Take one slot; its first step isn't timed, as it finds the caches of another trial."""
+        if (context := self.context) is None or self.stream is None:
+            return
+        torch.set_num_threads(self.threads)
+        optimizer_step(context, self.stream, step=0)
+        synchronize(context.device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            optimizer_step(context, self.stream, step=0)
+        synchronize(context.device)
+        self.seconds.append(time.perf_counter() - begin)
+
+
+def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, complete: Complete) -> "InTurn | None":
+    """Measure the trials that a training is compared with, in turn with it. Collective.
+
+    Rank 0 sends their events, a `Finished` each included. Weights and buffers of the training don't change.
+
+    Args:
+        context: the training, which is over.
+        step_ms: milliseconds of a step of the training on this rank.
+        outbox: channel to the driver.
+        complete: runs such a trial's first steps, which have the losses to compare.
+
+    Returns:
+        The training's slots; None if no other trial could be measured.
+
+    Raises:
+        Stopped: the driver asked for it.
+    """
+    trial, rank = context.trial, context.rank
+    assert isinstance(trial, Training)
+    queue = _Queue(rank, timeout_s=trial.experiment.parallel.timeout_s)
+    others = _Others(trial.compared_with, rank=rank, outbox=outbox, complete=complete)
+    if rank.is_first:
+        others.build()
+    queue.wait()
+    _stop_if_asked(outbox, rank=rank)
+    ranks = gather((step_ms / 1000, others.step_s), rank=rank)
+    expected = {trial.name: max(own for own, _ in ranks), **ranks[0][1]}
+    if len(expected) == 1:
+        return None
+    players = {name: _Player(name, threads, own) for name, threads, own in _placed(context, others)}
+    with ExitStack() as kept:
+        for player in players.values():
+            if player.context is not None:
+                kept.enter_context(without_updates(player.context))
+                player.stream = endless(player.context)
+        step_s = _settled(players, expected, rank=rank, queue=queue)
+        schedule = _scheduled(trial, step_s, outbox=outbox if rank.is_first else None)
+        load = OtherLoad()
+        _play(players, schedule, context=context, queue=queue, outbox=outbox)
+        torch.set_num_threads(trial.cpus_per_worker)
+        used = gather((rank.node, load.own_s), rank=rank)
+    slowest = [max(times) for times in zip(*gather(players[trial.name].seconds, rank=rank), strict=True)]
+    samples = trial.experiment.train.global_batch_size
+    if rank.is_first:
+        others.finish({name: [samples * schedule.steps[name] / s for s in players[name].seconds] for name in players})
+    own_s = sum(seconds for node, seconds in used if node == rank.node)
+    return InTurn(
+        slots=tuple(samples * schedule.steps[trial.name] / seconds for seconds in slowest),
+        other_cores=max(0.0, load.busy_s - own_s) / load.seconds,
+    )
+
+
+def _settled(
+    players: Mapping[str, _Player], expected: Mapping[str, float], *, rank: Rank, queue: "_Queue"
+) -> dict[str, float]:
+    """Start the loaders, warm the caches up, and return the seconds of a step of each trial, on its slowest rank.
+
+    What a training took for a step, or a trial for its first ones, is no measure of a step in a slot.
+    """
+    own: dict[str, float] = {}
+    for name, player in players.items():
+        queue.wait()
+        steps = max(LEAST_STEPS, math.ceil(_SETTLING_S / max(expected[name], _SHORTEST_S)))
+        player.take(steps=steps)
+        if player.seconds:
+            own[name] = max(player.seconds.pop() / steps, _SHORTEST_S)
+    ranks = gather(own, rank=rank)
+    return {name: max(times[name] for times in ranks if name in times) for name in players}
+
+
+def _scheduled(trial: Trial, step_s: Mapping[str, float], *, outbox: Outbox | None) -> Schedule:
+    """Return the schedule of a trial's slots; warn through ``outbox`` if it takes far longer than the budget."""
+    measure = trial.experiment.measure
+    queue = -(-_ready(trial.experiment.loader) // trial.experiment.train.gradient_accumulation)
+    schedule = Schedule.within(step_s, measure=measure, queue=queue)
+    if outbox is not None and schedule.seconds > 1.5 * measure.budget_s:
+        message = (
+            f"measuring the speedup takes {duration(schedule.seconds)}, longer than measure.budget_s: "
+            f"{measure.budget_s:g}: {LEAST_PAIRS} pairs of slots of {min(schedule.steps.values())} steps"
+        )
+        outbox.event(Warned(trial=trial.name, message=message))
+    return schedule
+
+
+def _stop_if_asked(outbox: Outbox, *, rank: Rank) -> None:
+    """Raise Stopped on all ranks if the driver has asked any of them to stop. Collective."""
+    if any(gather(outbox.stop_asked, rank=rank)):
+        raise Stopped
+
+
+def _play(
+    players: Mapping[str, _Player], schedule: Schedule, *, context: TrainContext, queue: "_Queue", outbox: Outbox
+) -> None:
+    """Let each player take its slots.
+
+    Raises:
+        Stopped: the driver asked for it.
+    """
+    rank = context.rank
+    rounds = turns(list(players), rounds=schedule.rounds, seed=context.experiment.seed)
+    with ProgressReporter(
+        "measuring the speedup", total=schedule.rounds, unit="pairs", silent=not rank.is_first
+    ) as told:
+        for order in rounds:
+            _stop_if_asked(outbox, rank=rank)
+            for name in order:
+                queue.wait()
+                players[name].take(steps=schedule.steps[name])
+            told.by(1)
+
+
+def _placed(context: TrainContext, others: "_Others") -> list[tuple[str, int, TrainContext | None]]:
+    """Return the name, threads and context of each trial that takes slots, equal on all ranks but for contexts."""
+    trial = context.trial
+    assert isinstance(trial, Training)
+    ready = gather(tuple(others.contexts), rank=context.rank)[0]
+    own = (trial.name, trial.cpus_per_worker, context)
+    beside = ((one.name, one.cpus_per_worker, others.contexts.get(one.name)) for one in trial.compared_with)
+    return [own, *(each for each in beside if each[0] in ready)]
+
+
+def _ready(loader: Loader) -> int:
+    """Return how many batches of a loader may be ready: those that its processes have fetched ahead."""
+    return loader.num_workers * loader.prefetch_factor if loader.num_workers else 0
+
+
+class _Queue:
+    """Where ranks wait for each other, blocked in the operating system: NCCL's waiting would take a core."""
+
+    def __init__(self, rank: Rank, *, timeout_s: float) -> None:
+        self._rank = rank
+        needs_group = rank.world_size > 1 and dist.get_backend() != "gloo"
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if needs_group else None
+
+    def wait(self) -> None:
+        """Wait for all ranks."""
+        if self._rank.world_size > 1:
+            mark(Phase.WAITING)
+            dist.barrier(group=self._group)
+
+
+class _Others:
+    """The trials on rank 0 that a training is compared with; on other ranks there are none."""
+
+    def __init__(self, trials: Sequence[Measurement], *, rank: Rank, outbox: Outbox, complete: Complete) -> None:
+        self.contexts: dict[str, TrainContext] = {}
+        """Trials that have taken their first steps, by name."""
+        self._trials, self._outbox, self._complete = trials, outbox, complete
+        self._alone = rank.model_copy(update={"world_size": 1, "local_world_size": 1})
+        self._outboxes: dict[str, _Later] = {}
+        self._results: dict[str, TrialResult] = {}
+
+    @property
+    def step_s(self) -> dict[str, float]:
+        """Seconds of a step of each trial, by name."""
+        return {name: result.step_ms.median / 1000 for name, result in self._results.items()}
+
+    def build(self) -> None:
+        """Build each trial and take its first steps; warn of those that can't, such as models that don't fit."""
+        for trial in self._trials:
+            torch.set_num_threads(trial.cpus_per_worker)
+            later = _Later(self._outbox)
+            try:
+                context = build(trial, rank=self._alone)
+                result = self._complete(context, later)
+            except Stopped:
+                return
+            except Exception as error:  # noqa: BLE001 - the training is over, and other trials may do
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                message = f"{trial.title} could not be measured beside the training: {said}"
+                self._outbox.event(Warned(trial="main", message=message))
+                continue
+            self.contexts[trial.name], self._outboxes[trial.name] = context, later
+            self._results[trial.name] = result
+
+    def finish(self, slots: Mapping[str, Sequence[float]]) -> None:
+        """Send the events of each trial, its result with these slots last."""
+        for name, result in self._results.items():
+            context = self.contexts[name]
+            rates, size = slots[name], context.experiment.train.global_batch_size
+            result = result.model_copy(
+                update={
+                    "slots": tuple(rates),
+                    "samples_per_second": estimates.geometric_spread(rates),
+                    "step_ms": estimates.spread([1000 * size / rate for rate in rates]),
+                    "peak_memory_mb": (),  # that of two models and their data
+                }
+            )
+            for event in (*self._outboxes[name].events, Finished(trial=name, result=result)):
+                self._outbox.event(event)
+
+
+class _Later:
+    """Outbox that keeps a trial's events until it is known whether it could be measured; sends warnings at once."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.events: list[AnyEvent] = []
+        self._outbox = outbox
+
+    @property
+    def stop_asked(self) -> bool:
+        return self._outbox.stop_asked
+
+    def event(self, event: AnyEvent) -> None:
+        if isinstance(event, Warned):
+            self._outbox.event(event)
+        elif event.kind in ("started", "metrics"):
+            self.events.append(event)
+
+    def file(self, path: Path, name: str) -> None:
+        """Send nothing: a measurement has no files."""

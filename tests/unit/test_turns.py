@@ -1,0 +1,265 @@
+"""Slots taken in turn: how many and how long, in which order, and what one process measures with them."""
+
+import re
+from collections import Counter
+from itertools import pairwise
+from statistics import geometric_mean
+from typing import Any
+
+import pytest
+import torch
+import toys
+from damage import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.schema import Measure
+from pipeline.errors import Stopped
+from pipeline.protocol.events import Finished, Warned
+from pipeline.protocol.trial import Baseline, Rank, Reference, Training, TrialResult
+from pipeline.training import loop, turns
+from pipeline.training.loop import train
+from pipeline.training.turns import LEAST_PAIRS, LEAST_STEPS, SLOT_S, Schedule
+
+# How many, and how long
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["main", "baseline", "reference"]), st.floats(1e-5, 60.0), min_size=2),
+    st.builds(Measure, pairs=st.integers(LEAST_PAIRS, 200), budget_s=st.floats(0.1, 1000.0)),
+    st.integers(0, 16),
+)
+def test_a_schedule_keeps_to_the_budget_with_slots_that_are_long_enough(
+    step_s: dict[str, float], measure: Measure, queue: int
+) -> None:
+    schedule = Schedule.within(step_s, measure=measure, queue=queue)
+    slowest = max(step_s.values())
+    round_s = schedule.seconds / schedule.rounds
+    assert LEAST_PAIRS <= schedule.rounds <= measure.pairs
+    assert schedule.seconds <= measure.budget_s or schedule.rounds == LEAST_PAIRS
+    assert schedule.rounds == measure.pairs or schedule.seconds + round_s > measure.budget_s * (1 - 1e-9)
+    assert schedule.steps.keys() == step_s.keys()
+    for name, seconds in step_s.items():
+        slot_s = schedule.steps[name] * seconds * (1 + 1e-9)  # rounding
+        assert slot_s >= SLOT_S
+        assert slot_s >= 2 * queue * slowest
+        assert slot_s >= LEAST_STEPS * slowest
+        assert slot_s - seconds <= max(SLOT_S, max(LEAST_STEPS, 2 * queue) * slowest) * (1 + 1e-6)
+
+
+def test_a_schedule_by_hand() -> None:
+    """Slots of 0.75 s and a step that isn't timed: 76 steps of 10 ms, 39 of 20 ms, 1.54 s for a round."""
+    schedule = Schedule.within({"main": 0.01, "baseline": 0.02}, measure=Measure(), queue=0)
+    assert schedule.steps == {"main": 75, "baseline": 38}
+    assert schedule.rounds == 16
+    assert schedule.seconds == pytest.approx(16 * (0.76 + 0.78))
+
+
+def test_longer_steps_have_fewer_rounds_but_never_too_few() -> None:
+    rounds = [
+        Schedule.within({"main": each, "baseline": 2 * each}, measure=Measure(), queue=0).rounds
+        for each in (0.01, 0.1, 0.4, 1.0, 10.0)
+    ]
+    assert rounds == sorted(rounds, reverse=True)
+    assert (rounds[0], rounds[-1]) == (16, LEAST_PAIRS)
+    assert len(set(rounds)) > 2
+
+
+def test_a_queue_of_batches_is_outlasted() -> None:
+    """A loader with 8 batches ready would show its pace only after 8 steps."""
+    schedule = Schedule.within({"main": 0.25, "baseline": 0.5}, measure=Measure(), queue=8)
+    assert schedule.steps == {"main": 32, "baseline": 16}
+
+
+# In which order
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(2, 4), st.integers(1, 40), st.integers(0, 2**63 - 1))
+def test_each_takes_one_slot_in_each_round_and_the_next_round_is_reversed(count: int, rounds: int, seed: int) -> None:
+    names = [f"trial-{index}" for index in range(count)]
+    order = turns.turns(names, rounds=rounds, seed=seed)
+    assert len(order) == rounds
+    assert all(sorted(each) == sorted(names) for each in order)
+    assert all(each == before[::-1] for before, each in pairwise(order))
+    assert order == turns.turns(names, rounds=rounds, seed=seed)
+
+
+def test_the_seed_decides_who_begins() -> None:
+    assert turns.turns(["a", "b"], rounds=3, seed=0) == [("a", "b"), ("b", "a"), ("a", "b")]
+    assert turns.turns(["a", "b"], rounds=3, seed=1) == [("b", "a"), ("a", "b"), ("b", "a")]
+    begins = Counter(turns.turns(["a", "b", "c"], rounds=1, seed=seed)[0][0] for seed in range(30))
+    assert begins == {"a": 10, "b": 10, "c": 10}
+
+
+# In one process
+
+
+@pytest.fixture
+def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "SLOT_S", 0.002)
+
+
+MEASURE = {"pairs": 5, "budget_s": 1, "warmup_steps": 1, "steps": 2}
+
+
+def compared(*beside: type[Baseline | Reference], own: dict[str, Any] | None = None, **sections: Any) -> Training:
+    """A training with trials to compare; ``own`` are sections of the first one's experiment alone."""
+    trial = toys.trial(measure=MEASURE, **sections)
+    assert isinstance(trial, Training)
+    others = [
+        kind.model_validate(
+            {
+                **trial.model_dump(
+                    exclude={"role", "compared_with", "experiment", "checkpoints", "left_out", "resume"}
+                ),
+                "experiment": toys.experiment(measure=MEASURE, **{**sections, **(own or {} if not index else {})}),
+                "name": kind.model_fields["role"].default,
+                "max_steps": 3,
+            }
+        )
+        for index, kind in enumerate(beside)
+    ]
+    return trial.model_copy(update={"compared_with": tuple(others)})
+
+
+def measured(trial: Training) -> tuple[TrialResult, toys.Kept]:
+    outbox = toys.Kept()
+    return train(trial, rank=Rank(), outbox=outbox), outbox
+
+
+def ends(outbox: toys.Kept) -> dict[str, TrialResult]:
+    return {event.trial: event.result for event in outbox.events if isinstance(event, Finished)}
+
+
+@pytest.mark.usefixtures("short_slots")
+def test_all_take_as_many_slots_and_report_them() -> None:
+    result, outbox = measured(compared(Baseline, Reference))
+    others = ends(outbox)
+    assert list(others) == ["baseline", "reference"]
+    assert len(result.slots) == 5
+    assert all(rate > 0 for rate in result.slots)
+    assert result.other_cores is not None
+    assert result.other_cores >= 0
+    for other in others.values():
+        assert len(other.slots) == 5
+        assert (other.steps, len(other.losses)) == (3, 3)
+        rate = other.samples_per_second
+        assert (rate.low, rate.high, rate.windows) == (min(other.slots), max(other.slots), 5)
+        assert rate.median == pytest.approx(geometric_mean(other.slots))  # as in the report
+        assert other.step_ms.low == pytest.approx(1000 * 8 / rate.high)
+        assert other.peak_memory_mb == ()  # of all of them together
+        assert other.losses == result.losses[:3]
+    assert result.samples_per_second.windows != 5  # that of the training itself
+
+
+@pytest.mark.usefixtures("short_slots")
+def test_the_events_of_what_is_compared_come_together_once_it_is_measured() -> None:
+    _, outbox = measured(compared(Baseline))
+    told = [(event.kind, event.trial) for event in outbox.events if event.trial == "baseline"]
+    assert told[0] == ("started", "baseline")
+    assert told[-1] == ("finished", "baseline")
+    assert {kind for kind, _ in told} == {"started", "metrics", "finished"}
+    assert [event.kind for event in outbox.events][-len(told) :] == [kind for kind, _ in told]
+
+
+@pytest.mark.usefixtures("short_slots")
+def test_the_training_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its losses, its weights before and after it is measured, its buffers and its learning rate."""
+    kept: list[dict[str, torch.Tensor]] = []
+    rates: list[list[float]] = []
+
+    def watched(context: Any, **more: Any) -> turns.InTurn | None:
+        def note() -> None:
+            kept.append({name: value.clone() for name, value in context.whole.state_dict().items()})
+            rates.append([group["lr"] for group in context.optimizer.param_groups])
+
+        note()
+        slots = turns.measure_in_turn(context, **more)
+        note()
+        return slots
+
+    monkeypatch.setattr(loop, "measure_in_turn", watched)
+    sections: dict[str, Any] = {
+        "model": {"_target_": "toys.rich_net"}, "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01}
+    }  # fmt: skip
+    result, outbox = measured(compared(Baseline, **sections))
+    alone, alone_outbox = measured(compared(**sections))
+
+    before, after = kept
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert rates[0] == rates[1] != [0.0]
+    assert result.losses == alone.losses
+    assert result.metrics == alone.metrics
+    own = [event for event in outbox.events if event.trial == "main"]
+    assert [event.kind for event in own] == [event.kind for event in alone_outbox.events]
+    assert (len(result.slots), alone.slots) == (5, ())
+
+
+@pytest.mark.usefixtures("short_slots")
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"model": {"_target_": "toys.BrokenModel"}}, "the user's own mistake"),
+        ({"model": {"_target_": "toys.frozen_net"}}, "parameters"),
+    ],
+)
+def test_what_can_t_be_measured_costs_itself_and_a_line(own: dict[str, Any], said: str) -> None:
+    result, outbox = measured(compared(Baseline, Reference, own=own))
+    (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
+    assert warning.startswith("single could not be measured beside the training: ")
+    assert said in warning
+    assert list(ends(outbox)) == ["reference"]
+    assert len(result.slots) == 5
+
+
+@pytest.mark.usefixtures("short_slots")
+def test_a_training_whose_baseline_can_t_be_measured_has_its_result() -> None:
+    result, outbox = measured(compared(Baseline, own={"model": {"_target_": "toys.BrokenModel"}}))
+    assert (result.steps, result.slots, ends(outbox)) == (6, (), {})
+    assert [event.kind for event in outbox.events].count("warned") == 1
+
+
+@pytest.mark.usefixtures("short_slots")
+def test_a_budget_that_is_too_short_is_told() -> None:
+    trial = compared(Baseline)
+    hasty = {"budget_s": 0.001, "pairs": 5}
+    experiment = trial.experiment
+    experiment = experiment.model_copy(update={"measure": experiment.measure.model_copy(update=hasty)})
+    result, outbox = measured(trial.model_copy(update={"experiment": experiment}))
+    (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
+    assert re.fullmatch(
+        r"measuring the speedup takes \S+ s, longer than measure.budget_s: 0.001: 5 pairs of slots of \d+ steps",
+        warning,
+    )
+    assert len(result.slots) == 5
+
+
+class Asked(toys.Kept):
+    """The driver asks to stop once the training is over."""
+
+    @property
+    def stop_asked(self) -> bool:  # type: ignore[override]
+        return "trained" in self.kinds()
+
+
+@pytest.mark.usefixtures("short_slots")
+def test_a_request_to_stop_ends_the_slots() -> None:
+    outbox = Asked()
+    with pytest.raises(Stopped):
+        train(compared(Baseline), rank=Rank(), outbox=outbox)
+    assert not {"finished", "warned"} & set(outbox.kinds())
+
+
+@pytest.mark.usefixtures("short_slots")
+def test_threads_are_those_of_the_training_afterwards() -> None:
+    threads = torch.get_num_threads()
+    trial = compared(Reference)
+    many = trial.compared_with[0].model_copy(update={"cpus_per_worker": 2})
+    try:
+        measured(trial.model_copy(update={"compared_with": (many,)}))
+        assert torch.get_num_threads() == trial.cpus_per_worker == 1
+    finally:
+        torch.set_num_threads(threads)
