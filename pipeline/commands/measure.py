@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeline.commands.invocation import invoked, refuse_torchrun
 from pipeline.commands.run import make, report
 from pipeline.config.load import ExperimentFile
+from pipeline.config.schema import Experiment
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Training
@@ -55,15 +56,21 @@ def measure(
     address = address_of(file.experiment.checkpoint.directory, run=folder)
     if not Storage(address).folders():
         raise UsageError(f"{folder.name}: {address} has no checkpoint, from which the model would be loaded")
+    again = main.model_copy(
+        update={"experiment": _within(main.experiment, budget_s=budget_s), "checkpoints": address, "resume": True}
+    )
     with invoked(plan, file=file, terminal=terminal, verbose=verbose, folder=folder) as invocation:
-        # In the trial alone: the parameters of the run in MLflow can't change.
-        experiment = main.experiment
-        if budget_s is not None:
-            longer = experiment.measure.model_copy(update={"budget_s": budget_s, "pairs": MOST_PAIRS})
-            experiment = experiment.model_copy(update={"measure": longer})
-        invocation.execute([main.model_copy(update={"experiment": experiment, "checkpoints": address, "resume": True})])
+        invocation.execute([again])
         with invocation.unharmed("the report"):
             show(report(invocation, time_to_first_step_s=started), folder)
+
+
+def _within(experiment: Experiment, *, budget_s: float | None) -> Experiment:
+    """Return the experiment of the trial with that budget; the run's own stays, as MLflow's parameters can't change."""
+    if budget_s is None:
+        return experiment
+    longer = experiment.measure.model_copy(update={"budget_s": budget_s, "pairs": MOST_PAIRS})
+    return experiment.model_copy(update={"measure": longer})
 
 
 def _time_to_first_step(folder: Path) -> float | None:

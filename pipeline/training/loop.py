@@ -45,7 +45,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
 
 def complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     """Run a trial that is built, see `train`."""
-    trial, rank = context.trial, context.rank
+    trial = context.trial
     clock = Clock(
         device=context.device, warmup_steps=trial.experiment.measure.warmup_steps, compiling=context.compiling
     )
@@ -67,8 +67,13 @@ def complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     if is_training:
         meter.finiteness.summarize()
         reporting.model(context, outbox)
-    steady = clock.steady
-    result = TrialResult(
+    return measured(context, _result(context, meter), laps=clock.steady, outbox=outbox)
+
+
+def _result(context: TrainContext, meter: Meter) -> TrialResult:
+    """Return what was measured while the trial ran. Collective."""
+    trial, steady = context.trial, meter.clock.steady
+    return TrialResult(
         trial=trial.name,
         repeat=trial.repeat,
         steps=context.steps,
@@ -78,14 +83,13 @@ def complete(context: TrainContext, outbox: Outbox) -> TrialResult:
         parts=waits(context, laps=steady),
         peak_memory_mb=reporting.peak_memory_mb(context),
         held=reporting.held(context),
-        gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=rank))),
+        gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=context.rank))),
         compile_s=reporting.compile_s(context),
         gradient_mb=reporting.gradient_mb(context.whole),
         coupling=reporting.coupling_layers(context.model),
         losses=meter.first_losses,
         metrics=meter.reached,
     )
-    return measured(context, result, laps=steady, outbox=outbox)
 
 
 def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap], outbox: Outbox) -> TrialResult:

@@ -147,7 +147,7 @@ def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, co
     expected = {trial.name: max(own for own, _ in ranks), **ranks[0][1]}
     if len(expected) == 1:
         return None
-    players = {name: _Player(name, threads, own) for name, threads, own in _placed(context, others)}
+    players = {player.name: player for player in _players(context, others)}
     with ExitStack() as kept:
         for player in players.values():
             if player.context is not None:
@@ -158,16 +158,12 @@ def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, co
         load = OtherLoad()
         _play(players, schedule, context=context, queue=queue, outbox=outbox)
         torch.set_num_threads(trial.cpus_per_worker)
-        used = gather((rank.node, load.own_s), rank=rank)
+        other_cores = _other_cores(load, rank=rank)
     slowest = [max(times) for times in zip(*gather(players[trial.name].seconds, rank=rank), strict=True)]
-    samples = trial.experiment.train.global_batch_size
+    samples = {name: steps * trial.experiment.train.global_batch_size for name, steps in schedule.steps.items()}
     if rank.is_first:
-        others.finish({name: [samples * schedule.steps[name] / s for s in players[name].seconds] for name in players})
-    own_s = sum(seconds for node, seconds in used if node == rank.node)
-    return InTurn(
-        slots=tuple(samples * schedule.steps[trial.name] / seconds for seconds in slowest),
-        other_cores=max(0.0, load.busy_s - own_s) / load.seconds,
-    )
+        others.finish({name: [samples[name] / seconds for seconds in players[name].seconds] for name in players})
+    return InTurn(tuple(samples[trial.name] / seconds for seconds in slowest), other_cores)
 
 
 def _settled(
@@ -229,14 +225,22 @@ def _play(
             told.by(1)
 
 
-def _placed(context: TrainContext, others: "_Others") -> list[tuple[str, int, TrainContext | None]]:
-    """Return the name, threads and context of each trial that takes slots, equal on all ranks but for contexts."""
+def _other_cores(load: OtherLoad, *, rank: Rank) -> float:
+    """Return the cores of this rank's machine that other processes than the ranks have used. Collective."""
+    own_s = sum(seconds for node, seconds in gather((rank.node, load.own_s), rank=rank) if node == rank.node)
+    return max(0.0, load.busy_s - own_s) / load.seconds
+
+
+def _players(context: TrainContext, others: "_Others") -> list[_Player]:
+    """Return the trials that take slots: equal on all ranks but for the contexts, which only rank 0 has of others."""
     trial = context.trial
     assert isinstance(trial, Training)
     ready = gather(tuple(others.contexts), rank=context.rank)[0]
-    own = (trial.name, trial.cpus_per_worker, context)
-    beside = ((one.name, one.cpus_per_worker, others.contexts.get(one.name)) for one in trial.compared_with)
-    return [own, *(each for each in beside if each[0] in ready)]
+    beside = (one for one in trial.compared_with if one.name in ready)
+    return [
+        _Player(trial.name, trial.cpus_per_worker, context),
+        *(_Player(one.name, one.cpus_per_worker, others.contexts.get(one.name)) for one in beside),
+    ]
 
 
 def _ready(loader: Loader) -> int:
@@ -245,7 +249,7 @@ def _ready(loader: Loader) -> int:
 
 
 class _Queue:
-    """Where ranks wait for each other, blocked in the operating system: NCCL's waiting would take a core."""
+    """Line in which ranks wait for each other, blocked in the operating system: NCCL's waiting would take a core."""
 
     def __init__(self, rank: Rank, *, timeout_s: float) -> None:
         self._rank = rank
