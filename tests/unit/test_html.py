@@ -125,7 +125,7 @@ def test_the_page_of_a_run_speaks_of_slots_and_has_their_picture(tmp_path: Path)
     assert "all of them once" not in page
     assert "Weak scaling" not in page
     assert "slowest window" not in page
-    assert '<img alt="Speedup in each round: 95%: 1.86x to 1.94x"' in page
+    assert '<img alt="Speedup in each round, 95%: 1.86x to 1.94x"' in page
     assert "speedup of ddp x 2 (95%: 1.86x to 1.94x)</span>" in page
 
 
