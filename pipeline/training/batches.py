@@ -35,20 +35,29 @@ class Source(NamedTuple):
     validation_samples: int
     first: Any
     """First sample or schema, which tells the data from other data of the same size."""
+    datasets: "Datasets | None" = None
+    """Datasets behind the loaders; None for streams."""
 
 
-def open_source(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
+Datasets = tuple[Any, Any]
+"""Training and validation set; None in place of a validation set that there isn't."""
+
+
+def open_source(trial: Trial, *, rank: Rank, device: torch.device, datasets: Datasets | None = None) -> Source:
     """Build the loaders of the streams that the launcher sends, or of the experiment's datasets. Collective.
+
+    ``datasets`` are those of another trial in this process, which may be large; None builds them.
 
     Raises:
         ExperimentError: a dataset can't be built, is not map-style, or differs between ranks.
     """
-    return (_streamed if received else _read)(trial, rank=rank, device=device)
+    if received:
+        return _streamed(trial, rank=rank, device=device)
+    return _read(trial, datasets or parts.data(trial.experiment, allowed=trial.allowed), rank=rank, device=device)
 
 
-def _read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
-    experiment = trial.experiment
-    train, validation = parts.data(experiment, allowed=trial.allowed)
+def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device) -> Source:
+    experiment, (train, validation) = trial.experiment, datasets
     samples = length(train, what="training")
     validation_samples = length(validation, what="validation") if validation is not None else 0
     order = SampleOrder(samples=samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed)
@@ -62,7 +71,7 @@ def _read(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
     validation_loader = loader(validation) if validation is not None else None
     held_out = {"validation": (validation_loader, validation_samples)} if validation_loader is not None else {}
     rank_equality.check_data({"training": (train_loader, samples), **held_out}, rank=rank)
-    return Source(train_loader, validation_loader, order, validation_samples, train_loader.read([0]))
+    return Source(train_loader, validation_loader, order, validation_samples, train_loader.read([0]), datasets)
 
 
 def _streamed(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
@@ -114,6 +123,11 @@ class Batches:
     def order(self) -> SampleOrder:
         """Samples of each global batch."""
         return self._source.order
+
+    @property
+    def datasets(self) -> Datasets | None:
+        """Training and validation set; None for streams."""
+        return self._source.datasets
 
     @property
     def validation_samples(self) -> int:

@@ -11,20 +11,22 @@ from pipeline.strategies.base import Sharded
 from pipeline.training import compilation, optimizers, parts, rank_equality, recomputation
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
-from pipeline.training.batches import Batches, open_source, runtime
+from pipeline.training.batches import Batches, Datasets, open_source, runtime
 from pipeline.training.context import DTYPES, TrainContext
 from pipeline.training.learned import learned_by, take_from_first, trainable
 
 
-def build(trial: Trial, *, rank: Rank) -> TrainContext:
+def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> TrainContext:
     """Build data, model, optimizer and the other parts of a rank, equal on all ranks. Collective.
+
+    ``datasets`` are those of another trial in this process; None builds them.
 
     Raises:
         ExperimentError: a component can't be built, has the wrong type, or differs between ranks.
     """
     experiment = trial.experiment
     device = device_of(trial, rank=rank)
-    source = open_source(trial, rank=rank, device=device)
+    source = open_source(trial, rank=rank, device=device, datasets=datasets)
     create = partial(
         components.build,
         allowed=trial.allowed,

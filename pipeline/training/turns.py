@@ -24,7 +24,7 @@ from pipeline.errors import Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import AnyEvent, Finished, Outbox, Phase, Warned
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Measurement, Rank, Training, Trial, TrialResult
+from pipeline.protocol.trial import Rank, Training, Trial, TrialResult
 from pipeline.system.other_load import OtherLoad
 from pipeline.training.batches import MicroBatches
 from pipeline.training.build import build
@@ -138,7 +138,7 @@ def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, co
     trial, rank = context.trial, context.rank
     assert isinstance(trial, Training)
     queue = _Queue(rank, timeout_s=trial.experiment.parallel.timeout_s)
-    others = _Others(trial.compared_with, rank=rank, outbox=outbox, complete=complete)
+    others = _Others(context, outbox=outbox, complete=complete)
     if rank.is_first:
         others.build()
     queue.wait()
@@ -266,11 +266,13 @@ class _Queue:
 class _Others:
     """The trials on rank 0 that a training is compared with; on other ranks there are none."""
 
-    def __init__(self, trials: Sequence[Measurement], *, rank: Rank, outbox: Outbox, complete: Complete) -> None:
+    def __init__(self, training: TrainContext, *, outbox: Outbox, complete: Complete) -> None:
         self.contexts: dict[str, TrainContext] = {}
         """Trials that have taken their first steps, by name."""
-        self._trials, self._outbox, self._complete = trials, outbox, complete
-        self._alone = rank.model_copy(update={"world_size": 1, "local_world_size": 1})
+        assert isinstance(training.trial, Training)
+        self._trials, self._outbox, self._complete = training.trial.compared_with, outbox, complete
+        self._datasets = training.batches.datasets
+        self._alone = training.rank.model_copy(update={"world_size": 1, "local_world_size": 1})
         self._outboxes: dict[str, _Later] = {}
         self._results: dict[str, TrialResult] = {}
 
@@ -285,7 +287,7 @@ class _Others:
             torch.set_num_threads(trial.cpus_per_worker)
             later = _Later(self._outbox)
             try:
-                context = build(trial, rank=self._alone)
+                context = build(trial, rank=self._alone, datasets=self._datasets)
                 result = self._complete(context, later)
             except Stopped:
                 return
