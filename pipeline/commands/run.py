@@ -12,7 +12,7 @@ from pipeline.driver.elastic import as_ended, course, remark
 from pipeline.driver.execute import explained
 from pipeline.driver.external_torchrun import follow
 from pipeline.errors import UsageError
-from pipeline.planning.describe import describe, record
+from pipeline.planning.describe import DataSizes, describe, record
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import FILE_NAME, read
@@ -87,13 +87,12 @@ def dry_run(file: ExperimentFile, *, with_baseline: bool, as_json: bool = False)
         PipelineError: as far as `run` would raise it before it starts anything.
     """
     plan = make(file, with_baseline=with_baseline)
-    if file.experiment.is_streamed:
-        return describe(plan)
-    with explained(file):
-        train, validation = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
-    steps = preflight.steps_per_epoch(file.experiment, train_samples=train)
-    shown = record if as_json else describe
-    return shown(plan, steps_per_epoch=steps, train_samples=train, validation_samples=validation)
+    sizes = None
+    if not file.experiment.is_streamed:
+        with explained(file):
+            train, validation = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
+        sizes = DataSizes(train, validation, preflight.steps_per_epoch(file.experiment, train_samples=train))
+    return (record if as_json else describe)(plan, sizes)
 
 
 def report(invocation: Invocation, *, time_to_first_step_s: float | None = None) -> Report:

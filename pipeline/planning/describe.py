@@ -1,6 +1,7 @@
 """Description of a plan for ``--dry-run``, in words and as JSON."""
 
 import json
+from typing import NamedTuple
 
 from pipeline.config.uris import without_credentials
 from pipeline.planning.plan import Plan
@@ -8,14 +9,23 @@ from pipeline.protocol.trial import Training, Trial
 from pipeline.wording import counted
 
 
-def describe(plan: Plan, *, steps_per_epoch: int = 0, train_samples: int = 0, validation_samples: int = 0) -> str:
-    """Describe a plan in lines; without numbers of samples if only Ray can count them."""
+class DataSizes(NamedTuple):
+    """Numbers of samples, and of steps in an epoch."""
+
+    train_samples: int
+    validation_samples: int
+    steps_per_epoch: int
+
+
+def describe(plan: Plan, sizes: DataSizes | None) -> str:
+    """Describe a plan in lines; ``sizes`` is None if only Ray can count the rows."""
     train = plan.experiment.train
     batches = f"{train.global_batch_size} samples each, {train.precision}"
-    data = f"{train_samples} training samples, {validation_samples} validation samples"
-    steps = f"{steps_per_epoch} per epoch, {steps_per_epoch * train.epochs} in {train.epochs} epochs, {batches}"
-    if plan.experiment.is_streamed:
-        data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.epochs} epochs, {batches}"
+    data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.epochs} epochs, {batches}"
+    if sizes is not None:
+        data = f"{sizes.train_samples} training samples, {sizes.validation_samples} validation samples"
+        total = sizes.steps_per_epoch * train.epochs
+        steps = f"{sizes.steps_per_epoch} per epoch, {total} in {train.epochs} epochs, {batches}"
     lines = [
         f"experiment   {plan.experiment.name}, seed {plan.experiment.seed}",
         f"machine      {plan.resources.summary}",
@@ -33,17 +43,15 @@ def describe(plan: Plan, *, steps_per_epoch: int = 0, train_samples: int = 0, va
     return "\n".join(lines)
 
 
-def record(plan: Plan, *, steps_per_epoch: int, train_samples: int, validation_samples: int) -> str:
-    """Describe a plan as JSON."""
+def record(plan: Plan, sizes: DataSizes | None) -> str:
+    """Describe a plan as JSON; ``sizes`` is None if only Ray can count the rows."""
     fields = {"name", "role", "title", "strategy", "launcher", "workers", "device", "cpus_per_worker", "max_steps"}
     return json.dumps(
         {
             "experiment": plan.experiment.name,
             "seed": plan.experiment.seed,
             "machine": plan.resources.summary,
-            "train_samples": train_samples,
-            "validation_samples": validation_samples,
-            "steps_per_epoch": steps_per_epoch,
+            **(sizes._asdict() if sizes is not None else dict.fromkeys(DataSizes._fields)),
             "epochs": plan.experiment.train.epochs,
             "global_batch_size": plan.experiment.train.global_batch_size,
             "tracking": without_credentials(plan.experiment.tracking.uri),

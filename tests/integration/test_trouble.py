@@ -108,8 +108,8 @@ class Stop(NamedTuple):
 
 STOPS = [
     Stop("torchrun", ""),
-    Stop("torchrun", "baseline: single: starting", to_group=True),
-    Stop("torchrun", "baseline: single: starting", signal.SIGTERM),
+    Stop("torchrun", "main: ddp x 2: measuring the speedup", to_group=True),
+    Stop("torchrun", "main: ddp x 2: measuring the speedup", signal.SIGTERM),
     Stop("torchrun", "main: ddp x 2: step", to_group=True),
     Stop("torchrun", "main: ddp x 2: step"),
     Stop("torchrun", "main: ddp x 2: step", signal.SIGTERM),
@@ -149,8 +149,8 @@ def test_a_run_stops_when_it_is_told_to(project: Path, tmp_path: Path, start: An
 def long_run(stop: Stop, folder: Path) -> list[str]:
     """Overrides for a run that lasts, unless it must end."""
     workers = 1 if stop.launcher == "inprocess" else 2
-    epochs = 2 if "done" in stop.when else 100_000
-    baseline = "--baseline" if "baseline" in stop.when or "done" in stop.when else "--no-baseline"
+    ends = "done" in stop.when or "measuring" in stop.when
+    epochs, baseline = (2, "--baseline") if ends else (100_000, "--no-baseline")
     return [
         baseline,
         f"tracking.uri=sqlite:///{folder}/mlflow.db",

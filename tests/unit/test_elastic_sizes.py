@@ -14,7 +14,7 @@ from pipeline.driver import elastic
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.launchers import inprocess, torchrun
 from pipeline.launchers.base import Session
-from pipeline.planning.describe import describe
+from pipeline.planning.describe import DataSizes, describe
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Started, TrialOpened
@@ -94,7 +94,7 @@ def test_the_json_schema_shows_both() -> None:
 def test_the_plan_says_how_many_there_is_room_for_now(written, cpus, now, each) -> None:
     plan = make_plan(written("[1, 4]"), Resources(cpus=cpus, memory_mb=4096))
     assert (plan.main.workers, plan.main.cpus_per_worker) == (now, each)
-    shown = describe(plan, steps_per_epoch=4, train_samples=50, validation_samples=50)
+    shown = describe(plan, DataSizes(50, 50, 4))
     assert f"with torchrun: {now} worker{'s' * (now > 1)} now (1 to 4), CPU" in shown
     assert any(f"room for {now} of 4 workers now" in note for note in plan.notes) == (now < 4)
     assert [trial.cpus_per_worker for trial in plan.measured if trial.role == "reference"] == [now * each] * (now > 1)

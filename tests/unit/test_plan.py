@@ -1,12 +1,13 @@
 """Who runs where: pure decisions from an experiment and a machine."""
 
+import json
 from typing import Any
 
 import pytest
 import toys
 
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.planning.describe import describe
+from pipeline.planning.describe import DataSizes, describe, record
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Training, Trial
@@ -243,13 +244,13 @@ def test_what_does_not_go_together_is_refused(sections: dict[str, Any], key: str
 
 def test_the_plan_in_words() -> None:
     made = plan(parallel=ddp(3), train={"epochs": 2, "gradient_accumulation": 2}, measure={"warmup_steps": 4})
-    text = describe(made, steps_per_epoch=3, train_samples=22, validation_samples=10)
+    text = describe(made, DataSizes(22, 10, 3))
     assert text == GOLDEN
 
 
 def test_a_baseline_that_is_launched_before_is_the_first_in_words() -> None:
     made = plan(parallel=ddp(3), compare=[{"strategy": "ddp", "workers": 2}])
-    lines = describe(made, steps_per_epoch=3, train_samples=22, validation_samples=10).splitlines()
+    lines = describe(made, DataSizes(22, 10, 3)).splitlines()
     begin = lines.index("trials, in this order:") + 1
     assert [line.split()[0] for line in lines[begin : begin + 6 : 2]] == ["baseline", "main", "then"]
     assert lines[begin + 4].endswith("then       reference single, 6 cores")
@@ -258,10 +259,20 @@ def test_a_baseline_that_is_launched_before_is_the_first_in_words() -> None:
 
 
 def test_the_plan_in_words_on_gpus() -> None:
-    text = describe(
-        plan(SERVER, baseline=False, parallel=ddp(4)), steps_per_epoch=3, train_samples=22, validation_samples=0
-    )
+    text = describe(plan(SERVER, baseline=False, parallel=ddp(4)), DataSizes(22, 0, 3))
     assert "main       ddp x 4 with torchrun: 4 workers, 1 GPU each, 8 threads each, 2 samples per worker\n" in text
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_plan_whose_rows_only_ray_can_count(as_json: bool) -> None:
+    """The rows are unknown, not 0, and JSON stays JSON."""
+    shown = (record if as_json else describe)(plan(SERVER, baseline=False, parallel=ddp(4)), None)
+
+    if as_json:
+        values = json.loads(shown)
+        assert [values[name] for name in DataSizes._fields] == [None, None, None]
+    else:
+        assert "data         streamed by Ray, which counts the rows when it runs\n" in shown
 
 
 GOLDEN = """\

@@ -15,7 +15,7 @@ from pipeline.config.schema import Experiment
 from pipeline.config.train import Compile, Ema
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning import resources
-from pipeline.planning.describe import describe
+from pipeline.planning.describe import DataSizes, describe
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Trial
@@ -74,7 +74,7 @@ def test_a_wrong_value_is_told_with_its_key(project: Path, line: str, message: s
 class TestThePlan:
     def test_says_what_is_on(self) -> None:
         planned = plan(**ALL)
-        text = describe(planned, steps_per_epoch=3, train_samples=22, validation_samples=10)
+        text = describe(planned, DataSizes(22, 10, 3))
 
         assert (
             "training     torch.compile (default, dynamic), activation checkpointing of blocks.*, EMA of the weights "
@@ -83,7 +83,7 @@ class TestThePlan:
         assert "train.ema: the averages of the weights are what is evaluated and logged as the model" in planned.notes
 
     def test_says_nothing_of_what_is_off(self) -> None:
-        assert "training   " not in describe(plan(), steps_per_epoch=3, train_samples=22, validation_samples=10)
+        assert "training   " not in describe(plan(), DataSizes(22, 10, 3))
 
     def test_refuses_cuda_graphs_on_cpu(self) -> None:
         with pytest.raises(ExperimentError, match=r"train.compile.mode: reduce-overhead is about CUDA graphs"):
