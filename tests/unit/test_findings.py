@@ -47,6 +47,11 @@ def bad(*nodes_: NodeFacts) -> CheckResult:
     return finding
 
 
+def test_nodes_that_do_not_answer_have_nothing_to_check() -> None:
+    """That they don't is told by who asked them."""
+    assert judged() == []
+
+
 def test_a_node_that_has_everything_has_no_fault() -> None:
     assert {finding.status for finding in judged(HERE)} == {"ok"}
     assert {finding.status for finding in judged(node(torch=WITH_CUDA, **GPUS))} == {"ok"}  # its build may differ

@@ -24,7 +24,12 @@ _INSTALLS = {
 
 
 def judged(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResult]:
-    """Check all nodes: versions as on this machine, ``here``, GPUs, resources, clocks and host names."""
+    """Check all nodes: versions as on this machine, ``here``, GPUs, resources, clocks and host names.
+
+    Without a node that has answered there is nothing to check: that they don't is a finding already.
+    """
+    if not nodes:
+        return
     yield from _versions(nodes, here=here)
     yield from _gpus(nodes)
     yield from by_node(nodes, _memory, fine=lambda: _ok("memory", _memories(nodes)))
