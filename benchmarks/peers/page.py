@@ -8,13 +8,16 @@ from competitors import REFERENCE
 from pydantic import BaseModel
 from race import Run
 
+from pipeline.protocol import estimates
+from pipeline.protocol.estimates import Estimate
+
 _TOLERANCE = 0.01
 """Of losses, relative to the first one: rounding, which training amplifies."""
 
 EXPLANATION = """\
 Each row does the same steps on the same batches from the same weights, one thread for each worker. samples/s: median
 over the epochs of all rounds but each run's first epoch, and the lowest and highest of them. x bare: ratio to the loop
-written by hand with as many workers, taken within each round; median, lowest and highest round. First step: from the
+written by hand with as many workers, taken within each round, with its 95% interval. First step: from the
 start of the command to the end of the first optimizer step. MB: of the largest worker, and of all processes of the run
 together, where shared pages count once for each. How it is measured, and what is fair about it:
 `docs/benchmarks.md`.
@@ -44,9 +47,9 @@ class Line(NamedTuple):
         return [value for run in self.runs for value in run.samples_per_second]
 
     @property
-    def ratios(self) -> list[float]:
-        """To the reference, one for each round."""
-        return ratios(self.runs, self.reference)
+    def ratio(self) -> Estimate:
+        """Ratio of throughputs to the reference, from the rounds that have both."""
+        return ratio(self.runs, self.reference)
 
     @property
     def trains_the_same(self) -> bool:
@@ -56,10 +59,10 @@ class Line(NamedTuple):
         return all(abs(a - b) <= bound for run in self.runs for a, b in zip(run.losses, first, strict=True))
 
 
-def ratios(runs: Iterable[Run], others: Iterable[Run]) -> list[float]:
-    """Of throughputs within each round."""
+def ratio(runs: Iterable[Run], others: Iterable[Run]) -> Estimate:
+    """Return the ratio of throughputs, measured within each round."""
     by_round = {run.round: run.throughput for run in others}
-    return [run.throughput / by_round[run.round] for run in runs if run.round in by_round]
+    return estimates.ratio([(run.throughput, by_round[run.round]) for run in runs if run.round in by_round])
 
 
 def line(results: Results, competitor: str, workload: str, workers: int) -> Line:
@@ -106,7 +109,7 @@ def _table(results: Results, workload: str, workers: int) -> str:
             _spread(one.samples_per_second, ",.0f"),
             f"{step:.3g}",
             f"{over:+.2f}",
-            _spread(one.ratios, ".2f"),
+            _told(one.ratio),
             _spread([run.first_step_s for run in one.runs], ".1f"),
             f"{median(run.worker_peak_mb for run in one.runs):,.0f}",
             f"{median(run.all_peak_mb for run in one.runs):,.0f}",
@@ -114,6 +117,10 @@ def _table(results: Results, workload: str, workers: int) -> str:
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _told(ratio: Estimate) -> str:
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.size > 1 else f"{ratio.value:.2f}"
 
 
 def _spread(values: list[float], style: str) -> str:
