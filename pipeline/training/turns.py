@@ -37,7 +37,7 @@ from pipeline.training.watch import mark
 from pipeline.wording import duration
 
 SLOT_S = 0.75
-"""Shortest slot in seconds, several times the bursts of load that two neighbors should share."""
+"""Shortest slot in seconds: long for the clock, but no longer than the bursts of load that two neighbors share."""
 LEAST_STEPS = 2
 """Fewest timed steps of the slowest trial in a slot: more slots tell more than longer ones."""
 LEAST_PAIRS = 5
@@ -139,9 +139,10 @@ def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, co
     assert isinstance(trial, Training)
     queue = _Queue(rank, timeout_s=trial.experiment.parallel.timeout_s)
     others = _Others(context, outbox=outbox, complete=complete)
-    if rank.is_first:
-        others.build()
-    queue.wait()
+    for other in trial.compared_with:
+        if rank.is_first:
+            others.build(other)
+        queue.wait()  # after each, as no rank may wait longer than parallel.timeout_s
     _stop_if_asked(outbox, rank=rank)
     ranks = gather((step_ms / 1000, others.step_s), rank=rank)
     expected = {trial.name: max(own for own, _ in ranks), **ranks[0][1]}
@@ -269,8 +270,7 @@ class _Others:
     def __init__(self, training: TrainContext, *, outbox: Outbox, complete: Complete) -> None:
         self.contexts: dict[str, TrainContext] = {}
         """Trials that have taken their first steps, by name."""
-        assert isinstance(training.trial, Training)
-        self._trials, self._outbox, self._complete = training.trial.compared_with, outbox, complete
+        self._main, self._outbox, self._complete = training.trial.name, outbox, complete
         self._datasets = training.batches.datasets
         self._alone = training.rank.model_copy(update={"world_size": 1, "local_world_size": 1})
         self._outboxes: dict[str, _Later] = {}
@@ -281,23 +281,22 @@ class _Others:
         """Seconds of a step of each trial, by name."""
         return {name: result.step_ms.median / 1000 for name, result in self._results.items()}
 
-    def build(self) -> None:
-        """Build each trial and take its first steps; warn of those that can't, such as models that don't fit."""
-        for trial in self._trials:
-            torch.set_num_threads(trial.cpus_per_worker)
-            later = _Later(self._outbox)
-            try:
-                context = build(trial, rank=self._alone, datasets=self._datasets)
-                result = self._complete(context, later)
-            except Stopped:
-                return
-            except Exception as error:  # noqa: BLE001 - the training is over, and other trials may do
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
-                message = f"{trial.title} could not be measured beside the training: {said}"
-                self._outbox.event(Warned(trial="main", message=message))
-                continue
-            self.contexts[trial.name], self._outboxes[trial.name] = context, later
-            self._results[trial.name] = result
+    def build(self, trial: Trial) -> None:
+        """Build a trial and take its first steps; warn if it can't, for example because the model doesn't fit."""
+        torch.set_num_threads(trial.cpus_per_worker)
+        later = _Later(self._outbox)
+        try:
+            context = build(trial, rank=self._alone, datasets=self._datasets)
+            result = self._complete(context, later)
+        except Stopped:
+            return
+        except Exception as error:  # noqa: BLE001 - the training is over, and other trials may do
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            message = f"{trial.title} could not be measured beside the training: {said}"
+            self._outbox.event(Warned(trial=self._main, message=message))
+            return
+        self.contexts[trial.name], self._outboxes[trial.name] = context, later
+        self._results[trial.name] = result
 
     def finish(self, slots: Mapping[str, Sequence[float]]) -> None:
         """Send the events of each trial, its result with these slots last."""
