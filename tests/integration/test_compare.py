@@ -4,13 +4,14 @@ import json
 import signal
 import time
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import pytest
 from command import REPOSITORY, Ended, started
 from mlflow import MlflowClient
 
+from pipeline.protocol import estimates
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
 from pipeline.recording import journal
 
@@ -80,14 +81,15 @@ def test_the_measurements_took_turns(compared: Compared) -> None:
     assert [(event.trial, event.repeat) for event in opened] == [(n, r) for r in range(REPEATS) for n in names]
 
 
-def test_a_speedup_has_the_range_of_neighbouring_measurements(compared: Compared) -> None:
+def test_a_speedup_is_that_of_neighbouring_measurements_with_its_interval(compared: Compared) -> None:
     ends = [event.result for event in journal.read(compared.folder / journal.FILE_NAME) if isinstance(event, Finished)]
     rates = {name: [e.samples_per_second.median for e in ends if e.trial == name] for name in ("baseline", "ddp-2")}
-    ratios = sorted(own / base for own, base in zip(rates["ddp-2"], rates["baseline"], strict=True))
+    expected = estimates.ratio(list(zip(rates["ddp-2"], rates["baseline"], strict=True)))
     cell = compared.cell("ddp", 2)
 
-    assert cell["speedup"] == pytest.approx(median(rates["ddp-2"]) / median(rates["baseline"]))
-    assert (cell["speedup_low"], cell["speedup_high"]) == pytest.approx((ratios[0], ratios[-1]))
+    assert cell["speedup"] == pytest.approx(geometric_mean(rates["ddp-2"]) / geometric_mean(rates["baseline"]))
+    assert cell["speedup_pairs"] == REPEATS
+    assert (cell["speedup_low"], cell["speedup_high"]) == pytest.approx((expected.low, expected.high))
     assert cell["efficiency"] == pytest.approx(cell["speedup"] / 2)
 
 

@@ -73,7 +73,7 @@ print(result.metrics["validation/loss"], torch.distributed.is_initialized())
 
 @pytest.mark.filterwarnings("ignore:Proactor event loop")
 def test_workers_under_ray_from_a_notebook(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(shutil.copytree(project, tmp_path / "project"))
+    folder = Path(shutil.copytree(project, tmp_path / "project", ignore=shutil.ignore_patterns("runs")))
     notebook = new_notebook(cells=[new_code_cell(cell) for cell in CELLS.split("%%\n")])
 
     nothing, failed, done = executed(notebook, folder, monkeypatch)
@@ -90,7 +90,7 @@ def test_workers_under_ray_from_a_notebook(project: Path, tmp_path: Path, monkey
 def test_an_interrupted_kernel_ends_the_run_and_goes_on(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
-    folder = Path(shutil.copytree(project, tmp_path / "project"))
+    folder = Path(shutil.copytree(project, tmp_path / "project", ignore=shutil.ignore_patterns("runs")))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     parallel = f"parallel={{strategy: ddp, launcher: {launcher}, workers: 2, cpus_per_worker: 1}}"
     slow = "model={_target_: lab.Sluggish, ms: 50}"

@@ -53,7 +53,7 @@ def test_a_dry_run_for_scripts(command: Command) -> None:
 
     plan = json.loads(ended.stdout)
     assert (ended.code, ended.stderr) == (0, "")
-    assert [trial["role"] for trial in plan["trials"]] == ["baseline", "main", "reference"]
+    assert [trial["role"] for trial in plan["trials"]] == ["main", "baseline", "reference"]
     assert (plan["train_samples"], plan["steps_per_epoch"]) == (1438, 23)
 
 

@@ -73,6 +73,8 @@ class AsyncCheckpointWriter:
         self._tell = tell
         self._trial = trial
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        # Started now: if Ctrl-C came while it starts with the first checkpoint, `close` wouldn't know and await it.
+        self._thread.submit(int).result()
         self._pending: Future[None] | None = None
         self._in_trouble = False
 
