@@ -35,7 +35,7 @@ from pipeline.planning.resources import detect
 from pipeline.protocol.channel.inbox import Inbox
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.trial import Trial
-from pipeline.recording import ending, journal
+from pipeline.recording import journal, mlflow
 from pipeline.recording.recorded_run import open_trial, recorded
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
@@ -126,7 +126,7 @@ def simulate(folder: Path, *, ranks: int, events: int, tracked: bool) -> Result:
         load(HERE.parent / "experiments" / "mlp.yaml", overrides).experiment, detect(), with_baseline=False
     )
     terminal = Terminal.on(rich.console.Console(file=io.StringIO()))
-    ending._DRAIN_SECONDS = 24 * 3600.0  # a run gives MLflow a minute and leaves the rest to `pipeline sync`
+    mlflow._DRAIN_SECONDS = 24 * 3600.0  # a run gives MLflow a minute and leaves the rest to `pipeline sync`
     counter, samples, done = Counter(), list[Sample](), threading.Event()
     start = time.monotonic()
     watcher = threading.Thread(target=_sample, args=(samples, counter, start, done))
@@ -156,10 +156,10 @@ def simulate(folder: Path, *, ranks: int, events: int, tracked: bool) -> Result:
 
 def _receive(trial: Trial, recorder: Recorder, *, ranks: int, events: int) -> None:
     """As a launcher does: until all ranks have hung up."""
-    vigil = HangDetector(trial, receive=recorder.receive)
-    inbox = Inbox(host="127.0.0.1", receive=vigil.receive, folder=recorder.folder)
+    detector = HangDetector(trial, receive=recorder.receive)
+    inbox = Inbox(host="127.0.0.1", receive=detector.receive, folder=recorder.folder)
     address = recorder.folder / "channel.json"
-    with vigil, inbox:
+    with detector.watching(), inbox:
         address.write_text(inbox.address.model_dump_json())
         command = [sys.executable, str(HERE / "simulated_ranks.py"), str(address), str(ranks), str(events)]
         senders = [subprocess.Popen([*command, str(first), str(_SENDERS)]) for first in range(_SENDERS)]
