@@ -5,6 +5,7 @@ the weighted mean of the losses of its two parts, which isn't so for a sum, nor 
 a batch with each other. torch's own losses are known and not checked.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
@@ -21,6 +22,8 @@ from pipeline.training.forward import forward
 from pipeline.training.learned import held_by
 from pipeline.training.randomness import generators_kept, seed_all
 from pipeline.training.weighting import Boundary
+
+_log = logging.getLogger(__name__)
 
 SAMPLES = 5
 """An odd number, whose uneven parts also reveal a mean of means."""
@@ -42,24 +45,36 @@ class _Loss(NamedTuple):
 def examine(context: TrainContext) -> None:
     """Refuse a user's loss that depends on the number of workers or micro-batches. Collective.
 
-    A loss that draws random numbers, or fails on few samples, can't be checked and is accepted.
+    A loss that draws random numbers can't be checked and is accepted. So is one that fails on few samples, with a
+    warning in `TrainContext.unexamined`: if the mistake isn't in the check, the first step raises it.
 
     Raises:
         ExperimentError: the loss is a sum, or a step has several micro-batches and the loss isn't their weighted mean.
     """
     if is_known(context.task) and context.experiment.loader.collate is None:
         return
-    count = min(SAMPLES, context.order.samples)
-    if count < 2:
-        return
-    try:
-        whole, again, *parts = _tried(context, count)
-    except ExperimentError:
-        raise
-    except Exception:  # noqa: BLE001 - user code may raise anything; if it matters, the first step raises, too
-        return
-    if context.gives_weight and not is_known(context.task):
+    losses: list[_Loss] = []
+    if (count := min(SAMPLES, context.order.samples)) > 1:
+        try:
+            losses = _tried(context, count)
+        except ExperimentError:
+            raise
+        except Exception as error:  # noqa: BLE001 - user code may raise anything
+            _log.warning("the loss could not be checked", exc_info=error)
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            context.unexamined = (
+                f"the loss raised {type(error).__name__} on {count} samples, so it could not be checked to be a mean, "
+                f"which any number of workers needs: {said}"
+            )
+    if context.gives_weight is not False and not is_known(context.task):
         context.boundary = Boundary(context.wrapped)
+    if losses:
+        _judge(context, losses)
+
+
+def _judge(context: TrainContext, losses: Sequence[_Loss]) -> None:
+    """Refuse a loss that isn't the weighted mean of its parts."""
+    whole, again, *parts = losses
     tolerance = _TOLERANCE_16_BITS if context.sharded is not None and context.strategy.compute_dtype else _TOLERANCE
     if not isfinite(whole.sum) or not _close(whole.sum, again.sum, tolerance):
         return

@@ -45,6 +45,8 @@ def start(context: TrainContext, outbox: Outbox) -> None:
                 data_digest=context.batches.digest,
             )
         )
+        if context.unexamined:
+            outbox.event(Warned(trial=context.trial.name, message=context.unexamined))
 
 
 def first_step(context: TrainContext, outbox: Outbox) -> None:

@@ -8,10 +8,12 @@ import toys
 
 from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
+from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
 from pipeline.tasks import Supervised
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext
+from pipeline.training.loop import train
 
 BOXES = {
     "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2},
@@ -127,3 +129,22 @@ def test_ignored_labels_must_be_declared() -> None:
 
 def _first(context: TrainContext) -> Any:
     return context.batches.training(0)
+
+
+def test_a_loss_that_fails_on_few_samples_is_told_of() -> None:
+    """It may be a sum, which would train something else on more workers, and nobody has seen it."""
+    context = built(loss={"_target_": "weighed.of_many"})
+
+    assert context.unexamined.startswith("the loss raised ValueError on 5 samples, so it could not be checked")
+    assert built(loss={"_target_": "weighed.compared"}).unexamined == ""
+
+
+def test_the_warning_reaches_the_user_before_the_first_step() -> None:
+    trial = toys.trial(max_steps=1, loss={"_target_": "weighed.of_many"}, train={"global_batch_size": 8})
+    outbox = toys.Kept()
+    train(trial.model_copy(update={"allowed": (*BUILT_IN, "toys", "weighed")}), rank=Rank(), outbox=outbox)
+
+    kinds = [event.kind for event in outbox.events]
+    (warned,) = [event for event in outbox.events if isinstance(event, Warned)]
+    assert warned.message.endswith("8 samples at least")
+    assert kinds.index("warned") < kinds.index("first_step")
