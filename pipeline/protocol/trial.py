@@ -4,6 +4,7 @@ Every class is frozen, typed and survives a round trip through JSON, since it cr
 """
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -47,9 +48,9 @@ class Trial(Frozen):
         return f"{self.strategy} x {self.replicas}" if self.replicas > 1 else self.strategy
 
     @property
+    @abstractmethod
     def purpose(self) -> str:
         """Description of the trial's work in a plan."""
-        raise NotImplementedError
 
     @property
     def is_elastic(self) -> bool:
@@ -365,6 +366,8 @@ class TrialResult(Frozen):
     """Milliseconds of one optimizer step, in the same windows."""
     slots: tuple[float, ...] = ()
     """Samples per second in the slots that were measured in turn with those of other trials, in order."""
+    slots_s: float | None = None
+    """Seconds that all these slots took, those of the other trials included."""
     other_cores: float | None = None
     """Cores of rank 0's machine that other processes used during these slots, those of the run itself included."""
     parts: StepParts

@@ -56,6 +56,8 @@ class Row(Frozen):
     """Optimizer steps of one measurement or of the whole training."""
     whole_training: int = 0
     """Samples of the whole training, all epochs together; 0 if unknown."""
+    slots_s: float | None = None
+    """Seconds in which slots were measured; None without slots."""
     other_cores: float | None = None
     """Cores of rank 0's machine that other processes used during the slots; None without slots."""
     samples_per_second: Spread
@@ -127,6 +129,7 @@ class Row(Frozen):
                 include={
                     "steps",
                     "whole_training",
+                    "slots_s",
                     "other_cores",
                     "held",
                     "compile_s",

@@ -75,12 +75,9 @@ class Report(Frozen):
             order=tuple(entry.trial for entry in entries),
             hardware=hardware,
         )
-        budget_s = next(iter(once.values())).experiment.measure.budget_s
         left_out = (f"{trial} did not finish; it is left out." for trial in missing)
         extras = (f"All trials use {extra}." for extra in next(iter(once.values())).experiment.train.extras)
-        return report.model_copy(
-            update={"remarks": (*left_out, *summary.remarks(rows, main=report.main, budget_s=budget_s), *extras)}
-        )
+        return report.model_copy(update={"remarks": (*left_out, *summary.remarks(rows, main=report.main), *extras)})
 
     @property
     def is_comparison(self) -> bool:

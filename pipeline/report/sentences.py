@@ -75,13 +75,12 @@ def _rank(main: Row, rows: Sequence[Row]) -> str:
     return f"Fastest with {main.scaling} scaling: " if others else "Fastest: "
 
 
-def remarks(rows: Sequence[Row], *, main: Row, budget_s: float) -> Iterator[str]:
+def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
     """Yield the caveats of the figures, if there are any.
 
     Args:
         rows: all measured rows, the baseline first.
         main: row that the result is about.
-        budget_s: seconds in which slots were measured.
     """
     baseline = rows[0]
     if baseline.role != "baseline":
@@ -94,7 +93,7 @@ def remarks(rows: Sequence[Row], *, main: Row, budget_s: float) -> Iterator[str]
     yield from (_all_cores(main, row) for row in rows if _has_all_cores(row, main))
     for row in rows:
         if row.ratio is not None and row.efficiency is not None and not row.is_resolved:
-            yield _unresolved(row, budget_s=budget_s)
+            yield _unresolved(row, slots_s=main.slots_s)
     if main.other_cores is not None and main.other_cores > BUSY:
         yield (
             f"While the speedup was measured, other processes used {main.other_cores:.1f} cores of the machine; on an "
@@ -107,7 +106,7 @@ def remarks(rows: Sequence[Row], *, main: Row, budget_s: float) -> Iterator[str]
         )
 
 
-def _unresolved(row: Row, *, budget_s: float) -> str:
+def _unresolved(row: Row, *, slots_s: float | None) -> str:
     """Return why a speedup is not resolved, and what would resolve it."""
     assert row.ratio is not None
     claim = f"The speedup of {row.title}, {times(row.ratio, confidence=row.confidence)}, is not resolved"
@@ -120,10 +119,13 @@ def _unresolved(row: Row, *, budget_s: float) -> str:
     factor = (half / distance) ** 2 if distance else math.inf
     if factor > MOST_TIMES:
         return f"{claim}: it could be noise, and is too close to 1 for a longer measurement to tell."
-    if row.role == "cell":
+    if slots_s is None:  # a comparison
         return f"{claim}: it could be noise; --repeats {math.ceil(factor * row.ratio.size)} would tell."
-    longer = math.ceil(budget_s * factor / 10) * 10
-    return f"{claim}: it could be noise; about {longer - budget_s:.0f} s more would tell: measure.budget_s: {longer}."
+    longer, pairs = math.ceil(slots_s * factor / 10) * 10, math.ceil(factor * row.ratio.size)
+    return (
+        f"{claim}: it could be noise; about {longer - slots_s:.0f} s more would tell: pipeline measure with --budget-s "
+        f"{longer}, or measure: {{budget_s: {longer}, pairs: {pairs}}} in the file."
+    )
 
 
 def _losses(rows: Sequence[Row]) -> Iterator[str]:

@@ -7,6 +7,7 @@ other ranks wait meanwhile, blocked. Apart from `pipeline.training.probe`, which
 See docs/decisions/0019-speedups-in-turn.md.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,8 @@ from pipeline.training.step import optimizer_step
 from pipeline.training.watch import mark
 from pipeline.wording import duration
 
+_log = logging.getLogger(__name__)
+
 SLOT_S = 0.75
 """Shortest slot in seconds: long for the clock, but no longer than the bursts of load that two neighbors share."""
 LEAST_STEPS = 2
@@ -55,6 +58,8 @@ class InTurn(NamedTuple):
 
     slots: tuple[float, ...]
     """Samples per second in each."""
+    slots_s: float
+    """Seconds that all slots took."""
     other_cores: float
     """Cores of this rank's machine that other processes used meanwhile."""
 
@@ -159,12 +164,12 @@ def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, co
         load = OtherLoad()
         _play(players, schedule, context=context, queue=queue, outbox=outbox)
         torch.set_num_threads(trial.cpus_per_worker)
-        other_cores = _other_cores(load, rank=rank)
+        slots_s, other_cores = load.seconds, _other_cores(load, rank=rank)
     slowest = [max(times) for times in zip(*gather(players[trial.name].seconds, rank=rank), strict=True)]
     samples = {name: steps * trial.experiment.train.global_batch_size for name, steps in schedule.steps.items()}
     if rank.is_first:
         others.finish({name: [samples[name] / seconds for seconds in players[name].seconds] for name in players})
-    return InTurn(tuple(samples[trial.name] / seconds for seconds in slowest), other_cores)
+    return InTurn(tuple(samples[trial.name] / seconds for seconds in slowest), slots_s, other_cores)
 
 
 def _settled(
@@ -291,6 +296,7 @@ class _Others:
         except Stopped:
             return
         except Exception as error:  # noqa: BLE001 - the training is over, and other trials may do
+            _log.warning("%s could not be measured", trial.title, exc_info=error)
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             message = f"{trial.title} could not be measured beside the training: {said}"
             self._outbox.event(Warned(trial=self._main, message=message))

@@ -263,7 +263,7 @@ def test_an_efficiency_above_one_has_its_range_and_a_reason() -> None:
 def unresolved(rate: float, *, noise: float, role: str = "main") -> str:
     """The remark on a speedup of ``rate`` over 100."""
     ends = [finished("baseline", spread(100), slots=in_turn(100))]
-    ends += [finished("main", spread(rate), slots=in_turn(rate, noise=noise))]
+    ends += [finished("main", spread(rate), slots=in_turn(rate, noise=noise), slots_s=30.0)]
     trials = [MAIN, BASELINE]
     if role == "cell":
         both = {"baseline": in_turn(100), "ddp-2": in_turn(rate, noise=noise)}
@@ -275,12 +275,12 @@ def unresolved(rate: float, *, noise: float, role: str = "main") -> str:
 
 
 def test_a_speedup_that_could_be_noise_says_how_long_would_tell() -> None:
-    """An interval of ±5.3% around 3.0% gets there in (5.3 / 3.0)^2 times the budget of 30 s."""
+    """An interval of ±5.3% around 3.0% gets there in (5.3 / 3.0)^2 times the 30 s that the 8 pairs took."""
     assert unresolved(103, noise=0.05) == (
         "The speedup of ddp x 2, 1.03x (95%: 0.98x to 1.09x), is not resolved: it could be noise; about 70 s more "
-        "would tell: measure.budget_s: 100."
+        "would tell: pipeline measure with --budget-s 100, or measure: {budget_s: 100, pairs: 27} in the file."
     )
-    assert unresolved(100 / 1.03, noise=0.05).endswith("about 70 s more would tell: measure.budget_s: 100.")
+    assert unresolved(100 / 1.03, noise=0.05).endswith("measure: {budget_s: 100, pairs: 27} in the file.")
 
 
 def test_a_comparison_asks_for_repeats() -> None:
