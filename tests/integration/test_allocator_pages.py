@@ -86,3 +86,9 @@ def test_large_tensors_have_huge_pages(measured: dict[str, Measured]) -> None:
     if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
         pytest.skip("this system has no huge pages")
     assert measured["huge"].large < 5_000
+
+
+@pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
+def test_what_a_user_has_set_stays(name: str) -> None:
+    value = "glibc.malloc.trim_threshold=131072" if name == "GLIBC_TUNABLES" else "131072"
+    assert measure("kept", **{name: value})["kept"].small > 10_000

@@ -10,7 +10,7 @@ import pytest
 import torch
 import toys
 
-from pipeline.protocol.events import AnyEvent, Finished, Metrics, event_from_json
+from pipeline.protocol.events import AnyEvent, Failed, Finished, Metrics, event_from_json
 from pipeline.protocol.trial import Trial
 
 
@@ -40,3 +40,11 @@ def test_a_rank_can_be_replayed_by_hand(tmp_path: Path) -> None:
     assert isinstance(events[-1], Finished)
     replayed = [p.value for e in events if isinstance(e, Metrics) for p in e.points if p.name == "train/loss"]
     assert replayed == outbox.series("train/loss")
+
+
+def test_a_replayed_failure_is_seen(tmp_path: Path) -> None:
+    code, events, stderr = replay(toys.trial(model={"_target_": "toys.BrokenModel"}), tmp_path)
+
+    assert code == 1
+    assert isinstance(events[-1], Failed)
+    assert "LookupError: the user's own mistake" in stderr
