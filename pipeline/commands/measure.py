@@ -16,8 +16,6 @@ from pipeline.recording.terminal import Terminal
 from pipeline.report.report import Report
 from pipeline.training.checkpoints.storage import Storage, address_of
 
-MAIN = "main"
-"""Name of the training among a run's trials."""
 MOST_PAIRS = 1000
 """Most pairs of slots within a budget that was asked for: it alone decides."""
 
@@ -45,9 +43,9 @@ def measure(
         PipelineError: ready to be shown.
     """
     refuse_torchrun("measure")
-    started = _time_to_first_step(folder)
     plan = make(file, with_baseline=True)
     main = plan.main
+    started = _time_to_first_step(folder, trial=main.name)
     if not isinstance(main, Training) or not main.compared_with:
         raise UsageError(
             f"{folder.name}: {main.title} has nothing to be measured in turn with; pipeline compare measures "
@@ -73,7 +71,7 @@ def _within(experiment: Experiment, *, budget_s: float | None) -> Experiment:
     return experiment.model_copy(update={"measure": longer})
 
 
-def _time_to_first_step(folder: Path) -> float | None:
+def _time_to_first_step(folder: Path, *, trial: str) -> float | None:
     """Return the seconds that the training of a finished run took to its first step.
 
     Raises:
@@ -84,7 +82,7 @@ def _time_to_first_step(folder: Path) -> float | None:
         state_now = "is still running" if state.status == "RUNNING" else "hasn't finished: continue it with --resume"
         raise UsageError(f"{folder}: this run {state_now}; pipeline measure needs a training that is over")
     ends = [event for event in journal.read(folder / journal.FILE_NAME) if isinstance(event, Finished)]
-    waits = [end.time_to_first_step_s for end in ends if end.trial == MAIN]
+    waits = [end.time_to_first_step_s for end in ends if end.trial == trial]
     if not waits:
         raise UsageError(f"{folder}: this run has no training; pipeline measure needs one of pipeline run")
     return next((wait for wait in waits if wait is not None), None)

@@ -13,7 +13,7 @@ from matplotlib.transforms import ScaledTranslation, Transform
 
 from pipeline.report import Row, Unmeasured
 from pipeline.report.report import Report
-from pipeline.report.tables import rate, speedup
+from pipeline.report.tables import is_wide, rate, speedup
 
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with any color vision; greys carry no meaning.
 _BLUE, _SKY, _ORANGE, _PURPLE = "#0072B2", "#56B4E9", "#E69F00", "#CC79A7"
@@ -82,10 +82,12 @@ def _throughput(axes: Axes, report: Report, places: Sequence[float]) -> None:
 def _interval(row: Row) -> tuple[float, float]:
     """Return the ends of the interval of a row's speedup as throughputs; without a speedup those of its windows."""
     rate = row.samples_per_second.median
-    if row.ratio is None:
-        return (rate, rate) if len(row.repeats) > 1 else (row.samples_per_second.low, row.samples_per_second.high)
+    if row.ratio is None and len(row.repeats) == 1:
+        return row.samples_per_second.low, row.samples_per_second.high
+    if row.ratio is None or is_wide(row.ratio):  # a wide one is the label
+        return rate, rate
     base = rate / row.ratio.value
-    return base * row.ratio.low, min(base * row.ratio.high, 2 * rate)
+    return base * row.ratio.low, base * row.ratio.high
 
 
 def _linear(row: Row, baseline: Row) -> float:

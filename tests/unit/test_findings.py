@@ -48,7 +48,6 @@ def bad(*nodes_: NodeFacts) -> CheckResult:
 
 
 def test_nodes_that_do_not_answer_have_nothing_to_check() -> None:
-    """That they don't is told by who asked them."""
     assert judged() == []
 
 
