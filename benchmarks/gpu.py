@@ -32,7 +32,8 @@ from pipeline.config.targets import BUILT_IN
 from pipeline.config.train import Train
 from pipeline.launchers.base import Session
 from pipeline.launchers.inprocess import Launcher
-from pipeline.protocol.trial import Baseline, Trial, TrialResult
+from pipeline.protocol.trial import Baseline, Trial
+from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.recorder import Recorder
 from pipeline.training.clock import synchronize
 from pipeline.training.order import mix

@@ -25,7 +25,7 @@ from typing import Self
 import psutil
 
 from pipeline.errors import ResourceError
-from pipeline.protocol.trial import Link
+from pipeline.protocol.trial_result import Link
 
 _PACKETS_A_SECOND = 4_000  # more would cost the delay line cores that the workers need
 _SMALLEST_PACKET, _LARGEST_PACKET = 9_000, 30_000

@@ -34,7 +34,8 @@ from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.planning import resources
 from pipeline.planning.layout import Planner
 from pipeline.protocol.events import Failed, Finished, event_from_json
-from pipeline.protocol.trial import Link, Probe, Trial, TrialResult
+from pipeline.protocol.trial import Probe, Trial
+from pipeline.protocol.trial_result import Link, TrialResult
 from pipeline.report.link import fit
 from pipeline.report.scaling import predict
 

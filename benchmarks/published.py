@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from pipeline.protocol.trial import BatchCost, Costs, Gradient, Link
+from pipeline.protocol.trial_result import BatchCost, Costs, Gradient, Link
 from pipeline.report.scaling import predict
 from pipeline.report.simulation import Workload
 

@@ -16,8 +16,9 @@ from pipeline.launchers.base import Launcher, Session
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, TrialOpened
-from pipeline.protocol.trial import Trial, TrialResult
+from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
+from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording import provenance
 from pipeline.recording.console import Printable, print_report
 from pipeline.recording.recorded_run import Membership, artifact, recorded

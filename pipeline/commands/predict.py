@@ -12,7 +12,8 @@ from pipeline.errors import ExperimentError, ResourceError, TrainingError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Costs, Link, Probe, Scaling, TrialResult
+from pipeline.protocol.trial import Probe, Scaling
+from pipeline.protocol.trial_result import Costs, Link, TrialResult
 from pipeline.recording.terminal import Terminal
 from pipeline.report.forecast import FILE_NAME, Check, Forecast
 from pipeline.report.link import fit

@@ -6,7 +6,8 @@ from pipeline.config.schema import Comparison
 from pipeline.errors import ResourceError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
-from pipeline.protocol.trial import BatchSizes, Trial, Tuning
+from pipeline.protocol.trial import Trial, Tuning
+from pipeline.protocol.trial_result import BatchSizes
 from pipeline.recording.terminal import Terminal
 from pipeline.report.tuned import FILE_NAME, TunedReport, advise_batch
 

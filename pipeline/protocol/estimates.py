@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import fmean, geometric_mean, median, stdev
 from typing import NamedTuple
 
-from pipeline.protocol.trial import Spread
+from pipeline.protocol.trial_result import Spread
 
 CONFIDENCE = 0.95
 """Confidence level of an interval unless ``measure.interval`` says otherwise."""

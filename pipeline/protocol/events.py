@@ -13,7 +13,8 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from pipeline.config.values import Frozen
 from pipeline.errors import Problem
-from pipeline.protocol.trial import BatchSizes, Rank, Role, Status, TrialResult
+from pipeline.protocol.trial import Rank, Role, Status
+from pipeline.protocol.trial_result import BatchSizes, TrialResult
 
 STOPPED_EARLY = "stopped early by ASHA"
 """Beginning of the closing message of a trial that ASHA stopped."""

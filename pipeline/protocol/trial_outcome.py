@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.protocol.events import AnyEvent, BatchSizesFound, Failed, Finished, Started, Trained
-from pipeline.protocol.trial import BatchSizes
+from pipeline.protocol.trial_result import BatchSizes
 
 
 @dataclass(frozen=True, kw_only=True)

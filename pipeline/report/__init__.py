@@ -14,7 +14,8 @@ from pipeline.config.values import Frozen
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
-from pipeline.protocol.trial import Held, Role, Scaling, Spread, StepParts, Trial, TrialResult
+from pipeline.protocol.trial import Role, Scaling, Trial
+from pipeline.protocol.trial_result import Held, Spread, StepParts, TrialResult
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from pipeline.config.values import Frozen
-from pipeline.protocol.trial import Link, Scaling
+from pipeline.protocol.trial import Scaling
+from pipeline.protocol.trial_result import Link
 from pipeline.report.scaling import WORTHWHILE, Prediction, counts_up_to, most, predict, worthwhile
 from pipeline.report.simulation import Workload
 from pipeline.report.tables import UNEVEN, ReportTable, amount

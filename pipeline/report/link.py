@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pipeline.errors import UsageError
-from pipeline.protocol.trial import AllReduce, Link
+from pipeline.protocol.trial_result import AllReduce, Link
 
 Backend = Literal["gloo", "nccl"]
 

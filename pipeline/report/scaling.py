@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import Literal
 
 from pipeline.config.values import Frozen
-from pipeline.protocol.trial import Link, Scaling
+from pipeline.protocol.trial import Scaling
+from pipeline.protocol.trial_result import Link
 from pipeline.report.simulation import Step, Workload, simulate
 
 Limit = Literal["compute", "latency", "bandwidth", "loader", "batch per worker", "contention"]

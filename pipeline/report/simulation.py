@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from pipeline.config.values import Frozen
-from pipeline.protocol.trial import Costs, Link
+from pipeline.protocol.trial_result import Costs, Link
 from pipeline.report.link import Backend, broadcast_ms, latency_ms, transfer_ms
 
 _IN_FLIGHT = {"gloo": 2, "nccl": 1}  # all-reduces at a time; gloo has that many threads

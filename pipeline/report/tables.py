@@ -8,7 +8,7 @@ from typing import TypeVar
 from pipeline.config.values import Frozen
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
-from pipeline.protocol.trial import Spread
+from pipeline.protocol.trial_result import Spread
 from pipeline.report import Row, Unmeasured, is_clear
 from pipeline.wording import duration
 

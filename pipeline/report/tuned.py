@@ -10,7 +10,8 @@ from typing import NamedTuple
 from pipeline.config.train import Train
 from pipeline.config.values import Frozen
 from pipeline.protocol import estimates
-from pipeline.protocol.trial import BatchCandidate, BatchSizes, Trial
+from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial_result import BatchCandidate, BatchSizes
 from pipeline.report import is_clear
 from pipeline.report.tables import ReportTable, amount
 

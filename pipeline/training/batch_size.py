@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipeline.errors import ExperimentError
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Tuning
+from pipeline.protocol.trial import Rank, Tuning
+from pipeline.protocol.trial_result import BatchCandidate, BatchSizes
 from pipeline.training.bench import TrialBench
 from pipeline.training.build import build
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import BatchCost, Costs
+from pipeline.protocol.trial_result import BatchCost, Costs
 from pipeline.training.clock import synchronize
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import AllReduce, Gradient, Rank
+from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial_result import AllReduce, Gradient
 from pipeline.training.clock import Instant, synchronize
 from pipeline.training.collectives import barrier, gather
 

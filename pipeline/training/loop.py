@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from pipeline.errors import Stopped
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
-from pipeline.protocol.trial import Measurement, Probe, Rank, Training, Trial, TrialResult
+from pipeline.protocol.trial import Measurement, Probe, Rank, Training, Trial
+from pipeline.protocol.trial_result import TrialResult
 from pipeline.training import reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed

@@ -22,7 +22,8 @@ from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import ArtifactSaved, Outbox, Trained, Warned
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Spread, StepParts, Training, TrialResult
+from pipeline.protocol.trial import Training
+from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.training.batches import MicroBatches
 from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collectives import barrier, gather

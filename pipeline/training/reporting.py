@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipeline.protocol.events import ArtifactSaved, FirstStep, ModelSaved, Outbox, Started, Warned
-from pipeline.protocol.trial import Held
+from pipeline.protocol.trial_result import Held
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import full_state_dict, resulting_weights

@@ -25,7 +25,8 @@ from pipeline.errors import Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import AnyEvent, Finished, Outbox, Phase, Warned
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Rank, Training, Trial, TrialResult
+from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.trial_result import TrialResult
 from pipeline.system.other_load import OtherLoad
 from pipeline.training.batches import MicroBatches
 from pipeline.training.build import build

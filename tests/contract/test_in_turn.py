@@ -14,7 +14,8 @@ from torch import nn
 
 from pipeline.errors import Stopped
 from pipeline.protocol.events import Finished, Warned
-from pipeline.protocol.trial import Baseline, Rank, Training, TrialResult
+from pipeline.protocol.trial import Baseline, Rank, Training
+from pipeline.protocol.trial_result import TrialResult
 from pipeline.training import loop, turns
 from pipeline.training.loop import train
 

@@ -39,7 +39,7 @@ from pipeline.protocol.events import (
     Started,
     TrialOpened,
 )
-from pipeline.protocol.trial import Spread, StepParts, TrialResult
+from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.recording.delivery import quiet
 from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.mlflow import MlflowSubscriber, head_start

@@ -5,7 +5,8 @@ from typing import ClassVar
 import toys
 from torch import Tensor, nn
 
-from pipeline.protocol.trial import Rank, Spread
+from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial_result import Spread
 from pipeline.training.loop import train
 
 

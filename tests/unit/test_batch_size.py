@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pipeline.errors import ExperimentError
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import BatchSizesFound, Failed
-from pipeline.protocol.trial import BatchCandidate, BatchSizes, Rank, Spread, Tuning
+from pipeline.protocol.trial import Rank, Tuning
+from pipeline.protocol.trial_result import BatchCandidate, BatchSizes, Spread
 from pipeline.report.tuned import BatchAdvice, advise_batch
 from pipeline.training import bench
 from pipeline.training.batch_size import CLOSE, Search, find, outcome

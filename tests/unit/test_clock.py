@@ -9,7 +9,8 @@ import toys
 from pipeline.errors import TrainingError
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import AnyEvent, Metrics, Point
-from pipeline.protocol.trial import Rank, Spread
+from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial_result import Spread
 from pipeline.training.build import build
 from pipeline.training.clock import Clock, Lap
 from pipeline.training.meter import Meter

@@ -12,7 +12,7 @@ from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination, show
 from pipeline.commands.doctor.link_speed import MeasuredLink
 from pipeline.errors import ResourceError
-from pipeline.protocol.trial import AllReduce, Link
+from pipeline.protocol.trial_result import AllReduce, Link
 from pipeline.report.link import transfer_ms
 
 HERE = facts_here().model_copy(

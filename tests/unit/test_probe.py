@@ -8,7 +8,8 @@ import torch
 import toys
 from torch import Tensor, nn
 
-from pipeline.protocol.trial import Rank, StepParts
+from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial_result import StepParts
 from pipeline.training.build import build
 from pipeline.training.clock import Lap
 from pipeline.training.context import TrainContext

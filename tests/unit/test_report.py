@@ -19,7 +19,8 @@ from samples import (
 )
 
 from pipeline.protocol.estimates import spread as values
-from pipeline.protocol.trial import Spread, Trial
+from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial_result import Spread
 from pipeline.report import Advice, publish
 from pipeline.report.pairs import table as pairs_table
 from pipeline.report.report import Report, run_json

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.errors import UsageError
-from pipeline.protocol.trial import AllReduce, BatchCost, Costs, Gradient, Link
+from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link
 from pipeline.report.forecast import Check, Forecast
 from pipeline.report.link import broadcast_ms, fit, latency_ms, parse, transfer_ms
 from pipeline.report.scaling import at_pace, counts_up_to, most, predict, worthwhile

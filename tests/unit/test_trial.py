@@ -16,19 +16,16 @@ from pipeline.protocol.events import AnyEvent, Event, Failed, Finished, event_fr
 from pipeline.protocol.trial import (
     ROLES,
     Baseline,
-    BatchCandidate,
-    BatchSizes,
     CellMeasurement,
     Measurement,
     Rank,
     Reference,
     Role,
-    Spread,
-    StepParts,
     Training,
     Trial,
     trial_from_json,
 )
+from pipeline.protocol.trial_result import BatchCandidate, BatchSizes, Spread, StepParts
 
 EVENTS: list[AnyEvent] = [
     events.RunOpened(

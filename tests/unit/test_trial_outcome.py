@@ -22,8 +22,9 @@ from pipeline.protocol.events import (
     Warned,
     event_from_json,
 )
-from pipeline.protocol.trial import BatchSizes, Rank
+from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_outcome import Outcome
+from pipeline.protocol.trial_result import BatchSizes
 
 BY_PEER = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:51423"
 OWN = "ConnectionResetError: [Errno 104] Connection reset by peer"

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from pipeline.config.schema import Measure
 from pipeline.errors import Stopped
 from pipeline.protocol.events import Finished, Warned
-from pipeline.protocol.trial import Baseline, Rank, Reference, Training, TrialResult
+from pipeline.protocol.trial import Baseline, Rank, Reference, Training
+from pipeline.protocol.trial_result import TrialResult
 from pipeline.training import loop, turns
 from pipeline.training.loop import train
 from pipeline.training.turns import LEAST_PAIRS, LEAST_STEPS, SLOT_S, Schedule

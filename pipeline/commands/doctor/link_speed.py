@@ -14,7 +14,7 @@ from pipeline.commands.doctor import ranks
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
-from pipeline.protocol.trial import AllReduce, Link
+from pipeline.protocol.trial_result import AllReduce, Link
 from pipeline.report.link import Backend, fit, latency_ms, transfer_ms
 from pipeline.report.tables import amount
 from pipeline.wording import last_line

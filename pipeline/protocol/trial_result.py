@@ -1,0 +1,197 @@
+"""Results of trials: what was measured, sent by rank 0 at a trial's end. The jobs themselves are in `trial`.
+
+Every class is frozen, typed and survives a round trip through JSON, since it crosses processes and machines.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import model_validator
+
+from pipeline.config.values import Frozen
+
+
+class Spread(Frozen):
+    """A measured value: median, lowest and highest of several windows."""
+
+    median: float
+    low: float
+    high: float
+    windows: int
+    """Number of windows measured."""
+    values: tuple[float, ...] = ()
+    """The windows in order, where all trials or ranks were measured in the same rounds; otherwise empty."""
+
+
+class StepParts(Frozen):
+    """Breakdown of the time of one optimizer step, in milliseconds; the parts add up to the step within its noise.
+
+    The wait for data is measured during training. Everything else is measured afterwards by leaving a part out, see
+    `pipeline.training.probe`; where that failed, it is None.
+    """
+
+    held_ms: Spread | None = None
+    """A whole step on a batch held in memory, measured alternately with its parts; its spread is their noise."""
+    compute_ms: float | None = None
+    """Forward and backward of the slowest rank, without gradient exchange, on a batch held in memory."""
+    exposed_communication_ms: float | None = None
+    """Time that gradient exchange adds to ``compute_ms``; None with one process."""
+    data_wait_ms: float
+    """Wait for batches during training: in each step that of the rank that waited longest, over the step's windows."""
+    rest_ms: float | None = None
+    """Time of the optimizer, clipping and book-keeping."""
+    ranks: tuple[Spread, ...] = ()
+    """Time of each rank without waiting for other ranks: its wait for data and its computing, in rank order."""
+    nodes: tuple[str, ...]
+    """Node of each rank, in rank order."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written_before(cls, values: Any) -> Any:
+        """Read parts of earlier versions, in which the whole step was called ``step_ms`` and ranks had no spread."""
+        if isinstance(values, dict) and "ranks_ms" in values:
+            values = dict(values)
+            values["held_ms"] = values.pop("step_ms")
+            paces = values.pop("ranks_ms")
+            values["ranks"] = [{"median": ms, "low": ms, "high": ms, "windows": 1} for ms in paces]
+        return values
+
+    @property
+    def ranks_ms(self) -> tuple[float, ...]:
+        """Median time of each rank without waiting for other ranks, in rank order."""
+        return tuple(pace.median for pace in self.ranks)
+
+    @property
+    def sum_ms(self) -> float | None:
+        """Sum of all parts; None if one is missing."""
+        if self.compute_ms is None or self.rest_ms is None:
+            return None
+        return self.compute_ms + (self.exposed_communication_ms or 0.0) + self.data_wait_ms + self.rest_ms
+
+
+class BatchCost(Frozen):
+    """Time of one rank's micro-batch of a given size, in milliseconds, alone and on a batch held in memory."""
+
+    samples: int
+    forward_ms: float
+    backward_ms: float
+    data_ms: float
+    """Time to load such a batch while nothing else runs."""
+
+
+class Link(Frozen):
+    """Bandwidth and latency between workers, as seen by an all-reduce."""
+
+    latency_us: float
+    """Microseconds that an empty message takes from one worker to the next."""
+    bandwidth_gbit: float
+    """Gbit/s that one worker sends, in both directions at the same time."""
+
+
+class AllReduce(Frozen):
+    """Time of an all-reduce of one size."""
+
+    bytes: int
+    ms: float
+
+
+class Gradient(Frozen):
+    """Gradient of one trainable parameter."""
+
+    bytes: int
+    ready: float
+    """Fraction of the backward pass after which the gradient is ready."""
+
+
+class Costs(Frozen):
+    """Measurements of a `Probe` from which scaling is predicted."""
+
+    curve: tuple[BatchCost, ...]
+    """By batch size, ascending."""
+    optimizer_ms: float
+    """Time of a step besides loading, forward and backward: clipping, optimizer; 0 with several workers."""
+    gradients: tuple[Gradient, ...]
+    """Gradients of all trainable parameters, in reverse order of registration."""
+    buffer_bytes: int = 0
+    """Size of all buffers of the model, which DDP keeps equal on all ranks."""
+    all_reduces: tuple[AllReduce, ...] = ()
+    """All-reduces between all workers of the trial; empty with one process."""
+    world_size: int
+    """Number of workers of the trial."""
+
+
+class Held(Frozen):
+    """Memory of parameters, gradients and optimizer state."""
+
+    mb: tuple[float, ...]
+    """MB of each rank's tensors on any device, in rank order."""
+    cut: str = ""
+    """Groups of the sharded model, e.g. "12 x Block, the rest"; empty if every rank holds all of it."""
+
+
+class TrialResult(Frozen):
+    """Measurements of a trial, sent by rank 0 at its end."""
+
+    trial: str
+    repeat: int = 0
+    """Index among equal measurements, from 0."""
+    steps: int
+    """Optimizer steps done."""
+    whole_training: int = 0
+    """Samples of the whole training, all epochs together, whose first steps a measurement takes; 0 if unknown."""
+    samples_per_second: Spread
+    """Throughput over all workers in steady state: warm-up, evaluation and checkpoints excluded."""
+    step_ms: Spread
+    """Milliseconds of one optimizer step, in the same windows."""
+    slots: tuple[float, ...] = ()
+    """Samples per second in the slots that were measured in turn with those of other trials, in order."""
+    slots_s: float | None = None
+    """Seconds that all these slots took, those of the other trials included."""
+    other_cores: float | None = None
+    """Cores of rank 0's machine that other processes used during these slots, those of the run itself included."""
+    parts: StepParts
+    peak_memory_mb: tuple[float, ...]
+    """Per device on GPUs (allocated), per process on CPU (resident), in rank order; empty if the devices also held
+    another trial."""
+    held: Held | None = None
+    gpu_utilization: tuple[float, ...] = ()
+    """Percent of the time in which a kernel ran, mean over the windows, per GPU in rank order; empty on CPU."""
+    compile_s: float | None = None
+    """Seconds that torch.compile took on the slowest rank, excluded from other figures; None if nothing is compiled."""
+    gradient_mb: float
+    """Size of all gradients of one replica."""
+    unused_parameters: int = 0
+    """Number of trainable parameters that get no gradient in a step."""
+    coupling: tuple[str, ...] = ()
+    """Types of layers whose output depends on how ranks share a global batch, e.g. "BatchNorm2d", "Dropout"."""
+    losses: tuple[float, ...] = ()
+    """Losses of the first steps, as many as a measurement has; equal losses mean the same training."""
+    metrics: Mapping[str, float] = {}
+    """The last value of each metric of the training, e.g. "validation/accuracy"."""
+    costs: Costs | None = None
+    """Set by a `Probe` only."""
+
+
+class BatchCandidate(Frozen):
+    """Result for one batch size."""
+
+    batch_size: int
+    """Samples of one device's micro-batch."""
+    fits: bool
+    """True if all ranks have enough memory."""
+    samples_per_second: Spread | None = None
+    """Throughput over all workers on batches held in memory, with gradient exchange; None if it doesn't fit."""
+    peak_memory_mb: tuple[float, ...] = ()
+    """Per device on GPUs (allocated for this size), per process on CPU (peak resident size so far), in rank order."""
+
+
+class BatchSizes(Frozen):
+    """Result of a `Tuning`."""
+
+    candidates: tuple[BatchCandidate, ...]
+    """Batch sizes that were tried, ascending."""
+    largest_that_fits: int | None
+    """Largest batch size that fits; None if memory never ran out, 0 if no candidate fits."""
+    recommended: int | None
+    """Smallest batch size whose throughput is close to the best; None if no candidate fits."""
+    train_samples: int
