@@ -7,14 +7,12 @@ other ranks wait meanwhile, blocked. Apart from `pipeline.training.probe`, which
 See docs/decisions/0019-speedups-in-turn.md.
 """
 
-import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,23 +20,19 @@ import torch.distributed as dist
 
 from pipeline.config.schema import Loader, Measure
 from pipeline.errors import Stopped
-from pipeline.protocol import estimates
-from pipeline.protocol.events import AnyEvent, Finished, Outbox, Phase, Warned
+from pipeline.protocol.events import Outbox, Phase, Warned
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Rank, Training, Trial
-from pipeline.protocol.trial_result import TrialResult
 from pipeline.system.other_load import OtherLoad
 from pipeline.training.batches import MicroBatches
-from pipeline.training.build import build
 from pipeline.training.clock import synchronize
 from pipeline.training.collectives import gather
+from pipeline.training.compared_trials import ComparedTrials, Complete
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import endless, without_updates
 from pipeline.training.step import optimizer_step
 from pipeline.training.watch import mark
 from pipeline.wording import duration
-
-_log = logging.getLogger(__name__)
 
 SLOT_S = 0.75
 """Shortest slot in seconds: long for the clock, but no longer than the bursts of load that two neighbors share."""
@@ -49,9 +43,6 @@ LEAST_PAIRS = 5
 
 _SETTLING_S = 0.2
 _SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
-
-Complete = Callable[[TrainContext, Outbox], TrialResult]
-"""Runs a trial that is built and returns its result."""
 
 
 class InTurn(NamedTuple):
@@ -144,7 +135,7 @@ def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, co
     trial, rank = context.trial, context.rank
     assert isinstance(trial, Training)
     queue = _Queue(rank, timeout_s=trial.experiment.parallel.timeout_s)
-    others = _Others(context, outbox=outbox, complete=complete)
+    others = ComparedTrials(context, outbox=outbox, complete=complete)
     for other in trial.compared_with:
         if rank.is_first:
             others.build(other)
@@ -238,7 +229,7 @@ def _other_cores(load: OtherLoad, *, rank: Rank) -> float:
     return max(0.0, load.busy_s - own_s) / load.seconds
 
 
-def _players(context: TrainContext, others: "_Others") -> list[_Player]:
+def _players(context: TrainContext, others: ComparedTrials) -> list[_Player]:
     """Return the trials that take slots: equal on all ranks but for the contexts, which only rank 0 has of others."""
     trial = context.trial
     assert isinstance(trial, Training)
@@ -268,76 +259,3 @@ class _Queue:
         if self._rank.world_size > 1:
             mark(Phase.WAITING)
             dist.barrier(group=self._group)
-
-
-class _Others:
-    """The trials on rank 0 that a training is compared with; on other ranks there are none."""
-
-    def __init__(self, training: TrainContext, *, outbox: Outbox, complete: Complete) -> None:
-        self.contexts: dict[str, TrainContext] = {}
-        """Trials that have taken their first steps, by name."""
-        self._main, self._outbox, self._complete = training.trial.name, outbox, complete
-        self._datasets = training.batches.datasets
-        self._alone = training.rank.model_copy(update={"world_size": 1, "local_world_size": 1})
-        self._outboxes: dict[str, _Later] = {}
-        self._results: dict[str, TrialResult] = {}
-
-    @property
-    def step_s(self) -> dict[str, float]:
-        """Seconds of a step of each trial, by name."""
-        return {name: result.step_ms.median / 1000 for name, result in self._results.items()}
-
-    def build(self, trial: Trial) -> None:
-        """Build a trial and take its first steps; warn if it can't, for example because the model doesn't fit."""
-        torch.set_num_threads(trial.cpus_per_worker)
-        later = _Later(self._outbox)
-        try:
-            context = build(trial, rank=self._alone, datasets=self._datasets)
-            result = self._complete(context, later)
-        except Stopped:
-            return
-        except Exception as error:  # noqa: BLE001 - the training is over, and other trials may do
-            _log.warning("%s could not be measured", trial.title, exc_info=error)
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            message = f"{trial.title} could not be measured beside the training: {said}"
-            self._outbox.event(Warned(trial=self._main, message=message))
-            return
-        self.contexts[trial.name], self._outboxes[trial.name] = context, later
-        self._results[trial.name] = result
-
-    def finish(self, slots: Mapping[str, Sequence[float]]) -> None:
-        """Send the events of each trial, its result with these slots last."""
-        for name, result in self._results.items():
-            context = self.contexts[name]
-            rates, size = slots[name], context.experiment.train.global_batch_size
-            result = result.model_copy(
-                update={
-                    "slots": tuple(rates),
-                    "samples_per_second": estimates.geometric_spread(rates),
-                    "step_ms": estimates.spread([1000 * size / rate for rate in rates]),
-                    "peak_memory_mb": (),  # that of two models and their data
-                }
-            )
-            for event in (*self._outboxes[name].events, Finished(trial=name, result=result)):
-                self._outbox.event(event)
-
-
-class _Later:
-    """Outbox that keeps a trial's events until it is known whether it could be measured; sends warnings at once."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        self.events: list[AnyEvent] = []
-        self._outbox = outbox
-
-    @property
-    def stop_asked(self) -> bool:
-        return self._outbox.stop_asked
-
-    def event(self, event: AnyEvent) -> None:
-        if isinstance(event, Warned):
-            self._outbox.event(event)
-        elif event.kind in ("started", "metrics"):
-            self.events.append(event)
-
-    def file(self, path: Path, name: str) -> None:
-        """Send nothing: a measurement has no files."""
