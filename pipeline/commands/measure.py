@@ -43,6 +43,7 @@ def measure(
         PipelineError: ready to be shown.
     """
     refuse_torchrun("measure")
+    _require_finished(folder)
     plan = make(file, with_baseline=True)
     main = plan.main
     started = _time_to_first_step(folder, trial=main.name)
@@ -71,16 +72,24 @@ def _within(experiment: Experiment, *, budget_s: float | None) -> Experiment:
     return experiment.model_copy(update={"measure": longer})
 
 
-def _time_to_first_step(folder: Path, *, trial: str) -> float | None:
-    """Return the seconds that the training of a finished run took to its first step.
+def _require_finished(folder: Path) -> None:
+    """Refuse a run that has not finished.
 
     Raises:
-        UsageError: the run has not finished, or has no training.
+        UsageError: it has not.
     """
     state = read_state(folder)
     if state.status != "FINISHED":
         state_now = "is still running" if state.status == "RUNNING" else "hasn't finished: continue it with --resume"
         raise UsageError(f"{folder}: this run {state_now}; pipeline measure needs a training that is over")
+
+
+def _time_to_first_step(folder: Path, *, trial: str) -> float | None:
+    """Return the seconds that the training of a run took to its first step; None if the journal has no such figure.
+
+    Raises:
+        UsageError: the run has no training.
+    """
     ends = [event for event in journal.read(folder / journal.FILE_NAME) if isinstance(event, Finished)]
     waits = [end.time_to_first_step_s for end in ends if end.trial == trial]
     if not waits:
