@@ -62,7 +62,7 @@ class Result:
         return pd.DataFrame(self.report.table()).set_index("trial")
 
     def __repr__(self) -> str:
-        return f"{self.report.name}: {self.report.headline}\n{places_of(self.folder)}"
+        return f"{self.report.name}: {self.report.verdict}\n{places_of(self.folder)}"
 
     def _repr_html_(self) -> str:
         return fragment(self.report, self.chart, places=places_of(self.folder))

@@ -57,7 +57,7 @@ def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json
     import rich.console
 
     from pipeline.commands.history.run_result import result_of
-    from pipeline.recording.console import print_report
+    from pipeline.recording.console import print_report, print_verdict
     from pipeline.recording.outcome import places_of
 
     summary = _found(run, directory)
@@ -75,6 +75,8 @@ def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json
         if result.command:
             console.print(result.command, markup=False, soft_wrap=True)
     console.print(places_of(summary.folder), markup=False, soft_wrap=True)
+    if result is not None:
+        print_verdict(result.report, stdout=console)
 
 
 def diff(

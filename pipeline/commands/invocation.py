@@ -20,7 +20,7 @@ from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording import provenance
-from pipeline.recording.console import Printable, print_report
+from pipeline.recording.console import Printable, print_report, print_verdict
 from pipeline.recording.recorded_run import Membership, artifact, recorded
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
@@ -80,6 +80,7 @@ class Invocation:
     verbose: bool
     """True if the workers' output is passed through to the terminal."""
     _results: _Results
+    _shown: list[Printable]
 
     @property
     def folder(self) -> Path:
@@ -131,9 +132,13 @@ class Invocation:
         self.recorder.receive(Metrics(trial=trial, step=step, epoch=epoch, points=points))
 
     def show(self, report: Printable, *, summary: str = "") -> None:
-        """Print a report; ``summary``, in Markdown, describes the run in the tracking store."""
+        """Print a report; ``summary``, in Markdown, describes the run in the tracking store.
+
+        Its verdict is printed last, when the results are where they belong.
+        """
         print_report(report, stdout=self.terminal.result)
         self.recorder.summary = summary
+        self._shown.append(report)
 
     def save(self, files: Mapping[str, str]) -> None:
         """Write texts by file name into the run's folder, as artifacts. Call it last: the disk may be full."""
@@ -183,9 +188,14 @@ def invoked(
     """Print a plan's notes and record what happens inside; for the arguments see `recorded`."""
     for note in plan.notes:
         terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
-    with recorded(
-        plan, terminal=terminal, tracked=tracked, folder=folder, member=member, source=file.source
-    ) as recorder:
-        results = _Results(recorder.earlier)
-        with recorder.subscribed(results):
-            yield Invocation(file, plan, recorder, terminal, verbose, results)
+    shown: list[Printable] = []
+    try:
+        with recorded(
+            plan, terminal=terminal, tracked=tracked, folder=folder, member=member, source=file.source
+        ) as recorder:
+            results = _Results(recorder.earlier)
+            with recorder.subscribed(results):
+                yield Invocation(file, plan, recorder, terminal, verbose, results, shown)
+    finally:
+        if shown:
+            print_verdict(shown[-1], stdout=terminal.result)

@@ -144,7 +144,7 @@ class Training(Trial):
     @override
     def purpose(self) -> str:
         return (
-            f"trains {self.experiment.train.epochs} epochs; measures throughput, exposed communication, data wait, "
+            f"trains {self.experiment.train.epochs} epochs; measures throughput, waiting for gradients and data, "
             "peak memory"
         )
 

@@ -171,20 +171,24 @@ class Printable(Protocol):
         """Tables of measurements, the result first."""
 
     @property
-    def closing(self) -> tuple[str, ...]:
-        """Lines below the tables, the result first."""
+    def blocks(self) -> Sequence[Sequence[str]]:
+        """Lines below the tables in blocks, the title of each block first."""
 
     @property
-    def advised(self) -> tuple[str, ...]:
-        """Advice, a line each; often none."""
+    def verdict(self) -> str:
+        """Result in one line, printed last."""
 
 
 def print_report(report: Printable, *, stdout: rich.console.Console) -> None:
-    """Print a report: title, tables, their explanation, advice."""
+    """Print title, tables and what is said about them; the verdict is printed last, see `print_verdict`."""
     stdout.print(headed(report.opening, width=stdout.width))
     for table in report.tables:
         stdout.print()
         print_report_table(table, console=stdout)
-    stdout.print("", headed(report.closing, width=stdout.width), sep="\n")
-    if report.advised:
-        stdout.print("", headed(["Advice", *report.advised], width=stdout.width), sep="\n")
+    for block in report.blocks:
+        stdout.print("", headed(block, width=stdout.width), sep="\n")
+
+
+def print_verdict(report: Printable, *, stdout: rich.console.Console) -> None:
+    """Print the result in one line."""
+    write(stdout, report.verdict, style="bold")

@@ -269,9 +269,11 @@ class Advice(Frozen):
     reason: str
     """Sentence about the measurement behind the advice."""
     change: str
-    """Action to take, with YAML for the experiment file if any, e.g. "write loader: {num_workers: 2}"."""
+    """Action to take; ends with ``overrides`` if there are any, e.g. "train with loader.num_workers=2"."""
     key: str = ""
     """Key of the experiment file to change; empty if the machine is to be changed."""
+    overrides: str = ""
+    """Overrides that make the change, to be pasted behind ``pipeline run FILE``; empty for reports of before."""
     measured: bool = True
     """True if this run measured the change to be faster; otherwise it is a suggestion to try."""
 

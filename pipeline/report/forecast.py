@@ -14,7 +14,16 @@ from pipeline.wording import counted
 FILE_NAME = "prediction.json"
 """File name of a `Forecast` in a run's folder."""
 
-_HEADER = ("workers", "samples each", "samples/s", "step ms", "exposed comm. ms", "speedup", "efficiency", "limited by")
+_HEADER = (
+    "workers",
+    "samples each",
+    "samples/s",
+    "step, ms",
+    "waiting for gradients, ms",
+    "speedup",
+    "efficiency",
+    "limited by",
+)
 _MEANING = {"strong": "the same global batch, shared", "weak": "the baseline's batch for each worker"}
 
 
@@ -100,23 +109,24 @@ class Forecast(Frozen):
         )
 
     @property
-    def closing(self) -> tuple[str, ...]:
+    def verdict(self) -> str:
+        """Number of workers that pays, for each kind of scaling."""
+        return "; ".join(
+            f"{self.name}: {outlook.scaling} scaling pays up to {counted(outlook.worthwhile, 'worker')} (predicted)"
+            for outlook in self.outlooks
+        )
+
+    @property
+    def blocks(self) -> tuple[tuple[str, ...], ...]:
         """Lines below the tables: the check of the prediction."""
         if self.check is None:
-            return ("Not checked against a measurement: no two workers ran on this link.",)
+            return (("Not checked against a measurement: no two workers ran on this link.",),)
         checked = (
             f"Checked with {self.check.workers} workers: {self.check.measured:.2f}x measured, "
             f"{self.check.predicted:.2f}x predicted ({self.check.error:+.0%})."
         )
-        return (
-            checked,
-            "All workers are assumed to be connected like the measured workers; --link predicts another network.",
-        )
-
-    @property
-    def advised(self) -> tuple[str, ...]:
-        """No advice: the notes of the tables tell how many workers pay."""
-        return ()
+        alike = "All workers are assumed to be connected like the measured workers; --link predicts another network."
+        return ((checked, alike),)
 
     def _measured(self) -> Iterator[str]:
         yield f"{self.name}: predicted scaling of ddp"

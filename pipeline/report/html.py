@@ -1,6 +1,5 @@
 """The report as a self-contained HTML file: inline styles, embedded chart."""
 
-import re
 from base64 import b64encode
 from collections.abc import Iterator
 from importlib.resources import files
@@ -44,7 +43,7 @@ def save_page(report: Report, chart: Path, path: Path, *, pairs: Path) -> None:
         rate=amount(report.main.samples_per_second.median),
         speedup=speedup(report.main, has_interval=False),
         efficiency=efficiency(report.main),
-        advice=[(advice.reason.rstrip("."), tuple(marked(advice))) for advice in report.advice],
+        advice=[(advice.reason.rstrip("."), *marked(advice)) for advice in report.advice],
         chart=_embedded(chart),
         pairs=_embedded(pairs),
         interval=interval(report.main.ratio, confidence=report.main.confidence) if report.main.ratio else "",
@@ -73,12 +72,9 @@ def _template(name: str) -> Template:
     return environment.from_string(files("pipeline.report").joinpath(name).read_text("utf-8"))
 
 
-def marked(advice: Advice) -> Iterator[tuple[str, bool]]:
-    """Split an advice's change into pieces, each with True if it is YAML for the experiment file."""
-    section = re.escape(advice.key.partition(".")[0])
-    yaml = rf"(\b{section}\b[\w.]*: (?:\{{.*\}}|\[.*?\]|[^\s;,]*[^\s;,.]))"
-    pieces = re.split(yaml, advice.change) if section else [advice.change]
-    yield from ((piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece)
+def marked(advice: Advice) -> tuple[str, str]:
+    """Split an advice's change into words and the overrides at its end, which may be empty."""
+    return advice.change.removesuffix(advice.overrides), advice.overrides
 
 
 def _method(report: Report) -> Iterator[str]:

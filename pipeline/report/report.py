@@ -1,6 +1,6 @@
 """The report of a run or a comparison: rows, remarks, advice, and their forms as text, tables and JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,9 @@ class Report(Frozen):
         return self.main.efficiency
 
     @property
-    def headline(self) -> str:
-        """Result in one sentence."""
-        return summary.headline(self.rows)
+    def verdict(self) -> str:
+        """Result in one line."""
+        return summary.verdict(self.rows)
 
     @property
     def outcome(self) -> str:
@@ -122,14 +122,18 @@ class Report(Frozen):
         return self.name, self.hardware
 
     @property
-    def closing(self) -> tuple[str, ...]:
-        """Lines below the tables in the terminal, the result first."""
-        return (self.headline, *filter(None, [self.outcome]), *(f"- {remark}" for remark in self.remarks))
+    def blocks(self) -> tuple[tuple[str, ...], ...]:
+        """Lines below the tables in the terminal, each block with its title: final metrics, caveats, advice."""
+        return tuple((title, *lines) for title, lines in self.notes if lines)
 
     @property
-    def advised(self) -> tuple[str, ...]:
-        """Advice in numbered lines, each with its measurement and the change."""
-        return summary.advised(self.advice)
+    def notes(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Titles and lines of all that is said below the tables; caveats and advice are numbered."""
+        return (
+            ("Final metrics", tuple(filter(None, [self.outcome]))),
+            ("Caveats", numbered(self.remarks)),
+            ("Advice", numbered(summary.advised(self.advice))),
+        )
 
     @property
     def tables(self) -> tuple[ReportTable, ...]:
@@ -161,9 +165,9 @@ class Report(Frozen):
         table = self.results
         header, *body = ("| " + " | ".join(cells) + " |" for cells in (table.header, *table.rows))
         lines = "\n".join([header, "|---" + "|--:" * (len(table.header) - 1) + "|", *body])
-        remarks = "\n".join(f"- {remark}" for remark in (*table.notes, *self.remarks))
-        advice = "\n".join(self.advised)
-        parts = [f"**{self.headline}**", lines, self.outcome, remarks, advice, f"{self.hardware}."]
+        below = "\n".join(f"- {note}" for note in table.notes)
+        blocks = ("\n".join([f"**{title}**", "", *block]) for title, *block in self.blocks)
+        parts = [f"**{self.verdict}**", lines, below, *blocks, f"{self.hardware}."]
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def table(self) -> dict[str, list[Any]]:
@@ -196,6 +200,11 @@ def comparison_json(report: Report) -> str:
         **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks")},
     )
     return record.model_dump_json(indent=2)
+
+
+def numbered(lines: Iterable[str]) -> tuple[str, ...]:
+    """Return the lines with numbers from 1."""
+    return tuple(f"{number}. {line}" for number, line in enumerate(lines, start=1))
 
 
 def _sorted(entries: Sequence[Row | Unmeasured], *, order: Sequence[str]) -> list[Row | Unmeasured]:

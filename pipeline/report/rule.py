@@ -1,11 +1,11 @@
 """Input and output of the rules that give advice: a `Case` and a `Finding`."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from pipeline.config.overrides import override
 from pipeline.config.schema import Experiment
 from pipeline.config.train import Train
 from pipeline.config.values import Frozen
@@ -60,19 +60,20 @@ class Finding(Frozen):
     @property
     def advice(self) -> Advice:
         """Finding in words."""
-        values = written(self.values)
-        write = f"write {values}" if self.is_measured else f"try {values}; not measured"
+        overrides = pasted(self.values)
+        use = f"{'train with' if self.is_measured else 'not measured yet, try'} {overrides}" if overrides else ""
         return Advice(
             reason=self.reason,
-            change="; ".join(filter(None, [write if self.values else "", self.change])),
+            change="; ".join(filter(None, [self.change, use])),
             key=next(iter(self.values), ""),
+            overrides=overrides,
             measured=self.is_measured,
         )
 
 
-def written(values: Mapping[str, Any]) -> str:
-    """Format keys and values as in a file, e.g. "train.global_batch_size: 128, loader.num_workers: 2"."""
-    return ", ".join(f"{key}: {_flow(value)}" for key, value in values.items())
+def pasted(values: Mapping[str, Any]) -> str:
+    """Format keys and values for a shell, e.g. "train.global_batch_size=128 loader.num_workers=2"."""
+    return shlex.join(override(key, value) for key, value in values.items())
 
 
 def scaled_rate(experiment: Experiment, *, base: int) -> dict[str, Any]:
@@ -85,10 +86,4 @@ def scaled_rate(experiment: Experiment, *, base: int) -> dict[str, Any]:
     if train.lr_scaling.rule != "none":
         return {}
     rule = "sqrt" if "adam" in experiment.optimizer.target.lower() else "linear"
-    return {"train.lr_scaling": {"rule": rule, "base_batch_size": base}}
-
-
-def _flow(value: Any) -> str:
-    """Format a value as YAML on one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"))
-    return text.removesuffix("\n").removesuffix("\n...")
+    return {"train.lr_scaling.rule": rule, "train.lr_scaling.base_batch_size": base}

@@ -1,14 +1,15 @@
-"""The sentences of a report: headline, outcome, advice, and remarks that keep figures from misleading."""
+"""The sentences of a report: verdict, outcome, advice, and caveats that keep figures from misleading."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
-from pipeline.report.tables import amount, efficiency, low_to_high, rate, times
+from pipeline.report.tables import amount, low_to_high, rate, times
 
 BUSY = 0.2
 """Cores used by other processes from which they are mentioned."""
+_LOSS = "train/loss"
 MOST_TIMES = 20
 """Factor on the measuring time beyond which nothing longer is suggested."""
 
@@ -25,21 +26,55 @@ def best(rows: Sequence[Row]) -> Row:
     return max(cells, key=_merit, default=rows[0])
 
 
-def headline(rows: Sequence[Row]) -> str:
-    """Return the result in one sentence."""
-    main, baseline = best(rows), rows[0]
-    does = f"{main.title} does {rate(main.samples_per_second)} samples/s"
+def verdict(rows: Sequence[Row]) -> str:
+    """Return the result in one line: speedup with its interval, final metric, and what is fastest on these devices."""
+    main = best(rows)
+    return "; ".join([*_claim(main, rows[0]), *_learned(main.metrics), *_fastest(main, rows)])
+
+
+def _claim(main: Row, baseline: Row) -> Iterator[str]:
     if main.ratio is None:
-        return f"{does}; no speedup is claimed."
-    faster = f"{times(main.ratio, confidence=main.confidence)} the throughput of {baseline.title}"
-    losses = ", but with different losses" if main.same_training == "no" else ""
-    return f"{_rank(main, rows)}{does}: {faster}, scaling efficiency {efficiency(main)}{losses}."
+        yield f"{main.title}: {rate(main.samples_per_second)} samples/s, no speedup claimed"
+        return
+    noise = "" if main.is_resolved else ", could be noise"
+    yield f"{main.title}: {times(main.ratio, confidence=main.confidence)} of {baseline.title}{noise}"
+    if main.same_training == "no":
+        yield "loss differs from the baseline's (note 1)"
+
+
+def _learned(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Yield the metric that tells if it learned: of validation rather than training, rather than a loss."""
+    names = [name for name in metrics if name.startswith("validation/")] or [name for name in metrics if name == _LOSS]
+    if names:
+        name = min(names, key=lambda name: name.endswith("/loss"))
+        yield f"{name} {metrics[name]:.4g}"
+
+
+def _fastest(main: Row, rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the fastest way to train the same batches among those measured in the same rounds, unless it is obvious."""
+    others = [row for row in rows if row != main and row.global_batch_size == main.global_batch_size]
+    if not others:
+        return
+    top = max(others, key=lambda row: row.samples_per_second.median)
+    ratio = main.throughput_over(top)
+    name = f"{_placed(top)}, {rate(top.samples_per_second)} samples/s"
+    if is_clear(ratio) and ratio.value < 1:
+        yield f"fastest here: {name}"
+    elif is_clear(ratio) and len(others) > 1:
+        yield "fastest here"
+    elif ratio.size > 1 and top.role != "baseline":
+        yield f"equally fast here: {name}"
+
+
+def _placed(row: Row) -> str:
+    """Return title and devices of a row, e.g. "single on 2 cores"."""
+    return f"{row.title.removesuffix(f', {row.devices}')} on {row.devices}"
 
 
 def outcome(row: Row) -> str:
     """Return final metrics and costs of a training: time to the first step, compile time, peak memory."""
     reached = {name: value for name, value in row.metrics.items() if name.startswith("validation/")}
-    reached = reached or {name: value for name, value in row.metrics.items() if name == "train/loss"}
+    reached = reached or {name: value for name, value in row.metrics.items() if name == _LOSS}
     parts = [f"{name} {value:.4g}" for name, value in reached.items()]
     if row.trained_at is not None:
         parts.append(f"trained at {amount(row.trained_at)} samples/s")
@@ -53,43 +88,29 @@ def outcome(row: Row) -> str:
 
 
 def advised(advice: Sequence[Advice]) -> tuple[str, ...]:
-    """Return numbered lines, each with the measurement and the change."""
-    return tuple(f"{number}. {each.reason.rstrip('.')}: {each.change}" for number, each in enumerate(advice, start=1))
+    """Return lines, each with the measurement and the change."""
+    return tuple(f"{each.reason.rstrip('.')}: {each.change}" for each in advice)
 
 
 def _merit(row: Row) -> tuple[bool, bool, float]:
     return row.speedup is not None, row.scaling == "strong", row.speedup or 0.0
 
 
-def _rank(main: Row, rows: Sequence[Row]) -> str:
-    """Return the rank of a comparison's best cell, as the beginning of a sentence; empty for a run."""
-    if main.role != "cell":
-        return ""
-    if main.speedup is not None and not main.is_resolved:
-        return f"Nothing is clearly faster than {rows[0].title}. "
-    if main.speedup is not None and main.speedup <= 1:
-        return f"Nothing is faster than {rows[0].title}. "
-    if sum(row.role == "cell" for row in rows) == 1:
-        return ""
-    others = any(row.scaling != main.scaling for row in rows if row.role == "cell")
-    return f"Fastest with {main.scaling} scaling: " if others else "Fastest: "
-
-
 def remarks(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
-    """Yield the caveats of the figures, if there are any.
+    """Yield the caveats of the figures, if there are any; that on the loss of the main row is the first.
 
     Args:
         rows: all measured rows, the baseline first.
         main: row that the result is about.
     """
     baseline = rows[0]
+    yield from _losses(rows, main=main)
     if baseline.role != "baseline":
-        yield "There is no baseline measurement, so no speedup is claimed."
+        yield "There is no baseline measurement."
     elif main.measures_again(baseline):
-        yield f"The main trial and its baseline are both {main.title}, so no speedup is claimed."
+        yield f"The main trial and its baseline are both {main.title}."
     if any(row.is_one_replica_dp for row in rows):
-        yield "dp with fewer than two GPUs is one replica; nothing runs in parallel, so no speedup is claimed for it."
-    yield from _losses(rows)
+        yield "dp with fewer than two GPUs is one replica: nothing runs in parallel."
     yield from (_all_cores(main, row) for row in rows if _has_all_cores(row, main))
     for row in rows:
         if row.ratio is not None and row.efficiency is not None and not row.is_resolved:
@@ -128,12 +149,16 @@ def _unresolved(row: Row, *, slots_s: float | None) -> str:
     )
 
 
-def _losses(rows: Sequence[Row]) -> Iterator[str]:
+def _losses(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
     """Yield remarks on trainings whose losses differ from the baseline's, in the first steps or later."""
     baseline = rows[0]
-    others = sorted((row for row in rows if row.same_training == "no"), key=lambda row: _reasons(row, baseline))
-    for reasons, group in groupby(others, key=lambda row: _reasons(row, baseline)):
-        different = list(group)
+    first = _reasons(main, baseline)
+    by_reasons = sorted(
+        ((_reasons(row, baseline), row) for row in rows if row.same_training == "no"),
+        key=lambda pair: (pair[0] != first, pair[0]),
+    )
+    for reasons, group in groupby(by_reasons, key=lambda pair: pair[0]):
+        different = [row for _, row in group]
         difference = amount(max(row.first_loss_difference or 0.0 for row in different))
         losses = (
             f"{_loss_of(different)} from that of {baseline.title} by up to {difference} in the first {FIRST_STEPS} "

@@ -99,7 +99,7 @@ def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
         f"{fastest.title} does {rate(fastest.samples_per_second)} samples/s on global batches of "
         f"{fastest.global_batch_size}, for which the learning rate wasn't chosen"
     )
-    change = f"if you train with train.global_batch_size: {fastest.global_batch_size}"
+    change = f"if you train with train.global_batch_size={fastest.global_batch_size}"
     return Finding(reason=reason, values=values, change=change) if values else None
 
 

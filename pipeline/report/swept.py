@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pipeline.config.values import Frozen
@@ -81,33 +81,40 @@ class SweptReport(Frozen):
         return (ReportTable(header=header, rows=rows, emphasis=emphasis, notes=tuple(notes)),)
 
     @property
-    def closing(self) -> tuple[str, ...]:
-        """Lines below the table: the best trial, and how to train it again."""
+    def verdict(self) -> str:
+        """Best trial in one line."""
+        if (best := self.swept.trial(self.swept.best)) is None:
+            return f"{self.swept.experiment}: no trial finished, so there is no best trial"
+        of = f"trial {best.number} of {len(self.swept.trials)}"
+        return f"{self.swept.experiment}: {of} is best, {self.swept.metric} {_figure(best.value)}"
+
+    @property
+    def blocks(self) -> tuple[tuple[str, ...], ...]:
+        """Lines below the table: trials that are left, and where the model is."""
+        lines = tuple(self._told())
+        return (lines,) if lines else ()
+
+    def _told(self) -> Iterator[str]:
         best = self.swept.trial(self.swept.best)
         left = sum(trial.state in ("interrupted", "not begun") for trial in self.swept.trials)
-        more = (f"{left} of {len(self.swept.trials)} trials are left; --resume continues with them.",) if left else ()
+        if left:
+            yield f"{left} of {len(self.swept.trials)} trials are left; --resume continues with them."
         if best is None:
-            return "No trial finished, so there is no best trial.", *more
+            return
         if self.logs_model:
             others = "; the weights of the other trials stay in their folders" if len(self.swept.trials) > 1 else ""
-            more = (*more, f"The model of trial {best.number} is logged to its run in MLflow{others}.")
-        again = f"Best: trial {best.number} with {self.swept.metric} {_figure(best.value)}. To train it again:"
-        return *more, again
+            yield f"The model of trial {best.number} is logged to its run in MLflow{others}."
+        yield f"To train trial {best.number} again:"
 
     @property
     def command(self) -> str:
         """Shell command that trains the best trial again; empty without a best trial."""
         return " ".join(self.swept.command)
 
-    @property
-    def advised(self) -> tuple[str, ...]:
-        """No advice: the best trial's values are the result."""
-        return ()
-
     def markdown(self) -> str:
         """Return the table and the best trial in Markdown, for the description of the sweep's run in MLflow."""
         (table,) = self.tables
-        lines = [*self.closing, ""]
+        lines = [f"**{self.verdict}**", "", *self._told(), ""]
         lines += [f"    {self.command}", ""] if self.command else []
         lines += [f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
         lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table.rows]

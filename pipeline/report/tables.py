@@ -149,10 +149,10 @@ def step_parts(rows: Sequence[Row]) -> ReportTable:
         ("strategy", lambda row: row.title),
         ("step", lambda row: shown(row.step_ms.median)),
         ("compute", lambda row: shown(row.parts.compute_ms)),
-        ("exposed comm.", lambda row: shown(row.parts.exposed_communication_ms)),
+        ("waiting for gradients", lambda row: shown(row.parts.exposed_communication_ms)),
         ("data wait", lambda row: shown(row.parts.data_wait_ms)),
-        ("rest", lambda row: shown(row.parts.rest_ms)),
-        ("sum", lambda row: shown(row.parts.sum_ms)),
+        ("optimizer, other", lambda row: shown(row.parts.rest_ms)),
+        ("parts added up", lambda row: shown(row.parts.sum_ms)),
     ]
     stragglers = [(row, found) for row in rows if (found := Straggler.of(row))]
     missed = [row for row in rows if row.unexplained_ms]

@@ -94,19 +94,20 @@ class TunedReport(Frozen):
         return (ReportTable(header=_HEADER, rows=rows, emphasis=sizes.index(self.tuned.recommended)),)
 
     @property
-    def closing(self) -> tuple[str, ...]:
-        """Lines below the table, the result first."""
-        smallest = f"Recommended: {self.tuned.recommended:,} samples, the smallest within 5 % of the best throughput."
+    def verdict(self) -> str:
+        """Recommended size in one line."""
+        size = f"{self.title}: {self.tuned.recommended:,} samples per device"
+        return f"{size}, the smallest batch within 5% of the best throughput"
+
+    @property
+    def blocks(self) -> tuple[tuple[str, ...], ...]:
+        """Lines below the table: the largest size, the reason for the change, and lines for the experiment file."""
         if self.tuned.largest_that_fits is not None:
             largest = f"Largest that fits: {self.tuned.largest_that_fits:,} samples."
         else:
             largest = f"At least {self.tuned.candidates[-1].batch_size:,} samples fit: memory never ran out."
-        return smallest, largest, self.reason
-
-    @property
-    def advised(self) -> tuple[str, ...]:
-        """Lines for the experiment file."""
-        return self.tuned.change
+        advice = [("Advice", *self.tuned.change)] if self.tuned.change else []
+        return (largest, self.reason), *advice
 
     def _cells(self, one: BatchCandidate) -> tuple[str, ...]:
         rate = one.samples_per_second

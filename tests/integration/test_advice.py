@@ -75,7 +75,7 @@ def test_a_tiny_model(tmp_path: Path) -> None:
 
     assert "parallel.strategy" in keys(advice)
     chosen = advice[keys(advice).index("parallel.strategy")]
-    assert "parallel.strategy: single" in chosen.change
+    assert "parallel.strategy=single" in chosen.overrides
     assert "gradient exchange, too much for a model this small" in chosen.reason
     assert not any("rank" in one.reason for one in advice)
 

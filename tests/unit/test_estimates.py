@@ -189,7 +189,7 @@ def test_the_confidence_of_the_file_is_that_of_the_interval_and_of_what_is_said(
     main = Report.of(trials, ends, hardware=HARDWARE).main
     assert main.confidence == 0.5
     assert main.speedup_high < run_report().main.speedup_high  # type: ignore[operator]
-    assert "(50%: 1.89x to 1.91x)" in Report.of(trials, ends, hardware=HARDWARE).headline
+    assert "(50%: 1.89x to 1.91x)" in Report.of(trials, ends, hardware=HARDWARE).verdict
 
 
 def test_table_sentence_json_and_mlflow_have_the_same_figures() -> None:
@@ -243,7 +243,7 @@ def test_a_speedup_that_may_be_anything_is_no_figure() -> None:
     assert is_wide(report.main.ratio)
     assert speedup(report.main, has_interval=True) == speedup(report.main, has_interval=False) == "0.70x to 5.18x"
     assert efficiency(report.main) == "35% to 259%"
-    assert report.headline.startswith("ddp x 2 does 190 samples/s: 0.70x to 5.18x (95%) the throughput of single, scal")
+    assert report.verdict.startswith("ddp x 2: 0.70x to 5.18x (95%) of single, could be noise")
     assert "the machine was busy" in report.results.notes[0].lower()
     assert any("0.70x to 5.18x (95%), is not resolved" in remark for remark in report.remarks)
 

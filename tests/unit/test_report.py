@@ -87,16 +87,14 @@ def test_dp_with_one_replica_claims_nothing_however_fast_it_was() -> None:
     result = compare(trial("main", "main", strategy="dp"), main_at=spread(190), baseline_at=spread(100))
     assert result.speedup is None
     assert result.efficiency is None
-    assert result.remarks == (
-        "dp with fewer than two GPUs is one replica; nothing runs in parallel, so no speedup is claimed for it.",
-    )
-    assert "no speedup is claimed" in result.headline
+    assert result.remarks == ("dp with fewer than two GPUs is one replica: nothing runs in parallel.",)
+    assert result.verdict == "dp: 190 samples/s, no speedup claimed"
 
 
 def test_a_main_trial_that_repeats_the_baseline_claims_nothing() -> None:
     result = compare(trial("main", "main"), main_at=spread(120), baseline_at=spread(100))
     assert result.speedup is None
-    assert result.remarks == ("The main trial and its baseline are both single, so no speedup is claimed.",)
+    assert result.remarks == ("The main trial and its baseline are both single.",)
 
 
 def test_one_process_with_all_the_cores_is_named() -> None:
@@ -144,7 +142,7 @@ def test_without_a_baseline_there_is_no_speedup() -> None:
     assert result.speedup is None
     assert result.remarks == (
         "baseline (single) did not finish; it is left out.",
-        "There is no baseline measurement, so no speedup is claimed.",
+        "There is no baseline measurement.",
     )
 
 
@@ -183,14 +181,22 @@ def test_the_outcome_is_what_the_training_reached(metrics: dict[str, float], tex
 
 def test_markdown_holds_the_result_the_table_and_the_remarks() -> None:
     text = report().markdown()
-    assert text.startswith("**ddp x 2 does 190 samples/s: 1.90x (95%: 1.86x to 1.94x) the throughput of single")
+    assert text.startswith("**ddp x 2: 1.90x (95%: 1.86x to 1.94x) of single; validation/accuracy 0.9735; ")
     assert "| ddp x 2 | 2 cores | 190 | 1.90x | 95% |\n" in text
-    assert "- One process with all 2 cores" in text
+    assert "**Caveats**\n\n1. One process with all 2 cores" in text
 
 
 def test_the_parts_of_a_step_stand_next_to_their_sum() -> None:
     table = report().step_parts
-    assert table.header == ("strategy", "step", "compute", "exposed comm.", "data wait", "rest", "sum")
+    assert table.header == (
+        "strategy",
+        "step",
+        "compute",
+        "waiting for gradients",
+        "data wait",
+        "optimizer, other",
+        "parts added up",
+    )
     assert table.rows[-1] == ("ddp x 2", "336.8", "314.1", "21.5", "0.2", "1.0", "336.8")
 
 
@@ -334,11 +340,29 @@ def test_pairs_are_saved_with_their_picture_if_there_are_any(tmp_path: Path) -> 
     assert not told
 
 
+@pytest.mark.parametrize(
+    ("main", "reference", "said"),
+    [
+        (190, 250, "; fastest here: single on 2 cores, 250 samples/s"),
+        (190, 191, "; equally fast here: single on 2 cores, 191 samples/s"),
+        (190, 120, "; fastest here"),
+    ],
+)
+def test_the_verdict_names_the_fastest_way_on_the_same_devices(main: float, reference: float, said: str) -> None:
+    result = slots(main=in_turn(main, noise=0.025), baseline=in_turn(100), reference=in_turn(reference))
+    assert result.verdict.startswith(f"ddp x 2: {main / 100:.2f}x (95%: ")
+    assert result.verdict.endswith(f"of single{said}")
+
+
+def test_what_was_not_measured_in_turn_is_not_called_the_fastest() -> None:
+    assert report(has_pairs=False).verdict.endswith("of single, could be noise; validation/accuracy 0.9735")
+
+
 def test_advice_is_numbered_reason_first() -> None:
     advice = (Advice(reason="Data wait is 14 ms.", change="write loader.num_workers: 2"),) * 2
     result = report().model_copy(update={"advice": advice})
     lines = ("1. Data wait is 14 ms: write loader.num_workers: 2", "2. Data wait is 14 ms: write loader.num_workers: 2")
-    assert result.advised == lines
+    assert result.blocks[-1] == ("Advice", *lines)
     assert "\n".join(lines) in result.markdown()
 
 

@@ -331,12 +331,12 @@ def test_forecast_shows_what_it_is_made_from():
     assert "link       25 Gbit/s, 20 us, as given" in found.opening
     assert [row[0] for row in found.tables[0].rows] == ["1", "2", "4", "8"]
     assert found.tables[0].rows[0][5] == "1.00x"
-    assert "Not checked" in found.closing[0]
+    assert "Not checked" in found.blocks[0][0]
 
 
 def test_forecast_says_how_far_off_it_was():
     found = forecast(Check(workers=2, measured=1.6, predicted=1.8))
-    assert "1.60x measured, 1.80x predicted (+12%)" in found.closing[0]
+    assert "1.60x measured, 1.80x predicted (+12%)" in found.blocks[0][0]
     assert "measured between 2 workers" in "\n".join(found.opening)
 
 

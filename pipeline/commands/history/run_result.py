@@ -10,7 +10,7 @@ import rich.console
 from rich.table import Table
 
 from pipeline.errors import UsageError
-from pipeline.recording.console import Printable, print_report
+from pipeline.recording.console import Printable, print_report, print_verdict
 from pipeline.recording.runs import RunSummary
 from pipeline.recording.terminal import listing, print_table, width_of
 from pipeline.report.forecast import FILE_NAME as FORECAST_NAME
@@ -101,7 +101,9 @@ def report_of(run: RunSummary) -> Report | None:
 def _read(model: type[Model], path: Path) -> Model | None:
     try:
         result = model.model_validate_json(path.read_bytes())
-        print_report(result, stdout=rich.console.Console(file=StringIO()))
+        nowhere = rich.console.Console(file=StringIO())
+        print_report(result, stdout=nowhere)
+        print_verdict(result, stdout=nowhere)
         return result
     except FileNotFoundError:
         return None
