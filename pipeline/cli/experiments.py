@@ -208,7 +208,7 @@ def predict(
 
     experiment = load(file, with_address(overrides, address))
     given = parse(link) if link is not None else None
-    with head_start(experiment, verbose=verbose, tracked=False):
+    with head_start(experiment, verbose=verbose, tracked=True):
         from pipeline.commands import predict as prediction
 
         prediction.predict(

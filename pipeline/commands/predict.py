@@ -1,6 +1,6 @@
 """``pipeline predict``: scaling calculated from measurements of one worker and of a link."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
@@ -12,10 +12,12 @@ from pipeline.errors import ExperimentError, ResourceError, TrainingError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
+from pipeline.protocol import estimates
 from pipeline.protocol.trial import Probe, Scaling
 from pipeline.protocol.trial_result import Costs, Link, TrialResult
 from pipeline.recording.terminal import Terminal
-from pipeline.report.forecast import FILE_NAME, Check, Forecast
+from pipeline.report.doubt import Doubt, Setting, doubts
+from pipeline.report.forecast import FILE_NAME, Check, Forecast, with_interval
 from pipeline.report.link import fit
 from pipeline.report.scaling import at_pace
 from pipeline.report.scaling import predict as predicted
@@ -55,11 +57,12 @@ def predict(
     with planning(file) as (allowed, resources):
         plan = make_plan(file.experiment, resources, allowed=allowed, link=link)
     scalings: tuple[Scaling, ...] = ("strong", "weak") if scaling == "both" else (scaling,)
-    with invoked(plan, file=file, terminal=terminal, verbose=verbose, tracked=False) as invocation:
+    with invoked(plan, file=file, terminal=terminal, verbose=verbose) as invocation:
         invocation.execute(plan.trials)
         forecast = _forecast(invocation, link=link, workers=workers, scalings=scalings)
+        invocation.show(forecast, summary=forecast.markdown())
+        _log(forecast, invocation)
         invocation.save({FILE_NAME: forecast.model_dump_json(indent=1) + "\n"})
-        invocation.show(forecast)
         show(forecast)
 
 
@@ -149,25 +152,56 @@ def _forecast(invocation: Invocation, *, link: Link | None, workers: int, scalin
     alone, together = results["alone"], results.get("together")
     if alone.costs is None:
         raise TrainingError("nothing can be predicted: what a prediction needs could not be measured, see the warning")
-    largest = alone.costs.curve[-1]
     workload = workload_of(plan.experiment, alone, together, device=plan.main.device)
-    check = None
     if together is not None and together.costs is not None:
-        count = together.costs.world_size
-        link = fit(together.costs.all_reduces, workers=count, backend=workload.backend)
-        measured = together.samples_per_second.median / alone.samples_per_second.median
-        check = Check(workers=count, measured=measured, predicted=predicted(workload, link, workers=count).speedup)
+        measured = together.costs
+        link = fit(measured.all_reduces, workers=measured.world_size, backend=workload.backend)
     if link is None:
         raise TrainingError("the link could not be measured, see the warning; give it, e.g. --link 10Gbit,50us")
+    setting, confidence = Setting(workload, link), plan.experiment.measure.interval
+    among = doubts(setting, alone, together, confidence=confidence)
+    check = _check(setting, among, alone, together, confidence=confidence) if together else None
+    largest = alone.costs.curve[-1]
     return Forecast.of(
-        workload,
-        link,
+        setting,
         workers=workers,
         scalings=scalings,
+        doubts=among,
         name=plan.experiment.name,
         hardware=invocation.hardware,
         compute_ms_per_sample=(largest.forward_ms + largest.backward_ms) / largest.samples,
         link_from="measured" if check else "given",
         measured_workers=check.workers if check else 0,
+        confidence=confidence,
         check=check,
     )
+
+
+def _check(
+    setting: Setting, among: Sequence[Doubt], alone: TrialResult, together: TrialResult, *, confidence: float
+) -> Check | None:
+    """Compare the prediction with the throughput that was measured on its way; None without a measured link."""
+    if together.costs is None:
+        return None
+    workers, (own, base) = together.costs.world_size, (together.samples_per_second, alone.samples_per_second)
+    found = with_interval(predicted(*setting, workers=workers), setting, among, scaling="strong")
+    measured: dict[str, float] = {"measured": own.median / base.median}
+    if min(len(own.values), len(base.values)) > 1:
+        ratio = estimates.quotient(own.values, base.values, confidence=confidence)
+        measured = {"measured": ratio.value, "measured_low": ratio.low, "measured_high": ratio.high}
+    return Check(
+        workers=workers,
+        predicted=found.speedup,
+        predicted_low=found.speedup_low,
+        predicted_high=found.speedup_high,
+        **measured,
+    )
+
+
+def _log(forecast: Forecast, invocation: Invocation) -> None:
+    """Record the speedups as series by workers, which the tracking store draws as curves."""
+    for outlook in forecast.outlooks:
+        for each in outlook.predictions:
+            values = {"speedup": each.speedup, "speedup_low": each.speedup_low, "speedup_high": each.speedup_high}
+            named = {f"predicted/{outlook.scaling}_{name}": value for name, value in values.items()}
+            invocation.log(named, step=each.workers, epoch=1)

@@ -20,7 +20,8 @@ class Spread(Frozen):
     windows: int
     """Number of windows measured."""
     values: tuple[float, ...] = ()
-    """The windows in order, where all trials or ranks were measured in the same rounds; otherwise empty."""
+    """The windows in order, where their noise is needed: those that all trials or ranks were measured in, and those of
+    a `Probe`; otherwise empty."""
 
 
 class StepParts(Frozen):
@@ -77,6 +78,8 @@ class BatchCost(Frozen):
     backward_ms: float
     data_ms: float
     """Time to load such a batch while nothing else runs."""
+    rounds_ms: tuple[float, ...] = ()
+    """Forward and backward of the slowest rank in each round, in which all sizes were measured; their noise."""
 
 
 class Link(Frozen):
@@ -93,6 +96,8 @@ class AllReduce(Frozen):
 
     bytes: int
     ms: float
+    rounds_ms: tuple[float, ...] = ()
+    """Time on the slowest rank in each round, whose median is ``ms``; their noise."""
 
 
 class Gradient(Frozen):

@@ -41,6 +41,10 @@ class Prediction(Frozen):
     """Total throughput of all workers."""
     speedup: float
     """Throughput over that of one worker."""
+    speedup_low: float | None = None
+    """Lower end of the interval that the noise of the inputs gives the speedup; None if their noise is unknown."""
+    speedup_high: float | None = None
+    """Upper end of the interval."""
     efficiency: float
     """Speedup over workers, 1 is linear."""
     limit: Limit

@@ -5,7 +5,7 @@ several ranks, the slowest counts. Only the model's buffers change, and they are
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -89,14 +89,17 @@ def _curve(context: TrainContext) -> tuple[BatchCost, ...]:
     if context.rank.world_size > 1:
         measured = measured[-SIZES_TOGETHER:]  # enough for the slowdown by ranks that share the machine
     times = in_turn({size: partial(_timed, context, size=size) for size in measured}, rank=context.rank, what="batches")
-    own = [_Pass(*map(median, zip(*times[size], strict=True))) for size in measured]
-    slowest = [
-        _Pass(*map(max, zip(*ranks, strict=True))) for ranks in zip(*gather(own, rank=context.rank), strict=True)
-    ]
-    return tuple(
-        BatchCost(samples=size, forward_ms=one.forward, backward_ms=one.backward, data_ms=one.data)
-        for size, one in zip(measured, slowest, strict=True)
-    )
+    ranks = gather([times[size] for size in measured], rank=context.rank)
+    return tuple(_cost(size, of_ranks) for size, of_ranks in zip(measured, zip(*ranks, strict=True), strict=True))
+
+
+def _cost(size: int, ranks: Sequence[Sequence[_Pass]]) -> BatchCost:
+    """Return the cost of a batch size on the slowest rank, from the passes of all ranks in each round."""
+    medians = [_Pass(*map(median, zip(*passes, strict=True))) for passes in ranks]
+    data, ahead, back = map(max, zip(*medians, strict=True))
+    computing = ([one.forward + one.backward for one in passes] for passes in ranks)
+    rounds = tuple(map(max, zip(*computing, strict=True)))
+    return BatchCost(samples=size, forward_ms=ahead, backward_ms=back, data_ms=data, rounds_ms=rounds)
 
 
 def _micro_batch(context: TrainContext) -> int:

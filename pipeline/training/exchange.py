@@ -66,10 +66,8 @@ def all_reduces(model: nn.Module, *, rank: Rank, device: torch.device) -> tuple[
 
     times = in_turn({4 * len(tensor): partial(exchange, tensor) for tensor in tensors}, rank=rank, what="the link")
     ranks = gather(times, rank=rank)
-    return tuple(
-        AllReduce(bytes=size, ms=median(max(round_) for round_ in zip(*(rank[size] for rank in ranks), strict=True)))
-        for size in times
-    )
+    slowest = {size: tuple(map(max, zip(*(rank[size] for rank in ranks), strict=True))) for size in times}
+    return tuple(AllReduce(bytes=size, ms=median(rounds), rounds_ms=rounds) for size, rounds in slowest.items())
 
 
 Backward = Callable[[Callable[[], object]], object]

@@ -74,13 +74,14 @@ def complete(context: TrainContext, outbox: Outbox) -> TrialResult:
 def _result(context: TrainContext, meter: Meter) -> TrialResult:
     """Return what was measured while the trial ran. Collective."""
     trial, steady = context.trial, meter.clock.steady
+    windows = partial(spread, keeps_values=isinstance(trial, Probe))  # a prediction carries their noise on
     return TrialResult(
         trial=trial.name,
         repeat=trial.repeat,
         steps=context.steps,
         whole_training=context.order.samples * context.experiment.train.epochs,
-        samples_per_second=spread([lap.samples_per_second for lap in steady]),
-        step_ms=spread([lap.step_ms for lap in steady]),
+        samples_per_second=windows([lap.samples_per_second for lap in steady]),
+        step_ms=windows([lap.step_ms for lap in steady]),
         parts=waits(context, laps=steady),
         peak_memory_mb=reporting.peak_memory_mb(context),
         held=reporting.held(context),

@@ -7,6 +7,7 @@ from torch import nn
 
 from pipeline.errors import UsageError
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link
+from pipeline.report.doubt import Setting
 from pipeline.report.forecast import Check, Forecast
 from pipeline.report.link import broadcast_ms, fit, latency_ms, parse, transfer_ms
 from pipeline.report.scaling import at_pace, counts_up_to, most, predict, worthwhile
@@ -320,7 +321,7 @@ def test_nothing_goes_over_a_link_of_zero():
 
 def forecast(check=None):
     return Forecast.of(
-        workload(), Link(latency_us=20, bandwidth_gbit=25), workers=8, scalings=("strong", "weak"), name="lab",
+        Setting(workload(), Link(latency_us=20, bandwidth_gbit=25)), workers=8, scalings=("strong", "weak"), name="lab",
         hardware="2 cores", compute_ms_per_sample=3.0, link_from="measured" if check else "given",
         measured_workers=check.workers if check else 0, check=check,
     )  # fmt: skip
@@ -330,7 +331,7 @@ def test_forecast_shows_what_it_is_made_from():
     found = forecast()
     assert "link       25 Gbit/s, 20 us, as given" in found.opening
     assert [row[0] for row in found.tables[0].rows] == ["1", "2", "4", "8"]
-    assert found.tables[0].rows[0][5] == "1.00x"
+    assert found.tables[0].rows[0][4] == "1.00x"
     assert "Not checked" in found.blocks[0][0]
 
 
