@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.commands.sweep.assignment import Record
-from pipeline.protocol.events import STOPPED_EARLY, AnyEvent, Metrics, ModelSaved, Started, event_from_json
+from pipeline.config.reported import PREFIX
+from pipeline.protocol.events import STOPPED_EARLY, AnyEvent, Finished, Metrics, ModelSaved, Started, event_from_json
 from pipeline.recording import journal
 from pipeline.report.swept import State
 
@@ -84,6 +85,13 @@ def model_of(folder: Path) -> ModelSaved | None:
     """Find the model that a trial has saved; None if it has none."""
     events = journal.marked(folder / journal.FILE_NAME, "model_saved")
     return next((event for event in reversed([*events]) if isinstance(event, ModelSaved)), None)
+
+
+def reached(folder: Path) -> dict[str, float]:
+    """Return the last loss and validation metrics of a trial that has finished; empty if it has not."""
+    ends = [event for event in journal.marked(folder / journal.FILE_NAME, "finished") if isinstance(event, Finished)]
+    metrics = ends[-1].result.metrics if ends else {}
+    return {name: value for name, value in metrics.items() if name == "train/loss" or name.startswith(PREFIX)}
 
 
 def state_of(folder: Path) -> tuple[State, str]:

@@ -11,6 +11,7 @@ from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Record, TrialJob, folder_name
 from pipeline.commands.sweep.journals import state_of
 from pipeline.commands.sweep.planning import SweepPlan, identified, make
+from pipeline.commands.sweep.progress import shown_on
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.resume import check_same, earlier
 from pipeline.errors import TrainingError, UsageError
@@ -81,7 +82,10 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
     halt = Halt()
     display = SweepDisplay(plan, invocation, halt)
     try:
-        with started(LocalRayRequest(), verbose=job.verbose):
+        with (
+            started(LocalRayRequest(), verbose=job.verbose),
+            shown_on(invocation.terminal.progress, display.progress),
+        ):
             try:
                 search(plan, searcher, job=job, display=display, halt=halt)
             except BaseException:

@@ -1,5 +1,6 @@
 """Ray Tune run of a sweep: which trial is next, how many run concurrently, which are stopped early."""
 
+import math
 import threading
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,13 +11,15 @@ from ray.tune.search import Searcher
 
 from pipeline.cluster.connection import outside_main_thread
 from pipeline.commands.invocation import Invocation
-from pipeline.commands.sweep.assignment import Record, TrialJob
+from pipeline.commands.sweep.assignment import Record, TrialJob, folder_name
+from pipeline.commands.sweep.journals import reached
 from pipeline.commands.sweep.planning import SweepPlan
+from pipeline.commands.sweep.progress import SweepProgress, assigned, is_live
 from pipeline.commands.sweep.supervisor import EPOCH, SUGGESTION, Supervisor
 from pipeline.commands.sweep.sweep_report import trial as swept_trial
 from pipeline.config.sweep import Sweep
 from pipeline.recording.terminal import write
-from pipeline.report.swept import SweptTrial
+from pipeline.report.swept import State, SweptTrial, figure
 from pipeline.system.process import environment
 
 _SETTINGS = {
@@ -61,10 +64,14 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         self._invocation = invocation
         self._terminal = invocation.terminal
         self._halt = halt
-        self._ended = 0
-        self._best: float | None = None
+        self._best: dict[str, float] = {}
         self._over: set[int] = set()
         """Trials that had ended in an earlier session."""
+        self.progress = SweepProgress(
+            total=plan.sweep.total, epochs=plan.epochs, metric=plan.sweep.metric, direction=plan.direction
+        )
+        """Progress of the sweep as a whole."""
+        self._is_live = is_live(self._terminal.progress)
 
     def __getstate__(self) -> dict[str, Any]:
         """Save nothing: sweeps resume from journals, not from Tune's files."""
@@ -84,8 +91,10 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         if found.state in ("finished", "stopped early"):
             self._over.add(suggestion.number)
             return
+        self.progress.begin(suggestion.number, suggestion.values, epochs=found.epochs)
         again = f", resumed after epoch {found.epochs}" if found.epochs else ""
-        self.tell(f"{suggestion.title}{again}")
+        if not self._is_live:  # the bar has a line for it
+            self.tell(f"{suggestion.title}{again}")
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
@@ -93,21 +102,32 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         """Tell an evaluation; Tune reports the last one twice."""
         self._halt.obey()
         number, metric = _suggestion(trial).number, self._plan.sweep.metric
-        if trial.last_result.get(EPOCH) != result[EPOCH] and number not in self._over:
-            self.tell(f"trial {number}: epoch {result[EPOCH]}, {metric} {result[metric]:.4g}")
+        if trial.last_result.get(EPOCH) == result[EPOCH] or number in self._over:
+            return
+        self.progress.evaluated(number, epoch=result[EPOCH], value=result[metric])
+        if not self._is_live:
+            self.tell(f"trial {number}: epoch {result[EPOCH]}, {metric} {figure(result[metric])}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Tell the end of a trial."""
         suggestion, found = self._found(trial)
-        self._ended += 1
-        before = " before" if suggestion.number in self._over else ""
+        is_earlier = suggestion.number in self._over
+        state: State = "stopped early" if found.state == "running" else found.state  # it writes its checkpoint yet
+        self.progress.end(suggestion.number, state, suggestion.values, value=found.value, is_earlier=is_earlier)
         why = f": {found.message}" if found.state == "failed" else ""
-        count = f"{self._ended} of {self._plan.sweep.total} have ended"
-        state = "stopped early" if found.state == "running" else found.state  # it writes its checkpoint yet
-        message = f"trial {suggestion.number}: {state}{before}{why}; {count}"
-        write(self._terminal.warnings if found.state == "failed" else self._terminal.progress, message)
+        write(
+            self._terminal.warnings if found.state == "failed" else self._terminal.progress,
+            f"trial {suggestion.number}: {state}{' before' if is_earlier else ''}{why}; {self._so_far(found)}",
+        )
         if found.state == "finished" and found.value is not None:
-            self._note(found.value)
+            self._note(found, value=found.value)
+
+    def _so_far(self, found: SweptTrial) -> str:
+        """Return what the bar doesn't tell: on a terminal the trial's own result, else the progress of the sweep."""
+        if not self._is_live:
+            return self.progress.line
+        value = f"{self._plan.sweep.metric} {figure(found.value)} after epoch {found.epochs}, " if found.epochs else ""
+        return f"{value}{assigned(found.values)}"
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Tell the end of a trial that failed."""
@@ -117,11 +137,15 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         suggestion = _suggestion(trial)
         return suggestion, swept_trial(self._invocation.folder, suggestion, metric=self._plan.sweep.metric)
 
-    def _note(self, value: float) -> None:
-        """Record the best value so far, by the number of trials that have ended."""
+    def _note(self, found: SweptTrial, *, value: float) -> None:
+        """Record what the best trial so far reached, by the number of trials that have ended."""
         metric, better = self._plan.sweep.metric, min if self._plan.direction == "min" else max
-        self._best = value if self._best is None else better(self._best, value)
-        self._invocation.log({metric: self._best}, step=self._ended, epoch=self._ended)
+        if math.isnan(value):
+            return
+        if metric not in self._best or better(value, self._best[metric]) != self._best[metric]:
+            self._best = {**reached(self._invocation.folder / folder_name(found.number)), metric: value}
+        ended = len(self.progress.ended)
+        self._invocation.log(self._best, step=ended, epoch=ended)
 
 
 def search(plan: SweepPlan, searcher: Searcher, *, job: TrialJob, display: SweepDisplay, halt: Halt) -> None:

@@ -1,0 +1,173 @@
+"""Progress of a sweep as a whole: trials done, running and stopped, the best so far, and the time that is left.
+
+On a terminal it is a bar with a line for each running trial; in a pipe, the end of each trial says the same.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import rich.console
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.config.values import Direction
+from pipeline.report.swept import State, figure, short_names, shown
+from pipeline.wording import counted
+
+_MOST_ROWS = 8
+"""Running trials that have a line; the others are counted."""
+_PER_SECOND = 2
+
+
+@dataclass
+class Running:
+    """A trial that is being trained."""
+
+    values: Mapping[str, Any]
+    epoch: int = 0
+    value: float | None = None
+
+
+@dataclass
+class SweepProgress:
+    """State of a sweep's trials; updated by Ray Tune's thread and drawn by another.
+
+    Args:
+        total: number of trials.
+        epochs: largest number of epochs of a trial.
+        metric: the sweep's.
+        direction: in which it improves.
+        clock: returns the time in seconds.
+    """
+
+    total: int
+    epochs: int
+    metric: str
+    direction: Direction
+    clock: Callable[[], float] = time.monotonic
+    running: dict[int, Running] = field(default_factory=dict)
+    """Trials that are being trained, by number."""
+    ended: dict[int, State] = field(default_factory=dict)
+    """States of the trials that have ended."""
+    _values: dict[int, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
+    _earlier: float = 0.0
+    _began: float | None = None
+
+    def begin(self, number: int, values: Mapping[str, Any], *, epochs: int = 0) -> None:
+        """Note that a trial begins, after the epochs of an earlier session."""
+        self._began = self.clock() if self._began is None else self._began
+        self._earlier += min(1.0, epochs / self.epochs) / self.total
+        self.running[number] = Running(values, epochs)
+
+    def evaluated(self, number: int, *, epoch: int, value: float) -> None:
+        """Note an evaluation of a running trial."""
+        if (trial := self.running.get(number)) is not None:
+            trial.epoch, trial.value = epoch, value
+            self._values[number] = value, trial.values
+
+    def end(
+        self, number: int, state: State, values: Mapping[str, Any], *, value: float | None, is_earlier: bool = False
+    ) -> None:
+        """Note that a trial has ended, in this session or in an earlier one."""
+        if is_earlier:
+            self._earlier += 1 / self.total
+        self.running.pop(number, None)
+        self.ended[number] = state
+        if value is not None:
+            self._values[number] = value, values
+        if state == "failed":
+            self._values.pop(number, None)
+
+    @property
+    def counts(self) -> str:
+        """How many trials are in which state, e.g. "3 of 8 done, 2 running, 1 stopped early"."""
+        parts = [f"{len(self.ended)} of {self.total} done"]
+        parts += [f"{len(self.running)} running"] * bool(self.running)
+        for state in ("stopped early", "failed"):
+            if number := sum(each == state for each in tuple(self.ended.values())):
+                parts.append(f"{number} {state}")
+        return ", ".join(parts)
+
+    @property
+    def best(self) -> str:
+        """The best value so far with its trial and its parameters; empty before the first evaluation."""
+        known = {number: pair for number, pair in tuple(self._values.items()) if not math.isnan(pair[0])}
+        if not known:
+            return ""
+        pick = min if self.direction == "min" else max
+        number = pick(known, key=lambda number: known[number][0])
+        value, values = known[number]
+        return f"best so far: {self.metric} {figure(value)} in trial {number} ({assigned(values)})"
+
+    @property
+    def fraction(self) -> float:
+        """Part of the work that is done; a trial that has ended counts as a whole."""
+        trained = sum(min(1.0, trial.epoch / self.epochs) for trial in tuple(self.running.values()))
+        return (len(self.ended) + trained) / self.total
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left at the pace of this session; None while that is unknown."""
+        gained = self.fraction - self._earlier
+        if self._began is None or gained <= 0:
+            return None
+        return (self.clock() - self._began) * (1 - self.fraction) / gained
+
+    @property
+    def left(self) -> str:
+        """The time left, e.g. "about 0:02:30 left"; empty while it is unknown, and at the end."""
+        seconds = self.left_s
+        return f"about {timedelta(seconds=round(seconds))} left" if seconds and seconds >= 1 else ""
+
+    @property
+    def line(self) -> str:
+        """The progress in a line."""
+        return "; ".join(filter(None, [self.counts, self.best, self.left]))
+
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield a bar, the best so far, and the running trials."""
+        head = Table.grid(padding=(0, 2), expand=True)
+        for ratio in (None, 1, None):
+            head.add_column(ratio=ratio, no_wrap=True)
+        head.add_row(Text(f"sweep: {self.counts}"), ProgressBar(total=1.0, completed=self.fraction), Text(self.left))
+        rows = [Text(f"  {text}", style="dim") for text in self._rows()]
+        below = [Text(f"  {self.best}")] if self.best else []
+        for text in (*below, *rows):
+            text.no_wrap, text.overflow = True, "ellipsis"
+        yield Group(head, *below, *rows)
+
+    def _rows(self) -> Iterator[str]:
+        running = tuple(self.running.items())
+        for number, trial in running[:_MOST_ROWS]:
+            value = f", {self.metric} {figure(trial.value)}" if trial.value is not None else ""
+            yield f"trial {number}: epoch {trial.epoch}/{self.epochs}{value} ({assigned(trial.values)})"
+        if (more := len(running) - _MOST_ROWS) > 0:
+            yield f"and {counted(more, 'other trial')}"
+
+
+def assigned(values: Mapping[str, Any]) -> str:
+    """Format the values of a trial, e.g. "lr=0.01, width=64"."""
+    names = short_names(list(values))
+    return ", ".join(f"{name}={shown(value)}" for name, value in zip(names, values.values(), strict=True))
+
+
+def is_live(console: rich.console.Console) -> bool:
+    """Return True if a console can show a bar that moves."""
+    return console.is_interactive and not console.is_jupyter and not console.quiet
+
+
+def shown_on(console: rich.console.Console, progress: SweepProgress) -> AbstractContextManager[object]:
+    """Show the progress while the block runs, on a terminal; lines that are printed meanwhile stand above it."""
+    if not is_live(console):
+        return nullcontext()
+    return Live(progress, console=console, transient=True, refresh_per_second=_PER_SECOND)

@@ -1,0 +1,118 @@
+"""Progress of a sweep as a whole: what its bar and its lines say, at any width, and what is left by the clock."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from pipeline.commands.sweep.progress import SweepProgress, is_live, shown_on
+
+LR = "optimizer.lr"
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def progress(*, total: int = 4, clock: Clock | None = None, direction: str = "min") -> SweepProgress:
+    return SweepProgress(
+        total=total, epochs=10, metric="validation/loss", direction="min" if direction == "min" else "max",
+        clock=clock or Clock(),
+    )  # fmt: skip
+
+
+def under_way() -> SweepProgress:
+    """Of four trials one has finished, one was stopped, one is running."""
+    clock = Clock()
+    found = progress(clock=clock)
+    for number in (1, 2):
+        found.begin(number, {LR: number / 10})
+    clock.now = 30
+    found.evaluated(1, epoch=10, value=0.5)
+    found.evaluated(2, epoch=2, value=2.25)
+    found.end(1, "finished", {LR: 0.1}, value=0.5)
+    found.end(2, "stopped early", {LR: 0.2}, value=2.25)
+    found.begin(3, {LR: 0.3, "model.hidden": [32, 32]})
+    clock.now = 60
+    found.evaluated(3, epoch=4, value=0.25)
+    return found
+
+
+def test_a_line_says_how_far_the_sweep_is_what_is_best_and_what_is_left() -> None:
+    # 2.4 of 4 trials in 60 s: 40 s for the others
+    assert under_way().line == (
+        "2 of 4 done, 1 running, 1 stopped early; best so far: validation/loss 0.25 in trial 3 "
+        "(lr=0.3, hidden=[32, 32]); about 0:00:40 left"
+    )
+
+
+def test_the_best_follows_the_direction_and_leaves_out_failures_and_nan() -> None:
+    found = progress(direction="max")
+    assert found.best == ""
+    for number, value in ((1, 0.5), (2, float("nan")), (3, 0.75)):
+        found.begin(number, {LR: number})
+        found.evaluated(number, epoch=1, value=value)
+    assert "0.75 in trial 3 (lr=3)" in found.best
+    found.end(3, "failed", {LR: 3}, value=0.75)
+    assert "0.5 in trial 1" in found.best
+    assert "1 failed" in found.counts
+
+
+def test_what_is_left_counts_this_session_only() -> None:
+    clock = Clock()
+    found = progress(clock=clock)
+    found.end(1, "finished", {}, value=0.5, is_earlier=True)
+    found.begin(2, {}, epochs=5)  # half of it is done
+    assert found.left_s is None
+    clock.now = 50
+    found.evaluated(2, epoch=10, value=0.5)
+    # half a trial in 50 s; two are left
+    assert found.left_s == pytest.approx(200)
+    found.end(2, "finished", {}, value=0.5)
+    for number in (3, 4):
+        found.begin(number, {})
+        found.end(number, "finished", {}, value=0.5)
+    assert (found.left_s, found.left) == (0, "")
+
+
+def drawn(found: SweepProgress, *, width: int) -> list[str]:
+    console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    console.print(found)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_bar_fits_its_terminal(width: int) -> None:
+    head, best, *running = drawn(under_way(), width=width)
+    assert head.startswith("sweep: 2 of 4 done, 1 running, 1 stopped early")
+    assert head.rstrip().endswith("about 0:00:40 left")
+    assert best.strip().startswith("best so far: validation/loss 0.25 in trial 3")
+    assert [row.strip() for row in running] == [
+        "trial 3: epoch 4/10, validation/loss 0.25 (lr=0.3, hidden=[32, 32])"
+    ]  # fmt: skip
+    assert all(len(line) <= width for line in (head, best, *running))
+
+
+def test_many_running_trials_are_counted() -> None:
+    found = progress(total=100)
+    for number in range(1, 13):
+        found.begin(number, {LR: 0.1, "model.hidden": ["x" * 200]})
+    lines = drawn(found, width=80)
+    assert lines[-1].strip() == "and 4 other trials"
+    assert len(lines) == 10
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_pipe_gets_no_bar() -> None:
+    pipe = Console(file=StringIO(), width=80)
+    assert not is_live(pipe)
+    with shown_on(pipe, under_way()):
+        pipe.print("a line")
+    assert isinstance(pipe.file, StringIO)
+    assert pipe.file.getvalue() == "a line\n"
