@@ -96,7 +96,9 @@ class _Comparison:
         invocation.show(report, summary=report.markdown())
         for row in report.rows:
             invocation.log(_figures(row), trial=row.trial, step=row.steps, epoch=1)
+            invocation.tag(row, trial=row.trial)
         invocation.log(_figures(report.main), step=report.main.steps, epoch=1)
+        invocation.tag(report.main)
         invocation.save_report(report)
         return report
 

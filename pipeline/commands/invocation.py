@@ -15,18 +15,20 @@ from pipeline.errors import PipelineError, UsageError
 from pipeline.launchers.base import Launcher, Session
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
-from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, TrialOpened
+from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording import provenance
 from pipeline.recording.console import Printable, print_report, print_verdict
+from pipeline.recording.folder import id_of
 from pipeline.recording.recorded_run import Membership, artifact, recorded
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
-from pipeline.report import publish
+from pipeline.report import Row, publish
 from pipeline.report.advise import advise
 from pipeline.report.report import Report
+from pipeline.report.tables import speedup
 from pipeline.system.process import outer_rank
 
 _log = logging.getLogger(__name__)
@@ -130,6 +132,14 @@ class Invocation:
         """Record the figures that are known as metrics of a trial."""
         points = tuple(Point(name, step, value) for name, value in figures.items() if value is not None)
         self.recorder.receive(Metrics(trial=trial, step=step, epoch=epoch, points=points))
+
+    def tag(self, row: Row, *, trial: str = "main") -> None:
+        """Tag a trial with its speedup and the interval of it, for the table of runs in the tracking store."""
+        if row.ratio is None:
+            return
+        noise = "" if row.is_resolved else ", could be noise"
+        tags = {"speedup": f"{speedup(row, has_interval=True)}{noise}"}
+        self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
 
     def show(self, report: Printable, *, summary: str = "") -> None:
         """Print a report; ``summary``, in Markdown, describes the run in the tracking store.

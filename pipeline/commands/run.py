@@ -119,6 +119,8 @@ def report(invocation: Invocation, *, time_to_first_step_s: float | None = None)
         figures |= {name: getattr(main, name) for name in ("speedup_low", "speedup_high", "speedup_pairs")}
         steps, epochs = invocation.results[plan.main.name].steps, plan.experiment.train.epochs
         invocation.log(figures, trial=plan.main.name, step=steps, epoch=epochs)
+    for row in result.rows:
+        invocation.tag(row, trial=row.trial)
     invocation.save_report(result)
     return result
 

@@ -265,7 +265,7 @@ class ModelSaved(Event):
 
 
 class Tagged(Event):
-    """Tags of a sweep or one of its trials."""
+    """Tags that are known at the end: of a run, a measurement of it, a sweep, or a trial of the sweep."""
 
     kind: Literal["tagged"] = "tagged"
     run: str

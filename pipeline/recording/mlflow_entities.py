@@ -12,6 +12,13 @@ if TYPE_CHECKING:
 
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 8000
 _CUT = " ... [cut]"
+_FIGURES = {
+    "speedup", "speedup_low", "speedup_high", "speedup_pairs", "efficiency", "samples_per_second", "step_ms",
+    "time/compute_ms", "time/exposed_communication_ms", "time/data_wait_ms", "time/rest_ms", "time/compile_s",
+    "time_to_first_step_s", "memory/peak_mb", "gpu_utilization", "largest_loss_difference",
+}  # fmt: skip
+"""Metrics that have one value for a whole run."""
+_PEAK_OF_RANK = "memory/peak_mb_rank_"
 _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
 """MLflow's names of tags that its UI shows specially, by our names."""
 
@@ -22,10 +29,17 @@ def milliseconds(event: Event) -> int:
 
 
 def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
-    """Convert metric points; ``timestamp`` in milliseconds since the epoch."""
+    """Convert metric points; ``timestamp`` in milliseconds since the epoch.
+
+    A figure of the whole run gets step 0, where MLflow draws bars, one for each run; at a later step it draws a line of
+    a single dot.
+    """
     from mlflow.entities import Metric
 
-    return [Metric(mlflow_name(point.name), point.value, timestamp, point.step) for point in points]
+    return [
+        Metric(mlflow_name(name), value, timestamp, 0 if name in _FIGURES or name.startswith(_PEAK_OF_RANK) else step)
+        for name, step, value in points
+    ]
 
 
 def params(values: Mapping[str, str]) -> "list[Param]":
@@ -91,7 +105,7 @@ def figures(event: Finished) -> Iterator[Point]:
         "gpu_utilization": min(result.gpu_utilization, default=None),
     }
     if len(result.peak_memory_mb) > 1:
-        values |= {f"memory/peak_mb_rank_{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}
+        values |= {f"{_PEAK_OF_RANK}{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}
     return (Point(name, result.steps, value) for name, value in values.items() if value is not None)
 
 

@@ -22,10 +22,12 @@ from pipeline.protocol.events import (
     Tagged,
     TrialOpened,
 )
+from pipeline.protocol.links import Page, completed
 from pipeline.recording import mlflow_entities as entities
-from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id, save_view
+from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
+from pipeline.recording.mlflow_views import save_runs_view, save_trials_view, shared_params
 from pipeline.recording.model import log_model
-from pipeline.recording.store import artifact_root, create_store
+from pipeline.recording.store import artifact_root, create_store, run_page, runs_link, sweep_view
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,6 +60,8 @@ class MlflowRun:
         self.experiment_id = ""
         self.run_id = ""
         """MLflow's id of the run; empty until MLflow has answered."""
+        self.trials_view = ""
+        """Name of the saved view of a sweep's trials; empty for other runs."""
         self.uploads: deque[ArtifactSaved | ModelSaved] = deque()
         """Files to upload; metrics don't wait for them."""
         self._warn = warn
@@ -126,9 +130,9 @@ class MlflowRun:
         self.run_id = self._runs.open(event, trial=MAIN, title=event.title or event.run, tags=tags)
         self._errors = {}
         self._logs_model = event.logs_model
-        self._describe(self.run_id, params=event.params)
-        created_ms = entities.milliseconds(event)
-        save_view(self._client, self.experiment_id, params=event.params, created_ms=created_ms)
+        is_sweep = event.tags.get("role") == "sweep"
+        self._describe(self.run_id, params=shared_params(event.params) if is_sweep else event.params)
+        self._save_views(event)
 
     @_write.register
     def _(self, event: TrialOpened) -> None:
@@ -186,16 +190,34 @@ class MlflowRun:
         tags = dict(event.tags)
         if "best_run" in tags:
             tags["best_run_id"] = self._runs.of(tags["best_run"], trial=MAIN)  # ids differ between stores
-        self._describe(self._runs.of(event.run, trial=MAIN), tags=tags)
+        self._describe(self._runs.of(event.run, trial=event.trial), tags=tags)
 
     @_write.register
     def _(self, event: RunClosed) -> None:
         self._flush()
         self.uploads.extend(model for model in self._models if model not in self.uploads)
-        if note := "\n\n".join(part for part in (event.message, event.summary) if part):
+        if note := "\n\n".join(part for part in (event.message, completed(event.summary, self._page)) if part):
             self._describe(self.run_id, tags={"mlflow.note.content": note})
         self._runs.end(self.run_id, event, status=event.status)
         self._runs.end_all(event)
+
+    def _save_views(self, event: RunOpened) -> None:
+        """Save the view that its link opens: of all runs, and of its trials if it is a sweep."""
+        params, created_ms = event.params, entities.milliseconds(event)
+        save_runs_view(self._client, self.experiment_id, params=params, created_ms=created_ms)
+        if event.tags.get("role") == "sweep":
+            sweep = event.run
+            save_trials_view(self._client, self.experiment_id, sweep=sweep, params=params, created_ms=created_ms)
+            self.trials_view = sweep_view(sweep)
+
+    def _page(self, page: Page, run: str) -> str | None:
+        """Return the address of a page that a summary links to, relative to that of its description."""
+        if page != "run":
+            return runs_link("", self.experiment_id, view=sweep_view(run), has_charts=page == "charts")
+        try:
+            return run_page("", self.experiment_id, self._runs.of(run, trial=MAIN))
+        except LookupError:  # a trial that has sent nothing yet
+            return None
 
     def _run(self, event: Event) -> str:
         return self._children.get(event.trial, self.run_id)

@@ -20,6 +20,8 @@ class TrackingOutcome(Frozen):
     """MLflow's id of the experiment; empty if MLflow never answered."""
     run_id: str = ""
     """MLflow's id of the main run; empty if MLflow never answered."""
+    trials_view: str = ""
+    """Name of the saved view of a sweep's trials; empty for other runs."""
     delivered: bool
     """True if MLflow has everything that it accepts."""
     uri: str = ""
@@ -49,9 +51,11 @@ class TrackingOutcome(Frozen):
             waiting: number of events that aren't in MLflow.
             uri: URI of the store, without credentials, unless it is the run's own.
         """
-        folder, files = delivery.run.folder, len(delivery.run.uploads)
+        run = delivery.run
+        folder, files = run.folder, len(run.uploads)
         parts = [f"{waiting} events"] * bool(waiting) + [f"{files} files"] * bool(files)
-        known = cls(experiment_id=delivery.run.experiment_id, run_id=delivery.run.run_id, delivered=True, uri=uri)
+        ids = {"experiment_id": run.experiment_id, "run_id": run.run_id, "trials_view": run.trials_view}
+        known = cls(**ids, delivered=True, uri=uri)
         if trouble:
             return known.lacking(" and ".join(parts) or "some results", folder=folder, trouble=trouble)
         if not delivery.refused:
@@ -87,7 +91,10 @@ def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> st
         lines.append(f"report   {folder / 'report.html'}")
     if outcome and outcome.run_id:
         lines.append(f"mlflow   {run_link(uri, outcome.experiment_id, outcome.run_id)}")
-        lines.append(f"all runs {runs_link(ui_address(uri), outcome.experiment_id)}")
+        address = ui_address(uri)
+        if outcome.trials_view:
+            lines.append(f"trials   {runs_link(address, outcome.experiment_id, view=outcome.trials_view)}")
+        lines.append(f"all runs {runs_link(address, outcome.experiment_id)}")
     if outcome and not outcome.delivered:
         lines.append(outcome.message)
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import os
 import re
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -15,7 +16,7 @@ _HEALTH_TIMEOUT_S = 3
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 _TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
 VIEW = "speedups"
-"""Name of the view that `pipeline.recording.mlflow_runs` saves, in links to the table of runs."""
+"""Name of the view of runs that `pipeline.recording.mlflow_views` saves, in links to the table of runs."""
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Default address of ``pipeline ui``."""
 
@@ -100,13 +101,32 @@ def check_store(uri: str) -> str | None:
 
 def run_link(uri: str, experiment_id: str, run_id: str) -> str:
     """Return the link to a run in MLflow's UI, after the command that serves the UI if there is no server."""
-    page = f"{ui_address(uri)}/#/experiments/{experiment_id}/runs/{run_id}?{_TRAINING_VIEW}"
+    page = run_page(ui_address(uri), experiment_id, run_id)
     return page if is_server(uri) else f"pipeline ui, then {page}"
 
 
-def runs_link(address: str, experiment_id: str) -> str:
-    """Return the link to the table of runs; without ``/runs`` MLflow opens its page for GenAI."""
-    return f"{address}/#/experiments/{experiment_id}/runs?viewStateShareKey={VIEW}&{_TRAINING_VIEW}"
+def run_page(address: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of a run's page; of an empty ``address`` it is relative to any page of MLflow's UI."""
+    return f"{address}{'/' if address else ''}#/experiments/{experiment_id}/runs/{run_id}?{_TRAINING_VIEW}"
+
+
+def runs_link(address: str, experiment_id: str, *, view: str = VIEW, has_charts: bool = False) -> str:
+    """Return the link to a saved view of the table of runs; without ``/runs`` MLflow opens its page for GenAI.
+
+    Args:
+        address: address of the UI; empty for a link that is relative to any of its pages.
+        experiment_id: MLflow's id of the experiment.
+        view: name of the view.
+        has_charts: True to open the charts of the runs in place of their table.
+    """
+    charts = "&compareRunsMode=CHART" if has_charts else ""
+    page = f"{address}{'/' if address else ''}#/experiments/{experiment_id}/runs"
+    return f"{page}?viewStateShareKey={view}{charts}&{_TRAINING_VIEW}"
+
+
+def sweep_view(sweep: str) -> str:
+    """Return the name of the view of a sweep's trials, from the sweep's id."""
+    return f"sweep-{urllib.parse.quote(sweep, safe='')}"
 
 
 def ui_address(uri: str) -> str:

@@ -18,7 +18,7 @@ from typing import IO
 
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError, UsageError
-from pipeline.recording.mlflow_runs import VIEW_TAG
+from pipeline.recording.mlflow_views import VIEW_TAG
 from pipeline.recording.store import artifact_root, check_store, is_server, runs_link, sqlite_path
 
 _START_TIMEOUT_S = 60.0

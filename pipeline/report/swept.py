@@ -2,10 +2,12 @@
 
 import csv
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pipeline.config.values import Frozen
+from pipeline.protocol.links import link
 from pipeline.report.tables import ReportTable
 
 FILE_NAME = "sweep.json"
@@ -14,6 +16,8 @@ TABLE_NAME, CSV_NAME = "sweep_table.json", "sweep.csv"
 
 State = Literal["finished", "stopped early", "failed", "interrupted", "running", "not begun"]
 _STATES = {"stopped early": "stopped"}
+_MOST_DESCRIBED = 20
+"""Trials in the description of the sweep's run, the best ones; MLflow cuts a description after 8000 characters."""
 
 
 class SweptTrial(Frozen):
@@ -50,6 +54,25 @@ class Swept(Frozen):
     """Command that trains the best trial again; empty without a best trial."""
     run: str
     """Id of the sweep's run."""
+    log_scaled: tuple[str, ...] = ()
+    """Keys whose values are drawn with a uniform logarithm."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys that the sweep varies."""
+        return tuple(dict.fromkeys(key for trial in self.trials for key in trial.values))
+
+    @property
+    def by_merit(self) -> tuple[SweptTrial, ...]:
+        """Trials with the best first: those that finished, then those that didn't, then those without a value."""
+        sign = 1 if self.mode == "min" else -1
+
+        def place(trial: SweptTrial) -> tuple[bool, bool, bool, float]:
+            unknown = trial.value is None or math.isnan(trial.value)
+            merit = 0.0 if trial.value is None or unknown else sign * trial.value
+            return trial.number != self.best, unknown, trial.state != "finished", merit
+
+        return tuple(sorted(self.trials, key=place))
 
     def trial(self, number: int | None) -> SweptTrial | None:
         """Return the trial of this number, or None."""
@@ -72,13 +95,22 @@ class SweptReport(Frozen):
     @property
     def tables(self) -> tuple[ReportTable, ...]:
         """Table with a row for each trial, in the order of their numbers."""
-        keys = list(dict.fromkeys(key for trial in self.swept.trials for key in trial.values))
-        names = short_names(keys)
-        rows = tuple(_row(trial, keys, is_best=trial.number == self.swept.best) for trial in self.swept.trials)
-        emphasis = next((i for i, trial in enumerate(self.swept.trials) if trial.number == self.swept.best), None)
-        header = ("trial", *names, self.swept.metric, "epochs", "state")
-        notes = (f"trial {t.number} failed: {t.message}" for t in self.swept.trials if t.state == "failed")
-        return (ReportTable(header=header, rows=rows, emphasis=emphasis, notes=tuple(notes)),)
+        return (self._table(self.swept.trials),)
+
+    @property
+    def by_merit(self) -> ReportTable:
+        """Table of all trials, the best first."""
+        return self._table(self.swept.by_merit)
+
+    def _table(self, trials: Sequence[SweptTrial]) -> ReportTable:
+        keys, best = self.swept.keys, self.swept.best
+        notes = (f"trial {trial.number} failed: {trial.message}" for trial in trials if trial.state == "failed")
+        return ReportTable(
+            header=("trial", *short_names(keys), self.swept.metric, "epochs", "state"),
+            rows=tuple(_row(trial, keys, is_best=trial.number == best) for trial in trials),
+            emphasis=next((i for i, trial in enumerate(trials) if trial.number == best), None),
+            notes=tuple(notes),
+        )
 
     @property
     def verdict(self) -> str:
@@ -86,7 +118,7 @@ class SweptReport(Frozen):
         if (best := self.swept.trial(self.swept.best)) is None:
             return f"{self.swept.experiment}: no trial finished, so there is no best trial"
         of = f"trial {best.number} of {len(self.swept.trials)}"
-        return f"{self.swept.experiment}: {of} is best, {self.swept.metric} {_figure(best.value)}"
+        return f"{self.swept.experiment}: {of} is best, {self.swept.metric} {figure(best.value)}"
 
     @property
     def blocks(self) -> tuple[tuple[str, ...], ...]:
@@ -112,21 +144,30 @@ class SweptReport(Frozen):
         return " ".join(self.swept.command)
 
     def markdown(self) -> str:
-        """Return the table and the best trial in Markdown, for the description of the sweep's run in MLflow."""
-        (table,) = self.tables
+        """Return the best trial and a table in Markdown, for the description of the sweep's run in MLflow.
+
+        Its links are completed where it is written to the store, see `pipeline.protocol.links`.
+        """
+        swept, listed = self.swept, self.swept.by_merit[:_MOST_DESCRIBED]
+        table = self._table(listed)
+        pages = link("a table", "trials", run=swept.run), link("charts", "charts", run=swept.run)
         lines = [f"**{self.verdict}**", "", *self._told(), ""]
         lines += [f"    {self.command}", ""] if self.command else []
+        lines += [f"All trials: {' and '.join(pages)}.", ""]
         lines += [f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
-        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table.rows]
+        for trial, (number, *cells) in zip(listed, table.rows, strict=True):
+            first = link(number, "run", run=trial.run) if trial.state != "not begun" else number
+            lines.append(f"| {' | '.join([first, *(cell.replace('|', '/') for cell in cells)])} |")
+        if others := len(swept.trials) - len(listed):
+            lines += ["", f"These are the best; {TABLE_NAME} has the other {others}, too."]
         return "\n".join(lines)
 
     def columns(self) -> dict[str, list[Any]]:
         """Return the trials as columns; values have their full keys."""
         swept = self.swept
-        keys = dict.fromkeys(key for trial in swept.trials for key in trial.values)
         return {
             "trial": [trial.number for trial in swept.trials],
-            **{key: [_plain(trial.values.get(key)) for trial in swept.trials] for key in keys},
+            **{key: [_plain(trial.values.get(key)) for trial in swept.trials] for key in swept.keys},
             swept.metric: [trial.value for trial in swept.trials],
             "epochs": [trial.epochs for trial in swept.trials],
             "steps": [trial.steps for trial in swept.trials],
@@ -159,12 +200,12 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
 def _row(trial: SweptTrial, keys: Sequence[str], *, is_best: bool) -> tuple[str, ...]:
     state = "best" if is_best else _STATES.get(trial.state, trial.state)
-    value = "-" if trial.value is None else _figure(trial.value)
-    shown = [_shown(trial.values.get(key)) for key in keys]
-    return (str(trial.number), *shown, value, str(trial.epochs or "-"), state)
+    values = [shown(trial.values.get(key)) for key in keys]
+    return (str(trial.number), *values, figure(trial.value), str(trial.epochs or "-"), state)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Format a value of a parameter: of a component, only the name of its class."""
     if isinstance(value, Mapping):
         return str(value.get("_target_", dict(value))).rpartition(".")[2]
     if isinstance(value, str) and "." in value:
@@ -172,7 +213,8 @@ def _shown(value: object) -> str:
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _figure(value: float | None) -> str:
+def figure(value: float | None) -> str:
+    """Format a value of the sweep's metric, in the same way in terminal, report, description and tags."""
     return "-" if value is None else f"{value:.4g}"
 
 

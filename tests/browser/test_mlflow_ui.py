@@ -71,12 +71,12 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     store = f"sqlite:///{cwd}/mlflow.db"
     client = MlflowClient(tracking_uri=store, registry_uri=store)
     (main,) = client.search_runs(["1"], filter_string="tags.role = 'main'")
-    with _ui(cwd) as (address, links):
+    with ui(cwd) as (address, links):
         yield Shown(cwd, store, main, said, address, links)
 
 
 @contextmanager
-def _ui(cwd: Path) -> Iterator[tuple[str, list[str]]]:
+def ui(cwd: Path) -> Iterator[tuple[str, list[str]]]:
     """``pipeline ui``, and what it prints."""
     with started("ui", "--port", str(free_port()), cwd=cwd) as process:
         try:
@@ -101,16 +101,16 @@ def test_the_table_of_runs_says_without_a_click_what_they_reached(shown: Shown, 
     name, link = line.split(": ")
     assert (name, link) == ("resnet-digits", shown.printed("all runs"))
     with pages.open(link, ready=names, name="runs", size=WIDE) as page:
-        tags, metrics = (
-            ["strategy", "world_size", "launcher"],
-            ["speedup", "efficiency", "samples_per_second"],
-        )
-        reached = ["validation/accuracy", "validation/loss", "train/loss"]
-        assert columns(page) == ["Run Name", "Created", *tags, *metrics, *reached, "Duration"]
+        tags = ["strategy", "launcher", "world_size", "speedup"]
+        reached = ["samples_per_second", "validation/accuracy", "validation/loss", "train/loss"]
+        assert columns(page) == ["Run Name", "Created", *tags, *reached, "Duration"]
         expect(names(page)).to_have_text([str(shown.run.info.run_name)])
         assert names(page).evaluate("link => link.firstChild.scrollWidth <= link.clientWidth"), "the name is cut off"
-        assert [cell(page, f"tags.`{tag}`").inner_text() for tag in tags] == ["ddp", "2", "torchrun"]
-        for metric in (*metrics, *reached):
+        *how, speedup = (cell(page, f"tags.`{tag}`").inner_text() for tag in tags)
+        assert how == ["ddp", "torchrun", "2"]
+        assert speedup == shown.run.data.tags["speedup"]
+        assert f"{shown.run.data.metrics['speedup_low']:.2f}" in speedup
+        for metric in reached:
             assert float(cell(page, f"metrics.`{metric}`").inner_text()) == shown.run.data.metrics[metric]
         expect(page.get_by_text("Model training")).to_be_visible()
         expect(page.get_by_text("Evaluation runs")).to_have_count(0)

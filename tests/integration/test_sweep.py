@@ -86,6 +86,12 @@ def test_mlflow_has_one_parent_with_children_and_marks_the_best(swept: tuple[Fol
         one.path for one in MlflowClient(f"sqlite:///{folder.path}/mlflow.db").list_artifacts(parent.info.run_id)
     }
     assert {"sweep.json", "sweep_table.json", "sweep.csv", "experiment.yaml", "log.txt"} <= artifacts
+    assert parent.data.metrics["validation/accuracy"] == runs[best].data.metrics["validation/accuracy"]
+    assert parent.data.tags["launcher"] == "inprocess"
+    assert "optimizer.lr" not in parent.data.params
+    assert f"[{folder.result['best']}](#/experiments/" in parent.data.tags["mlflow.note.content"]
+    assert "viewStateShareKey=sweep-" in next(line for line in ended.stdout.splitlines() if line.startswith("trials "))
+    assert "3 of 3 done" in ended.stdout
 
 
 def test_the_table_fits_a_terminal_and_names_the_command_that_trains_the_best_again(

@@ -12,6 +12,7 @@ from recordings import JOURNALS, Store
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
 from pipeline.recording.journal import FILE_NAME, is_open, read
 from pipeline.report.report import Report
+from pipeline.report.tables import speedup
 
 Play = Callable[..., Any]
 DDP = ("parallel.strategy=ddp", "parallel.workers=2")
@@ -76,6 +77,9 @@ def test_the_report_is_that_of_what_the_workers_measured(play: Play, lab: Path, 
     assert ends == pytest.approx({name: getattr(report.main, name) for name in ends})
     assert (report.main.speedup_pairs, report.main.is_resolved) == (8, True)
     assert runs["baseline"]["samples_per_second"] == pytest.approx(rates["baseline"])
+    told = {run.data.tags["role"]: run.data.tags.get("speedup", "-") for run in store.runs("tiny")}
+    shown = {row.role: speedup(row, has_interval=True) for row in report.rows}
+    assert told == {"baseline": "-", "reference": f"{shown['reference']}", "main": shown["main"]}
     header, *pairs = (folder / "pairs.csv").read_text().splitlines()
     assert header.endswith(",speedup of ddp x 2")
     assert len(pairs) == 8

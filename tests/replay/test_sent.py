@@ -13,7 +13,9 @@ from recordings import JOURNALS, LAB, Recording, Store, copied, recording
 
 from pipeline.config.load import load
 from pipeline.config.summary import config_hash, flatten
-from pipeline.protocol.events import Failed, Finished
+from pipeline.protocol.events import Failed, Finished, RunClosed, RunOpened
+from pipeline.protocol.links import link
+from pipeline.recording.mlflow_run import MlflowRun
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.sync import sync
 from pipeline.report.report import Report
@@ -209,7 +211,15 @@ def test_the_description_and_the_view_are_made_for_people(sent: Sent) -> None:
     view = json.loads(experiment.tags["mlflow.sharedViewState.speedups"])
     assert view["name"] == "Speedups"
     columns = json.loads(view["state"])["selectedColumns"]
-    assert {"tags.`strategy`", "metrics.`speedup`", "metrics.`validation/loss`"} <= set(columns)
+    assert {"tags.`strategy`", "tags.`speedup`", "metrics.`validation/loss`"} <= set(columns)
+
+
+def test_a_figure_of_the_whole_run_is_no_series(sent: Sent) -> None:
+    """At step 0 MLflow draws bars, at any other step a line of one dot."""
+    run = sent.run("finished")
+    for name in ("speedup", "efficiency", "time/compute_ms", "memory/peak_mb", "memory/peak_mb_rank_1"):
+        assert sent.series("finished", name) == [(0, run.data.metrics[name])]
+    assert len(sent.series("finished", "throughput/samples_per_second")) > 1
 
 
 def test_a_failed_run_has_the_error_of_the_rank_that_failed_first(sent: Sent) -> None:
@@ -261,6 +271,37 @@ def test_a_sweep_has_a_run_for_each_trial_and_marks_the_best(sent: Sent) -> None
     assert trials["trial-003"].info.status == "KILLED"
     assert trials["trial-003"].data.tags["stopped_early"].startswith("stopped early by ASHA")
     assert {"sweep.json", "sweep_table.json", "sweep.csv", "experiment.yaml", "log.txt"} <= sent.artifacts("sweep")
+
+
+def test_a_sweep_has_a_view_that_finds_its_trials(sent: Sent) -> None:
+    outcome, client = sent.outcomes["sweep"], sent.store.client
+    view = client.get_experiment(outcome.experiment_id).tags[f"mlflow.sharedViewState.{outcome.trials_view}"]
+    state = json.loads(json.loads(view)["state"])
+    found = client.search_runs([outcome.experiment_id], filter_string=state["searchFilter"])
+    assert {run.info.run_id for run in found} == {run.info.run_id for run in sent.children("sweep")}
+    column, *_ = (name for name in state["selectedColumns"] if name.startswith("params."))
+    assert all(column.removeprefix("params.`").removesuffix("`") in run.data.params for run in found)
+    assert sent.outcomes["finished"].trials_view == ""
+
+
+def test_links_of_a_description_lead_to_the_runs(sent: Sent) -> None:
+    """The recorded sweep has no links yet: its summary is written again with some."""
+    sweep, trial = sent.recordings["sweep"], sent.children("sweep")[0]
+    named = trial.data.tags["pipeline.run"]
+    (closed,) = sweep.all_of(RunClosed)
+    summary = (
+        f"{link('1', 'run', run=named)} {link('2', 'run', run='nobody/trial-002')} {link('all', 'trials', run=named)}"
+    )
+    run = MlflowRun(folder=sweep.folder, warn=pytest.fail, uri=sent.store.uri)
+    before = sent.run("sweep").data.tags["mlflow.note.content"]
+    try:
+        run.write([*sweep.all_of(RunOpened), closed.model_copy(update={"summary": summary})])
+        first, second, *_ = sent.run("sweep").data.tags["mlflow.note.content"].split(" ")
+        assert first.startswith(f"[1](#/experiments/{trial.info.experiment_id}/runs/{trial.info.run_id}?")
+        assert second == "2"
+    finally:
+        run.write([closed])
+    assert sent.run("sweep").data.tags["mlflow.note.content"] == before
 
 
 def test_a_killed_run_ends_with_its_last_event_and_goes_on_when_it_is_resumed(

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import time
@@ -16,7 +17,7 @@ from pipeline.config.overrides import override
 from pipeline.config.values import Direction
 from pipeline.protocol.events import ModelSaved, Tagged
 from pipeline.recording.folder import id_of
-from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial
+from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial, figure
 
 
 def trial(sweep: Path, suggestion: Record, *, metric: str) -> SweptTrial:
@@ -92,6 +93,7 @@ def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Se
         best=best.number if best else None,
         command=_command(file, best, overrides=overrides) if best else (),
         run=id_of(folder),
+        log_scaled=tuple(key for key, one in sweep.parameters.items() if one.log_uniform or one.int_log_uniform),
     )
 
 
@@ -119,9 +121,11 @@ def _tags(swept: Swept) -> Iterator[Tagged]:
             yield Tagged(run=one.run, tags={"best": str(one.number == swept.best).lower()})
         elif one.state == "stopped early":
             yield Tagged(run=one.run, tags={"stopped_early": one.message})
+    states = Counter(one.state for one in swept.trials)
+    yield Tagged(run=swept.run, tags={"trials": ", ".join(f"{count} {state}" for state, count in states.items())})
     if (best := swept.trial(swept.best)) is not None:
         tags = {"best_run": best.run} | {f"best.{key}": str(value) for key, value in best.values.items()}
-        yield Tagged(run=swept.run, tags={**tags, f"best.{swept.metric}": f"{best.value:.6g}"})
+        yield Tagged(run=swept.run, tags={**tags, f"best.{swept.metric}": figure(best.value)})
 
 
 def _files(result: SweptReport) -> dict[str, str]:

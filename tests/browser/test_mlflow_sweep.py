@@ -1,0 +1,101 @@
+"""The MLflow UI on a recorded sweep beside other runs: its trials in a table and in charts, and the order of charts."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from browser import CHROMIUM, INSTALL, Pages, cell, columns, names
+from playwright.sync_api import Page, expect, sync_playwright
+from recordings import recording
+from test_mlflow_ui import ui
+
+from pipeline.recording.outcome import TrackingOutcome, places_of
+from pipeline.recording.sync import sync_with_trials
+from pipeline.report.swept import FILE_NAME, SweptReport
+
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(CHROMIUM is None, reason=f"no Chromium here; install it: {INSTALL}"),
+]
+WIDE = (1920, 1000)
+
+
+class Shown(NamedTuple):
+    """A sweep that the UI shows."""
+
+    report: SweptReport
+    outcome: TrackingOutcome
+    places: str
+    """What is printed at the sweep's end."""
+    address: str
+
+    def printed(self, label: str) -> str:
+        found = re.search(rf"^{label} .*(http://\S+)$", self.places, re.MULTILINE)
+        assert found, self.places
+        return found[1].replace("http://127.0.0.1:5000", self.address)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    """The recorded sweep with the description that it would have now, and the recorded run."""
+    lab = tmp_path_factory.mktemp("swept")
+    sweep = recording("sweep", lab=lab).folder
+    report = SweptReport.model_validate_json((sweep / FILE_NAME).read_text())
+    lines = (sweep / "events.jsonl").read_text().splitlines()
+    closed = {**json.loads(lines[-1]), "summary": report.markdown()}
+    (sweep / "events.jsonl").write_text("\n".join([*lines[:-1], json.dumps(closed)]) + "\n")
+    for folder in (recording("finished", lab=lab).folder, sweep):
+        (*_, outcome) = sync_with_trials(folder, warn=pytest.fail)
+        assert outcome.delivered
+    with ui(lab) as (address, _):
+        yield Shown(report, outcome, places_of(sweep), address)
+
+
+@pytest.fixture(scope="module")
+def pages() -> Iterator[Pages]:
+    with sync_playwright() as playwright:
+        pages = Pages(playwright)
+        yield pages
+        pages.close()
+
+
+def test_the_link_opens_the_trials_only_the_best_first(swept: Shown, pages: Pages) -> None:
+    with pages.open(swept.printed("trials"), ready=names, name="trials", size=WIDE) as page:
+        best_first = sorted(swept.report.swept.trials, key=lambda trial: trial.value or 0)
+        expect(names(page)).to_have_text([f"trial {one.number}: optimizer.lr={one.values['optimizer.lr']}"
+                                          for one in best_first])  # fmt: skip
+        assert columns(page)[2:5] == ["optimizer.lr", "validation/loss", "train/loss"]
+        values = cell(page, "metrics.`validation/loss`").all_inner_texts()
+        assert [float(value) for value in values] == sorted(float(value) for value in values)
+
+
+def sections(page: Page) -> list[str]:
+    """The sections of charts, from the top."""
+    found = page.get_by_test_id("experiment-view-compare-runs-section-header").all_inner_texts()
+    return [re.sub(r"\s*\(\d+\).*", "", text, flags=re.DOTALL).strip() for text in found]
+
+
+def test_the_charts_of_the_trials_begin_with_parallel_coordinates(swept: Shown, pages: Pages) -> None:
+    link = swept.printed("trials").replace("&workflowType", "&compareRunsMode=CHART&workflowType")
+    ready = ".js-plotly-plot, .parcoords, [class*=parcoords]"
+    with pages.open(link, ready=lambda page: page.locator(ready), name="trials-charts", size=WIDE) as page:
+        assert sections(page)[:3] == ["sweep", "validation", "train"]
+
+
+def test_charts_of_training_and_validation_come_first(swept: Shown, pages: Pages) -> None:
+    link = swept.printed("all runs").replace("&workflowType", "&compareRunsMode=CHART&workflowType")
+    with pages.open(link, ready=lambda page: page.locator(".js-plotly-plot"), name="runs-charts", size=WIDE) as page:
+        assert sections(page)[:2] == ["train", "validation"]
+
+
+def test_the_description_of_a_sweep_links_to_its_trials(swept: Shown, pages: Pages) -> None:
+    link = swept.printed("mlflow")
+    with pages.open(link, ready=lambda page: page.get_by_text("Show more"), name="sweep", size=(1440, 1200)) as page:
+        page.get_by_text("Show more").click()
+        best = swept.report.swept.trial(swept.report.swept.best)
+        assert best is not None
+        page.locator("table").get_by_role("link", name=str(best.number), exact=True).click()
+        title = f"trial {best.number}: optimizer.lr={best.values['optimizer.lr']}"
+        expect(page.get_by_role("heading", name=title)).to_be_visible()

@@ -1,0 +1,114 @@
+"""The saved views of MLflow's pages: columns, charts, and the trials of a sweep."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.recording.mlflow_views import columns, save_runs_view, save_trials_view, shared_params, varied_params
+from pipeline.recording.store import run_page, runs_link, sweep_view
+
+PARAMS = {"metrics.accuracy._target_": "torchmetrics.Accuracy", "name": "lab", "train.epochs": "3"}
+SWEEP = {
+    **PARAMS,
+    "sweep.metric": "validation/accuracy",
+    "sweep.mode": "max",
+    "sweep.parameters.optimizer.lr.log_uniform": "[0.001, 1.0]",
+    "sweep.parameters.model.hidden.choice[0]": "[32]",
+    "sweep.parameters.model.hidden.choice[1]": "[64, 64]",
+    "sweep.parameters.loss.choice[0]._target_": "torch.nn.CrossEntropyLoss",
+    "sweep.parameters.loss.choice[1].weight": "2",
+    "sweep.trials": "8",
+}
+
+
+class Store:
+    """What a client of MLflow sets."""
+
+    def __init__(self) -> None:
+        self.tags: dict[str, str] = {}
+
+    def set_experiment_tag(self, experiment: str, name: str, value: str) -> None:
+        assert experiment == "7"
+        self.tags[name] = value
+
+    def view(self, name: str) -> Any:
+        return json.loads(json.loads(self.tags[f"mlflow.sharedViewState.{name}"])["state"])
+
+
+def trials_view(params: dict[str, str]) -> Any:
+    store: Any = Store()
+    save_trials_view(store, "7", sweep="20261123-lab", params=params, created_ms=1)
+    (text,) = store.tags.values()
+    assert len(text) < 5000, "older versions of MLflow take no longer tags"
+    return store.view("sweep-20261123-lab")
+
+
+def test_the_columns_of_runs_show_what_ran_and_what_came_out() -> None:
+    shown = list(columns(PARAMS))
+    assert shown[3:] == [
+        "tags.`strategy`", "tags.`launcher`", "tags.`world_size`", "tags.`speedup`", "metrics.`samples_per_second`",
+        "metrics.`validation/accuracy`", "metrics.`validation/loss`", "metrics.`train/loss`", "duration",
+    ]  # fmt: skip
+    assert sum(columns(PARAMS).values()) < 1600  # beside MLflow's menu, in a window of 1920 pixels
+
+
+def test_charts_of_training_and_validation_come_first() -> None:
+    store: Any = Store()
+    save_runs_view(store, "7", params=PARAMS, created_ms=1)
+    state = store.view("speedups")
+    names = [section["name"] for section in state["compareRunSections"]]
+    assert names[:2] == ["train", "validation"]
+    assert names[-1] == "System metrics"
+    assert state["isAccordionReordered"]  # else MLflow sorts them by name
+    assert "attributes.`Duration`" in state["selectedColumns"]
+
+
+def test_what_a_sweep_varies_is_named_as_in_its_trials() -> None:
+    assert list(varied_params(SWEEP)) == ["optimizer.lr", "model.hidden", "loss._target_"]
+
+
+def test_a_sweep_has_no_values_of_its_own_for_what_it_varies() -> None:
+    own = {
+        "optimizer.lr": "0.1",
+        "model.hidden": "[8]",
+        "loss._target_": "x",
+        "optimizer.lr_decay": "2",
+        "model.h": "1",
+    }
+    kept = shared_params({**SWEEP, **own})
+    assert kept.keys() & own.keys() == {"optimizer.lr_decay", "model.h"}
+    assert SWEEP.items() <= kept.items()
+    assert shared_params({**PARAMS, **own}) == {**PARAMS, **own}
+
+
+def test_the_view_of_a_sweep_has_its_trials_only_the_best_first() -> None:
+    state = trials_view(SWEEP)
+    assert state["searchFilter"] == "tags.sweep = '20261123-lab'"
+    assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`validation/accuracy`", False)
+    assert state["selectedColumns"][:4] == [
+        "params.`optimizer.lr`", "params.`model.hidden`", "params.`loss._target_`", "metrics.`validation/accuracy`"
+    ]  # fmt: skip
+    (parallel,) = state["compareRunCharts"]
+    assert parallel["selectedParams"] == ["optimizer.lr", "model.hidden", "loss._target_"]
+    assert parallel["selectedMetrics"] == ["validation/accuracy"]
+    assert parallel["metricSectionId"] == state["compareRunSections"][0]["uuid"]
+
+
+def test_an_unknown_direction_orders_nothing() -> None:
+    assert "orderByKey" not in trials_view({**SWEEP, "sweep.mode": "auto"})
+    loss = trials_view({**SWEEP, "sweep.mode": "auto", "sweep.metric": "validation/loss"})
+    assert loss["orderByAsc"]
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:5000", ""])
+def test_links_open_the_views(address: str) -> None:
+    start = f"{address}/#/" if address else "#/"
+    assert runs_link(address, "7") == (
+        f"{start}experiments/7/runs?viewStateShareKey=speedups&workflowType=machine_learning"
+    )
+    assert runs_link(address, "7", view=sweep_view("a b"), has_charts=True) == (
+        f"{start}experiments/7/runs?viewStateShareKey=sweep-a%20b&compareRunsMode=CHART"
+        "&workflowType=machine_learning"
+    )  # fmt: skip
+    assert run_page(address, "7", "abc") == f"{start}experiments/7/runs/abc?workflowType=machine_learning"
