@@ -1,12 +1,21 @@
-"""Wording shared by messages: counted nouns, durations, the name that was probably meant, a line of another message."""
+"""Wording shared by messages: figures, counted nouns, durations, the name that was probably meant, lines of errors."""
 
 import difflib
 from collections.abc import Iterable
 
+_PLAIN_TO = 1e15
+"""Magnitude from which figures have an exponent."""
+
+
+def figure(value: float, *, digits: int = 4) -> str:
+    """Return a measured number with its significant digits and without an exponent, e.g. "0.0335", "690", "18,470"."""
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:,.0f}" if 1000 <= abs(rounded) < _PLAIN_TO else f"{value:.{digits}g}"
+
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, e.g. "1 worker", "2 workers"."""
-    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
+    """Return a number with its noun, e.g. "1 worker", "1,200 events"."""
+    return f"1 {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def duration(seconds: float) -> str:

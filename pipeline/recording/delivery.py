@@ -8,15 +8,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import Event as Flag
 
+from rich.filesize import decimal
+
 from pipeline.config.uris import without_credentials
-from pipeline.protocol.events import AnyEvent, Metrics, SystemMetrics
+from pipeline.protocol.events import AnyEvent, ArtifactSaved, Metrics, ModelSaved, SystemMetrics
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.mlflow_run import MlflowRun
 from pipeline.recording.store import redacted
+from pipeline.wording import counted
 
 _ENVIRONMENT = {
     # MLflow's defaults let one call to a dead server block for four minutes; `persist` retries instead.
@@ -87,6 +90,27 @@ class Delivery:
     def trouble(self) -> str:
         """Reason of the current outage; empty if there is none."""
         return self._results.reason or self._files.reason
+
+    def waiting(self, events: int) -> str:
+        """Describe what MLflow lacks, given a number of events, e.g. "12 events and 3 files"; empty if nothing.
+
+        A file that is the last one is named with its size, since a model may take minutes: "1 file: model (2.8 MB)".
+        """
+        files = tuple(self.run.uploads)  # at once: another thread may upload them
+        counts = {"event": events, "file": len(files)}
+        text = " and ".join(counted(count, noun) for noun, count in counts.items() if count)
+        return text if events or len(files) != 1 else f"{text}: {self._named(files[0])}"
+
+    def _named(self, file: ArtifactSaved | ModelSaved) -> str:
+        folder, name, path = self.run.folder, "model", ""
+        if isinstance(file, ArtifactSaved):
+            name = path = file.path
+        else:
+            path = str(PurePosixPath(PurePosixPath(file.run).name, file.weights))
+        try:
+            return f"{name} ({decimal((folder / path).stat().st_size)})"
+        except OSError:
+            return name
 
     def attempt(self, events: Sequence[AnyEvent]) -> bool:
         """Write events; return False if they must be written again later."""

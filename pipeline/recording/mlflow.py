@@ -130,8 +130,9 @@ class MlflowSubscriber:
 
     @property
     def waiting(self) -> str:
-        """Amount that MLflow lacks, e.g. "12 events and 3 files"."""
-        return self._reply.waiting or "all of it"
+        """Amount that MLflow lacks, e.g. "12 events and 3 files left" or "1 file left: model (2.8 MB)"."""
+        amount, colon, name = (self._reply.waiting or "everything").partition(":")
+        return f"{amount} left{colon}{name}"
 
     @property
     def outcome(self) -> TrackingOutcome:
@@ -209,7 +210,7 @@ def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.
     deadline = time.monotonic() + timeout_s
     with console.status("sending to MLflow") as status:
         while tracker.finish(_LOOK_SECONDS) is None:
-            status.update(f"sending to MLflow, {tracker.waiting} to go")
+            status.update(f"sending to MLflow: {tracker.waiting}")
             if time.monotonic() > deadline:
                 return False
     return True

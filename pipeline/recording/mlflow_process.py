@@ -52,7 +52,7 @@ class WriterReply(Frozen):
     warning: str = ""
     """Warning that an outage began or ended; the other fields are then unset."""
     waiting: str = ""
-    """Amount that MLflow lacks, e.g. "12 events and 3 files"."""
+    """Amount that MLflow lacks, e.g. "12 events and 3 files" or "1 file: model (2.8 MB)"."""
     outcome: TrackingOutcome | None = None
     """Outcome of the delivery so far."""
     is_done: bool = False
@@ -92,11 +92,10 @@ class Writer:
     def reply(self) -> WriterReply:
         """Report the progress."""
         is_done = self.done.is_set()
-        events, files = self._batch + len(self.feed), len(self._delivery.run.uploads)
-        parts = [f"{events:,} events"] * bool(events) + [f"{files} files"] * bool(files)
+        events = self._batch + len(self.feed)
         trouble = self._delivery.trouble or ("" if is_done else "the run didn't wait any longer")
         return WriterReply(
-            waiting=" and ".join(parts) or "the end of the run",
+            waiting=self._delivery.waiting(events) or "the end of the run",
             outcome=TrackingOutcome.of(self._delivery, trouble=trouble, waiting=events),
             is_done=is_done,
         )

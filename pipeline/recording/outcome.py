@@ -9,6 +9,7 @@ from pipeline.recording import journal
 from pipeline.recording.delivery import Delivery
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.store import run_link, runs_link, ui_address
+from pipeline.wording import counted
 
 _FILE_NAME = "tracking.json"
 
@@ -51,29 +52,27 @@ class TrackingOutcome(Frozen):
             waiting: number of events that aren't in MLflow.
             uri: URI of the store, without credentials, unless it is the run's own.
         """
-        run = delivery.run
-        folder, files = run.folder, len(run.uploads)
-        parts = [f"{waiting} events"] * bool(waiting) + [f"{files} files"] * bool(files)
+        run, folder = delivery.run, delivery.run.folder
         ids = {"experiment_id": run.experiment_id, "run_id": run.run_id, "trials_view": run.trials_view}
         known = cls(**ids, delivered=True, uri=uri)
         if trouble:
-            return known.lacking(" and ".join(parts) or "some results", folder=folder, trouble=trouble)
+            return known.lacking(delivery.waiting(waiting) or "some results", folder=folder, trouble=trouble)
         if not delivery.refused:
             return known
-        message = f"MLflow refused {delivery.refused} events; they are in {folder / FILE_NAME}"
+        message = f"MLflow refused {counted(delivery.refused, 'event')}, kept in {folder / FILE_NAME}"
         return known.model_copy(update={"message": message})
 
     def lacking(self, what: str, *, folder: Path, trouble: str) -> "TrackingOutcome":
         """Return a copy for a delivery that is incomplete.
 
         Args:
-            what: missing results, e.g. "12 events".
+            what: missing results, e.g. "12 events and 3 files".
             folder: the run's folder.
             trouble: why they are missing.
         """
         message = (
-            f"{what} aren't in MLflow ({trouble}); they are in {folder / FILE_NAME}, "
-            f"send them with: pipeline sync {folder}{f' --to {self.uri}' if self.uri else ''}"
+            f"not in MLflow yet: {what} ({trouble}); nothing is lost, "
+            f"send the rest with: pipeline sync {folder}{f' --to {self.uri}' if self.uri else ''}"
         )
         return self.model_copy(update={"delivered": False, "message": message})
 

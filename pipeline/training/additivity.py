@@ -22,6 +22,7 @@ from pipeline.training.forward import forward
 from pipeline.training.learned import held_by
 from pipeline.training.randomness import generators_kept, seed_all
 from pipeline.training.weighting import Boundary
+from pipeline.wording import figure
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +142,8 @@ def _is_mean(whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> bool:
 
 def _refuse(context: TrainContext, whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> None:
     count = min(SAMPLES, context.order.samples)
-    seen = f"{whole.value:.4g} for {count} samples, {parts[0].value:.4g} and {parts[1].value:.4g} for its two parts"
+    values = [figure(one.value) for one in (whole, *parts)]
+    seen = f"{values[0]} for {count} samples, {values[1]} and {values[2]} for its two parts"
     how = "return its divisor as StepOutput.weight" if context.experiment.task else _IN_A_TASK
     if not context.gives_weight and _close(whole.value, sum(part.value for part in parts), tolerance):
         raise _error(context, f"is a sum over the samples ({seen}); return their mean")

@@ -316,7 +316,7 @@ def test_what_a_dead_server_missed_is_sent_by_sync(server: Server, tmp_path: Pat
     finally:
         server.start()
     assert not outcome.delivered
-    assert outcome.message.startswith("3 events aren't in MLflow (")
+    assert outcome.message.startswith("not in MLflow yet: 3 events (")
     assert outcome.message.endswith(f"pipeline sync {tmp_path}")
     outcome = sync(tmp_path, warn=warnings_told.append)
     assert outcome.delivered

@@ -165,6 +165,16 @@ def test_a_link_that_cannot_be_used_is_a_problem() -> None:
     assert "Connection refused" in finding.what
 
 
+def test_the_last_line_counts_the_checks_that_passed() -> None:
+    findings = tuple(CheckResult(subject=subject, status="ok", what="fine") for subject in ("git", "disk", "MLflow"))
+    console = rich.console.Console(file=io.StringIO(), width=80, color_system=None)
+
+    show(Examination(address=None, nodes=(HERE,), link=None, findings=findings), terminal=console)
+
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().endswith("\nAll 3 checks passed.\n")
+
+
 def test_the_page_fits_80_columns_and_commands_stay_whole() -> None:
     findings = tuple(judged(node(shared_memory_mb=64, **GPUS)))
     examination = Examination(address=None, nodes=(HERE, node(**GPUS)), link=None, findings=findings)
@@ -177,5 +187,6 @@ def test_the_page_fits_80_columns_and_commands_stay_whole() -> None:
     fixes = [line.strip().removeprefix("fix: ") for line in lines if line.strip().startswith("fix: ")]
     assert fixes == [finding.fix for finding in findings if finding.fix]
     assert all(len(line) <= 80 for line in lines if "fix: " not in line)
-    assert lines[-1] == "1 problem and 1 warning."
+    checks = len({finding.subject for finding in findings})
+    assert lines[-1] == f"1 problem and 1 warning; {checks - 2} of {checks} checks passed."
     assert "NVIDIA H200" in terminal.file.getvalue()

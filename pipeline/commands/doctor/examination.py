@@ -1,6 +1,7 @@
 """All checks in order: nodes, versions, GPUs, machine, link, tracking store; and their results in the terminal."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -115,7 +116,7 @@ def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[
 
 
 def show(examination: Examination, *, terminal: rich.console.Console) -> None:
-    """Print a table of the nodes, each finding with its fix, and the number of problems and warnings."""
+    """Print a table of the nodes, each finding with its fix, and how many checks passed."""
     at = f"Ray cluster at {examination.address}" if examination.address else "this machine"
     columns = _columns_of(examination)
     print_report_table(from_columns(f"Doctor: {at}", columns, examination.nodes), console=terminal)
@@ -141,7 +142,11 @@ def _print(finding: CheckResult, terminal: rich.console.Console) -> None:
 
 
 def _counted_findings(examination: Examination) -> str:
-    warnings = sum(finding.status == "warning" for finding in examination.findings)
-    counts = {"problem": len(examination.problems), "warning": warnings}
-    told = " and ".join(counted(count, what) for what, count in counts.items() if count)
-    return f"{told}." if told else "No problems and no warnings."
+    """Return e.g. "All 10 checks passed." or "1 problem and 2 warnings; 8 of 10 checks passed."."""
+    counts = Counter(finding.status for finding in examination.findings if finding.status != "ok")
+    checks = {finding.subject for finding in examination.findings}
+    passed = checks - {finding.subject for finding in examination.findings if finding.status != "ok"}
+    if not counts:
+        return f"All {len(checks)} checks passed."
+    told = " and ".join(counted(counts[status], status) for status in ("problem", "warning") if counts[status])
+    return f"{told}; {len(passed)} of {len(checks)} checks passed."

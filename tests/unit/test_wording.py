@@ -1,0 +1,50 @@
+"""Numbers and amounts as messages show them."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from pipeline.protocol.events import ArtifactSaved, ModelSaved
+from pipeline.recording.delivery import Delivery
+from pipeline.wording import counted, figure
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (18468.3, "18,470"),
+        (9999.7, "10,000"),
+        (-1234567.0, "-1,235,000"),
+        (5890.0, "5,890"),
+        (690.04, "690"),
+        (0.03347, "0.03347"),
+        (0.5, "0.5"),
+        (0.0, "0"),
+        (3e-05, "3e-05"),
+        (2.5e16, "2.5e+16"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_figures_have_four_digits_and_no_exponent_that_a_reader_would_have_to_count(value: float, text: str) -> None:
+    assert figure(value) == text
+
+
+def test_counts_go_with_their_noun() -> None:
+    assert [counted(number, "event") for number in (0, 1, 1200)] == ["0 events", "1 event", "1,200 events"]
+
+
+def test_what_mlflow_lacks_is_counted_and_a_last_file_has_its_name_and_size(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights.pt").write_bytes(bytes(2_800_000))
+    delivery = Delivery(folder=tmp_path, warn=pytest.fail)
+    assert delivery.waiting(0) == ""
+    assert delivery.waiting(1) == "1 event"
+    delivery.run.uploads.append(ArtifactSaved(path="report.html"))
+    assert delivery.waiting(0) == "1 file: report.html"  # it is gone
+    delivery.run.uploads.append(ModelSaved(weights="model/weights.pt"))
+    assert delivery.waiting(12) == "12 events and 2 files"
+    delivery.run.uploads.popleft()
+    assert delivery.waiting(0) == "1 file: model (2.8 MB)"
+    assert delivery.waiting(3) == "3 events and 1 file"
