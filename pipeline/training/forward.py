@@ -8,6 +8,7 @@ from torch.nn.functional import batch_norm
 
 from pipeline.errors import ExperimentError
 from pipeline.tasks import StepOutput
+from pipeline.training import loss_errors
 from pipeline.training.context import TrainContext
 from pipeline.training.order import MicroBatch
 
@@ -16,10 +17,10 @@ def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
     """Compute the task's output for a batch: a scalar loss with its graph, and a weight without, in full precision.
 
     Raises:
-        ExperimentError: loss or weight isn't a scalar, or only some batches have a weight.
+        ExperimentError: torch's loss can't be computed for what the model returned, loss or weight isn't a scalar, or
+            only some batches have a weight.
     """
-    with context.autocast():
-        output = context.task(module, context.batches.placed(batch))
+    output = (_first_output if context.gives_weight is None else _output)(context, module, batch)
     if output.loss.ndim:
         raise _refused(context, f"returned {_shape(output.loss)}; it must be a scalar, the mean over the samples")
     gives_weight = output.weight is not None
@@ -30,6 +31,25 @@ def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
             context, "returns StepOutput.weight for some batches and None for others; return it for all or none"
         )
     return output if output.weight is None else output._replace(weight=_weight(context, output.weight, output.loss))
+
+
+def _output(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
+    with context.autocast():
+        try:
+            return context.task(module, context.batches.placed(batch))
+        except Exception as error:
+            if said := loss_errors.explained(error):
+                raise _refused(context, said) from error
+            raise
+
+
+def _first_output(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
+    """Compute the output of the first batch; refuse a loss that broadcasts outputs and targets of different shapes."""
+    with loss_errors.warned() as told:
+        output = _output(context, module, batch)
+    if said := loss_errors.broadcast(context.task, output) or next(iter(told), ""):
+        raise _refused(context, said)
+    return output
 
 
 def _weight(context: TrainContext, weight: object, loss: Tensor) -> Tensor:

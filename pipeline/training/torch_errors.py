@@ -25,6 +25,19 @@ _TIMEOUT = ("Timed out waiting", "Application timeout", "Watchdog caught collect
 _NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 """Texts of the CPU's allocator, CUDA outside torch's allocator, cuBLAS, cuDNN; others are torch.OutOfMemoryError."""
 
+_HINTS = (
+    (
+        "device-side assert",
+        "an index is outside of its range on the GPU, usually a target that is no class; parallel.device=cpu shows it",
+    ),
+    ("index out of range in self", "an embedding got a number that its table doesn't have; compare num_embeddings"),
+    (
+        "but expected Float",
+        "the targets of the loss have another type than the model's outputs; return targets.float() from the dataset",
+    ),
+)
+"""Texts of torch that name no tensor of the user, and what they mean. Errors of losses: `training.loss_errors`."""
+
 TORCH, OURS = (f"{folder}{os.sep}" for folder in (Path(torch.__file__ or "").parent, PACKAGE))
 """Beginnings of the paths of torch's files and of this package's."""
 
@@ -35,6 +48,13 @@ def origin(error: BaseException) -> Origin:
     if lost is None:
         return "rank"
     return "peer_timeout" if _says(lost, _TIMEOUT) else "lost_peer"
+
+
+def hint(error: BaseException) -> str:
+    """Return what a usual error of torch means, after "; "; empty for others, and for those of user code."""
+    if not isinstance(error, RuntimeError | IndexError) or not _is_from_torch(error):
+        return ""
+    return next((f"; {meaning}" for text, meaning in _HINTS if text in str(error)), "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

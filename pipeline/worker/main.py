@@ -139,7 +139,7 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     if isinstance(error, ExperimentError | TrainingError):
         message, details = str(error), getattr(error, "details", "")
     else:
-        message, details = f"{type(error).__name__}: {error}", _own_traceback(error)
+        message, details = f"{type(error).__name__}: {error}{torch_errors.hint(error)}", _own_traceback(error)
     return Failed(
         trial=trial.name,
         rank=rank,

@@ -243,6 +243,11 @@ def batch_norm_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
+def flat_net() -> nn.Module:
+    """Its outputs have no dimension of size 1, as the targets have."""
+    return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+
+
 def wide_net() -> nn.Module:
     """About 40 kB of weights in fp64."""
     return nn.Sequential(nn.Linear(3, 1000), nn.Linear(1000, 1))
@@ -293,6 +298,14 @@ class PerSampleTask:
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
         outputs = model(batch[0])
         return StepOutput((outputs - batch[1]).pow(2), outputs, batch[1])
+
+
+class SquaredTask:
+    """A task that calls torch's loss itself."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        outputs = model(batch[0])
+        return StepOutput(nn.functional.mse_loss(outputs, batch[1]), outputs, batch[1])
 
 
 class BrokenModel(nn.Module):

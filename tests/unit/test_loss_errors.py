@@ -1,0 +1,137 @@
+"""torch's errors about losses, with the shapes, types and values that torch doesn't name."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline.errors import ExperimentError
+from pipeline.training.loss_errors import explained
+from pipeline.training.torch_errors import hint
+
+ENTROPY = {"data": {"_target_": "toys.classification"}, "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}
+LINEAR = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
+CLASSES = torch.randn(4, 3)
+
+
+def raised(call: Callable[[], object]) -> BaseException:
+    with pytest.raises(Exception) as info:  # noqa: PT011 (any)
+        call()
+    return info.value
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "said"),
+    [
+        (CLASSES, torch.tensor([0, 1, 2, 3]), "targets from 0 to 3, but 3 classes have the numbers 0 to 2; give the "
+         "model 4 outputs, or number the classes from 0"),
+        (CLASSES, torch.tensor([1, 2, 3, 1]), "targets from 1 to 3, but 3 classes have the numbers 0 to 2; number the "
+         "classes from 0, e.g. targets - 1"),
+        (CLASSES, torch.tensor([-1, 2, -100, 1]), "targets from -1 to 2, but 3 classes have the numbers 0 to 2; number "
+         "the classes from 0, or write ignore_index: -1 if such targets are to be left out"),
+        (CLASSES, torch.zeros(4), "targets of shape (4,) (float32); class numbers are int64: return targets.long() "
+         "from the dataset"),
+        (CLASSES, torch.zeros(4, dtype=torch.int32), "(int32); class numbers are int64"),
+        (CLASSES, torch.zeros(4, 1, dtype=torch.int64), "such outputs of 3 classes need targets of shape (4,)"),
+        (CLASSES, torch.zeros(4, 3, dtype=torch.int64), "write class numbers, targets.argmax(1), or probabilities"),
+        ((CLASSES, None), torch.zeros(4), "the model returned a tuple of 2: Tensor (4, 3), NoneType; write a `task:`"),
+        ({"out": CLASSES}, torch.zeros(4), "the model returned a mapping with the keys out; write a `task:`"),
+        (CLASSES, [0, 1, 2, 0], "needs a tensor of targets, but got a list of 4: int, int, int, int"),
+    ],
+)  # fmt: skip
+def test_cross_entropy_tells_what_it_got(outputs: Any, targets: Any, said: str) -> None:
+    error = raised(lambda: nn.CrossEntropyLoss()(outputs, targets))
+    assert said in explained(error)
+
+
+@pytest.mark.parametrize(
+    "loss", [functional.mse_loss, functional.binary_cross_entropy_with_logits, functional.binary_cross_entropy]
+)
+def test_shapes_that_don_t_fit_are_told(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        error = raised(lambda: loss(torch.ones(4, 3), torch.ones(4, 2)))
+    said = "gets outputs of shape (4, 3) (float32) and targets of shape (4, 2) (float32); give both the same shape"
+    assert explained(error) == said
+
+
+@pytest.mark.parametrize("loss", [functional.binary_cross_entropy_with_logits, functional.binary_cross_entropy])
+def test_types_that_don_t_fit_are_told(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    error = raised(lambda: loss(torch.ones(4), torch.ones(4, dtype=torch.int64)))
+    assert explained(error).endswith("targets of shape (4,) (int64); give both the same type: return targets.float() "
+                                     "from the dataset")  # fmt: skip
+
+
+def test_other_errors_keep_torch_s_words() -> None:
+    weight = torch.ones(2)  # the loss's own tensor is wrong, not what it gets
+    assert explained(raised(lambda: functional.cross_entropy(CLASSES, torch.tensor([0, 1, 2, 0]), weight))) == ""
+    assert explained(raised(lambda: CLASSES @ CLASSES)) == ""
+
+
+def refused(**sections: Any) -> str:
+    with pytest.raises(ExperimentError) as info:
+        toys.trained(**sections)
+    (problem,) = info.value.problems
+    return f"{problem.key}: {problem.message}"
+
+
+def test_a_target_that_is_no_class_is_a_mistake_in_the_experiment() -> None:
+    assert refused(**ENTROPY, model=LINEAR) == (
+        "loss: gets outputs of shape (8, 2) (float64) and targets of shape (8,) (int64): targets from 0 to 2, but 2 "
+        "classes have the numbers 0 to 1; give the model 3 outputs, or number the classes from 0"
+    )
+
+
+def test_a_model_that_returns_a_tuple_needs_a_task() -> None:
+    said = refused(**ENTROPY, model={"_target_": "torch.nn.LSTM", "input_size": 3, "hidden_size": 3})
+    assert said.startswith("loss: needs a tensor, but the model returned a tuple of 2: Tensor (8, 3), tuple; write a `")
+
+
+FLAT = {"model": {"_target_": "toys.flat_net"}}
+SPREAD = "targets of shape (8, 1){}, which torch spreads to (8, 8); return targets.squeeze(-1) from the dataset, or"
+
+
+@pytest.mark.parametrize("name", ["MSELoss", "L1Loss", "HuberLoss", "SmoothL1Loss", "PoissonNLLLoss", "SoftMarginLoss"])
+def test_a_loss_that_broadcasts_is_refused(name: str) -> None:
+    """Most of torch's losses do so in silence, others with a warning that only the rank's log has."""
+    said = refused(**FLAT, loss={"_target_": f"torch.nn.{name}"})
+    assert said.startswith("loss: gets outputs of shape (8,) (float64) and " + SPREAD.format(" (float64)"))
+
+
+def test_a_loss_within_a_task_that_broadcasts_is_refused() -> None:
+    said = refused(**FLAT, loss=None, task={"_target_": "toys.SquaredTask"})  # found on a few samples
+    assert said.startswith("task: gets outputs of shape (5,) and " + SPREAD.format("").replace("8", "5"))
+
+
+def test_what_broadcasts_to_no_more_elements_is_trained() -> None:
+    """A sample alone: outputs of shape (1,) and targets of (1, 1) are one pair."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        result, _ = toys.trained(**FLAT, train={"global_batch_size": 1, "epochs": 1})
+    assert result.losses
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (lambda: nn.Embedding(4, 2)(torch.tensor([4])), "; an embedding got a number that its table doesn't have"),
+        (lambda: _double_targets().backward(), "; the targets of the loss have another type than the model's outputs"),
+        (lambda: CLASSES @ CLASSES, ""),
+        (lambda: _raise(RuntimeError("index out of range in self")), ""),
+    ],
+)
+def test_usual_errors_of_torch_have_a_hint(fails: Callable[[], object], said: str) -> None:
+    found = hint(raised(fails))
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+
+
+def _double_targets() -> Any:
+    return functional.huber_loss(torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.float64))
+
+
+def _raise(error: Exception) -> None:
+    raise error
