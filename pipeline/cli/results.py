@@ -1,6 +1,5 @@
 """Commands that show and send the results of runs."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ from pipeline.cli.arguments import IdsOnly, Json
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipeline.recording.runs import RunSummary
+    from pipeline.recording.run_summary import RunSummary
 
 RunArgument = Annotated[
     str,
@@ -30,6 +29,14 @@ Directory = Annotated[
 def list_(
     *,
     directory: Directory = Path("runs"),
+    sort: Annotated[
+        str,
+        typer.Option(
+            metavar="[-]NAME",
+            show_default=False,
+            help="Sort by a column or a metric, e.g. validation/accuracy; with - before it the largest is first.",
+        ),
+    ] = "",
     as_json: Json = False,
     quiet: IdsOnly = False,
 ) -> None:
@@ -37,17 +44,21 @@ def list_(
     from datetime import UTC, datetime
 
     import rich.console
+    from pydantic import TypeAdapter
 
-    from pipeline.commands.history.run_result import show_runs
+    from pipeline.commands.history.run_list import show_runs, sorted_runs
     from pipeline.recording import runs
+    from pipeline.recording.run_summary import RunSummary
 
     found = list(runs.summaries(directory))
+    if sort and found:
+        found = sorted_runs(found, sort)
     if as_json:
-        typer.echo(json.dumps([run.model_dump(mode="json") for run in found], indent=2))
+        typer.echo(TypeAdapter(list[RunSummary]).dump_json(found, indent=2).decode())
     elif quiet:
         typer.echo("".join(f"{run.run}\n" for run in found), nl=False)
     elif found:
-        show_runs(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False))
+        show_runs(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False), by=sort)
     else:
         typer.echo(f"{directory} has no runs; start one with pipeline run FILE", err=True)
 
@@ -96,9 +107,9 @@ def diff(
 
 def ui(
     store: Annotated[
-        str, typer.Option(envvar="MLFLOW_TRACKING_URI", help="Tracking store to show.")
+        str, typer.Option(envvar="MLFLOW_TRACKING_URI", metavar="URI", help="Tracking store to show.")
     ] = "sqlite:///mlflow.db",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on localhost.")] = 5000,
+    port: Annotated[int, typer.Option(min=1, max=65535, metavar="PORT", help="Port on localhost.")] = 5000,
 ) -> None:
     """Serve the MLflow UI with the results on localhost."""
     from pipeline.recording.store import resolve_uri
@@ -153,9 +164,10 @@ def _open(address: str) -> None:
 
 def _found(run: str, directory: Path) -> "RunSummary":
     from pipeline.recording import runs
+    from pipeline.recording.run_summary import summarized
 
     folder = runs.find(run, directory)
-    if (summary := runs.summarized(folder)) is None:
+    if (summary := summarized(folder)) is None:
         raise UsageError(f"{folder}: this run ended before it started; there is nothing to show")
     return summary
 

@@ -1,59 +1,18 @@
 """Runs of a directory, listed and found by their journals alone, without MLflow."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
-from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
-from pipeline.protocol.events import Metrics, RunClosed, RunOpened
-from pipeline.protocol.trial import Status
 from pipeline.recording import journal
-from pipeline.recording.folder import id_of, is_trial, sweep_of, trials_of
+from pipeline.recording.folder import is_trial, trials_of
+from pipeline.recording.run_summary import RunSummary, summarized
 from pipeline.wording import did_you_mean
 
 LATEST = "latest"
 """Name of the newest run."""
 
 _MOST_NAMED = 5
-
-
-class RunSummary(Frozen):
-    """Summary of one run, a line of ``pipeline list``."""
-
-    run: str
-    """Id of the run: the name of its folder, after the sweep's if it is a trial."""
-    folder: Path
-    command: str
-    """run, compare, predict, tune-batch or sweep."""
-    experiment: str
-    status: Status | Literal["RUNNING", "STOPPED"]
-    """RUNNING while a driver writes to the journal; KILLED if it died without closing it; STOPPED: a trial, by ASHA."""
-    strategy: str | None
-    """Strategy of a training; None for other commands."""
-    workers: int | None
-    """Planned number of processes (world size) of a training."""
-    speedup: float | None
-    """Speedup, in a comparison the best cell's; None if none is claimed."""
-    efficiency: float | None
-    began: datetime
-    ended: datetime | None
-    """End of the run; None while it is running, or if its driver was killed."""
-    message: str = ""
-    """Why the run ended, unless it finished."""
-    sweep: str = ""
-    """Id of the sweep; empty unless the run is a trial."""
-
-    @property
-    def what(self) -> str:
-        """Kind of the run, e.g. "ddp x 2" or "compare"."""
-        return self.command if self.strategy is None else titled(self.strategy, self.workers or 1)
-
-
-def titled(strategy: str, workers: int) -> str:
-    """Return strategy and number of workers as tables show them, e.g. "ddp x 2"."""
-    return strategy if workers == 1 else f"{strategy} x {workers}"
 
 
 def folders(directory: Path) -> list[Path]:
@@ -67,48 +26,6 @@ def summaries(directory: Path) -> Iterator[RunSummary]:
         for each in (folder, *trials_of(folder)):
             if (summary := summarized(each)) is not None:
                 yield summary
-
-
-def summarized(folder: Path) -> RunSummary | None:
-    """Summarize one run; None if it never started."""
-    path = folder / journal.FILE_NAME
-    events = list(journal.marked(path, "run_opened", "run_closed", "speedup"))
-    opened = [event for event in events if isinstance(event, RunOpened)]
-    if not opened:
-        return None
-    is_open = journal.is_open(path)
-    end = journal.ending(path)
-    first, last = opened[0], opened[-1]
-    role, workers = last.tags.get("role", "main"), last.tags.get("world_size")
-    is_training = role == "main"
-    figures = {p.name: p.value for e in events if isinstance(e, Metrics) and e.trial == "main" for p in e.points}
-    return RunSummary(
-        run=id_of(folder),
-        sweep=sweep_of(folder),
-        folder=folder,
-        command="run" if is_training else role,
-        experiment=last.params.get("name", last.tracking_experiment),
-        status="RUNNING" if is_open else _status(end),
-        strategy=last.tags.get("strategy") if is_training else None,
-        workers=int(workers) if is_training and workers else None,
-        speedup=figures.get("speedup"),
-        efficiency=figures.get("efficiency"),
-        began=datetime.fromtimestamp(first.time, UTC),
-        ended=datetime.fromtimestamp(end.time, UTC) if end and not is_open else None,
-        message=end.message if end and not is_open else "",
-    )
-
-
-def _status(end: RunClosed | None) -> Status | Literal["STOPPED"]:
-    if end is None:
-        return "KILLED"
-    return "STOPPED" if end.is_stopped_early else end.status
-
-
-def last_opened(folder: Path) -> RunOpened:
-    """Return the last start of a run that has been `summarized`."""
-    events = journal.marked(folder / journal.FILE_NAME, "run_opened")
-    return [event for event in events if isinstance(event, RunOpened)][-1]
 
 
 def find(text: str, directory: Path) -> Path:

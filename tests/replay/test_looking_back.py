@@ -37,7 +37,14 @@ def test_all_runs_are_listed_with_what_became_of_them(there: Any, journal: Journ
     assert len(trials) == 3
     assert {names[sweep] for sweep in trials.values()} == {"sweep"}
     header, *rows = there("list").stdout.splitlines()
-    assert header.split() == ["run", "experiment", "what", "status", "speedup", "began"]
+    assert header.split() == [
+        "run", "experiment", "what", "status", "metric", "samples/s", "duration", "speedup", "began"
+    ]  # fmt: skip
+    by_loss = json.loads(there("list", "--sort", "validation/loss", "--json").stdout)
+    losses = [record["metrics"].get("validation/loss") for record in by_loss]
+    assert losses[: losses.index(None)] == sorted(loss for loss in losses if loss is not None)
+    assert set(losses[losses.index(None) :]) == {None}
+    assert there("list", "--sort", "-validation/loss", "-q").stdout.split()[0] in by_loss[losses.index(None) - 1]["run"]
     assert [row.split()[0] for row in rows] == [run.rpartition("/")[2] for run in there("list", "-q").stdout.split()]
     (row,) = (row for row in rows if row.startswith(journal("finished").folder.name))
     assert row.split()[1:5] == ["tiny", "ddp", "x", "2"]
@@ -132,7 +139,10 @@ def test_runs_for_scripts(there: Any, journal: Journal) -> None:
         ("failed", "hasn't finished: continue it with --resume"),
         ("killed", "pipeline measure needs a training that is over"),
         ("comparison", "this run has no training; pipeline measure needs one of pipeline run"),
-        ("single", "single has nothing to be measured in turn with; pipeline compare measures strategies in rounds"),
+        (
+            "single",
+            "single has no baseline that can be measured beside it; pipeline compare measures strategies in rounds",
+        ),
         ("finished", "has no checkpoint, from which the model would be loaded"),
     ],
 )

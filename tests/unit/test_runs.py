@@ -10,14 +10,16 @@ import pytest
 import rich.console
 from samples import finished, report, spread
 
+from pipeline.commands.history.compared_figures import ComparedFigures, Figure, direction_of
 from pipeline.commands.history.difference import difference, show_difference
-from pipeline.commands.history.run_result import ago, show_runs
+from pipeline.commands.history.run_list import ago, show_runs, sorted_runs
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened
 from pipeline.protocol.trial import Status
 from pipeline.recording import runs
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.recorder import Recorder
+from pipeline.recording.run_summary import summarized
 from pipeline.report.publish import REPORT_NAME
 
 BEGAN = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
@@ -30,6 +32,9 @@ def run(
     status: Status | None = "FINISHED",
     message: str = "why",
     speedup: float | None = 1.5,
+    interval: tuple[float, float] = (1.4, 1.6),
+    metrics: Mapping[str, float] | None = None,
+    rate: float = 100,
     params: Mapping[str, str] = {"name": "digits"},
     tags: Mapping[str, str] = {"role": "main", "strategy": "ddp", "world_size": "2"},
 ) -> Path:
@@ -43,10 +48,12 @@ def run(
         recorder.receive(opened)
         points = (Point("train/loss", 1, 0.5),)
         recorder.receive(Metrics(time=BEGAN + 1, step=1, epoch=1, points=points))
-        recorder.receive(finished("main", spread(100)))
+        recorder.receive(finished("main", spread(rate), metrics=metrics or {}))
         if speedup is not None:
-            figures = (Point("speedup", 9, speedup), Point("efficiency", 9, speedup / 2))
-            recorder.receive(Metrics(time=BEGAN + 2, step=9, epoch=1, points=figures))
+            low, high = interval
+            figures = {"speedup": speedup, "efficiency": speedup / 2, "speedup_low": low, "speedup_high": high}
+            points = tuple(Point(name, 9, value) for name, value in {**figures, "speedup_pairs": 6}.items())
+            recorder.receive(Metrics(time=BEGAN + 2, step=9, epoch=1, points=points))
         if status is not None:
             recorder.receive(RunClosed(time=BEGAN + 60, status=status, message="" if status == "FINISHED" else message))
     return folder
@@ -56,10 +63,11 @@ def console_of(width: int, *, is_terminal: bool = True) -> rich.console.Console:
     return rich.console.Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
 
 
-def shown(width: int, directory: Path, *, ago_s: float = 7200, is_terminal: bool = True) -> list[str]:
+def shown(width: int, directory: Path, *, ago_s: float = 7200, is_terminal: bool = True, by: str = "") -> list[str]:
     console = console_of(width, is_terminal=is_terminal)
     now = datetime.fromtimestamp(BEGAN + ago_s, UTC)
-    show_runs(list(runs.summaries(directory)), now=now, console=console)
+    found = list(runs.summaries(directory))
+    show_runs(sorted_runs(found, by) if by else found, now=now, console=console, by=by)
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -76,6 +84,8 @@ def test_a_summary_says_what_the_journal_says(tmp_path: Path) -> None:
 
     assert (newest.command, newest.what, newest.status) == ("run", "ddp x 2", "FINISHED")
     assert (newest.speedup, newest.efficiency) == (1.5, 0.75)
+    assert (newest.speedup_low, newest.speedup_high, newest.speedup_pairs) == (1.4, 1.6, 6)
+    assert (newest.samples_per_second, newest.seconds, newest.is_resolved) == (100, 60, True)
     assert newest.ended is not None
     assert (newest.ended - newest.began).total_seconds() == 60
     assert (compared.command, compared.what, compared.speedup) == ("compare", "compare", None)
@@ -85,7 +95,7 @@ def test_a_summary_says_what_the_journal_says(tmp_path: Path) -> None:
 
 def test_a_trial_that_was_stopped_early_is_called_that(tmp_path: Path) -> None:
     trial = run(tmp_path, "trial-002", status="KILLED", message="stopped early by ASHA after epoch 3")
-    summary = runs.summarized(trial)
+    summary = summarized(trial)
     assert summary is not None
     assert (summary.status, summary.message) == ("STOPPED", "stopped early by ASHA after epoch 3")
 
@@ -107,18 +117,86 @@ def test_a_damaged_line_does_not_hide_a_run(tmp_path: Path) -> None:
     assert (summary.status, summary.speedup) == ("FINISHED", 1.5)
 
 
-def test_the_table_fits_80_columns_and_loses_the_experiment_first(tmp_path: Path) -> None:
-    run(tmp_path, "20260301-110000-a-long-name-of-an-experiment-bbbb", params={"name": "a-long-name-of-an-experiment"})
-    run(tmp_path, "20260301-120000-digits-aaaa", status="KILLED", speedup=None)
+LONG = "20260301-110000-a-long-name-of-an-experiment-bbbb"
 
-    assert shown(80, tmp_path) == [
-        "run                                                what     status    speedup  began",
-        "20260301-110000-a-long-name-of-an-experiment-bbbb  ddp x 2  FINISHED    1.50x  2 h ago",
-        "20260301-120000-digits-aaaa                        ddp x 2  KILLED          -  2 h ago",
+
+def long_and_short(directory: Path) -> None:
+    metrics = {"validation/loss": 0.03347, "validation/accuracy": 0.98611}
+    run(directory, LONG, params={"name": "a-long-name-of-an-experiment"}, metrics=metrics, rate=18468.3)
+    run(directory, "20260301-120000-digits-aaaa", interval=(0.93, 1.09), speedup=1.01, status=None)
+
+
+def test_a_wide_terminal_has_a_line_for_each_run(tmp_path: Path) -> None:
+    long_and_short(tmp_path)
+    assert shown(200, tmp_path) == [
+        "run                                                experiment                    what     status    "
+        "metric           samples/s   duration  speedup                                 began",
+        "20260301-110000-a-long-name-of-an-experiment-bbbb  a-long-name-of-an-experiment  ddp x 2  FINISHED  "
+        "accuracy 0.9861     18,470  1 min 0 s  1.50x (1.40x to 1.60x)                  2 h ago",
+        "20260301-120000-digits-aaaa                        digits                        ddp x 2  KILLED    "
+        "-                      100          -  1.01x (0.93x to 1.09x), could be noise  2 h ago",
     ]
-    assert "  experiment " in shown(140, tmp_path)[0]
-    assert shown(20, tmp_path) == shown(80, tmp_path)  # nothing is cut
-    assert shown(80, tmp_path, is_terminal=False) == shown(140, tmp_path)  # a pipe is as wide as it needs to be
+    assert shown(160, tmp_path)[1].startswith(f"{LONG}  ddp x 2  FINISHED  accuracy")  # without the experiment
+    assert shown(150, tmp_path)[1].endswith("1.50x (1.40x to 1.60x)")  # nor the time
+    assert shown(80, tmp_path, is_terminal=False) == shown(200, tmp_path)  # a pipe is as wide as it needs to be
+
+
+def test_a_narrow_terminal_has_each_id_whole_in_a_line_of_its_own(tmp_path: Path) -> None:
+    long_and_short(tmp_path)
+    lines = shown(80, tmp_path)
+    assert lines == [
+        "run",
+        "    what    status   metric          samples/s  duration speedup",
+        LONG,
+        "    ddp x 2 FINISHED accuracy 0.9861    18,470 1 min 0 s 1.50x",
+        "20260301-120000-digits-aaaa",
+        "    ddp x 2 KILLED   -                     100         - could be noise",
+    ]
+    assert shown(20, tmp_path) == lines  # nothing is cut
+
+
+def test_a_terminal_shows_no_column_without_values(tmp_path: Path) -> None:
+    run(tmp_path, "20260301-120000-digits-aaaa", speedup=None)
+    assert shown(100, tmp_path)[0].split() == [
+        "run", "experiment", "what", "status", "samples/s", "duration", "began"
+    ]  # fmt: skip
+    assert shown(100, tmp_path, is_terminal=False)[0].split()[-3:] == ["duration", "speedup", "began"]
+
+
+def test_runs_are_sorted_by_what_is_asked_and_those_without_it_are_last(tmp_path: Path) -> None:
+    for name, value, rate in (("a", 0.9, 300.0), ("b", None, 100.0), ("c", 0.7, 200.0), ("d", float("nan"), 50.0)):
+        metrics = {} if value is None else {"validation/accuracy": value, "validation/loss": 1 - value}
+        run(tmp_path, f"20260301-120000-{name}", metrics=metrics, rate=rate)
+    found = list(runs.summaries(tmp_path))
+
+    def order(by: str) -> str:
+        return "".join(summary.run[-1] for summary in sorted_runs(found, by))
+
+    assert [order(by) for by in ("validation/accuracy", "accuracy", "-accuracy")] == ["cabd", "cabd", "acbd"]
+    assert [order(by) for by in ("loss", "-loss", "metric")] == ["acbd", "cabd", "cabd"]
+    assert [order(by) for by in ("samples/s", "-samples/s", "-run")] == ["dbca", "acbd", "dcba"]
+    assert "loss 0.3" in " ".join(shown(160, tmp_path, by="loss"))  # the metric that it is sorted by
+    with pytest.raises(UsageError, match=r"--sort acuracy: no run has acuracy; did you mean accuracy"):
+        sorted_runs(found, "acuracy")
+    with pytest.raises(UsageError, match=r"no run has xyz; sort by run, experiment, .*, validation/accuracy"):
+        sorted_runs(found, "xyz")
+
+
+def test_a_killed_run_has_the_metrics_of_its_last_evaluation(tmp_path: Path) -> None:
+    folder = tmp_path / "20260301-120000-digits-aaaa"
+    folder.mkdir()
+    params = {"name": "digits", "metrics.accuracy._target_": "torchmetrics.Accuracy"}
+    opened = RunOpened(
+        time=BEGAN, run=folder.name, tracking_uri="sqlite:///m.db", tracking_experiment="digits", params=params,
+        tags={"role": "main"}, trials=("main",),
+    )  # fmt: skip
+    with closing(Recorder(folder, subscribers=[])) as recorder:
+        recorder.receive(opened)
+        for epoch in (1, 2):
+            points = (Point("validation/accuracy", epoch, epoch / 4), Point("train/loss", epoch, 1.0))
+            recorder.receive(Metrics(time=BEGAN + epoch, step=epoch, epoch=epoch, points=points))
+    (summary,) = runs.summaries(tmp_path)
+    assert (summary.metric, summary.metrics) == ("validation/accuracy", {"validation/accuracy": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +259,9 @@ def test_a_difference_holds_what_differs_and_nothing_else(tmp_path: Path) -> Non
     }  # fmt: skip
     assert {key: (pair.a, pair.b) for key, pair in found.environment.items()} == {"numpy": ("2.3.4", "2.4.0")}
     assert set(found.results) == {"status", "message", "ddp x 2: samples/s"}
-    assert found.results["ddp x 2: samples/s"].change == "+100.0%"
+    faster = found.results["ddp x 2: samples/s"]
+    assert isinstance(faster, ComparedFigures)
+    assert (faster.change, faster.judgement) == ("+100.0%", "better")
     for width in (80, 40):
         console = console_of(width)
         show_difference(found, console=console)
@@ -190,6 +270,62 @@ def test_a_difference_holds_what_differs_and_nothing_else(tmp_path: Path) -> Non
         assert max(map(len, text.splitlines())) <= max(width, len("b  20260302-120000-digits-aaaa"))
         assert "+100.0%" in text
         assert "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "change", "judgement"),
+    [
+        (Figure(100, "max", 95, 105), Figure(120, "max", 115, 125), "+20.0%", "better"),
+        (Figure(100, "max", 95, 105), Figure(80, "max", 75, 85), "-20.0%", "worse"),
+        (Figure(100, "max", 95, 105), Figure(104, "max", 102, 110), "+4.0%", "within noise"),
+        (Figure(3.2, "min", 3, 3.4), Figure(1.6, "min", 1.5, 1.7), "-50.0%", "better"),
+        (Figure(0.9, "max", is_absolute=True), Figure(0.92, "max", is_absolute=True), "+0.02", "better"),
+        (Figure(0.2, "min", is_absolute=True), Figure(0.25, "min", is_absolute=True), "+0.05", "worse"),
+        (Figure(7.0), Figure(140.0), "20x", ""),
+        (Figure(0.0, "min"), Figure(1.0, "min"), "", "worse"),
+        (None, Figure(1.0, "min"), "", ""),
+    ],
+)
+def test_figures_are_better_or_worse_unless_it_could_be_noise(
+    a: Figure | None, b: Figure | None, change: str, judgement: str
+) -> None:
+    compared = ComparedFigures.of(a, b)
+    assert (compared.change, compared.judgement, compared.differs) == (change, judgement, True)
+
+
+@pytest.mark.parametrize(
+    ("metric", "params", "direction"),
+    [
+        ("validation/loss", {}, "min"),
+        ("train/loss", {}, "min"),
+        ("validation/accuracy", {}, "max"),
+        ("validation/top", {"metrics.top._target_": "torchmetrics.classification.MulticlassAccuracy"}, "max"),
+        ("validation/far", {"metrics.far._target_": "torchmetrics.MeanAbsoluteError"}, "min"),
+        ("validation/own", {"metrics.own._target_": "mine.Own"}, None),
+        ("validation/own", {"checkpoint.best": "validation/own", "checkpoint.mode": "max"}, "max"),
+        ("validation/own", {"checkpoint.best": "validation/own", "checkpoint.mode": "auto"}, None),
+    ],
+)
+def test_the_direction_of_a_metric(metric: str, params: Mapping[str, str], direction: str | None) -> None:
+    opened = RunOpened(run="a", tracking_uri="", tracking_experiment="", tags={}, params=params, trials=())
+    assert direction_of(metric, opened) == direction
+
+
+def test_a_difference_begins_with_what_was_learned(tmp_path: Path) -> None:
+    for name, value in (("a", 0.9), ("b", 0.95)):
+        metrics = {"validation/loss": 1 - value, "validation/accuracy": value, "train/loss": 0.1}
+        run(tmp_path, f"2026-{name}", metrics=metrics)
+
+    found = difference(*runs.summaries(tmp_path))
+
+    assert list(found.results) == ["validation/loss", "validation/accuracy"]
+    console = console_of(80)
+    show_difference(found, console=console)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["validation/accuracy", "0.9", "0.95", "+0.05", "better"] in lines
+    assert ["validation/loss", "0.1", "0.05", "-0.05", "better"] in lines
+    assert console.file.getvalue().replace("\n", " ").count("another seed may change them") == 1
 
 
 def test_a_report_of_another_version_does_not_hide_the_rest(tmp_path: Path) -> None:

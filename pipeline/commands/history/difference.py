@@ -1,4 +1,4 @@
-"""``pipeline diff``: differences of two runs in configuration, environment and results."""
+"""``pipeline diff``: differences of two runs in results, configuration and environment."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,35 +7,31 @@ import rich.console
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.commands.history.compared_figures import ComparedFigures, Figure, learned, measured
 from pipeline.commands.history.run_result import report_of
 from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
 from pipeline.protocol.events import RunOpened
 from pipeline.recording.folder import ENVIRONMENT_NAME
-from pipeline.recording.runs import RunSummary, last_opened
-from pipeline.recording.terminal import print_table
-from pipeline.report import Row
+from pipeline.recording.run_summary import RunSummary, last_opened
+from pipeline.recording.terminal import print_table, write
+from pipeline.wording import figure
 
 _TAGS = ("git_commit", "git_dirty", "hardware", "user", "python")
 _COMMENT = "# "
 _NAME_SHARE = 0.4  # of the terminal's width
-_MANY = 10.0  # ratio from which a multiple is easier to read than percent
-_REACHED = ("validation/", "train/loss")
+_THROUGHPUT = ": samples/s"
+_STYLES = {"better": "green", "worse": "red", "within noise": "dim"}
+_ONE_TRAINING = (
+    "Validation values are those of one training each: another seed may change them as much as what differs here."
+)
 
 
 class Pair(Frozen):
-    """The values of two runs under the same name; None if a run has no such value."""
+    """Two texts under the same name; None if a run has no such text."""
 
-    a: str | float | None
-    b: str | float | None
-
-    @property
-    def change(self) -> str:
-        """Relative change from ``a`` to ``b``, e.g. "+12.5%" or "14x"; empty for texts."""
-        if not (isinstance(self.a, float) and isinstance(self.b, float)) or not self.a:
-            return ""
-        ratio = self.b / self.a
-        return f"{ratio - 1:+.1%}" if abs(ratio) < _MANY else f"{ratio:,.0f}x"
+    a: str | None
+    b: str | None
 
 
 class Difference(Frozen):
@@ -43,12 +39,12 @@ class Difference(Frozen):
 
     a: RunSummary
     b: RunSummary
+    results: Mapping[str, ComparedFigures | Pair]
+    """Validation metrics, status and figures; names of a trial's figures are "title: figure"."""
     configuration: Mapping[str, Pair]
     """By key of the experiment file."""
     environment: Mapping[str, Pair]
     """Code, machine and installed packages."""
-    results: Mapping[str, Pair]
-    """Status and figures; names of a trial's figures are "title: figure"."""
 
 
 def difference(a: RunSummary, b: RunSummary) -> Difference:
@@ -57,20 +53,20 @@ def difference(a: RunSummary, b: RunSummary) -> Difference:
     return Difference(
         a=a,
         b=b,
+        results=_results_of(dict(_results(a, opened[0])), dict(_results(b, opened[1]))),
         configuration=_pairs(opened[0].params, opened[1].params),
         environment=_pairs(_environment(opened[0], a.folder), _environment(opened[1], b.folder)),
-        results=_pairs(dict(_results(a)), dict(_results(b))),
     )
 
 
 def show_difference(difference: Difference, *, console: rich.console.Console) -> None:
-    """Print the differences in up to three tables; name the parts that do not differ."""
+    """Print the differences in up to three tables, results first; name the parts that do not differ."""
     for letter, run in (("a", difference.a), ("b", difference.b)):
         console.print(Text(f"{letter}  {run.run}", style="bold"), soft_wrap=True)
-    sections = {
-        "Configuration": difference.configuration,
-        "Environment": difference.environment,
+    sections: dict[str, Mapping[str, ComparedFigures | Pair]] = {
         "Results": difference.results,
+        "Configuration": {**difference.configuration},
+        "Environment": {**difference.environment},
     }
     for title, pairs in sections.items():
         if pairs:
@@ -79,11 +75,30 @@ def show_difference(difference: Difference, *, console: rich.console.Console) ->
     same = [title.lower() for title, pairs in sections.items() if not pairs]
     if same:
         console.print(f"\nno differences: {', '.join(same)}", markup=False)
+    if any(name.startswith("validation/") and None not in (r.a, r.b) for name, r in difference.results.items()):
+        console.print()
+        write(console, _ONE_TRAINING)
 
 
-def _pairs(a: Mapping[str, str | float], b: Mapping[str, str | float]) -> dict[str, Pair]:
+def _pairs(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, Pair]:
     names = dict.fromkeys((*a, *b))
     return {name: Pair(a=a.get(name), b=b.get(name)) for name in names if a.get(name) != b.get(name)}
+
+
+def _results_of(a: Mapping[str, str | Figure], b: Mapping[str, str | Figure]) -> dict[str, ComparedFigures | Pair]:
+    """Return what differs, metrics first; of a trial that only one of the runs has, the throughput."""
+    found: dict[str, ComparedFigures | Pair] = {}
+    trials = [{title for name in values if (title := _title(name))} for values in (a, b)]
+    for name in sorted(dict.fromkeys((*a, *b)), key=lambda name: not name.startswith(("validation/", "train/"))):
+        if _title(name) in trials[0] ^ trials[1] and not name.endswith(_THROUGHPUT):
+            continue
+        figures = [value if isinstance(value := values.get(name), Figure) else None for values in (a, b)]
+        texts = [value if isinstance(value := values.get(name), str) else None for values in (a, b)]
+        if any(figures) and (compared := ComparedFigures.of(*figures)).differs:
+            found[name] = compared
+        elif texts[0] != texts[1]:
+            found[name] = Pair(a=texts[0], b=texts[1])
+    return found
 
 
 def _environment(opened: RunOpened, folder: Path) -> dict[str, str]:
@@ -97,56 +112,48 @@ def _environment(opened: RunOpened, folder: Path) -> dict[str, str]:
     return {**tags, "platform": platform, **packages}
 
 
-def _results(run: RunSummary) -> Iterator[tuple[str, str | float]]:
+def _title(name: str) -> str:
+    """Return the trial of a figure's name; empty for figures of the whole run."""
+    return name.rpartition(": ")[0]
+
+
+def _results(run: RunSummary, opened: RunOpened) -> Iterator[tuple[str, str | Figure]]:
+    yield from learned(run.metrics, opened)
     yield "command", run.command
     yield "status", run.status
     if run.message:
         yield "message", run.message
-    if run.ended is not None:
-        yield "seconds in all", (run.ended - run.began).total_seconds()
+    if run.seconds is not None:
+        yield "seconds in all", Figure(run.seconds)
     try:
         report = report_of(run)
     except UsageError as error:
         yield "report", str(error)
         return
-    if report is None:
-        return
-    for row in report.rows:
-        yield from ((f"{row.title}: {name}", value) for name, value in _figures(row) if value is not None)
-    yield from ((name, float(value)) for name, value in report.main.metrics.items() if name.startswith(_REACHED))
+    for row in report.rows if report is not None else ():
+        yield from ((f"{row.title}: {name}", value) for name, value in measured(row))
 
 
-def _figures(row: Row) -> Iterator[tuple[str, str | float | None]]:
-    yield "samples/s", row.samples_per_second.median
-    yield "speedup", row.speedup
-    yield "speedup from", None if row.ratio is None else _method(row)
-    yield "efficiency", row.efficiency
-    yield "step, ms", row.step_ms.median
-    yield "exposed communication, ms", row.parts.exposed_communication_ms
-    yield "data wait, ms", row.parts.data_wait_ms
-    yield "peak memory, MB", max(row.peak_memory_mb, default=None)
-    yield "time to first step, s", row.time_to_first_step_s
-
-
-def _method(row: Row) -> str:
-    return f"{row.speedup_pairs} pairs measured in turn" if row.speedup_pairs else "windows, one trial after the other"
-
-
-def _table(pairs: Mapping[str, Pair], console: rich.console.Console) -> Table:
-    has_change = any(pair.change for pair in pairs.values())
+def _table(pairs: Mapping[str, ComparedFigures | Pair], console: rich.console.Console) -> Table:
+    figures = [pair for pair in pairs.values() if isinstance(pair, ComparedFigures)]
+    has_change, is_judged = any(pair.change for pair in figures), any(pair.judgement for pair in figures)
     table = Table(box=None, pad_edge=False, show_header=True, padding=(0, 2, 0, 0))
     table.add_column("", overflow="fold", max_width=int(console.width * _NAME_SHARE) if console.is_terminal else None)
     for name in ("a", "b"):
         table.add_column(name, overflow="fold")
     if has_change:
         table.add_column("change", justify="right", no_wrap=True)
+    if is_judged:
+        table.add_column("", no_wrap=True)
     for name, pair in pairs.items():
         cells = [Text(name), Text(_shown(pair.a)), Text(_shown(pair.b))]
-        table.add_row(*cells, *([pair.change] if has_change else []))
+        change, judgement = (pair.change, pair.judgement) if isinstance(pair, ComparedFigures) else ("", "")
+        told = [Text(judgement, style=_STYLES.get(judgement, ""))]
+        table.add_row(*cells, *([change] if has_change else []), *(told if is_judged else []))
     return table
 
 
 def _shown(value: str | float | None) -> str:
     if value is None:
         return "-"
-    return value if isinstance(value, str) else f"{value:,.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
+    return value if isinstance(value, str) else figure(value)
