@@ -32,7 +32,7 @@ def refuse_others(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> None:
     """
     problems = [f"{node.label}: {problem}" for node in nodes for problem in _differences(node, here)]
     if problems:
-        raise ResourceError("\n".join(["the cluster's nodes have other versions than this machine:", *problems]))
+        raise ResourceError("\n".join(["versions on the cluster's nodes differ from this machine's:", *problems]))
 
 
 def _differences(node: NodeFacts, here: NodeFacts) -> Iterator[str]:

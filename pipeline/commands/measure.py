@@ -49,7 +49,7 @@ def measure(
     started = _time_to_first_step(folder, trial=main.name)
     if not isinstance(main, Training) or not main.compared_with:
         raise UsageError(
-            f"{folder.name}: {main.title} has nothing to be measured in turn with; pipeline compare measures "
+            f"{folder.name}: {main.title} has no baseline that can be measured beside it; pipeline compare measures "
             "strategies in rounds"
         )
     address = address_of(file.experiment.checkpoint.directory, run=folder)

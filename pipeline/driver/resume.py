@@ -20,7 +20,9 @@ _HOW_NOT_WHAT = (
 )
 """Prefixes of keys that don't affect what is trained: they may change between two sessions of a run."""
 _STEP = "train.global_batch_size"
-_NEW_ORDER = "the order of samples changes from here on: in an epoch under way, some come twice and others not at all"
+_NEW_ORDER = (
+    "the order of samples changes from this step on: in the current epoch some are repeated and others are missed"
+)
 _ORDERING = ("seed", "data.")
 """Prefixes of keys that decide which samples are in the batch of a step."""
 

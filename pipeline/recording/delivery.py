@@ -58,13 +58,13 @@ class Outage:
         """Begin the outage, or replace its reason."""
         if not self.reason:
             waiting = f"nothing is lost, they wait in {self._place}"
-            self._warn(f"MLflow{self._at} takes no {self._what} ({reason}); {waiting}")
+            self._warn(f"MLflow{self._at} doesn't accept {self._what} ({reason}); {waiting}")
         self.reason = reason
 
     def end(self) -> None:
         """End the outage, if there is one."""
         if self.reason:
-            self._warn(f"MLflow takes {self._what} again; those that waited are there now")
+            self._warn(f"MLflow accepts {self._what} again; those that waited have been sent")
         self.reason = ""
 
 

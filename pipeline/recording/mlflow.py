@@ -139,7 +139,7 @@ class MlflowSubscriber:
         """Outcome of the delivery so far."""
         if self._reply.outcome and (self._reply.is_done or not self._done.is_set()):
             return self._reply.outcome
-        trouble = self._ended if self._done.is_set() else "the run didn't wait any longer"
+        trouble = self._ended if self._done.is_set() else "the run stopped waiting"
         known = self._reply.outcome or TrackingOutcome(delivered=False)
         return known.lacking("some results", folder=self._folder, trouble=trouble)
 

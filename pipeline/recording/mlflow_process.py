@@ -93,7 +93,7 @@ class Writer:
         """Report the progress."""
         is_done = self.done.is_set()
         events = self._batch + len(self.feed)
-        trouble = self._delivery.trouble or ("" if is_done else "the run didn't wait any longer")
+        trouble = self._delivery.trouble or ("" if is_done else "the run stopped waiting")
         return WriterReply(
             waiting=self._delivery.waiting(events) or "the end of the run",
             outcome=TrackingOutcome.of(self._delivery, trouble=trouble, waiting=events),

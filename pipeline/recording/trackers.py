@@ -56,10 +56,8 @@ class Attached:
         """Wait until the tracker has received all events, at most ``timeout_s`` seconds."""
         self._feed.end()
         if not self._done.wait(timeout_s):
-            missing = f"what it lacks is in {self._journal}"
-            self._warn(
-                f"{self._name} has not ended {timeout_s:g} s after the run, which doesn't wait longer; {missing}"
-            )
+            missing = f"what is missing there is in {self._journal}"
+            self._warn(f"{self._name} has not ended {timeout_s:g} s after the run, which no longer waits; {missing}")
 
     def _work(self) -> None:
         try:
@@ -69,7 +67,7 @@ class Attached:
         except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
             # Without its traceback: exceptions of services quote URIs with their passwords.
             said = redacted(" ".join(str(error).split()))[:300]
-            rest = f"it gets no more events, {self._journal} has them all"
+            rest = f"it gets no further events, {self._journal} has them all"
             self._warn(f"{self._name} raised {type(error).__name__}: {said}; {rest}")
         finally:
             self._done.set()

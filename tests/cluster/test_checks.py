@@ -32,7 +32,7 @@ def test_all_that_differs_is_said_at_once() -> None:
     with pytest.raises(ResourceError) as refused:
         refuse_others(nodes, here=DRIVER)
     assert str(refused.value).splitlines() == [
-        "the cluster's nodes have other versions than this machine:",
+        "versions on the cluster's nodes differ from this machine's:",
         "old (10.0.0.2): it has Python 3.10, this machine 3.11; use the same on all, e.g. one container image",
         "old (10.0.0.2): it has torch 2.12.1, this machine 2.13.0; on that node: pip install torch==2.13.0",
         "bare (10.0.0.2): it has no torch, this machine 2.13.0; on that node: pip install torch==2.13.0",

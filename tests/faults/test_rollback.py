@@ -52,7 +52,7 @@ def test_what_it_left_out_stays_left_out(
 
     assert ended.code == 0, ended.output
     steps = ", ".join(map(str, BAD_STEPS[:rollbacks]))
-    assert f"note: the batch of step {steps} is left out, as since the rollback" in ended.stdout
+    assert f"note: the batch of step {steps} stays left out since the rollback" in ended.stdout
     assert left_out(attempt)[-1] == tuple(BAD_STEPS)
     found, expected = (list(map(repr, each.losses)) for each in (attempt, undisturbed))  # NaN is no NaN's equal
     compared(found, expected)

@@ -34,8 +34,8 @@ from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
-DOWN, UP = "takes no results (", "takes results again"
-NO_FILES, FILES = "takes no files (", "takes files again"
+DOWN, UP = "doesn't accept results (", "accepts results again"
+NO_FILES, FILES = "doesn't accept files (", "accepts files again"
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +410,7 @@ from test_outages import Recording
 
 run = Recording(sys.argv[2], Path(sys.argv[3]))
 with run.training() as training:
-    training.until(run.says("takes no results ("))
+    training.until(run.says("doesn't accept results ("))
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -80,7 +80,7 @@ class TestThePlan:
             "training     torch.compile (default, dynamic), activation checkpointing of blocks.*, EMA of the weights "
             "(decay 0.9 from step 5 on), evaluated and logged as the model"
         ) in text.splitlines()
-        assert "train.ema: the averages of the weights are what is evaluated and logged as the model" in planned.notes
+        assert "train.ema: the averaged weights are evaluated and logged as the model" in planned.notes
 
     def test_says_nothing_of_what_is_off(self) -> None:
         assert "training   " not in describe(plan(), DataSizes(22, 10, 3))
@@ -109,7 +109,7 @@ class TestThePlan:
         told = [note for note in plan(parallel=parallel).notes if note.startswith("local SGD")]
 
         assert told[0] == (
-            f"local SGD: from step {start + 1} on each worker has its own weights; their average is evaluated"
+            f"local SGD: from step {start + 1} on weights differ between workers; their average is evaluated"
         )
         assert len(told) == notes
 

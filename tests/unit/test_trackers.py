@@ -65,7 +65,7 @@ def test_a_slow_tracker_holds_nobody_up(tmp_path: Path) -> None:
     subscriber.close(timeout_s=0.1)
     assert notes.messages == []
     assert "lab.Notes has not ended 0.1 s after the run" in told[0]
-    assert "what it lacks is in" in told[0]
+    assert "what is missing there is in" in told[0]
     notes.gate.set()
     subscriber.close()
     assert notes.messages == ["one", "two"]
@@ -78,7 +78,7 @@ def test_a_tracker_that_raises_is_told_of_once_and_left_out(tmp_path: Path) -> N
     (message,) = told
     assert message.startswith("lab.Notes raised ConnectionError: no such host: https://")
     assert message.split("; ")[0].endswith("metrics.example")
-    assert "it gets no more events" in message
+    assert "it gets no further events" in message
     assert "pa55" not in message
 
 
