@@ -33,6 +33,7 @@ def run(
     experiment: Experiment | Source,
     *overrides: str,
     baseline: bool = True,
+    train_only: bool = False,
     resume: str | None = None,
     allow_changed: bool = False,
     quiet: bool = False,
@@ -44,6 +45,7 @@ def run(
         experiment: a file, a dict that holds what a file would, or what `Experiment.load` made of them.
         overrides: such as "train.epochs=2".
         baseline: True to measure the baseline of the speedup, too.
+        train_only: True to measure nothing: no baseline, no parts of a step, no advice.
         resume: the interrupted run to resume: "latest", the beginning of its id, or its folder.
         allow_changed: True if the experiment of the resumed run may differ.
         quiet: True to show warnings only.
@@ -58,6 +60,7 @@ def run(
         runner.run(
             file,
             with_baseline=baseline,
+            train_only=train_only,
             verbose=verbose,
             terminal=_terminal(quiet=quiet),
             show=lambda report, folder: ended.append((report, folder)),

@@ -7,6 +7,7 @@ runs, so that ``--help`` answers at once, without loading torch.
 import platform
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,6 +15,7 @@ import typer
 
 from pipeline.cli import completion, experiments, jobs, projects, results
 from pipeline.cli.arguments import show
+from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, terminate
 from pipeline.system.imports import importable
 
@@ -61,31 +63,37 @@ def _checkout() -> str:
 
 
 app = typer.Typer(
+    cls=Group,
     help="Declarative experiments for data-parallel PyTorch training, with measured speedups.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.callback()(_options)
-app.command()(experiments.run)
-app.command()(experiments.measure)
-app.command()(experiments.compare)
-app.command()(experiments.sweep)
-app.command("tune-batch")(experiments.tune_batch)
-app.command()(experiments.predict)
-app.command()(projects.check)
-app.command()(jobs.submit)
-app.command()(jobs.status)
-app.command()(jobs.logs)
-app.command()(jobs.stop)
-app.command()(projects.doctor)
-app.command("list")(results.list_)
-app.command()(results.show)
-app.command()(results.diff)
-app.command()(results.ui)
-app.command()(results.sync)
-app.command()(projects.schema)
-app.command()(projects.new)
+_VERBS: Mapping[str, Callable[..., None]] = {
+    "run": experiments.run,
+    "measure": experiments.measure,
+    "compare": experiments.compare,
+    "sweep": experiments.sweep,
+    "tune-batch": experiments.tune_batch,
+    "predict": experiments.predict,
+    "list": results.list_,
+    "show": results.show,
+    "diff": results.diff,
+    "ui": results.ui,
+    "sync": results.sync,
+    "submit": jobs.submit,
+    "status": jobs.status,
+    "logs": jobs.logs,
+    "stop": jobs.stop,
+    "doctor": projects.doctor,
+    "new": projects.new,
+    "check": projects.check,
+    "schema": projects.schema,
+}
+for _group, _commands in GROUPS.items():
+    for _name, _examples in _commands.items():
+        app.command(_name, cls=Command, rich_help_panel=_group, epilog=below(_examples))(_VERBS[_name])
 
 
 def main() -> NoReturn:

@@ -42,12 +42,17 @@ Resume = Annotated[
     str | None,
     typer.Option(
         metavar="[RUN]",
-        help="Resume an interrupted run: RUN, or the newest run of this experiment.",
+        help="Continue an interrupted run: RUN, or the newest run of this experiment.",
         autocompletion=completion.runs,
     ),
 ]
-Baseline = Annotated[bool, typer.Option(help="Also measure the baseline, which the speedup is relative to.")]
-AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Resume even if the experiment has changed.")]
+Baseline = Annotated[
+    bool, typer.Option(show_default=False, help="Measure the baseline of the speedup, too, or leave it out.")
+]
+TrainOnly = Annotated[
+    bool, typer.Option("--train-only", help="Train without measuring: no baseline, no parts of a step, no advice.")
+]
+AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Continue even if the experiment has changed.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without running it.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the output of workers and of Ray.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, everything else on stderr.")]
@@ -74,10 +79,15 @@ def interruptible() -> Iterator[None]:
     """Turn Ctrl-C and SIGTERM into errors with their exit codes, 130 and 143."""
     try:
         yield
-    except Terminated:
-        raise Interrupted("terminated by SIGTERM", exit_code=143) from None
-    except KeyboardInterrupt:
-        raise Interrupted("interrupted") from None
+    except Terminated as error:
+        raise Interrupted(_noted("terminated by SIGTERM", error), exit_code=143) from None
+    except KeyboardInterrupt as error:
+        raise Interrupted(_noted("interrupted", error)) from None
+
+
+def _noted(what: str, error: KeyboardInterrupt) -> str:
+    """Return a message with the notes of an error, such as how to continue; see `pipeline.commands.invocation`."""
+    return "; ".join([what, *getattr(error, "__notes__", ())])
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pipeline.cli.arguments import (
     Quiet,
     Resume,
     Scaling,
+    TrainOnly,
     Verbose,
     counts_of,
     head_start,
@@ -34,6 +35,7 @@ def run(
     *,
     dry_run: DryRun = False,
     baseline: Baseline = True,
+    train_only: TrainOnly = False,
     resume: Resume = None,
     allow_changed: AllowChanged = False,
     as_json: Json = False,
@@ -55,7 +57,7 @@ def run(
             from pipeline.commands import run as runner
 
         with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
-            plan = runner.dry_run(experiment, with_baseline=baseline, as_json=as_json)
+            plan = runner.dry_run(experiment, with_baseline=baseline, train_only=train_only, as_json=as_json)
         typer.echo(plan)
         return
     with head_start(experiment, verbose=verbose, tracked=True):
@@ -65,6 +67,7 @@ def run(
         runner.run(
             experiment,
             with_baseline=baseline,
+            train_only=train_only,
             verbose=verbose,
             terminal=Terminal.of(as_json=as_json, quiet=quiet),
             show=lambda report, folder: typer.echo(run_json(report, folder)) if as_json else None,
@@ -78,7 +81,9 @@ def measure(
     *,
     budget_s: Annotated[
         float | None,
-        typer.Option("--budget-s", min=1, help="Seconds for the slots; default: measure.budget_s of the run."),
+        typer.Option(
+            "--budget-s", min=1, metavar="SECONDS", help="Seconds for the slots; default: measure.budget_s of the run."
+        ),
     ] = None,
     directory: Directory = Path("runs"),
     as_json: Json = False,
@@ -122,7 +127,7 @@ def compare(
         str | None,
         typer.Option(metavar="N,...", help="Numbers of workers, e.g. 1,2,4; default: those in the file's compare."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each cell; cells alternate.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each cell; cells alternate.")] = 3,
     scaling: Annotated[
         Scaling, typer.Option(help="Keep the global batch (strong), the batch of each worker (weak), or measure both.")
     ] = Scaling.strong,
@@ -162,7 +167,9 @@ def tune_batch(
     file: FileArgument,
     overrides: Overrides = None,
     *,
-    most: Annotated[int | None, typer.Option("--max", min=1, help="Largest batch size per device to try.")] = None,
+    most: Annotated[
+        int | None, typer.Option("--max", min=1, metavar="N", help="Largest batch size per device to try.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
@@ -186,7 +193,9 @@ def predict(
     file: FileArgument,
     overrides: Overrides = None,
     *,
-    workers: Annotated[int, typer.Option(min=1, max=1024, help="Largest number of workers to predict.")] = 64,
+    workers: Annotated[
+        int, typer.Option(min=1, max=1024, metavar="N", help="Largest number of workers to predict.")
+    ] = 64,
     link: Annotated[
         str | None,
         typer.Option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.arguments import AllowChanged, Baseline, FileArgument, IdsOnly, Json, Overrides, Resume
+from pipeline.cli.arguments import AllowChanged, Baseline, FileArgument, IdsOnly, Json, Overrides, Resume, TrainOnly
 from pipeline.errors import Interrupted, Terminated, UsageError
 from pipeline.system.imports import undisturbed
 
@@ -41,21 +41,31 @@ def submit(
         ),
     ] = None,
     baseline: Baseline = True,
+    train_only: TrainOnly = False,
     resume: Resume = None,
     allow_changed: AllowChanged = False,
     kuberay: Annotated[
         bool, typer.Option("--kuberay", help="Print a RayJob manifest for Kubernetes instead of submitting.")
     ] = False,
-    image: Annotated[str | None, _kuberay_option(help="Container image with pipeline and the project.")] = None,
-    claim: Annotated[str | None, _kuberay_option(help="Volume claim (PVC) for runs and checkpoints.")] = None,
-    memory: Annotated[str | None, _kuberay_option(help="Memory of each worker's pod; default: 8Gi.")] = None,
+    image: Annotated[
+        str | None, _kuberay_option(metavar="NAME", help="Container image with pipeline and the project.")
+    ] = None,
+    claim: Annotated[
+        str | None, _kuberay_option(metavar="NAME", help="Volume claim (PVC) for runs and checkpoints.")
+    ] = None,
+    memory: Annotated[
+        str | None, _kuberay_option(metavar="SIZE", help="Memory of each worker's pod; default: 8Gi.")
+    ] = None,
     secret_name: Annotated[
-        str | None, _kuberay_option("--secret", help="Secret with the values for --env; default: pipeline.")
+        str | None,
+        _kuberay_option("--secret", metavar="NAME", help="Secret with the values for --env; default: pipeline."),
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of submitting.")] = False,
     nodes: Annotated[
         int | None,
-        typer.Option(min=1, rich_help_panel="Options of --slurm", help="Number of nodes; default: one per worker."),
+        typer.Option(
+            min=1, metavar="N", rich_help_panel="Options of --slurm", help="Number of nodes; default: one per worker."
+        ),
     ] = None,
 ) -> None:
     """Run an experiment on a cluster as a job, independently of this machine."""
@@ -67,7 +77,7 @@ def submit(
     request = requests.Request(
         file=load(file, overrides or []),
         overrides=tuple(overrides or ()),
-        options=tuple(_options(baseline=baseline, resume=resume, allow_changed=allow_changed)),
+        options=tuple(_options(baseline=baseline, train_only=train_only, resume=resume, allow_changed=allow_changed)),
         environment=tuple(env or ()),
     )
     requests.check(request)
@@ -187,9 +197,11 @@ def _local_time(time: "datetime | None") -> str:
     return f"{time.astimezone():%Y-%m-%d %H:%M:%S}" if time else "-"
 
 
-def _options(*, baseline: bool, resume: str | None, allow_changed: bool) -> Iterator[str]:
+def _options(*, baseline: bool, train_only: bool, resume: str | None, allow_changed: bool) -> Iterator[str]:
     if not baseline:
         yield "--no-baseline"
+    if train_only:
+        yield "--train-only"
     if resume is not None:
         yield f"--resume={resume}"
     if allow_changed:

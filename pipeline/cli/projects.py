@@ -76,10 +76,15 @@ def new(
     template: Annotated[
         str | None,
         typer.Argument(
-            help="Template: ddp-project or dp-prototype.", show_default=False, autocompletion=completion.templates
+            metavar="[TEMPLATE]",
+            help="Template: ddp-project or dp-prototype.",
+            show_default=False,
+            autocompletion=completion.templates,
         ),
     ] = None,
-    directory: Annotated[Path | None, typer.Argument(help="Folder of the new project.", show_default=False)] = None,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Folder of the new project.", show_default=False)
+    ] = None,
     *,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Answer to a question of the template.")
@@ -133,7 +138,8 @@ def doctor(
     ] = None,
     *,
     address: Annotated[
-        str | None, typer.Option(help="Ray cluster to examine; default: that of FILE, or RAY_ADDRESS.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Ray cluster to examine; default: that of FILE, or RAY_ADDRESS."),
     ] = None,
     as_json: Json = False,
 ) -> None:

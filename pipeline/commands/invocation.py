@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline import registry
+from pipeline.commands.interruption import continuable
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import preflight
 from pipeline.driver.execute import execute, explained
@@ -194,8 +195,12 @@ def invoked(
     tracked: bool = True,
     folder: Path | None = None,
     member: Membership | None = None,
+    again: Sequence[str] = (),
 ) -> Iterator[Invocation]:
-    """Print a plan's notes and record what happens inside; for the arguments see `recorded`."""
+    """Print a plan's notes and record what happens inside; for the other arguments see `recorded`.
+
+    ``again`` is the verb, with its options, that continues the run after an interruption; empty if none does.
+    """
     for note in plan.notes:
         terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
     shown: list[Printable] = []
@@ -204,7 +209,7 @@ def invoked(
             plan, terminal=terminal, tracked=tracked, folder=folder, member=member, source=file.source
         ) as recorder:
             results = _Results(recorder.earlier)
-            with recorder.subscribed(results):
+            with recorder.subscribed(results), continuable(again, file=file, run=recorder.folder.name):
                 yield Invocation(file, plan, recorder, terminal, verbose, results, shown)
     finally:
         if shown:

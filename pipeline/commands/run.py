@@ -1,6 +1,6 @@
 """``pipeline run``: check, plan, launch, report."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ def run(
     with_baseline: bool,
     verbose: bool,
     terminal: Terminal,
+    train_only: bool = False,
     show: Callable[[Report, Path], None] | None = None,
     resume: str | None = None,
     allow_changed: bool = False,
@@ -41,6 +42,7 @@ def run(
         with_baseline: True to measure the baseline of the speedup, too.
         verbose: True to show the workers' output.
         terminal: shows progress, warnings and the report.
+        train_only: True to measure nothing: no baseline, no parts of a step.
         show: gets the report and the folder of the run, e.g. to print it as JSON.
         resume: the run to resume, see `pipeline.driver.resume.earlier`; None starts a new one.
         allow_changed: True if the experiment of the resumed run may differ.
@@ -50,16 +52,19 @@ def run(
         PipelineError: ready to be shown.
     """
     if outer_rank():  # rank 0 is the driver
-        follow(_as_started(make(file, with_baseline=with_baseline)))
+        follow(_as_started(make(file, with_baseline=with_baseline, train_only=train_only)))
         return
     earlier = recovery.earlier(file, resume) if resume is not None else None
     changes = recovery.changes(file, earlier, allowed=allow_changed) if earlier else []
     left_out = recovery.left_out(file, earlier) if earlier else {}
-    plan = _as_started(make(file, with_baseline=with_baseline))
+    plan = _as_started(make(file, with_baseline=with_baseline, train_only=train_only))
     notes = (*plan.notes, *changes, *map(_stays_left_out, left_out.values()))
     plan = plan.model_copy(update={"notes": notes})
     folder = earlier.folder if earlier else None
-    with invoked(plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member) as invocation:
+    again = ("run", *options_of(with_baseline=with_baseline, train_only=train_only))
+    with invoked(
+        plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again
+    ) as invocation:
         done = invocation.results
         try:
             place = partial(_placed, folder=invocation.folder, resume=earlier is not None, left_out=left_out)
@@ -72,21 +77,31 @@ def run(
                         show(measured, invocation.folder)
 
 
-def make(file: ExperimentFile, *, with_baseline: bool) -> Plan:
+def options_of(*, with_baseline: bool, train_only: bool) -> Iterator[str]:
+    """Yield the options of ``pipeline run`` that say what is measured."""
+    if train_only:
+        yield "--train-only"
+    elif not with_baseline:
+        yield "--no-baseline"
+
+
+def make(file: ExperimentFile, *, with_baseline: bool, train_only: bool = False) -> Plan:
     """Check the file and plan the trials; for the errors see `planning`."""
     with planning(file) as (allowed, resources):
         if file.experiment.checkpoint.directory is not None:
             Storage(file.experiment.checkpoint.directory)  # tells whether there is such a protocol
-        return make_plan(file.experiment, resources, allowed=allowed, with_baseline=with_baseline)
+        return make_plan(
+            file.experiment, resources, allowed=allowed, with_baseline=with_baseline, train_only=train_only
+        )
 
 
-def dry_run(file: ExperimentFile, *, with_baseline: bool, as_json: bool = False) -> str:
+def dry_run(file: ExperimentFile, *, with_baseline: bool, train_only: bool = False, as_json: bool = False) -> str:
     """Describe the plan in words or as JSON; load the data to count its samples, start nothing.
 
     Raises:
         PipelineError: as far as `run` would raise it before it starts anything.
     """
-    plan = make(file, with_baseline=with_baseline)
+    plan = make(file, with_baseline=with_baseline, train_only=train_only)
     sizes = None
     if not file.experiment.is_streamed:
         with explained(file):
@@ -111,7 +126,8 @@ def report(invocation: Invocation, *, time_to_first_step_s: float | None = None)
     if plan.main.is_elastic:
         told = remark(course(read(invocation.folder / FILE_NAME), trial=plan.main.name))
         measured = measured.model_copy(update={"remarks": (*measured.remarks, *told)})
-    result = invocation.advised(measured)
+    train_only = isinstance(plan.main, Training) and plan.main.train_only
+    result = measured if train_only else invocation.advised(measured)
     invocation.show(result, summary=result.markdown())
     if result.speedup is not None and result.efficiency is not None:
         main = result.main
@@ -134,7 +150,7 @@ def _placed(trial: Trial, *, folder: Path, resume: bool, left_out: Mapping[str, 
 
 
 def _stays_left_out(steps: Sequence[int]) -> str:
-    return f"the batch of step {', '.join(map(str, steps))} is left out, as since the rollback"
+    return f"the batch of step {', '.join(map(str, steps))} stays left out since the rollback"
 
 
 def _as_started(plan: Plan) -> Plan:

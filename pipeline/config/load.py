@@ -40,6 +40,11 @@ class ExperimentFile:
         """Path of the file relative to the working directory; empty if the experiment was written in Python."""
         return os.path.relpath(self.path) if self.path.is_file() else ""
 
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Overrides that are in force, as they were written."""
+        return tuple(dict.fromkeys(entry for entry in self.places.entries.values() if isinstance(entry, str)))
+
     def varied(self, values: Mapping[str, Any]) -> "ExperimentFile":
         """Return the experiment without its sweep and with other values, by dotted key.
 

@@ -35,10 +35,19 @@ class Plan(Frozen):
         return (*self.trials, *chain.from_iterable(beside))
 
 
+TRAIN_ONLY = "--train-only: no baseline, so no speedup; no parts of a step, so no advice"
+"""Note on a run that only trains."""
+
+
 def make_plan(
-    experiment: Experiment, resources: Resources, *, allowed: tuple[str, ...] = (), with_baseline: bool = True
+    experiment: Experiment,
+    resources: Resources,
+    *,
+    allowed: tuple[str, ...] = (),
+    with_baseline: bool = True,
+    train_only: bool = False,
 ) -> Plan:
-    """Plan the trials of ``pipeline run``.
+    """Plan the trials of ``pipeline run``; with ``train_only`` nothing is measured beside or after the training.
 
     The baseline gets the same cores for its one worker that each worker of the main trial has, so that N workers have
     N times the cores. On CPU a reference shows what one process with all those cores does. Both are measured in turn
@@ -52,10 +61,10 @@ def make_plan(
     planner = Planner(experiment, resources, allowed)
     parallel = experiment.parallel
     own = Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)
-    main = planner.trial(Training, own)
+    main = planner.trial(Training, own, train_only=train_only)
     others: list[Baseline | Reference] = []
     has_baseline = False
-    if with_baseline:
+    if with_baseline and not train_only:
         baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
         if has_baseline := not same_work(baseline, main):
             others.append(baseline)
@@ -71,7 +80,7 @@ def make_plan(
             *(trial for trial in others if not _runs_beside(trial, main=main)),
             main.model_copy(update={"compared_with": beside}),
         ),
-        notes=tuple(_notes(main, has_baseline=has_baseline, wanted=with_baseline)),
+        notes=tuple(_notes(main, has_baseline=has_baseline, wanted=with_baseline and not train_only)),
     )
 
 
@@ -88,7 +97,9 @@ def same_work(one: Trial, other: Trial) -> bool:
     return (one.strategy, one.workers, one.options) == (other.strategy, other.workers, other.options)
 
 
-def _notes(main: Trial, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
+def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
+    if main.train_only:
+        yield TRAIN_ONLY
     if main.device == "cpu" and main.experiment.parallel.device == "auto":
         yield "no GPU here: workers compute on CPU"
     if main.workers < (most := main.experiment.parallel.workers):
@@ -96,15 +107,15 @@ def _notes(main: Trial, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
     if main.strategy == "dp" and main.replicas < 2:
         yield "dp with fewer than two GPUs is one replica: nothing runs in parallel"
     if main.strategy == "fsdp" and main.workers < 2:
-        yield "fsdp with one worker: its part is the whole model, which saves no memory"
+        yield "fsdp with one worker shards nothing, so it saves no memory"
     if main.experiment.train.ema is not None:
-        yield "train.ema: the averages of the weights are what is evaluated and logged as the model"
+        yield "train.ema: the averaged weights are evaluated and logged as the model"
     if (start := main.options.get("local_sgd_start_step")) is not None:
         warmup = main.experiment.measure.warmup_steps
-        yield f"local SGD: from step {start + 1} on each worker has its own weights; their average is evaluated"
+        yield f"local SGD: from step {start + 1} on weights differ between workers; their average is evaluated"
         if start > warmup:
-            yield f"local SGD begins after {start} steps: measurements, which warm up for {warmup}, don't see it"
+            yield f"local SGD begins after {start} steps, so measurements, which warm up for {warmup}, don't include it"
     if main.experiment.sweep is not None:
-        yield "the file's own values are trained, its sweep is left out; pipeline sweep tries those"
+        yield "this trains the file's own values; pipeline sweep searches those of its sweep"
     if wanted and not has_baseline:
         yield f"{main.title} is the baseline itself: no speedup to measure"

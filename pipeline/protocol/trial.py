@@ -139,10 +139,14 @@ class Training(Trial):
     """True to resume from the newest complete checkpoint, from the beginning if there is none."""
     compared_with: tuple[Baseline | Reference, ...] = ()
     """Measurements that rank 0 makes after the training, in turn with the training's own steps."""
+    train_only: bool = False
+    """True to measure nothing once the training is over: neither parts of a step nor unused parameters."""
 
     @property
     @override
     def purpose(self) -> str:
+        if self.train_only:
+            return f"trains {self.experiment.train.epochs} epochs"
         return (
             f"trains {self.experiment.train.epochs} epochs; measures throughput, waiting for gradients and data, "
             "peak memory"

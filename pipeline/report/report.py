@@ -66,8 +66,8 @@ class Report(Frozen):
         rows = [entry for entry in entries if isinstance(entry, Row)]
         if rows[0].role == "baseline":
             rows = [rows[0], *(row.against(rows[0]) for row in rows[1:])]
-        told = {cell.trial for cell in unmeasured}
-        missing = [f"{name} ({trial.title})" for name, trial in once.items() if name not in ends and name not in told]
+        reasons = {cell.trial for cell in unmeasured}
+        missing = [f"{name} ({trial.title})" for name, trial in once.items() if name not in {*ends, *reasons}]
         report = cls(
             name=next(iter(once.values())).experiment.name,
             rows=tuple(rows),
@@ -77,7 +77,9 @@ class Report(Frozen):
         )
         left_out = (f"{trial} did not finish; it is left out." for trial in missing)
         extras = (f"All trials use {extra}." for extra in next(iter(once.values())).experiment.train.extras)
-        return report.model_copy(update={"remarks": (*left_out, *summary.remarks(rows, main=report.main), *extras)})
+        train_only = any(isinstance(trial, Training) and trial.train_only for trial in once.values())
+        told = summary.remarks(rows, main=report.main, train_only=train_only)
+        return report.model_copy(update={"remarks": (*left_out, *told, *extras)})
 
     @property
     def is_comparison(self) -> bool:
@@ -137,9 +139,14 @@ class Report(Frozen):
 
     @property
     def tables(self) -> tuple[ReportTable, ...]:
-        """Tables for the terminal."""
-        shown = (self.results, self.step_parts)
+        """Tables for the terminal; none is empty."""
+        shown = (self.results, *([self.step_parts] if self.has_parts else []))
         return (*shown, self.resources) if self.is_comparison else shown
+
+    @property
+    def has_parts(self) -> bool:
+        """True if the parts of a step were measured, for any row."""
+        return any(row.parts.sum_ms is not None for row in self.rows)
 
     @property
     def results(self) -> ReportTable:

@@ -67,9 +67,9 @@ def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bo
         ("strategy", lambda row: row.title),
         ("devices", lambda row: row.devices),
         ("samples/s", lambda row: amount(row.samples_per_second.median)),
-        ("speedup", lambda row: speedup(row, has_interval=has_intervals)),
-        ("efficiency", efficiency),
     ]
+    if len(entries) > 1:
+        columns += [("speedup", lambda row: speedup(row, has_interval=has_intervals)), ("efficiency", efficiency)]
     rows = [entry for entry in entries if isinstance(entry, Row)]
     start_s = main.time_to_first_step_s or 0.0
     if main.whole_training:

@@ -99,6 +99,8 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
     trial = context.trial
     more: dict[str, Any] = {}
     afterwards = Afterwards(context, result, outbox=outbox)
+    if isinstance(trial, Training) and trial.train_only:
+        return result
     if parts := afterwards.measure("the parts of a step", lambda: probe(context, laps=laps, known=result.parts)):
         more["parts"] = parts
     more["unused_parameters"] = afterwards.measure("unused parameters", lambda: unused_parameters(context)) or 0

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
+from typed import understand
 
 from pipeline import registry
+from pipeline.cli.help import GROUPS
 from pipeline.protocol.trial import Experiment
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 MLP = str(EXPERIMENTS / "mlp.yaml")
-COMMANDS = ("run", "check", "ui", "sync", "schema")
+COMMANDS = tuple(name for commands in GROUPS.values() for name in commands)
 HEAVY = ("torch", "ray", "mlflow", "sklearn", "matplotlib", "torchmetrics")
 
 Command = Callable[..., Any]
@@ -29,15 +31,60 @@ def test_each_command_has_help(command: Command, name: str) -> None:
     ended = command(name, "--help")
 
     assert ended.code == 0
-    assert "Usage: pipeline" in ended.stdout
+    assert f"Usage: pipeline {name} " in ended.stdout
+    types = re.findall(r"<(?:bool|str|list\[str\])>", ended.stdout)
+    assert types == []
+    assert max(map(len, ended.stdout.splitlines())) <= 80
+    shown = [line.strip() for line in ended.stdout.partition("Examples:")[2].splitlines() if line.strip()]
+    (examples,) = (commands[name] for commands in GROUPS.values() if name in commands)
+    assert shown == list(examples)
+    assert len(examples) == 2
 
 
-def test_the_help_lists_all_commands(command: Command) -> None:
+def test_the_examples_of_the_help_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXPERIMENTS.parent)
+    for name, examples in (item for commands in GROUPS.values() for item in commands.items()):
+        for example in examples:
+            assert example.startswith(f"pipeline {name}")
+            assert understand(example.partition(" > ")[0])
+
+
+def test_the_help_lists_all_commands_in_their_groups(command: Command) -> None:
     ended = command("--help")
 
     assert ended.code == 0
-    for name in COMMANDS:
-        assert f" {name} " in ended.stdout
+    assert re.findall(r"^│ (\w[\w-]*) |^╭─ (\w[\w ]*) ─", ended.stdout, re.MULTILINE) == [
+        ("", "Options"),
+        *(pair for group, names in GROUPS.items() for pair in [("", group), *((name, "") for name in names)]),
+    ]
+    assert "<bool>" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--train.epochs", "3"], "train.epochs=3"),
+        (["--train.epochs=3"], "train.epochs=3"),
+        (["--epochs", "3"], "train.epochs=3"),
+        (["--lr=0.2"], "optimizer.lr=0.2"),
+        (["--seed", "1", "--dry-run"], "seed=1"),
+        (["--train.global-batch-size", "--dry-run"], "train.global_batch_size=VALUE"),
+        (["--dry-run", "--", "--seed=1"], "seed=1"),
+    ],
+    ids=" ".join,
+)
+def test_a_key_with_dashes_is_told_without(command: Command, words: list[str], meant: str) -> None:
+    ended = command("run", MLP, *words)
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert ended.stderr.endswith(f": write {meant}, without dashes\n")
+
+
+def test_an_option_that_is_no_key_is_one_that_there_is_not(command: Command) -> None:
+    ended = command("run", MLP, "--nope", "3")
+
+    assert ended.code == 2
+    assert "No such option: --nope" in ended.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["schema"]])
@@ -114,6 +161,17 @@ def test_a_dry_run_without_baseline(command: Command) -> None:
 
     assert ended.stdout.count(" with torchrun: ") == 1
     assert "in turn with" not in ended.stdout
+
+
+def test_a_dry_run_of_a_training_only(command: Command) -> None:
+    ended = command("run", MLP, "--dry-run", "--train-only")
+
+    assert ended.stdout.count(" with torchrun: ") == 1
+    assert "in turn with" not in ended.stdout
+    assert ended.stdout.count("note: --train-only: no baseline, so no speedup; no parts of a step, so no advice\n") == 1
+    assert "measures" not in ended.stdout
+    as_json = command("run", MLP, "--dry-run", "--train-only", "--json")
+    assert "--train-only" in json.loads(as_json.stdout)["notes"][0]
 
 
 def test_a_dry_run_finds_what_a_run_would(command: Command) -> None:

@@ -1,6 +1,7 @@
 """``pipeline run`` and ``compare`` as a whole, from the plan to the exit code, with recorded workers."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
@@ -157,7 +158,11 @@ def test_skipped_steps_are_told(play: Play, lab: Path, store: Store) -> None:
 def test_an_interrupted_run_says_so_everywhere(play: Play, lab: Path, store: Store) -> None:
     ended = play("interrupted", "run", "lab.yaml", *DDP, "--no-baseline")
 
-    assert (ended.code, ended.stderr) == (130, "error: interrupted\n")
+    (again,) = re.findall(r"^error: interrupted; continue it with: pipeline (.*)\n$", ended.stderr)
+    assert ended.code == 130
+    words = again.split()
+    assert (words[:2], words[-3:]) == (["run", "lab.yaml"], ["--no-baseline", "--resume", run_in(lab).name])
+    assert set(DDP) < set(words)
     (closed,) = kinds(run_in(lab), RunClosed)
     assert (closed.status, closed.message) == ("KILLED", "interrupted")
     assert [run.info.status for run in store.runs("lab")] == ["KILLED"]

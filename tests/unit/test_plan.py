@@ -109,6 +109,21 @@ def test_without_a_baseline_there_is_only_the_training() -> None:
     assert made.notes == ("no GPU here: workers compute on CPU",)
 
 
+def test_a_training_only_measures_nothing_and_says_what_is_left_out() -> None:
+    made = make_plan(toys.experiment(parallel=ddp(2)), LAPTOP, allowed=("toys",), train_only=True)
+    assert [trial.role for trial in made.measured] == ["main"]
+    assert made.main == make_plan(
+        toys.experiment(parallel=ddp(2)), LAPTOP, allowed=("toys",), with_baseline=False
+    ).main.model_copy(update={"train_only": True})
+    assert made.notes == (
+        "--train-only: no baseline, so no speedup; no parts of a step, so no advice",
+        "no GPU here: workers compute on CPU",
+    )
+    assert made.main.purpose == "trains 2 epochs"
+    assert made.notes[0] in describe(made, None)
+    assert json.loads(record(made, None))["notes"] == list(made.notes)
+
+
 def test_only_the_training_runs_to_its_end() -> None:
     made = plan(parallel=ddp(2), measure={"warmup_steps": 4, "steps": 6, "windows": 3})
     assert [trial.steps_of(1000) for trial in made.measured] == [1000, 10, 10]  # and slots with steps of their own

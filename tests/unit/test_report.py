@@ -20,7 +20,7 @@ from samples import (
 
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.trial import Trial
-from pipeline.protocol.trial_result import Spread
+from pipeline.protocol.trial_result import Spread, StepParts
 from pipeline.report import Advice, publish
 from pipeline.report.pairs import table as pairs_table
 from pipeline.report.report import Report, run_json
@@ -144,6 +144,19 @@ def test_without_a_baseline_there_is_no_speedup() -> None:
         "baseline (single) did not finish; it is left out.",
         "There is no baseline measurement.",
     )
+
+
+def test_a_training_only_has_no_empty_column_or_table() -> None:
+    end = finished("main", spread(190), metrics={"validation/accuracy": 0.9})
+    bare = end.result.model_copy(update={"parts": StepParts(data_wait_ms=0.25, nodes=("a",))})
+    only = MAIN.model_copy(update={"train_only": True})
+    result = Report.of([only], [end.model_copy(update={"result": bare})], hardware=HARDWARE)
+    assert [table.header for table in result.tables] == [("strategy", "devices", "samples/s")]
+    assert result.remarks == ("--train-only: no baseline, so no speedup; no parts of a step, so no advice.",)
+    assert "| speedup |" not in result.markdown()
+    failed = Report.of([MAIN], [end.model_copy(update={"result": bare})], hardware=HARDWARE)
+    assert len(failed.tables) == 1
+    assert failed.remarks == ("There is no baseline measurement.", "The parts of a step could not be measured.")
 
 
 def test_without_the_main_trial_there_is_nothing_to_report() -> None:

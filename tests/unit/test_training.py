@@ -50,6 +50,19 @@ def test_micro_batches_train_the_same(parts: int) -> None:
     assert len(set(whole)) == 2 * STEPS
 
 
+def test_a_training_only_measures_nothing_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = toys.trained()
+    for name in ("probe", "unused_parameters"):
+        monkeypatch.setattr(loop, name, lambda *_, **__: pytest.fail("measured"))
+    outbox = toys.Kept()
+    result = train(toys.trial().model_copy(update={"train_only": True}), rank=Rank(), outbox=outbox)
+    assert (result.metrics, result.losses) == (whole.metrics, whole.losses)
+    assert whole.parts.compute_ms is not None
+    assert (result.parts.compute_ms, result.parts.sum_ms) == (None, None)
+    assert result.samples_per_second.median > 0
+    assert "warned" not in outbox.kinds()
+
+
 def plain_loop(
     *, optimizer: Callable[[Any], torch.optim.Optimizer], clip: float | None = None,
     scheduler: Callable[[Any], Any] | None = None, each: str = "step",

@@ -49,7 +49,9 @@ def sweep(
     refuse_torchrun("sweep")
     plan = make(file)
     before = _found(file, plan, resume) if resume is not None else None
-    with invoked(plan.plan, file=file, terminal=terminal, verbose=verbose, folder=before) as invocation:
+    with invoked(
+        plan.plan, file=file, terminal=terminal, verbose=verbose, folder=before, again=("sweep",)
+    ) as invocation:
         job = _job(plan, invocation, overrides=overrides)
         try:
             _search(plan, job, invocation)

@@ -1,0 +1,149 @@
+"""How the commands are registered: in groups, with examples below their help, and without types that say nothing."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from pipeline.errors import UsageError
+
+GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "Train and measure": {
+        "run": (
+            "pipeline run experiments/resnet.yaml",
+            "pipeline run experiments/resnet.yaml train.epochs=2 parallel.workers=2",
+        ),
+        "measure": ("pipeline measure latest", "pipeline measure latest --budget-s 120"),
+        "compare": (
+            "pipeline compare experiments/mlp.yaml",
+            "pipeline compare experiments/mlp.yaml --strategies single,ddp --workers 1,2",
+        ),
+        "sweep": ("pipeline sweep experiments/sweep.yaml", "pipeline sweep experiments/sweep.yaml --resume latest"),
+        "tune-batch": (
+            "pipeline tune-batch experiments/resnet.yaml",
+            "pipeline tune-batch experiments/resnet.yaml --max 256",
+        ),
+        "predict": (
+            "pipeline predict experiments/resnet.yaml --workers 64",
+            "pipeline predict experiments/resnet.yaml --link 25Gbit,20us",
+        ),
+    },
+    "Look at results": {
+        "list": ("pipeline list", "pipeline list --sort validation/accuracy"),
+        "show": ("pipeline show latest", "pipeline show latest --json"),
+        "diff": ("pipeline diff 20261121-1437 latest", "pipeline diff 22af 0eb4 --json"),
+        "ui": ("pipeline ui", "pipeline ui --port 5001 --store sqlite:////data/mlflow.db"),
+        "sync": ("pipeline sync latest", "pipeline sync latest --to http://localhost:5000"),
+    },
+    "Run on a cluster": {
+        "submit": (
+            "pipeline submit experiments/mlp.yaml --address http://HOST:8265",
+            "pipeline submit experiments/mlp.yaml --slurm > job.sh",
+        ),
+        "status": ("pipeline status", "pipeline status mlp-digits-20261121-143740-22af"),
+        "logs": (
+            "pipeline logs mlp-digits-20261121-143740-22af",
+            "pipeline logs mlp-digits-20261121-143740-22af --follow",
+        ),
+        "stop": (
+            "pipeline stop mlp-digits-20261121-143740-22af",
+            "pipeline stop mlp-digits-20261121-143740-22af --address http://HOST:8265",
+        ),
+        "doctor": ("pipeline doctor", "pipeline doctor --address HOST:6379"),
+    },
+    "Set up a project": {
+        "new": (
+            "pipeline new ddp-project my-project",
+            "pipeline new ddp-project my-project --no-input --set model=mlp",
+        ),
+        "check": (
+            "pipeline check experiments/mlp.yaml",
+            "pipeline check --no-data experiments/mlp.yaml experiments/resnet.yaml",
+        ),
+        "schema": ("pipeline schema", "pipeline schema > experiments/experiment.schema.json"),
+    },
+}
+"""Commands by group, in the order of the help, each with examples."""
+
+
+def below(examples: Sequence[str]) -> str:
+    """Return the text below the help of a command. Its first line is empty: typer would remove the indentation."""
+    return "\n".join(["", "Examples:", *(f"  {example}" for example in examples)])
+
+
+class Group(TyperGroup):
+    """The command ``pipeline`` itself."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options, whose help says nothing of their type."""
+        return _untyped(super().get_params(ctx))
+
+
+class Command(TyperCommand):
+    """A verb of the command line."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return arguments and options; the help of arguments and flags says nothing of their type."""
+        return _untyped(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line as the panels below it write them."""
+        arguments = [one for one in self.params if isinstance(one, TyperArgument)]
+        return [self.options_metavar or "", *(one.metavar or one.name.upper() for one in arguments)]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of the command line.
+
+        Raises:
+            UsageError: a key of the experiment is written as an option.
+        """
+        if not ctx.resilient_parsing and any(one.name == "overrides" for one in self.params):
+            options = {name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)}
+            refuse_dashes(args, options=options)
+        return super().parse_args(ctx, args)
+
+
+def refuse_dashes(words: Sequence[str], *, options: Collection[str]) -> None:
+    """Refuse a key of the experiment that is written as an option, such as ``--train.epochs 3`` or ``--epochs=3``.
+
+    Raises:
+        UsageError: says what to write instead.
+    """
+    file = next((Path(word) for word in words if not word.startswith("-")), None)
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if word == "--":
+            return
+        if not word.startswith("--") or name in options or not (key := _key(name, file=file)):
+            continue
+        following = words[index + 1] if index + 1 < len(words) else "-"
+        if not equals and (following.startswith("-") or "=" in following):
+            raise UsageError(f"{word}: write {key}=VALUE, without dashes")
+        told = word if equals else f"{word} {following}"
+        raise UsageError(f"{told}: write {key}={value if equals else following}, without dashes")
+
+
+def _key(option: str, *, file: Path | None) -> str:
+    """Return the key that an unknown option means; empty if it is none, or one of several."""
+    key = option.lstrip("-").replace("-", "_")
+    if "." in key:  # if it is unknown without dashes, too, the next message says so
+        return key
+    from pipeline.config import vocabulary
+
+    known = [each for each in vocabulary.all_keys(file) if "[" not in each]
+    if any(each == key or each.startswith(f"{key}.") for each in known):
+        return key
+    meant = [each for each in known if each.rpartition(".")[2] == key]
+    return meant[0] if len(meant) == 1 else ""
+
+
+def _untyped(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if isinstance(parameter, TyperArgument) or (isinstance(parameter, TyperOption) and parameter.is_flag):
+            parameter.display_type_rich = _nothing  # type: ignore[method-assign]
+    return parameters
+
+
+def _nothing(ctx: Any) -> None:
+    """Return nothing in place of a type."""

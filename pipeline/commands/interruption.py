@@ -1,0 +1,40 @@
+"""How to continue a run that was interrupted, as a note of the interruption, which the command line shows."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pipeline.config.load import ExperimentFile
+from pipeline.system.process import outer_rank
+
+
+@contextmanager
+def continuable(verb: Sequence[str], *, file: ExperimentFile, run: str) -> Iterator[None]:
+    """Add a note to an interruption inside: how to continue the run.
+
+    Args:
+        verb: command that continues the run with ``--resume``, with its options; empty if none does.
+        file: the experiment.
+        run: id of the run.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if verb:
+            error.add_note(way_on(verb, file=file, run=run))
+        raise
+
+
+def way_on(verb: Sequence[str], *, file: ExperimentFile, run: str) -> str:
+    """Return how to continue a run: the whole command, unless a script, an outer torchrun or a job started it."""
+    experiment = file.experiment
+    if experiment.checkpoint.keep == 0:
+        return "there is no checkpoint to continue from, since checkpoint.keep is 0"
+    if not file.source:
+        return f"continue it with resume={run!r}"
+    if outer_rank() is not None or experiment.parallel.address == "auto":
+        return f"continue it with --resume {run}"
+    name, *options = verb
+    return (
+        f"continue it with: pipeline {shlex.join([name, str(file.path), *file.overrides, *options, '--resume', run])}"
+    )
