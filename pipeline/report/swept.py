@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pipeline.config.values import Frozen
 from pipeline.protocol.links import link
 from pipeline.report.tables import ReportTable
+from pipeline.wording import figure as rounded
 
 FILE_NAME = "sweep.json"
 """File name of a `SweptReport` in a sweep's folder."""
@@ -215,7 +216,7 @@ def shown(value: object) -> str:
 
 def figure(value: float | None) -> str:
     """Format a value of the sweep's metric, in the same way in terminal, report, description and tags."""
-    return "-" if value is None else f"{value:.4g}"
+    return "-" if value is None else rounded(value)
 
 
 def _plain(value: object) -> object:

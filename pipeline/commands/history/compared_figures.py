@@ -12,6 +12,8 @@ from pipeline.protocol.trial_result import Spread
 from pipeline.report import Row
 
 _MANY = 10.0  # ratio from which a multiple is easier to read than percent
+_SAME_MEMORY = 0.005
+"""Share by which the peak memory of equal processes may differ."""
 _LOWER = ("loss", "error", "perplexity")
 _HIGHER = ("accuracy", "precision", "recall", "f1", "auroc", "jaccard", "dice", "r2")
 """Parts of names of metrics, and of their classes, that tell in which direction the metric is better."""
@@ -89,7 +91,8 @@ def measured(row: Row) -> Iterator[tuple[str, str | Figure]]:
         if value is not None:
             yield name, Figure(value, "min", max(0.0, value - row.noise_ms), value + row.noise_ms)
     if row.peak_memory_mb:
-        yield "peak memory, MB", Figure(max(row.peak_memory_mb), "min")
+        peak = max(row.peak_memory_mb)
+        yield "peak memory, MB", Figure(peak, "min", (1 - _SAME_MEMORY) * peak, (1 + _SAME_MEMORY) * peak)
     if row.time_to_first_step_s is not None:
         yield "time to first step, s", Figure(row.time_to_first_step_s)
 
