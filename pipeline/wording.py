@@ -13,9 +13,9 @@ def figure(value: float, *, digits: int = 4) -> str:
     return f"{rounded:,.0f}" if 1000 <= abs(rounded) < _PLAIN_TO else f"{value:.{digits}g}"
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, e.g. "1 worker", "1,200 events"."""
-    return f"1 {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: int, noun: str, *, spec: str = "") -> str:
+    """Return a number with its noun, e.g. "1 worker", "2 workers"; ``spec`` formats it, e.g. "," for thousands."""
+    return f"1 {noun}" if number == 1 else f"{number:{spec}} {noun}s"
 
 
 def duration(seconds: float) -> str:

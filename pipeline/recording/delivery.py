@@ -98,7 +98,7 @@ class Delivery:
         """
         files = tuple(self.run.uploads)  # at once: another thread may upload them
         counts = {"event": events, "file": len(files)}
-        text = " and ".join(counted(count, noun) for noun, count in counts.items() if count)
+        text = " and ".join(counted(count, noun, spec=",") for noun, count in counts.items() if count)
         return text if events or len(files) != 1 else f"{text}: {self._named(files[0])}"
 
     def _named(self, file: ArtifactSaved | ModelSaved) -> str:

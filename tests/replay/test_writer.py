@@ -119,7 +119,7 @@ def test_events_that_mlflow_refuses_take_no_others_with_them(store: Store, tmp_p
     told: list[str] = []
     outcome = sync(journaled(tmp_path / "refused", events), warn=told.append)
     assert outcome.delivered
-    assert outcome.message.startswith("MLflow refused 1 events")
+    assert outcome.message.startswith("MLflow refused 1 event, kept in ")
     assert len(told) == 1
     assert "train.epochs" in told[0]
     (run,) = store.runs("made")

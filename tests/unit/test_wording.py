@@ -32,7 +32,8 @@ def test_figures_have_four_digits_and_no_exponent_that_a_reader_would_have_to_co
 
 
 def test_counts_go_with_their_noun() -> None:
-    assert [counted(number, "event") for number in (0, 1, 1200)] == ["0 events", "1 event", "1,200 events"]
+    assert [counted(number, "event") for number in (0, 1, 1200)] == ["0 events", "1 event", "1200 events"]
+    assert counted(1200, "event", spec=",") == "1,200 events"
 
 
 def test_what_mlflow_lacks_is_counted_and_a_last_file_has_its_name_and_size(tmp_path: Path) -> None:
