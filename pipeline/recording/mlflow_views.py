@@ -22,10 +22,10 @@ VIEW_TAG = f"{_TAG}{VIEW}"
 """Tag of an experiment that has the view of its runs."""
 _ALWAYS = {"0": 50, "attributes.`Run Name`": 275, "runDateAndNestInfo": 145}
 """Widths in pixels of the columns that can't be hidden."""
-_TAGS = {"strategy": 75, "launcher": 75, "world_size": 85, "speedup": 215}
-_METRICS = {"samples_per_second": 130}
+_TAGS = {"strategy": 75, "launcher": 90, "world_size": 85, "speedup": 215}
+_METRICS = {"samples_per_second": 150}
 _LOSSES = {"validation/loss": 110, "train/loss": 100}
-_METRIC_WIDTH, _PARAM_WIDTH, _DURATION_WIDTH = 130, 110, 80
+_METRIC_WIDTH, _PARAM_WIDTH, _DURATION_WIDTH = 135, 110, 80
 _METRIC_KEY = "metrics."  # prefix of the experiment's metrics among its flattened parameters
 _PARAMETER = re.compile(rf"sweep\.parameters\.(.+)\.(?:{'|'.join(Parameter.model_fields)})(?:\[.*)?")
 _MOST_METRICS = 8  # more need scrolling

@@ -149,7 +149,7 @@ class Forecast(Frozen):
 
     def markdown(self) -> str:
         """Return verdict, tables and what is said about them in Markdown, for the description of the run in MLflow."""
-        lines = [f"**{self.verdict}**", "", *(f"    {line}" for line in self.opening), ""]
+        lines = [f"**{self.verdict}**", "", *(f"- {' '.join(line.split())}" for line in self.opening), ""]
         for table in self.tables:
             lines += [f"**{table.title}**", "", f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
             lines += [f"| {' | '.join(row)} |" for row in table.rows]

@@ -153,7 +153,7 @@ class SweptReport(Frozen):
         table = self._table(listed)
         pages = link("a table", "trials", run=swept.run), link("charts", "charts", run=swept.run)
         lines = [f"**{self.verdict}**", "", *self._told(), ""]
-        lines += [f"    {self.command}", ""] if self.command else []
+        lines += [f"`{self.command}`", ""] if self.command else []  # a block of code would widen the page
         lines += [f"All trials: {' and '.join(pages)}.", ""]
         lines += [f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
         for trial, (number, *cells) in zip(listed, table.rows, strict=True):
