@@ -146,7 +146,7 @@ def test_without_a_baseline_there_is_no_speedup() -> None:
     )
 
 
-def test_a_training_only_has_no_empty_column_or_table() -> None:
+def test_a_training_only_has_no_empty_column_or_table(tmp_path: Path) -> None:
     end = finished("main", spread(190), metrics={"validation/accuracy": 0.9})
     bare = end.result.model_copy(update={"parts": StepParts(data_wait_ms=0.25, nodes=("a",))})
     only = MAIN.model_copy(update={"train_only": True})
@@ -154,6 +154,9 @@ def test_a_training_only_has_no_empty_column_or_table() -> None:
     assert [table.header for table in result.tables] == [("strategy", "devices", "samples/s")]
     assert result.remarks == ("--train-only: no baseline, so no speedup; no parts of a step, so no advice.",)
     assert "| speedup |" not in result.markdown()
+    publish.save(result, tmp_path, warn=pytest.fail)
+    page = (tmp_path / publish.PAGE_NAME).read_text()
+    assert ("Where a step" in page, "--train-only: no baseline" in page) == (False, True)
     failed = Report.of([MAIN], [end.model_copy(update={"result": bare})], hardware=HARDWARE)
     assert len(failed.tables) == 1
     assert failed.remarks == ("There is no baseline measurement.", "The parts of a step could not be measured.")
