@@ -178,4 +178,5 @@ def _state(run: "RunSummary") -> str:
         return "it is still running"
     if run.status == "STOPPED":
         return f"it was {run.message}"
-    return f"it was {run.status.lower()}" + (f": {run.message}" if run.message else "")
+    became = "failed" if run.status == "FAILED" else f"was {run.status.lower()}"
+    return f"it {became}" + (f": {run.message}" if run.message else "")

@@ -68,8 +68,8 @@ def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Jou
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("failed", "it was failed: rank 1 on node-1: ZeroDivisionError: the model's own mistake"),
-        ("nan-stopped", "it was failed: rank 0 on node-1: the loss is nan in step 3"),
+        ("failed", "it failed: rank 1 on node-1: ZeroDivisionError: the model's own mistake"),
+        ("nan-stopped", "it failed: rank 0 on node-1: the loss is nan in step 3"),
         ("interrupted", "it was killed: interrupted"),
         ("killed", "it was killed"),
         ("nan", "2 steps"),
