@@ -11,7 +11,13 @@ LAB = "lab.yaml"
 
 def test_the_link_is_measured_and_the_prediction_checked(command):
     ended = command(
-        "predict", LAB, "parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "--json"
+        "predict",
+        LAB,
+        "parallel.strategy=ddp",
+        "parallel.launcher=torchrun",
+        "parallel.workers=2",
+        "train.epochs=9",
+        "--json",
     )
     assert ended.code == 0, ended.output
     found = Forecast.model_validate(json.loads(ended.stdout))
