@@ -20,7 +20,7 @@ from pipeline.commands.matrix import MatrixRequest
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.launchers import _head_start
-from pipeline.recording import mlflow
+from pipeline.recording import mlflow, waiting
 from pipeline.recording.terminal import Terminal
 from pipeline.report.report import Report
 from pipeline.system.imports import importable
@@ -56,7 +56,7 @@ def run(
         KeyboardInterrupt: Ctrl-C, or the kernel was interrupted; the run's status is KILLED.
     """
     ended: list[tuple[Report, Path]] = []
-    with _started(experiment, overrides, verbose=verbose) as file:
+    with _started(experiment, overrides, quiet=quiet, verbose=verbose) as file:
         runner.run(
             file,
             with_baseline=baseline,
@@ -100,7 +100,7 @@ def compare(
     """
     ended: list[tuple[Report, Path]] = []
     _check_wanted(strategies, workers, repeats, scaling)
-    with _started(experiment, overrides, verbose=verbose) as file:
+    with _started(experiment, overrides, quiet=quiet, verbose=verbose) as file:
         comparison.compare(
             file,
             wanted=MatrixRequest(
@@ -141,10 +141,12 @@ def _terminal(*, quiet: bool) -> Terminal:
 
 
 @contextmanager
-def _started(experiment: Experiment | Source, overrides: Sequence[str], *, verbose: bool) -> Iterator[ExperimentFile]:
+def _started(
+    experiment: Experiment | Source, overrides: Sequence[str], *, quiet: bool, verbose: bool
+) -> Iterator[ExperimentFile]:
     """Prepare this process for a run: make its code importable; restore global state afterwards.
 
-    Yields the experiment while the processes that it needs start.
+    Yields the experiment while the processes that it needs start. A script's terminal shows what it waits for.
 
     Raises:
         UsageError: a run can't be started in this process or thread.
@@ -154,7 +156,8 @@ def _started(experiment: Experiment | Source, overrides: Sequence[str], *, verbo
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("call it in the main thread, which is the one that gets signals")
     try:
-        with _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
+        shown = waiting.shown_on(_terminal(quiet=quiet).progress)
+        with shown, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
             file = Experiment.load(experiment, *overrides).file
             uri = file.experiment.tracking.uri
             with _head_start.given(file.experiment, verbose=verbose), mlflow.head_start(uri):

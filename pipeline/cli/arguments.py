@@ -5,17 +5,20 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli import completion
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
-from pipeline.system import allocator
+from pipeline.system import allocator, stages
 from pipeline.system.imports import undisturbed
+from pipeline.system.process import outer_rank
 
 if TYPE_CHECKING:
     from pipeline.config.load import ExperimentFile
+    from pipeline.recording.terminal import Terminal
 
 FileArgument = Annotated[
     str,
@@ -91,6 +94,35 @@ def _noted(what: str, error: KeyboardInterrupt) -> str:
 
 
 @contextmanager
+def opened(
+    path: str | Path, overrides: Sequence[str] = (), *, as_json: bool, quiet: bool, prints: bool = False
+) -> "Iterator[tuple[ExperimentFile, Terminal]]":
+    """Read an experiment; yield it with the command's consoles. A line shows at once what the command waits for.
+
+    Args:
+        path: the experiment file.
+        overrides: ``key=value`` words.
+        as_json: standard output is one JSON document, and nothing shows what is waited for.
+        quiet: no progress.
+        prints: standard output is for the plan alone.
+
+    Raises:
+        ExperimentError: the file is wrong; raised before torch is imported, so that a typo is reported at once.
+    """
+    from pipeline.recording import waiting
+    from pipeline.recording.terminal import Terminal
+
+    terminal = Terminal.of(as_json=as_json, quiet=quiet)
+    with ExitStack() as shown:
+        if not as_json and not outer_rank():
+            shown.enter_context(waiting.shown_on(Terminal.of(as_json=prints, quiet=quiet).progress))
+        stages.begin("reading the experiment")
+        from pipeline.config.load import load
+
+        yield load(path, list(overrides)), terminal
+
+
+@contextmanager
 def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Iterator[None]:
     """Start the processes that the experiment will need while torch is imported; print an error before they end.
 
@@ -99,6 +131,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
         verbose: show the output of the launcher and of the workers.
         tracked: results will go to MLflow.
     """
+    stages.begin("importing torch")
     from pipeline.launchers import _head_start
     from pipeline.recording import mlflow
 
@@ -118,6 +151,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
 
 def show(error: PipelineError) -> None:
     """Print an error for the user; an error in training comes with the traceback of the failed rank."""
+    stages.end()
     typer.echo(error.told, err=True)
 
 

@@ -1,7 +1,7 @@
 """Commands that run and measure an experiment on this machine or on a Ray cluster."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,11 +22,16 @@ from pipeline.cli.arguments import (
     counts_of,
     head_start,
     interruptible,
+    opened,
     strategies_of,
     with_address,
 )
 from pipeline.cli.results import Directory, RunArgument
+from pipeline.system import stages
 from pipeline.system.imports import undisturbed
+
+if TYPE_CHECKING:
+    from pipeline.config.load import ExperimentFile
 
 
 def run(
@@ -44,36 +49,43 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Train an experiment and report its speedup over a baseline."""
+    given = with_address(overrides, address)
+    with opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal):
+        if dry_run:
+            _print_plan(experiment, with_baseline=baseline, train_only=train_only, as_json=as_json, quiet=quiet)
+            return
+        with head_start(experiment, verbose=verbose, tracked=True):
+            from pipeline.commands import run as runner
+            from pipeline.report.report import run_json
+
+            runner.run(
+                experiment,
+                with_baseline=baseline,
+                train_only=train_only,
+                verbose=verbose,
+                terminal=terminal,
+                show=lambda report, folder: typer.echo(run_json(report, folder)) if as_json else None,
+                resume=resume,
+                allow_changed=allow_changed,
+            )
+
+
+def _print_plan(
+    experiment: "ExperimentFile", *, with_baseline: bool, train_only: bool, as_json: bool, quiet: bool
+) -> None:
+    """Print the plan of a run; a download of its data shows its progress."""
     import rich.console
 
-    from pipeline.config.load import load
-    from pipeline.recording.display import progress_on
-    from pipeline.recording.terminal import Terminal
+    from pipeline.recording.progress_bars import progress_on
 
-    # Before torch is imported, so that a typo is reported at once.
-    experiment = load(file, with_address(overrides, address))
-    if dry_run:
-        with undisturbed():
-            from pipeline.commands import run as runner
-
-        with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
-            plan = runner.dry_run(experiment, with_baseline=baseline, train_only=train_only, as_json=as_json)
-        typer.echo(plan)
-        return
-    with head_start(experiment, verbose=verbose, tracked=True):
+    stages.begin("importing torch")
+    with undisturbed():
         from pipeline.commands import run as runner
-        from pipeline.report.report import run_json
 
-        runner.run(
-            experiment,
-            with_baseline=baseline,
-            train_only=train_only,
-            verbose=verbose,
-            terminal=Terminal.of(as_json=as_json, quiet=quiet),
-            show=lambda report, folder: typer.echo(run_json(report, folder)) if as_json else None,
-            resume=resume,
-            allow_changed=allow_changed,
-        )
+    with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
+        plan = runner.dry_run(experiment, with_baseline=with_baseline, train_only=train_only, as_json=as_json)
+    stages.end()
+    typer.echo(plan)
 
 
 def measure(
@@ -91,14 +103,14 @@ def measure(
     verbose: Verbose = False,
 ) -> None:
     """Measure the speedup of a finished run again, from its last checkpoint."""
-    from pipeline.config.load import load
     from pipeline.recording import runs
 
     folder = runs.find(run, directory)
-    experiment = load(folder / "experiment.yaml")
-    with head_start(experiment, verbose=verbose, tracked=True):
+    with (
+        opened(folder / "experiment.yaml", as_json=as_json, quiet=quiet) as (experiment, terminal),
+        head_start(experiment, verbose=verbose, tracked=True),
+    ):
         from pipeline.commands.measure import measure
-        from pipeline.recording.terminal import Terminal
         from pipeline.report.report import run_json
 
         measure(
@@ -106,7 +118,7 @@ def measure(
             folder=folder,
             budget_s=budget_s,
             verbose=verbose,
-            terminal=Terminal.of(as_json=as_json, quiet=quiet),
+            terminal=terminal,
             show=lambda report, folder: typer.echo(run_json(report, folder)) if as_json else None,
         )
 
@@ -138,29 +150,27 @@ def compare(
     verbose: Verbose = False,
 ) -> None:
     """Compare strategies and numbers of workers in short, alternating measurements."""
-    from pipeline.commands.matrix import MatrixRequest
-    from pipeline.config.load import load
+    with opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
+        from pipeline.commands.matrix import MatrixRequest
 
-    experiment = load(file, with_address(overrides, address))
-    wanted = MatrixRequest(
-        strategies=strategies_of(strategies) if strategies is not None else (),
-        workers=counts_of("--workers", workers) if workers is not None else (),
-        scaling=scaling.value,
-        repeats=repeats,
-        profile=profile,
-    )
-    with head_start(experiment, verbose=verbose, tracked=True):
-        from pipeline.commands.compare import compare
-        from pipeline.recording.terminal import Terminal
-        from pipeline.report.report import comparison_json
-
-        compare(
-            experiment,
-            wanted=wanted,
-            verbose=verbose,
-            terminal=Terminal.of(as_json=as_json, quiet=quiet),
-            show=lambda report, _: typer.echo(comparison_json(report)) if as_json else None,
+        wanted = MatrixRequest(
+            strategies=strategies_of(strategies) if strategies is not None else (),
+            workers=counts_of("--workers", workers) if workers is not None else (),
+            scaling=scaling.value,
+            repeats=repeats,
+            profile=profile,
         )
+        with head_start(experiment, verbose=verbose, tracked=True):
+            from pipeline.commands.compare import compare
+            from pipeline.report.report import comparison_json
+
+            compare(
+                experiment,
+                wanted=wanted,
+                verbose=verbose,
+                terminal=terminal,
+                show=lambda report, _: typer.echo(comparison_json(report)) if as_json else None,
+            )
 
 
 def tune_batch(
@@ -176,14 +186,12 @@ def tune_batch(
     verbose: Verbose = False,
 ) -> None:
     """Find the smallest batch size per device at which throughput stops growing."""
-    from pipeline.config.load import load
-
-    experiment = load(file, with_address(overrides, address))
-    with head_start(experiment, verbose=verbose, tracked=False):
+    with (
+        opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal),
+        head_start(experiment, verbose=verbose, tracked=False),
+    ):
         from pipeline.commands import tune_batch as tuning
-        from pipeline.recording.terminal import Terminal
 
-        terminal = Terminal.of(as_json=as_json, quiet=quiet)
         report = tuning.tune_batch(experiment, most=most, verbose=verbose, terminal=terminal)
     if as_json:
         typer.echo(report.tuned.model_dump_json(indent=2))
@@ -211,24 +219,22 @@ def predict(
     verbose: Verbose = False,
 ) -> None:
     """Predict speedup and efficiency on more workers than there are, from a few seconds of measurement."""
-    from pipeline.config.load import load
-    from pipeline.recording.terminal import Terminal
-    from pipeline.report.link import parse
+    with opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
+        from pipeline.report.link import parse
 
-    experiment = load(file, with_address(overrides, address))
-    given = parse(link) if link is not None else None
-    with head_start(experiment, verbose=verbose, tracked=True):
-        from pipeline.commands import predict as prediction
+        given = parse(link) if link is not None else None
+        with head_start(experiment, verbose=verbose, tracked=True):
+            from pipeline.commands import predict as prediction
 
-        prediction.predict(
-            experiment,
-            workers=workers,
-            link=given,
-            scaling=scaling.value,
-            verbose=verbose,
-            terminal=Terminal.of(as_json=as_json, quiet=quiet),
-            show=lambda forecast: typer.echo(forecast.model_dump_json(indent=2)) if as_json else None,
-        )
+            prediction.predict(
+                experiment,
+                workers=workers,
+                link=given,
+                scaling=scaling.value,
+                verbose=verbose,
+                terminal=terminal,
+                show=lambda forecast: typer.echo(forecast.model_dump_json(indent=2)) if as_json else None,
+            )
 
 
 def sweep(
@@ -243,25 +249,27 @@ def sweep(
     verbose: Verbose = False,
 ) -> None:
     """Search hyperparameters: train the trials of the file's sweep in parallel and find the best."""
-    from pipeline.config.load import load
-    from pipeline.recording.terminal import Terminal
-
     given = with_address(overrides, address)
-    experiment = load(file, given)
-    with undisturbed():
-        from pipeline.commands.sweep import planning
+    with (
+        opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal),
+        interruptible(),
+    ):
+        stages.begin("importing torch")
+        with undisturbed():
+            from pipeline.commands.sweep import planning
 
-    if dry_run:
-        typer.echo(planning.describe(planning.make(experiment)))
-        return
-    from pipeline.commands.sweep.run_sweep import sweep as run_sweep
+        if dry_run:
+            plan = planning.describe(planning.make(experiment))
+            stages.end()
+            typer.echo(plan)
+            return
+        from pipeline.commands.sweep.run_sweep import sweep as run_sweep
 
-    with interruptible():
         run_sweep(
             experiment,
             overrides=given,
             resume=resume,
             verbose=verbose,
-            terminal=Terminal.of(as_json=as_json, quiet=quiet),
+            terminal=terminal,
             show=lambda report: typer.echo(report.swept.model_dump_json(indent=2)) if as_json else None,
         )

@@ -9,6 +9,7 @@ import typer
 from pipeline.cli import completion
 from pipeline.cli.arguments import Json, interruptible, problems_of, show
 from pipeline.errors import PipelineError, UsageError
+from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
@@ -32,24 +33,31 @@ def check(
     """Check experiment files, with their data and each component that they name, without training."""
     import rich.console
 
-    from pipeline.config.load import load
-    from pipeline.recording.display import progress_on
-
-    with undisturbed():
-        from pipeline.driver import preflight
+    from pipeline.recording import waiting
 
     errors: dict[str, PipelineError] = {}
-    for file in files:
-        try:
-            experiment = load(file)
-            with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
-                allowed = preflight.check(experiment, with_data=data)
-        except PipelineError as error:
-            show(error)
-            errors[file] = error
-        else:
-            if not quiet:
-                typer.echo(f"{file}: ok{_sweep_in(experiment, allowed)}", err=as_json)
+    console = rich.console.Console(highlight=False, stderr=True, quiet=quiet)
+    with waiting.shown_on(rich.console.Console(quiet=True) if as_json else console):
+        stages.begin("importing torch")
+        from pipeline.config.load import load
+        from pipeline.recording.progress_bars import progress_on
+
+        with undisturbed():
+            from pipeline.driver import preflight
+
+        for file in files:
+            stages.begin(f"checking {file}")
+            try:
+                experiment = load(file)
+                with progress_on(console):
+                    allowed = preflight.check(experiment, with_data=data)
+            except PipelineError as error:
+                show(error)
+                errors[file] = error
+            else:
+                stages.end()
+                if not quiet:
+                    typer.echo(f"{file}: ok{_sweep_in(experiment, allowed)}", err=as_json)
     if as_json:
         typer.echo(json.dumps([{"file": file, "problems": problems_of(errors.get(file))} for file in files], indent=2))
     if errors:

@@ -131,7 +131,7 @@ def sync(
     import rich.console
 
     from pipeline.recording import runs
-    from pipeline.recording.display import progress_on
+    from pipeline.recording.progress_bars import progress_on
     from pipeline.recording.sync import sync_with_trials
 
     folder, store = runs.find(run, directory), _store(to) if to is not None else ""

@@ -30,6 +30,7 @@ from pipeline.report import Row, publish
 from pipeline.report.advise import advise
 from pipeline.report.report import Report
 from pipeline.report.tables import speedup
+from pipeline.system import stages
 from pipeline.system.process import outer_rank
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,10 @@ def planning(file: ExperimentFile) -> Iterator[tuple[tuple[str, ...], Resources]
         ExperimentError: the file is wrong.
         ResourceError: the machine or the cluster is too small, or can't be reached.
     """
+    stages.begin("checking the experiment")
     allowed, parallel = preflight.check(file), file.experiment.parallel
+    if parallel.launcher == "ray" and parallel.cluster:
+        stages.begin(f"connecting to Ray at {parallel.cluster}")
     resources = registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
     with explained(file):
         yield allowed, resources
@@ -117,6 +121,7 @@ class Invocation:
             streams=self.plan.experiment.is_streamed,
             verbose=self.verbose,
         )
+        stages.begin(f"starting {parallel.launcher}")
         with kind(session) as launcher:
             yield partial(execute, launcher=launcher, recorder=self.recorder, file=self.file)
 
@@ -159,6 +164,7 @@ class Invocation:
 
     def save_report(self, report: Report) -> None:
         """Write JSON, table, chart and page of a report into the run's folder, as artifacts."""
+        stages.begin("drawing the report")
         for name in publish.save(report, self.folder, warn=self.warn):
             artifact(name, self.recorder)
 
@@ -203,10 +209,17 @@ def invoked(
     """
     for note in plan.notes:
         terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
+    directions = preflight.directions(plan.experiment, allowed=plan.main.allowed)
     shown: list[Printable] = []
     try:
         with recorded(
-            plan, terminal=terminal, tracked=tracked, folder=folder, member=member, source=file.source
+            plan,
+            terminal=terminal,
+            tracked=tracked,
+            folder=folder,
+            member=member,
+            source=file.source,
+            directions=directions,
         ) as recorder:
             results = _Results(recorder.earlier)
             with recorder.subscribed(results), continuable(again, file=file, run=recorder.folder.name):

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pipeline import registry
 from pipeline.config import components, deferred, messages, sweep
 from pipeline.config.load import ExperimentFile
+from pipeline.config.reported import PREFIX, source_of
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.sweep import Sweep
 from pipeline.config.targets import allowed_packages
@@ -63,6 +64,28 @@ def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any
     for name in late:
         built[name] = components.resolve(experiment.metrics[name], key=f"metrics.{name}", allowed=allowed)
     return built
+
+
+def directions(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Direction]:
+    """Return the direction in which each validation metric is better, by reported name: ``checkpoint.best`` first.
+
+    Metrics whose class doesn't tell are left out.
+
+    Raises:
+        ExperimentError: a metric can't be found.
+    """
+    found: dict[str, Direction] = {}
+    for name, metric in experiment.metrics.items():
+        kind = components.resolve(metric, key=f"metrics.{name}", allowed=allowed)
+        if isinstance(is_higher := getattr(kind, "higher_is_better", None), bool):
+            found[f"{PREFIX}{name}"] = "max" if is_higher else "min"
+    found[f"{PREFIX}loss"] = "min"
+    best, mode = experiment.checkpoint.best, experiment.checkpoint.mode
+    if best is None:
+        return found
+    own = found.pop(best, found.get(f"{PREFIX}{source_of(best, experiment.metrics)}"))
+    direction = own if mode == "auto" else mode
+    return found if direction is None else {best: direction, **found}
 
 
 def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:

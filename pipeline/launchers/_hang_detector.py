@@ -35,7 +35,7 @@ class _RankState:
 
 
 class HangDetector:
-    """Forwards a trial's events to the run, except heartbeats, which it judges.
+    """Forwards a trial's events to the run, and judges heartbeats, of which only rank 0's are forwarded.
 
     It reports a hanging rank by a `Failed` with the rank's last stack. A silent rank of another node counts as lost
     with its node instead, in `lost`, since training may continue without that node.
@@ -60,6 +60,8 @@ class HangDetector:
         """Take an event of a worker; called from any thread."""
         if isinstance(event, Heartbeat):
             self._judge(self._after(event))
+            if event.rank.is_first and event.phase is not Phase.ENDED:
+                self._receive(event)
             return
         if isinstance(event, Failed):
             self._judge(self._behind_failed(event))

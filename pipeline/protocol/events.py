@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from pipeline.config.values import Frozen
+from pipeline.config.values import Direction, Frozen
 from pipeline.errors import Problem
 from pipeline.protocol.trial import Rank, Role, Status
 from pipeline.protocol.trial_result import BatchSizes, TrialResult
@@ -57,6 +57,10 @@ class RunOpened(Event):
     """True if the run sends its models to the tracking store; false for trials whose sweep sends the best model."""
     file: str = ""
     """The experiment file, relative to the folder that the command ran in; empty without one."""
+    launches: int = 0
+    """Number of trials that are launched one after the other, repeats included; 0 if unknown."""
+    directions: Mapping[str, Direction] = {}
+    """Direction in which each validation metric is better, by reported name, the main metric first."""
 
 
 class TrialOpened(Event):
@@ -173,10 +177,12 @@ _DOING = {
 }
 HEARTBEAT_S = 1.0
 """Seconds between two heartbeats of a rank."""
+FIRST_HEARTBEAT_S = 0.5
+"""Seconds between two heartbeats of rank 0, which move the progress bar."""
 
 
 class Heartbeat(Event):
-    """Sign of life of a rank, sent about once a second to the launcher; neither journaled nor shown."""
+    """Sign of life of a rank for the launcher. Those of rank 0 also go to the displays; none is journaled."""
 
     kind: Literal["heartbeat"] = "heartbeat"
     rank: Rank
@@ -190,8 +196,8 @@ class Heartbeat(Event):
     """Seconds without progress, such as a batch."""
     is_stuck: bool = False
     """True if the rank considers itself stuck."""
-    stack: str
-    """Stack of the training thread, from user code up, as in a traceback."""
+    stack: str = ""
+    """Stack of the training thread, from user code up, as in a traceback; empty in the driver's process."""
 
     @property
     def activity(self) -> str:

@@ -3,25 +3,22 @@
 A failure is not shown here: the command line prints it once everything has ended.
 """
 
-import time
-from collections.abc import Sequence
-from html import escape
-from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import rich.console
 
+from pipeline.config.values import Direction
 from pipeline.protocol import events
-from pipeline.protocol.events import Advanced, AnyEvent, Finished, FirstStep, Metrics, Started, TrialOpened
+from pipeline.protocol.events import AnyEvent, Finished, RunOpened, TrialOpened
 from pipeline.protocol.trial import Training, Trial
-from pipeline.recording.display import Lines, LiveDisplay, Shown, amounts, facts, figures, position
+from pipeline.recording.display import Lines, LiveDisplay, Shown
+from pipeline.recording.notebook import NotebookDisplay
+from pipeline.recording.outlook import Schedule
 from pipeline.recording.terminal import PrintableTable, Terminal, headed, print_report_table, write
+from pipeline.recording.trial_progress import TrialProgress, figures
+from pipeline.system import stages
 from pipeline.wording import counted
-
-if TYPE_CHECKING:
-    from IPython.display import DisplayHandle
-
-_NOTEBOOK_EVERY_S = 0.25  # between two updates
 
 
 class Console:
@@ -30,44 +27,54 @@ class Console:
     def __init__(self, terminal: Terminal, *, trials: Sequence[Trial]) -> None:
         self._stdout, self._warnings = terminal.progress, terminal.warnings
         self._trials = {trial.name: trial for trial in trials}
-        beside = (trial.compared_with for trial in trials if isinstance(trial, Training))
-        self._over = {trial.name for trial in chain.from_iterable(beside)}
-        self._total = len(trials)
-        self._opened = 0
+        self._schedule = Schedule(trials)
+        self._directions: Mapping[str, Direction] = {}
+        self._progress = TrialProgress()
         self._display: Lines | LiveDisplay | NotebookDisplay | None = None
         self._label = ""
 
     def receive(self, event: AnyEvent) -> None:
         """Show one event; called by one thread at a time."""
         match event:
+            case RunOpened():
+                self._directions = event.directions
             case TrialOpened():
                 self.close()
-                self._opened += 1
+                stages.end()
+                self._schedule.update(event)
                 self._label = self._title(event)
-                self._display = None if event.trial in self._over else self._new_display(event)
+                self._display = None if event.trial in self._schedule.beside else self._new_display(event)
             case events.Warned():
                 write(self._warnings, f"{event.trial}: warning: {event.message}", style="yellow")
             case Finished():
                 self.close()
+                self._schedule.update(event)
                 write(self._stdout, f"{self._label}: {_finished(event)}")
             case events.Failed() | events.RunClosed():
                 self.close()
-            case Started() | FirstStep() | Metrics() | Advanced() if self._display:
+            case _ if self._display and isinstance(event, Shown):
+                self._progress.update(event)
                 self._display.show(event)
 
     def _title(self, event: TrialOpened) -> str:
         """Label a trial by its role in a run, by its number in a comparison."""
-        is_run = any(isinstance(trial, Training) for trial in self._trials.values())
-        return f"{event.trial}: {event.title}" if is_run else f"[{self._opened}/{self._total}] {event.title}"
+        if any(isinstance(trial, Training) for trial in self._trials.values()):
+            return f"{event.trial}: {event.title}"
+        number, total = self._schedule.place
+        return f"[{number}/{total}] {event.title}"
 
     def _new_display(self, event: TrialOpened) -> "Lines | LiveDisplay | NotebookDisplay | None":
         if self._stdout.quiet:
             return None
-        waiting = _waiting(event, self._trials.get(event.trial))
+        trial = self._trials.get(event.trial)
+        batch = trial.experiment.train.global_batch_size if trial else None
+        self._progress = state = TrialProgress(directions=self._directions, batch=batch)
+        waiting, outlook = _waiting(event, trial), self._schedule.outlook
         if self._stdout.is_jupyter:
-            return NotebookDisplay(self._label, waiting=waiting)
-        display = LiveDisplay if self._stdout.is_interactive else Lines
-        return display(self._stdout, self._label, waiting=waiting)
+            return NotebookDisplay(self._label, waiting=waiting, progress=state, outlook=outlook)
+        if self._stdout.is_interactive:
+            return LiveDisplay(self._stdout, self._label, waiting=waiting, progress=state, outlook=outlook)
+        return Lines(self._stdout, self._label, waiting=waiting, progress=state)
 
     def close(self) -> None:
         """Remove the live display; may be called again."""
@@ -89,74 +96,6 @@ def _finished(event: Finished) -> str:
     compiled = [] if result.compile_s is None else [f"compiled in {result.compile_s:.1f} s"]
     first = [] if ready is None else [f"first step after {ready:.1f} s"]
     return ", ".join([f"done, {result.steps:,} steps", *reached, *compiled, *first])
-
-
-class NotebookDisplay:
-    """Display with a progress bar and a line of figures; both disappear when the trial ends.
-
-    An evaluation or an upload has a second bar meanwhile. It is plain HTML replaced in place, which needs no widget
-    extension.
-    """
-
-    def __init__(self, label: str, *, waiting: str) -> None:
-        self._label, self._below = label, waiting
-        self._done: tuple[int, int | None] = 0, None
-        self._started: Started | None = None
-        self._values: dict[str, float] = {}
-        self._activities: dict[str, Advanced] = {}
-        self._shown_at = time.monotonic()
-        self._handle = _displayed(self._html())
-
-    def show(self, event: Shown) -> None:
-        """Update the progress."""
-        match event:
-            case Started():
-                self._started, self._done = event, (0, event.total_steps)
-                self._below = f"{facts(event)}; first step ..."
-            case FirstStep():
-                self._below = "training ..."
-            case Metrics() if self._started:
-                self._values |= {point.name: point.value for point in event.points}
-                self._done = event.step, self._started.total_steps
-                self._below = ", ".join([*position(event, self._started), *figures(self._values)])
-            case Advanced() if event.done == event.total:
-                self._activities.pop(event.what, None)
-            case Advanced():
-                self._activities[event.what] = event
-        if (now := time.monotonic()) - self._shown_at >= _NOTEBOOK_EVERY_S:
-            self._shown_at = now
-            _replace_html(self._handle, self._html())
-
-    def close(self) -> None:
-        """Remove the display: the trial has ended."""
-        _replace_html(self._handle, "")
-
-    def _html(self) -> str:
-        bars = [_bar(self._label, *self._done)]
-        bars += [_bar(f"{what}, {amounts(event)}", event.done, event.total) for what, event in self._activities.items()]
-        below = f'<div style="opacity: 0.7; margin-left: 1em">{escape(self._below)}</div>'
-        return "".join([*bars, below])
-
-
-def _bar(label: str, done: int, total: int | None) -> str:
-    attributes = "" if total is None else f' value="{done}" max="{total}"'  # without a value: an animated bar
-    return f'<div>{escape(label)} <progress{attributes} style="width: 20em"></progress></div>'
-
-
-def _displayed(html: str) -> "DisplayHandle | None":
-    from IPython.display import display
-
-    handle: DisplayHandle | None = display(_mime(html), raw=True, display_id=True)
-    return handle
-
-
-def _replace_html(handle: "DisplayHandle | None", html: str) -> None:
-    if handle is not None:
-        handle.update(_mime(html), raw=True)
-
-
-def _mime(html: str) -> dict[str, str]:
-    return {"text/html": html, "text/plain": ""}
 
 
 class Printable(Protocol):

@@ -27,6 +27,7 @@ from pipeline.recording.outcome import TrackingOutcome, where_to_look
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import is_server
 from pipeline.recording.terminal import Terminal
+from pipeline.system import stages
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pipeline.recording.mlflow_process as p; p.main()"
@@ -184,6 +185,7 @@ def flush(
     warn: Callable[[str], None],
 ) -> None:
     """Wait until the tracking store has all results, at most a minute or until Ctrl-C; print where they are."""
+    stages.end()
     try:
         if tracker and not _sent(tracker, _SILENT_SECONDS, console=terminal.progress):
             warn(

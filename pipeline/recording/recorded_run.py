@@ -2,7 +2,7 @@
 
 import io
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import rich.console
 
 from pipeline.config.summary import flatten
 from pipeline.config.uris import without_credentials
+from pipeline.config.values import Direction
 from pipeline.errors import PipelineError
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened
@@ -24,6 +25,7 @@ from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import check_store, resolve_uri
 from pipeline.recording.terminal import Terminal
 from pipeline.recording.trackers import attach
+from pipeline.system import stages
 
 LOG_NAME = "log.txt"
 
@@ -76,6 +78,7 @@ def recorded(
     folder: Path | None = None,
     member: Membership | None = None,
     source: str = "",
+    directions: Mapping[str, Direction] | None = None,
 ) -> Iterator[Recorder]:
     """Open a run and yield its recorder; close the run with the status in which the block ends.
 
@@ -86,11 +89,13 @@ def recorded(
         folder: folder of a run to resume, in the journal and in the tracking store; None starts a new run.
         member: role of the run in a sweep, if it is a trial.
         source: path of the experiment file, by which ``--resume`` finds the run.
+        directions: directions in which validation metrics are better, by reported name, the main metric first.
 
     Raises:
         ResourceError: the run's folder or the tracking store can't be written, now or later.
         UsageError: the run to resume hasn't ended.
     """
+    stages.begin("opening the run")
     uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None
     folder = folder or (member.folder if member else create(plan))
@@ -110,7 +115,11 @@ def recorded(
             status: Status = "FINISHED"
             message = ""
             try:
-                _open(plan, recorder, uri=uri, files=files, member=member, source=source)
+                opened = _opened(plan, folder, uri=uri, member=member)
+                known = {"file": source, "directions": directions or {}}
+                recorder.receive(opened.model_copy(update=known))
+                for name in files:
+                    artifact(name, recorder)
                 with explained(folder):
                     yield recorder
             except BaseException as error:
@@ -165,26 +174,20 @@ def _console(log: Log) -> rich.console.Console:
     )
 
 
-def _open(
-    plan: Plan, recorder: Recorder, *, uri: str, files: Sequence[str], member: Membership | None, source: str
-) -> None:
+def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) -> RunOpened:
     experiment = plan.experiment
-    recorder.receive(
-        RunOpened(
-            run=id_of(recorder.folder),
-            sweep=sweep_of(recorder.folder),
-            title=member.title if member else "",
-            logs_model=member is None or member.logs_model,
-            file=source,
-            tracking_uri=without_credentials(uri),
-            tracking_experiment=experiment.tracking.experiment or experiment.name,
-            tags=provenance.run_tags(plan),
-            params=flatten(experiment),
-            trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
-        )
+    return RunOpened(
+        run=id_of(folder),
+        sweep=sweep_of(folder),
+        title=member.title if member else "",
+        logs_model=member is None or member.logs_model,
+        tracking_uri=without_credentials(uri),
+        tracking_experiment=experiment.tracking.experiment or experiment.name,
+        tags=provenance.run_tags(plan),
+        params=flatten(experiment),
+        trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
+        launches=0 if plan.command == "sweep" else len(plan.trials),
     )
-    for name in files:
-        artifact(name, recorder)
 
 
 def _close(recorder: Recorder, *, status: Status, message: str, warn: Callable[[str], None]) -> None:

@@ -10,6 +10,7 @@ from pipeline.protocol.events import (
     Advanced,
     AnyEvent,
     Finished,
+    Heartbeat,
     Metrics,
     Point,
     SystemMetrics,
@@ -18,9 +19,12 @@ from pipeline.protocol.events import (
 )
 from pipeline.recording.journal import FILE_NAME, Journal, read
 
+TRANSIENT = (Advanced, Heartbeat)
+"""Events for displays only."""
+
 
 class Subscriber(Protocol):
-    """Receiver of every event after it has been journaled; `Advanced` isn't journaled, but received.
+    """Receiver of every event after it has been journaled; `TRANSIENT` events aren't journaled, but received.
 
     It must neither block nor raise: it would slow training down.
     """
@@ -84,7 +88,7 @@ class Recorder:
                 return
             failure: OSError | None = None
             try:
-                if not isinstance(new, Advanced):
+                if not isinstance(new, TRANSIENT):
                     self._journal.append(new)
             except OSError as error:
                 failure = error

@@ -212,9 +212,10 @@ def _play(
     """
     rank = context.rank
     rounds = turns(list(players), rounds=schedule.rounds, seed=context.experiment.seed)
-    with ProgressReporter(
-        "measuring the speedup", total=schedule.rounds, unit="pairs", silent=not rank.is_first
-    ) as told:
+    assert isinstance(context.trial, Training)
+    first, *others = (one.title for one in context.trial.compared_with if one.name in players)
+    what = f"measuring in turn with {first}{f' and {len(others)} more' if others else ''}"
+    with ProgressReporter(what, total=schedule.rounds, unit="pairs", silent=not rank.is_first) as told:
         for order in rounds:
             _stop_if_asked(outbox, rank=rank)
             for name in order:

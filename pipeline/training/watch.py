@@ -1,8 +1,9 @@
 """Heartbeats of this rank, and a watchdog that ends it when training stalls.
 
 A hanging rank can't report itself, so a thread beside training does: it sends heartbeats with the training thread's
-stack, and ends the process when training has made no progress for ``parallel.timeout_s``. A stopped process (SIGSTOP)
-sends nothing, which the launcher detects, see `pipeline.launchers._hang_detector`.
+stack, which also move the progress bar, and ends the process when training has made no progress for
+``parallel.timeout_s``. A stopped process (SIGSTOP) sends nothing, which the launcher detects, see
+`pipeline.launchers._hang_detector`.
 
 Progress is marked by training: each micro-batch read, each pass, each evaluated batch. A step or an evaluation may take
 any time, as long as no single batch takes ``parallel.timeout_s``. Building, the first step (which may compile) and
@@ -21,7 +22,7 @@ from typing import Self
 import psutil
 
 from pipeline.errors import Stopped
-from pipeline.protocol.events import HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
+from pipeline.protocol.events import FIRST_HEARTBEAT_S, HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.torch_errors import OURS, TORCH
 
@@ -73,7 +74,7 @@ class Watchdog:
         self._outbox = outbox
         self._end = end
         self._timeout_s = trial.experiment.parallel.timeout_s
-        self._interval_s = min(HEARTBEAT_S, self._timeout_s / 10)
+        self._interval_s = min(FIRST_HEARTBEAT_S if rank.is_first else HEARTBEAT_S, self._timeout_s / 10)
         self._idle_s = 0.0
         self._warned = False
         self._done = threading.Event()
@@ -105,7 +106,7 @@ class Watchdog:
             if _now.marks != marks:
                 marks, self._idle_s, self._warned = _now.marks, 0.0, False
             before = now
-            if self._end is not None:
+            if self._end is not None or self._rank.is_first:  # in the driver's process only the display listens
                 self._outbox.event(self._heartbeat())
             self._judge()
 
@@ -135,7 +136,7 @@ class Watchdog:
             phase=_now.phase,
             idle_s=self._idle_s,
             is_stuck=self._is_stuck(),
-            stack=self._stack(),
+            stack="" if self._end is None else self._stack(),
         )
 
     def _stack(self) -> str:

@@ -25,7 +25,7 @@ from pipeline import registry
 from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.events import AnyEvent, BatchSizesFound, Failed, Finished, Outbox, event_to_json
+from pipeline.protocol.events import AnyEvent, BatchSizesFound, Failed, Finished, Heartbeat, Outbox, event_to_json
 from pipeline.protocol.progress import told_to
 from pipeline.protocol.trial import Rank, Training, Trial, Tuning, trial_from_json
 from pipeline.system import allocator
@@ -160,12 +160,13 @@ def _own_traceback(error: BaseException) -> str:
 
 
 class _PrintingOutbox:
-    """Outbox of a rank that is replayed by hand: prints events as JSON lines, sends no files."""
+    """Outbox of a rank that is replayed by hand: prints events as JSON lines, except heartbeats; sends no files."""
 
     stop_asked = False
 
     def event(self, event: AnyEvent) -> None:
-        sys.stdout.write(event_to_json(event).decode() + "\n")
+        if not isinstance(event, Heartbeat):
+            sys.stdout.write(event_to_json(event).decode() + "\n")
 
     def file(self, path: Path, name: str) -> None:
         """Send nothing."""

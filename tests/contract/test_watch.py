@@ -107,6 +107,14 @@ def test_the_drivers_own_process_is_warned_once_and_left_alone() -> None:
     assert "in the_users_own_code_takes" in warned.message
 
 
+def test_rank_0_in_the_drivers_own_process_moves_the_bar() -> None:
+    outbox = toys.Kept()
+    with Watchdog(toys.trial(parallel={"timeout_s": 0.5}), rank=Rank(), outbox=outbox, end=None):
+        train_until(3, Phase.FORWARD)
+        the_users_own_code_takes(0.2)
+    assert {(beat.step, beat.phase, beat.stack) for beat in heartbeats(outbox)} == {(3, Phase.FORWARD, "")}
+
+
 def the_users_own_code_takes(seconds: float) -> None:
     time.sleep(seconds)
 
@@ -147,8 +155,16 @@ def verdicts(*events: AnyEvent, timeout_s: float = 300.0, wait_s: float = 0.0) -
         for event in events:
             detector.receive(event)
         time.sleep(wait_s)
-    assert not any(isinstance(event, Heartbeat) for event in received)
+    assert all(event.rank.is_first for event in received if isinstance(event, Heartbeat))
     return [event for event in received if isinstance(event, Failed) and event not in events]
+
+
+def test_heartbeats_of_rank_0_go_on_to_the_displays() -> None:
+    received: list[AnyEvent] = []
+    detector = HangDetector(toys.trial(), receive=received.append)
+    for event in (beat(0), beat(1), beat(0, step=8), beat(0, phase=Phase.ENDED)):
+        detector.receive(event)
+    assert received == [beat(0), beat(0, step=8)]
 
 
 def test_the_rank_that_others_wait_for_is_to_blame() -> None:
@@ -198,7 +214,7 @@ def test_ranks_that_waited_in_vain_for_a_silent_one_of_another_node_have_lost_it
         time.sleep(0.8)  # some heartbeats of a tenth of a second each
         detector.receive(beat(0))
         detector.receive(failed(0))
-    assert received == [failed(0)]
+    assert received == [beat(0), failed(0)]
     assert list(detector.lost) == [1]
 
 

@@ -108,8 +108,8 @@ class Stop(NamedTuple):
 
 STOPS = [
     Stop("torchrun", ""),
-    Stop("torchrun", "main: ddp x 2: measuring the speedup", to_group=True),
-    Stop("torchrun", "main: ddp x 2: measuring the speedup", signal.SIGTERM),
+    Stop("torchrun", "main: ddp x 2: measuring in turn with single", to_group=True),
+    Stop("torchrun", "main: ddp x 2: measuring in turn with single", signal.SIGTERM),
     Stop("torchrun", "main: ddp x 2: step", to_group=True),
     Stop("torchrun", "main: ddp x 2: step"),
     Stop("torchrun", "main: ddp x 2: step", signal.SIGTERM),

@@ -14,13 +14,18 @@ from pipeline.protocol.events import (
     Failed,
     Finished,
     FirstStep,
+    Heartbeat,
     Metrics,
+    Phase,
     Point,
+    RunOpened,
     Started,
+    Trained,
     TrialOpened,
     Warned,
 )
 from pipeline.protocol.trial import Rank
+from pipeline.recording import notebook
 from pipeline.recording.console import Console, print_report
 from pipeline.recording.terminal import Terminal
 from pipeline.report import Advice
@@ -84,8 +89,8 @@ def test_a_pipe_gets_one_whole_plain_line_for_each_thing_that_happens() -> None:
         "main: ddp x 2: 78,186 parameters, 1,437 training and 360 validation samples, 40 steps, "
         "on 2 x (node-1 cpu x 1 thread)",
         "main: ddp x 2: step 1/40, epoch 1/2, loss 2, 1,310 samples/s",
-        "main: ddp x 2: step 6/40, epoch 1/2, loss 0.3333, 1,310 samples/s, 0:00:34 left",
-        "main: ddp x 2: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3, 0:00:11 left",
+        "main: ddp x 2: step 6/40, epoch 1/2, loss 0.3333, 1,310 samples/s, 0:34 left",
+        "main: ddp x 2: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3, 0:11 left",
         "main: warning: the [bold]last[/bold] batch is small",
         "main: ddp x 2: done, 24 steps, 1,312 samples/s, validation/accuracy 0.9731, first step after 6.2 s",
     ]
@@ -122,6 +127,106 @@ def test_a_terminal_shows_a_bar_for_what_takes_long_until_it_is_done() -> None:
     assert ["evaluating" in screen for screen in screens] == [False, False, True, False, False]
     assert "300/1,200 samples" in screens[2]
     assert "step 20/40" in screens[4]
+
+
+def screens(*events: AnyEvent, width: int) -> list[list[str]]:
+    """What a terminal shows after each event, without colors."""
+    stdout = rich.console.Console(
+        file=io.StringIO(), width=width, force_terminal=True, force_interactive=True, color_system=None
+    )
+    console = Console(Terminal.on(stdout), trials=[MAIN])
+    console.receive(run_opened())
+    found = []
+    for event in events:
+        console.receive(event)
+        live = console._display._live  # type: ignore[union-attr]
+        with live._lock:  # it refreshes itself now and then
+            at = len(printed(stdout))
+            live.refresh()
+            text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(stdout)[at:])
+        found.append([line.rstrip() for line in text.replace("\r", "\n").splitlines() if line.strip()])
+    console.close()
+    return found
+
+
+def run_opened() -> RunOpened:
+    return RunOpened(
+        time=0, run="r", tracking_uri="u", tracking_experiment="e", tags={}, params={}, trials=("main",),
+        directions={"validation/accuracy": "max", "validation/loss": "min"},
+    )  # fmt: skip
+
+
+def beat(step: int, phase: Phase, *, time: float) -> Heartbeat:
+    return Heartbeat(time=time, rank=Rank(), pid=1, process_started=0, step=step, phase=phase, idle_s=0)
+
+
+TRAINED = Trained(time=20, result=end().result)
+MIDST = (
+    opened(), started(), FirstStep(time=2),
+    metrics(1, time=3, train__loss=0.31234, throughput__samples_per_second=1310.4),
+    metrics(10, time=4, validation__loss=0.31, validation__accuracy=0.95),
+    metrics(20, time=5, validation__loss=0.3, validation__accuracy=0.9312, train__loss=0.2),
+    beat(26, Phase.FORWARD, time=11),
+)  # fmt: skip
+
+
+def test_a_wide_terminal_shows_all_of_a_training_and_a_narrow_one_what_matters() -> None:
+    *_, wide = screens(*MIDST, width=160)
+    bar, training, validation = wide
+    assert re.fullmatch(r"\S main: ddp x 2 [━╸╺ ]+ step 25/40 0:00, 0:05 left", bar), bar
+    assert training == "  epoch 2/2, loss 0.2, 1,310 samples/s"
+    assert validation == (
+        "  validation/accuracy 0.9312 (epoch 1), best 0.95 (epoch 1), validation/loss 0.3 (epoch 1, best so far)"
+    )
+    *_, narrow = screens(*MIDST, width=80)
+    assert re.fullmatch(r"\S main: ddp x 2 [━╸╺ ]+ step 25/40 0:00, 0:05 left", narrow[0]), narrow[0]
+    assert narrow[1:] == [training, "  validation/accuracy 0.9312 (epoch 1), best 0.95 (epoch 1)"]
+    assert max(map(len, narrow)) <= 80
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_terminal_says_what_is_done_before_between_and_after_the_steps(width: int) -> None:
+    building, begun, first, *_, evaluating, over, measuring = screens(
+        opened(), beat(0, Phase.BUILDING, time=1), started(), *MIDST[2:], beat(26, Phase.EVALUATING, time=12),
+        metrics(40, time=19, train__loss=0.1), TRAINED, width=width,
+    )[1:]  # fmt: skip
+    assert building[0].split("━")[0].endswith("main: ddp x 2: building model and data ...")
+    assert begun[1].startswith("  waiting for the first batch, 78,186 parameters, ")
+    assert len(begun) == 2
+    assert re.fullmatch(r"\S main: ddp x 2 +step 0/40 0:00", first[0]), first[0]
+    assert evaluating[1].startswith("  evaluating, epoch 2/2, ")
+    assert "main: ddp x 2: finishing ... " in over[0]
+    assert "main: ddp x 2: measuring ... " in measuring[0]
+    for screen in (over, measuring):
+        assert "40/40" not in screen[0]
+        assert "40 steps done 0:00" in screen[0]
+        assert "left" not in screen[0]
+        assert screen[1] == "  loss 0.1, 1,310 samples/s"
+
+
+def test_a_stage_that_takes_long_is_one_line_in_a_pipe() -> None:
+    saving = [beat(4, Phase.SAVING, time=10 + second) for second in range(14)]
+    evaluating = [beat(4, Phase.EVALUATING, time=30), advanced(100, time=31), beat(4, Phase.EVALUATING, time=40)]
+    text = show(opened(), started(), FirstStep(time=2, trial="main"), *saving, *evaluating, stdout=pipe())
+    assert text.splitlines()[2:] == ["main: ddp x 2: saving ..."]
+
+
+def test_a_notebook_shows_the_same_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(notebook, "_displayed", shown.append)
+    monkeypatch.setattr(notebook, "_replace_html", lambda _, html: shown.append(html))
+    monkeypatch.setattr(notebook, "_EVERY_S", 0.0)
+    stdout = rich.console.Console(file=io.StringIO(), width=80, force_jupyter=True)
+    console = Console(Terminal.on(stdout), trials=[MAIN])
+    for event in (run_opened(), *MIDST):
+        console.receive(event)
+    assert 'main: ddp x 2, step 25/40, 0:05 left <progress value="25" max="40"' in shown[-1]
+    assert "epoch 2/2, loss 0.2, 1,310 samples/s</div>" in shown[-1]
+    assert "validation/accuracy 0.9312 (epoch 1), best 0.95 (epoch 1), validation/loss" in shown[-1]
+    console.receive(TRAINED)
+    assert "main: ddp x 2: 25 steps done, measuring ... <progress style" in shown[-1]
+    console.close()
+    assert shown[-1] == ""
 
 
 @pytest.mark.parametrize("width", [80, 40, 20])

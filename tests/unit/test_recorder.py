@@ -11,13 +11,17 @@ from samples import finished, spread
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import (
+    Advanced,
     AnyEvent,
+    Heartbeat,
     Metrics,
+    Phase,
     Point,
     SystemMetrics,
     TrialOpened,
     Warned,
 )
+from pipeline.protocol.trial import Rank
 from pipeline.recording.journal import FILE_NAME, is_open, read
 from pipeline.recording.recorder import Recorder
 
@@ -47,6 +51,17 @@ def test_an_event_is_in_the_journal_before_anyone_hears_of_it(tmp_path: Path) ->
         assert listener.journaled == listener.events
     recorder.close()
     assert len(listener.events) == 3
+
+
+def test_what_is_for_displays_alone_is_heard_and_not_journaled(tmp_path: Path) -> None:
+    listener = Listener(tmp_path)
+    recorder = Recorder(tmp_path, subscribers=[listener])
+    beat = Heartbeat(time=1.0, rank=Rank(), pid=1, process_started=0, step=1, phase=Phase.FORWARD, idle_s=0)
+    recorder.receive(beat)
+    recorder.receive(Advanced(time=2.0, what="evaluating", done=1))
+    recorder.close()
+    assert [event.kind for event in listener.events] == ["heartbeat", "advanced"]
+    assert listener.journaled == []
 
 
 def test_what_the_journal_refuses_nobody_hears(tmp_path: Path) -> None:

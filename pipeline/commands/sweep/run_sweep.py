@@ -17,6 +17,7 @@ from pipeline.driver.resume import check_same, earlier
 from pipeline.errors import TrainingError, UsageError
 from pipeline.recording.terminal import Terminal, write
 from pipeline.report.swept import SweptReport
+from pipeline.system import stages
 
 if TYPE_CHECKING:
     from ray.tune.search import Searcher
@@ -83,6 +84,7 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
     searcher = _searcher(plan, invocation)  # before Ray is started: Optuna may be missing
     halt = Halt()
     display = SweepDisplay(plan, invocation, halt)
+    stages.begin("starting ray")
     try:
         with (
             started(LocalRayRequest(), verbose=job.verbose),

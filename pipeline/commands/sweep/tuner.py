@@ -20,6 +20,7 @@ from pipeline.commands.sweep.sweep_report import trial as swept_trial
 from pipeline.config.sweep import Sweep
 from pipeline.recording.terminal import write
 from pipeline.report.swept import State, SweptTrial, figure
+from pipeline.system import stages
 from pipeline.system.process import environment
 
 _SETTINGS = {
@@ -79,6 +80,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
 
     def tell(self, message: str) -> None:
         """Print a message on its own line."""
+        stages.end()
         write(self._terminal.progress, message)
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:

@@ -1,0 +1,206 @@
+"""What is told of a running trial: steps, stage, pace, values, and how long all trials take."""
+
+import math
+
+import pytest
+from samples import MAIN, finished, spread, trial
+
+from pipeline.config.schema import Measure
+from pipeline.config.values import Component
+from pipeline.driver import preflight
+from pipeline.protocol.events import (
+    AnyEvent,
+    FirstStep,
+    Heartbeat,
+    Metrics,
+    Phase,
+    Point,
+    Resumed,
+    Started,
+    Trained,
+    TrialOpened,
+)
+from pipeline.protocol.trial import Rank, Training
+from pipeline.recording.outlook import Schedule
+from pipeline.recording.trial_progress import TrialProgress, clock, fitted, left, rate
+
+DIRECTIONS = {"validation/accuracy": "max", "validation/loss": "min"}
+
+
+def started(*, total: int = 40) -> Started:
+    return Started(
+        time=1, total_steps=total, steps_per_epoch=total // 4, epochs=4, train_samples=1437, validation_samples=360,
+        parameters=78186, devices=("node-1 cpu",), data_name="digits", data_digest="0",
+    )  # fmt: skip
+
+
+def beat(step: int, phase: Phase = Phase.FORWARD, *, time: float = 2, rank: int = 0) -> Heartbeat:
+    where = Rank(rank=rank, world_size=2)
+    return Heartbeat(time=time, rank=where, pid=1, process_started=0, step=step, phase=phase, idle_s=0)
+
+
+def metrics(step: int, *, time: float = 2, **values: float) -> Metrics:
+    points = tuple(Point(name.replace("__", "/"), step, value) for name, value in values.items())
+    return Metrics(time=time, step=step, epoch=-(-step // 10), points=points)
+
+
+def after(*events: AnyEvent, batch: int | None = None) -> TrialProgress:
+    progress = TrialProgress(directions=DIRECTIONS, batch=batch)
+    for event in (started(), FirstStep(time=2), *events):
+        progress.update(event)
+    return progress
+
+
+def trained() -> Trained:
+    return Trained(time=60, result=finished("main", spread(1312)).result)
+
+
+def test_a_heartbeat_tells_the_steps_that_are_done() -> None:
+    assert after(beat(24, Phase.UPDATING)).position() == ["step 23/40", "epoch 3/4"]
+    assert after(beat(24, Phase.REPORTING)).position()[0] == "step 24/40"
+    assert after(beat(31, Phase.READING)).position() == ["step 30/40", "epoch 4/4"]
+    assert after(beat(24), beat(30, rank=1)).position()[0] == "step 23/40"
+    assert after(metrics(24), beat(3)).position()[0] == "step 24/40"  # of a trial that is compared with it
+
+
+def test_a_resumed_training_begins_where_it_was() -> None:
+    assert after(Resumed(time=1, step=20, epoch=2, checkpoint="c")).position() == ["step 20/40", "epoch 2/4"]
+
+
+@pytest.mark.parametrize(
+    ("events", "stage"),
+    [
+        ((beat(3),), ""),
+        ((beat(3, Phase.EVALUATING),), "evaluating"),
+        ((beat(3, Phase.SAVING),), "saving"),
+        ((beat(3, Phase.BUILDING),), "compiling"),
+        ((metrics(40), beat(40, Phase.EVALUATING)), "evaluating"),
+        ((metrics(40), beat(40, Phase.WAITING)), "finishing"),
+        ((metrics(40), trained(), beat(2, Phase.FORWARD)), "measuring"),
+    ],
+)
+def test_it_says_what_is_done_besides_steps(events: tuple[AnyEvent, ...], stage: str) -> None:
+    assert after(*events).stage == stage
+
+
+def test_it_says_what_the_first_step_waits_for() -> None:
+    progress = TrialProgress()
+    assert progress.stage == ""
+    said = []
+    for event in (beat(0, Phase.BUILDING), started(), beat(0, Phase.READING), beat(1), beat(1, Phase.BUILDING)):
+        progress.update(event)
+        said.append(progress.stage)
+    waiting = "waiting for the first batch"
+    assert said == ["building model and data", waiting, waiting, "in the first step", "compiling"]
+
+
+def test_the_rest_takes_as_long_as_the_steps_so_far() -> None:
+    assert after(beat(2, time=3)).left_s(3) is None
+    going = after(beat(2, time=3), beat(12, time=8))
+    assert going.left_s(8) == pytest.approx(29 * 0.5)
+    assert going.left_s(9) == pytest.approx(29 * 0.5 - 1)
+    # No further than from the last report but one to the last.
+    assert going.left_s(1000) == pytest.approx(29 * 0.5 - 5)
+    assert going.left_s(0) == going.left_s(8)  # of a clock that is behind
+    assert after(beat(2, time=3), metrics(40, time=8)).left_s(8) is None
+
+
+def test_reports_that_a_resumed_training_repeats_say_nothing_of_its_pace() -> None:
+    progress = TrialProgress()
+    resumed = Resumed(time=1000, step=20, epoch=2, checkpoint="c")
+    for event in (started(), resumed, metrics(20, time=5), FirstStep(time=1001), metrics(21, time=1002),
+                  metrics(23, time=1004)):  # fmt: skip
+        progress.update(event)
+    assert progress.left_s(1004) == pytest.approx(17)
+
+
+def test_throughput_is_counted_by_heartbeats_until_a_window_is_over() -> None:
+    beats = (beat(2, time=3), beat(6, time=5))
+    assert after(*beats).samples_per_second is None
+    assert after(*beats, batch=64).samples_per_second == 128
+    assert after(*beats, metrics(10, throughput__samples_per_second=130.0), batch=64).samples_per_second == 130
+
+
+def test_validation_names_the_best_so_far_and_the_epoch_of_an_old_value() -> None:
+    first = metrics(10, validation__loss=0.5, validation__accuracy=0.91)
+    second = metrics(20, validation__loss=0.6, validation__accuracy=0.93)
+    third = metrics(30, validation__loss=0.7, validation__accuracy=0.92)
+
+    assert list(after(first).validation()) == ["validation/accuracy 0.91", "validation/loss 0.5"]
+    assert next(after(first, beat(11)).validation()) == "validation/accuracy 0.91 (epoch 1)"
+    assert next(after(first, second).validation()) == "validation/accuracy 0.93 (best so far)"
+    assert next(after(first, second, beat(21)).validation()) == "validation/accuracy 0.93 (epoch 2, best so far)"
+    assert list(after(first, second, third).validation()) == [
+        "validation/accuracy 0.92", "best 0.93 (epoch 2)", "validation/loss 0.7", "best 0.5 (epoch 1)"
+    ]  # fmt: skip
+    assert after(first, second, third).best() == ("validation/accuracy", (0.93, 2))
+
+
+def test_a_nan_is_never_the_best_and_a_metric_without_a_direction_has_none() -> None:
+    progress = after(
+        metrics(10, validation__loss=math.nan, validation__other=2.0),
+        metrics(20, validation__loss=0.5, validation__other=1.0),
+    )
+    assert list(progress.validation()) == ["validation/loss 0.5 (best so far)", "validation/other 1"]
+
+
+def test_directions_are_those_of_the_metrics_the_best_checkpoints_first() -> None:
+    metric = {
+        "accuracy": Component(_target_="torchmetrics.classification.MulticlassAccuracy", num_classes=10),
+        "distance": Component(_target_="torchmetrics.classification.MulticlassHammingDistance", num_classes=10),
+        "confusion": Component(_target_="torchmetrics.classification.MulticlassConfusionMatrix", num_classes=10),
+    }
+    known = MAIN.experiment.model_copy(update={"metrics": metric})
+    assert list(preflight.directions(known, allowed=()).items()) == [
+        ("validation/accuracy", "max"), ("validation/distance", "min"), ("validation/loss", "min")
+    ]  # fmt: skip
+    for best, mode, direction in (
+        ("validation/loss", "auto", "min"),
+        ("validation/accuracy_3", "auto", "max"),
+        ("validation/confusion", "max", "max"),
+    ):
+        saved = known.checkpoint.model_copy(update={"best": best, "mode": mode})
+        found = preflight.directions(known.model_copy(update={"checkpoint": saved}), allowed=())
+        assert next(iter(found.items())) == (best, direction)
+
+
+# All trials
+
+
+def opened(name: str, title: str, *, repeat: int = 0, time: float = 0) -> TrialOpened:
+    return TrialOpened(time=time, trial=name, role="cell", title=title, repeat=repeat, tags={}, params={})
+
+
+def test_a_comparison_takes_as_long_as_equal_trials_did_before() -> None:
+    cells = [trial("single", "cell"), trial("ddp", "cell", strategy="ddp", workers=2)]
+    schedule = Schedule([*cells, *(cell.model_copy(update={"repeat": 1}) for cell in cells)])
+
+    schedule.update(opened("single", "single"))
+    assert schedule.outlook(5.0) == ["trial 1 of 4"]  # nobody knows how long ddp takes
+    schedule.update(finished("single", spread(1)).model_copy(update={"time": 10.0}))
+    schedule.update(opened("ddp", "ddp x 2", time=10))
+    schedule.update(opened("ddp", "ddp x 2", time=20))  # launched again after a failure
+    assert schedule.place == (2, 4)
+    schedule.update(finished("ddp", spread(1)).model_copy(update={"time": 50.0}))
+    schedule.update(opened("single", "single", repeat=1, time=50))
+    assert schedule.outlook(5.0) == ["trial 3 of 4", "all trials: 0:35 left"]
+    assert schedule.outlook(None) == ["trial 3 of 4"]
+
+
+def test_a_run_tells_what_the_plan_grants_its_speedup() -> None:
+    experiment = MAIN.experiment.model_copy(update={"measure": Measure(budget_s=90)})
+    main = MAIN.model_copy(update={"experiment": experiment, "compared_with": (trial("baseline", "baseline"),)})
+    assert isinstance(main, Training)
+    schedule = Schedule([main, *main.compared_with])
+    assert schedule.beside == {"baseline"}
+    schedule.update(opened("main", "ddp x 2"))
+    assert schedule.outlook(5.0) == ["then about 1:30 to measure the speedup"]
+    assert schedule.outlook(None) == []
+
+
+def test_words() -> None:
+    assert [clock(seconds) for seconds in (0.4, 35.2, 65, 3723)] == ["0:00", "0:35", "1:05", "1:02:03"]
+    assert left(None) == left(0.4) == []
+    assert left(0.6) == ["0:01 left"]
+    assert [rate(value) for value in (84.2512, 1310.4, 18471.9, 1_234_567)] == ["84.25", "1,310", "18,470", "1,235,000"]
+    assert fitted(["epoch 1/2", "a long one that does not fit", "loss 2"], width=18) == "epoch 1/2, loss 2"

@@ -1,0 +1,85 @@
+"""The line with what a command waits for: at once on a terminal, only for what takes long in a pipe."""
+
+import io
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import rich.console
+
+from pipeline.recording import waiting
+from pipeline.system import stages
+
+
+def terminal(**more: object) -> rich.console.Console:
+    return rich.console.Console(file=io.StringIO(), width=80, force_terminal=True, force_interactive=True, **more)
+
+
+def printed(console: rich.console.Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_terminal_shows_each_stage_in_one_line_that_goes() -> None:
+    console = terminal(color_system=None)
+    with waiting.shown_on(console):
+        stages.begin("reading the experiment")
+        assert "reading the experiment ..." in printed(console)
+        console.print("note: no GPU here")
+        stages.begin("importing torch")
+        stages.end()
+        told = printed(console)
+        console.print("error: no such file")
+    assert told.count("\x1b[?25l") == told.count("\x1b[?25h") == 1
+    assert told.endswith("\x1b[2K")  # nothing is left of it
+    assert "note: no GPU here\n" in told
+    assert printed(console).endswith("\x1b[2Kerror: no such file\n")
+
+
+def test_what_takes_long_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 1.0, 3.2, 3.2, 3.2, 3.2))
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: next(clock, 3.2))
+    shown = waiting._Replaced(terminal())
+    shown._stage, shown._since = "importing torch", next(clock)
+    assert [str(shown._line().text) for _ in range(2)] == ["importing torch ...", "importing torch ... 3 s"]
+
+
+class Timer:
+    """A timer whose time has come when the test says so."""
+
+    made: list["Timer"]
+
+    def __init__(self, seconds: float, act: Callable[..., None], arguments: Sequence[str], more: object) -> None:
+        self.seconds, self.ring, self.is_on, self.daemon = seconds, lambda: act(*arguments), False, False
+        self.made.append(self)
+
+    def start(self) -> None:
+        self.is_on = True
+
+    def cancel(self) -> None:
+        self.is_on = False
+
+    def join(self) -> None:
+        assert not self.is_on
+
+
+def test_a_pipe_gets_a_line_for_a_stage_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    Timer.made = []
+    monkeypatch.setattr(threading, "Timer", Timer)
+    console = rich.console.Console(file=io.StringIO(), width=80)
+    with waiting.shown_on(console):
+        stages.begin("reading the experiment")
+        stages.begin("importing torch")
+        reading, importing = Timer.made
+        assert (reading.is_on, importing.is_on, importing.seconds) == (False, True, 5.0)
+        importing.ring()
+    assert not importing.is_on
+    assert printed(console) == "importing torch ...\n"
+
+
+def test_who_wants_no_progress_gets_none() -> None:
+    console = rich.console.Console(file=io.StringIO(), quiet=True, force_terminal=True)
+    with waiting.shown_on(console):
+        stages.begin("importing torch")
+    stages.begin("drawing the report")  # nobody listens
+    assert printed(console) == ""
