@@ -70,6 +70,7 @@ def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json
     from pipeline.commands.history.run_result import result_of
     from pipeline.recording.console import print_report, print_verdict
     from pipeline.recording.outcome import places_of
+    from pipeline.recording.terminal import linked
 
     summary = _found(run, directory)
     result = result_of(summary)
@@ -85,7 +86,7 @@ def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json
         print_report(result.report, stdout=console)
         if result.command:
             console.print(result.command, markup=False, soft_wrap=True)
-    console.print(places_of(summary.folder), markup=False, soft_wrap=True)
+    console.print(linked(places_of(summary.folder)), soft_wrap=True)
     if result is not None:
         print_verdict(result.report, stdout=console)
 

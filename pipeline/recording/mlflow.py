@@ -26,7 +26,7 @@ from pipeline.recording.mlflow_process import CLOSE, WriterReply, WriterTask
 from pipeline.recording.outcome import TrackingOutcome, where_to_look
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import is_server
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.terminal import Terminal, linked
 from pipeline.system import stages
 
 _START = (
@@ -75,6 +75,7 @@ class MlflowSubscriber:
         warn: called from a background thread, once when an outage begins and once when it ends.
         uri: URI of the store with credentials; empty for the URI in the run's first event.
         known: number of events in the journal of a resumed run.
+        opened: called from a background thread once the store has the run, unless that is after the run's end.
 
     Raises:
         OSError: the process can't be started.
@@ -88,10 +89,11 @@ class MlflowSubscriber:
         warn: Callable[[str], None],
         uri: str = "",
         known: int = 0,
+        opened: Callable[[TrackingOutcome], None] = lambda _: None,
     ) -> None:
-        self._folder, self._log, self._warn = folder, log, warn
+        self._folder, self._log, self._warn, self._opened = folder, log, warn, opened
         self._reply = WriterReply()
-        self._is_stopping = False
+        self._is_known = self._is_stopping = False
         self._done = Flag()
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         task = WriterTask(folder=folder, log=log, uri=uri, known=known, environment=WriterTask.encoded(os.environ))
@@ -117,6 +119,7 @@ class MlflowSubscriber:
         Returns:
             Outcome of the delivery; None after ``timeout_s`` seconds without, then it may be called again.
         """
+        self._is_known = True  # the run's end names all places
         self._lines.put(CLOSE)  # a second line is ignored
         return self.outcome if self._done.wait(timeout_s) else None
 
@@ -165,6 +168,7 @@ class MlflowSubscriber:
                     self._warn(reply.warning)
                 else:
                     self._reply = reply
+                    self._tell_opened(reply.outcome)
         self._process.wait()
         with self._printed:
             self._printed.seek(0)
@@ -174,6 +178,11 @@ class MlflowSubscriber:
         if not self._reply.is_done and not self._is_stopping:
             self._warn(f"MLflow gets no more results, {self._ended}; nothing is lost, they wait in {self._folder}")
         self._done.set()
+
+    def _tell_opened(self, outcome: TrackingOutcome | None) -> None:
+        if outcome and outcome.run_id and not self._is_known:
+            self._is_known = True
+            self._opened(outcome)
 
 
 def flush(
@@ -202,7 +211,7 @@ def flush(
             with suppress(OSError):  # a full disk or a deleted folder: the journal has raised it
                 outcome.keep(recorder.folder)
         places = where_to_look(recorder.folder, uri, outcome)
-        terminal.result.print(places, markup=False, highlight=False, soft_wrap=True)
+        terminal.result.print(linked(places), soft_wrap=True)
 
 
 def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.Console) -> bool:

@@ -116,7 +116,7 @@ class Writer:
         )
 
     def _next_batch(self) -> list[AnyEvent] | None:
-        """Collect the events of about a second; empty if files are due first, None after the end."""
+        """Collect events of about a second, at first those there are; empty if files are due first, None at the end."""
         batch: list[AnyEvent] = []
         points, deadline = 0, self._upload_at if self._delivery.run.uploads else None
         while points < BATCH_POINTS:
@@ -126,8 +126,8 @@ class Writer:
                 break
             if event is None:
                 return batch or None
-            if not batch:
-                deadline = monotonic() + _BATCH_S
+            if not batch:  # the run itself doesn't wait for more, so that its page is there early
+                deadline = monotonic() + (_BATCH_S if self._delivery.run.run_id else 0.0)
             batch.append(event)
             points += size(event)
         return batch

@@ -77,6 +77,11 @@ class TrackingOutcome(Frozen):
         return self.model_copy(update={"delivered": False, "message": message})
 
 
+def link_of(uri: str, outcome: TrackingOutcome) -> str:
+    """Return the line with the address of a run in the UI of its tracking store."""
+    return f"mlflow   {run_link(uri, outcome.experiment_id, outcome.run_id)}"
+
+
 def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> str:
     """Return the places of a run's results, a line each.
 
@@ -89,7 +94,7 @@ def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> st
     if (folder / "report.html").exists():
         lines.append(f"report   {folder / 'report.html'}")
     if outcome and outcome.run_id:
-        lines.append(f"mlflow   {run_link(uri, outcome.experiment_id, outcome.run_id)}")
+        lines.append(link_of(uri, outcome))
         address = ui_address(uri)
         if outcome.trials_view:
             lines.append(f"trials   {runs_link(address, outcome.experiment_id, view=outcome.trials_view)}")

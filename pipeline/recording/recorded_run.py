@@ -21,9 +21,10 @@ from pipeline.recording import provenance
 from pipeline.recording.console import Console
 from pipeline.recording.folder import create, describe, explained, id_of, sweep_of
 from pipeline.recording.mlflow import MlflowSubscriber, flush
+from pipeline.recording.outcome import link_of
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import check_store, resolve_uri
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.terminal import Terminal, linked
 from pipeline.recording.trackers import attach
 from pipeline.system import stages
 
@@ -109,8 +110,14 @@ def recorded(
             own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
             tracker = None
             if tracked:
-                place, known = folder / LOG_NAME, recorder.known
-                tracker = MlflowSubscriber(folder=folder, log=place, warn=warn, uri=uri, known=known)
+                tracker = MlflowSubscriber(
+                    folder=folder,
+                    log=folder / LOG_NAME,
+                    warn=warn,
+                    uri=uri,
+                    known=recorder.known,
+                    opened=lambda outcome: terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True),
+                )
                 recorder.subscribe(tracker)
             status: Status = "FINISHED"
             message = ""

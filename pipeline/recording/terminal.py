@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+_ADDRESS = r"https?://\S+"
 _ANY_WIDTH = 10_000
 _NAME_WIDTH = 16  # of the first column; longer titles wrap between words, so that figures need not
 Item = TypeVar("Item")
@@ -52,6 +53,13 @@ class Terminal(NamedTuple):
 def write(stdout: Console, text: str, *, style: str = "") -> None:
     """Print a line; a terminal wraps it between words, a log file gets it unbroken for grep."""
     stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)
+
+
+def linked(text: str) -> Text:
+    """Make the addresses in a text links, for terminals that have them; to be printed with ``soft_wrap``."""
+    shown = Text(text)
+    shown.highlight_regex(_ADDRESS, lambda address: f"link {address}")
+    return shown
 
 
 class PrintableTable(Protocol):
