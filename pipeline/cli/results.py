@@ -1,5 +1,6 @@
 """Commands that show and send the results of runs."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,8 @@ from pipeline.cli.arguments import IdsOnly, Json
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
+    import rich.console
+
     from pipeline.recording.run_summary import RunSummary
 
 RunArgument = Annotated[
@@ -63,24 +66,40 @@ def list_(
         typer.echo(f"{directory} has no runs; start one with pipeline run FILE", err=True)
 
 
-def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json = False) -> None:
-    """Show the report of a run."""
+def show(
+    run: RunArgument,
+    *,
+    directory: Directory = Path("runs"),
+    watch: Annotated[bool, typer.Option("--watch", help="Follow a run that goes on until it ends.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the report of a run, or the progress of a run that goes on."""
     import rich.console
 
+    from pipeline.commands.history import running
     from pipeline.commands.history.run_result import result_of
     from pipeline.recording.console import print_report, print_verdict
     from pipeline.recording.outcome import places_of
     from pipeline.recording.terminal import linked
 
+    console = rich.console.Console(highlight=False)
     summary = _found(run, directory)
+    if watch and not _watched(summary, console, as_json=as_json):
+        return
+    summary = _found(str(summary.folder), directory)
+    if summary.status == "RUNNING":
+        follower = running.followed(summary.folder)
+        if as_json:
+            typer.echo(follower.state(time.time()).model_dump_json(indent=2))
+            return
+        console.print(running.told(follower, console=console), style="cyan", soft_wrap=True)
     result = result_of(summary)
     if as_json and result is None:
         raise UsageError(f"{summary.folder}: {_state(summary)}, so there is no result")
     if as_json and result is not None:
         typer.echo(result.to_json())
         return
-    console = rich.console.Console(highlight=False)
-    if summary.status != "FINISHED":
+    if summary.status not in ("FINISHED", "RUNNING"):
         console.print(f"{summary.run}: {_state(summary)}", style="yellow", markup=False)
     if result is not None:
         print_report(result.report, stdout=console)
@@ -89,6 +108,19 @@ def show(run: RunArgument, *, directory: Directory = Path("runs"), as_json: Json
     console.print(linked(places_of(summary.folder)), soft_wrap=True)
     if result is not None:
         print_verdict(result.report, stdout=console)
+
+
+def _watched(summary: "RunSummary", console: "rich.console.Console", *, as_json: bool) -> bool:
+    """Follow a run that goes on until it ends; return False if all was said meanwhile."""
+    from pipeline.commands.history import running
+
+    if summary.status != "RUNNING":
+        return True
+    try:
+        running.watch(summary.folder, console=console, as_json=as_json)
+    except KeyboardInterrupt:  # the run goes on
+        raise typer.Exit(130) from None
+    return not as_json
 
 
 def diff(
@@ -175,8 +207,6 @@ def _found(run: str, directory: Path) -> "RunSummary":
 
 def _state(run: "RunSummary") -> str:
     """Describe the state of a run that hasn't finished."""
-    if run.status == "RUNNING":
-        return "it is still running"
     if run.status == "STOPPED":
         return f"it was {run.message}"
     became = "failed" if run.status == "FAILED" else f"was {run.status.lower()}"

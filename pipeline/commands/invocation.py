@@ -50,7 +50,7 @@ def planning(file: ExperimentFile) -> Iterator[tuple[tuple[str, ...], Resources]
         ExperimentError: the file is wrong.
         ResourceError: the machine or the cluster is too small, or can't be reached.
     """
-    stages.begin("checking the experiment")
+    stages.begin("importing torch, checking the experiment")
     allowed, parallel = preflight.check(file), file.experiment.parallel
     if parallel.launcher == "ray" and parallel.cluster:
         stages.begin(f"connecting to Ray at {parallel.cluster}")

@@ -142,6 +142,34 @@ class Feed:
         return b""
 
 
+class Tail:
+    """Reader of the events that are new in a journal. Damaged lines are skipped, an incomplete last one is awaited.
+
+    Args:
+        path: the journal; need not exist yet.
+        marks: kinds of the events to read; all if there are none.
+    """
+
+    def __init__(self, path: Path, *marks: str) -> None:
+        self._path = path
+        self._marks = [f'"{mark}"'.encode() for mark in marks]
+        self._read = 0  # bytes
+
+    def new(self) -> Iterator[AnyEvent]:
+        """Yield the events written since the last call."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._read += len(line)
+                is_asked = not self._marks or any(mark in line for mark in self._marks)
+                if is_asked and (event := _parsed(line)) is not None:
+                    yield event
+
+
 def read(path: Path) -> Iterator[AnyEvent]:
     """Yield all events of a journal in order. A torn last line, left by a power failure, is skipped.
 

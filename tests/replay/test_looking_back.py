@@ -1,16 +1,21 @@
 """`list`, `show` and `diff` on recorded runs, for people and for scripts."""
 
 import json
+import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recordings import Recording
 
+from pipeline.commands.history import running
+from pipeline.protocol.events import Finished, FirstStep, Metrics, ModelSaved, RunOpened, TrialOpened
+from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.sync import sync
 
-Journal = Callable[[str], Recording]
+Recorded = Callable[[str], Recording]
 ENDS = {
     "finished": ("run", "FINISHED", 2), "single": ("run", "FINISHED", 1), "failed": ("run", "FAILED", 2),
     "nan": ("run", "FINISHED", 1), "nan-stopped": ("run", "FAILED", 2), "interrupted": ("run", "KILLED", 2),
@@ -27,7 +32,7 @@ def there(command: Any, lab: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return command
 
 
-def test_all_runs_are_listed_with_what_became_of_them(there: Any, journal: Journal) -> None:
+def test_all_runs_are_listed_with_what_became_of_them(there: Any, journal: Recorded) -> None:
     names = {journal(name).folder.name: name for name in ENDS}
 
     found = {names.get(record["run"], record["run"]): record for record in json.loads(there("list", "--json").stdout)}
@@ -50,7 +55,7 @@ def test_all_runs_are_listed_with_what_became_of_them(there: Any, journal: Journ
     assert row.split()[1:5] == ["tiny", "ddp", "x", "2"]
 
 
-def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Journal, store: Any) -> None:
+def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Recorded, store: Any) -> None:
     finished = journal("finished")
     sync(finished.folder, warn=pytest.fail)
     shown = [there("show", text) for text in ("latest", finished.folder.name[:20], str(finished.folder))]
@@ -80,7 +85,7 @@ def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Jou
         ("batch-size", "batch"),
     ],
 )
-def test_show_knows_every_kind_of_run(there: Any, journal: Journal, name: str, said: str) -> None:
+def test_show_knows_every_kind_of_run(there: Any, journal: Recorded, name: str, said: str) -> None:
     run = journal(name)
     ended = there("show", run.folder.name)
 
@@ -97,7 +102,7 @@ def test_show_knows_every_kind_of_run(there: Any, journal: Journal, name: str, s
         assert "so there is no result" in as_json.stderr
 
 
-def test_a_sweep_names_the_command_that_trains_its_best_again(there: Any, journal: Journal) -> None:
+def test_a_sweep_names_the_command_that_trains_its_best_again(there: Any, journal: Recorded) -> None:
     run = journal("sweep").folder.name
     (again,) = (line for line in there("show", run).stdout.splitlines() if line.startswith("pipeline run tiny.yaml "))
     assert again.endswith(" optimizer.lr=0.05")
@@ -108,7 +113,7 @@ def test_a_sweep_names_the_command_that_trains_its_best_again(there: Any, journa
     assert difference["configuration"] == {"optimizer.lr": {"a": "0.1", "b": "0.05"}}
 
 
-def test_a_difference_holds_what_differs_and_nothing_else(there: Any, journal: Journal) -> None:
+def test_a_difference_holds_what_differs_and_nothing_else(there: Any, journal: Recorded) -> None:
     a, b = journal("finished").folder.name, journal("single").folder.name
     apart = there("diff", a, b, "--json")
 
@@ -125,7 +130,7 @@ def test_a_difference_holds_what_differs_and_nothing_else(there: Any, journal: J
     assert failed["results"]["status"] == {"a": "FINISHED", "b": "FAILED"}
 
 
-def test_runs_for_scripts(there: Any, journal: Journal) -> None:
+def test_runs_for_scripts(there: Any, journal: Recorded) -> None:
     finished = journal("finished").folder.name
     (record,) = json.loads(there("list", "--json").stdout)
     document = json.loads(there("show", finished, "--json").stdout)
@@ -146,7 +151,7 @@ def test_runs_for_scripts(there: Any, journal: Journal) -> None:
         ("finished", "has no checkpoint, from which the model would be loaded"),
     ],
 )
-def test_what_can_t_be_measured_again_is_refused(there: Any, journal: Journal, name: str, said: str) -> None:
+def test_what_can_t_be_measured_again_is_refused(there: Any, journal: Recorded, name: str, said: str) -> None:
     run = journal(name).folder
     before = (run / "events.jsonl").read_bytes()
     ended = there("measure", run.name)
@@ -155,8 +160,123 @@ def test_what_can_t_be_measured_again_is_refused(there: Any, journal: Journal, n
     assert (run / "events.jsonl").read_bytes() == before
 
 
-def test_a_finished_run_is_not_resumed(there: Any, journal: Journal) -> None:
+def test_a_finished_run_is_not_resumed(there: Any, journal: Recorded) -> None:
     finished = journal("finished")
     ended = there("run", str(finished.folder / "experiment.yaml"), "--resume", finished.folder.name)
     assert ended.code == 2
     assert "has finished; start a new run" in ended.stderr
+
+
+# A run that goes on
+
+
+@pytest.fixture
+def lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is that of the recording."""
+    monkeypatch.setattr(running, "_OLD_S", float("inf"))
+
+
+def cut(run: Recording, *, after: Callable[[Any], bool]) -> Journal:
+    """The journal of a recorded run up to the first event after which it is cut, held open as by its driver."""
+    path = run.folder / FILE_NAME
+    lines = path.read_bytes().splitlines(keepends=True)
+    end = next(n for n, event in enumerate(run.events, start=1) if after(event))
+    path.write_bytes(b"".join(lines[:end]))
+    (run.folder / "report.html").unlink(missing_ok=True)
+    return Journal(path)
+
+
+def reported(step: int) -> Callable[[Any], bool]:
+    return lambda event: isinstance(event, Metrics) and event.trial == "main" and event.step >= step
+
+
+def test_the_rest_of_a_run_is_told_while_it_reports(lately: None, there: Any, journal: Recorded) -> None:
+    with closing(cut(journal("killed"), after=reported(28))):
+        first = there("show", "latest").stdout.splitlines()[0]
+        document = json.loads(there("show", "latest", "--json").stdout)
+    assert first.endswith("running: step 28/100 (28%), 0:01 left")
+    assert 0 < document["left_s"] < 2
+
+
+def test_a_run_that_goes_on_is_shown_with_its_progress(there: Any, journal: Recorded) -> None:
+    run = journal("killed")
+    with closing(cut(run, after=reported(28))):
+        shown = there("show", "latest")
+        document = json.loads(there("show", "latest", "--json").stdout)
+
+    assert (shown.code, shown.stderr) == (0, "")
+    first, second, third, *places = shown.stdout.splitlines()
+    assert first.startswith(f"{run.folder.name}: running: step 28/100 (28%), last report "), first
+    assert re.fullmatch(r"  ddp x 2, epoch 7/25, loss 0.\d+, 801.7 samples/s", second), second
+    assert third == "  validation/loss 0.2587 (epoch 5)"
+    assert places[0].startswith("run      ")
+    assert (document["status"], document["percent"], document["title"]) == ("RUNNING", 28.0, "ddp x 2")
+    assert document["metrics"]["validation/loss"]["epoch"] == 5
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (lambda event: isinstance(event, RunOpened), "running: starting"),
+        (lambda event: isinstance(event, TrialOpened) and event.trial == "main", "running: starting ddp x 2"),
+        (lambda event: isinstance(event, FirstStep) and event.trial == "main", "running: training"),
+        (lambda event: isinstance(event, ModelSaved), "running: 46 steps done, finishing"),
+        (lambda event: isinstance(event, Finished) and event.trial == "main", "46 steps done, writing the report"),
+    ],
+)
+def test_show_knows_each_moment_of_a_run(
+    there: Any, journal: Recorded, after: Callable[[Any], bool], said: str
+) -> None:
+    with closing(cut(journal("finished"), after=after)):
+        shown = there("show", "latest")
+    assert (shown.code, shown.stderr) == (0, "")
+    assert said in shown.stdout.splitlines()[0]
+
+
+def test_a_sweep_that_goes_on_names_its_trials(there: Any, journal: Recorded) -> None:
+    run = journal("sweep")
+    trial = Recording(run.folder / "trial-002")
+    (run.folder / "sweep.json").unlink()
+    with closing(cut(run, after=lambda event: True)), closing(cut(trial, after=reported(46))):
+        shown = there("show", "latest").stdout.splitlines()
+        document = json.loads(there("show", "latest", "--json").stdout)
+    assert shown[0] == f"{run.folder.name}: running: 2 trials ended, 1 trial under way"
+    assert shown[1].startswith("  trial-002: step "), shown
+    assert (document["sweep_ended"], [one["step"] for one in document["sweep_trials"]]) == (2, [46])
+
+
+def test_watching_ends_with_the_run(there: Any, journal: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = journal("single")
+    rest = run.events
+    with closing(cut(run, after=reported(20))) as driver:
+        told = [event for event in rest if event not in run.events]
+
+        def sleep(_: float) -> None:
+            for event in told:
+                driver.append(event)
+            driver.close()
+
+        monkeypatch.setattr(running.time, "sleep", sleep)
+        ended = there("show", "latest", "--watch")
+    assert (ended.code, ended.stderr) == (0, "")
+    first, *others = ended.stdout.splitlines()
+    assert first.startswith("running: step 23/46 (50%), "), first
+    assert not any(line.startswith("running:") for line in others)
+    assert "samples/s" in ended.stdout  # the report
+
+
+def test_watching_for_scripts_and_ctrl_c(there: Any, journal: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = journal("single")
+    with closing(cut(run, after=reported(20))) as driver:
+        before = (run.folder / FILE_NAME).read_bytes()
+        monkeypatch.setattr(running.time, "sleep", interrupt)
+        ended = there("show", "latest", "--watch")
+        assert (ended.code, ended.stdout.count("\n"), ended.stderr) == (130, 1, "")
+        monkeypatch.setattr(running.time, "sleep", lambda _: driver.close())
+        documents = [json.loads(line) for line in there("show", "latest", "--watch", "--json").stdout.splitlines()]
+    assert [document["status"] for document in documents] == ["RUNNING", "KILLED"]
+    assert (run.folder / FILE_NAME).read_bytes() == before
+
+
+def interrupt(_: float) -> None:
+    raise KeyboardInterrupt

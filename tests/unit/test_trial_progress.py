@@ -6,6 +6,7 @@ import pytest
 from samples import MAIN, finished, spread, trial
 
 from pipeline.config.schema import Measure
+from pipeline.config.targets import allowed_packages
 from pipeline.config.values import Component
 from pipeline.driver import preflight
 from pipeline.protocol.events import (
@@ -151,7 +152,7 @@ def test_directions_are_those_of_the_metrics_the_best_checkpoints_first() -> Non
         "confusion": Component(_target_="torchmetrics.classification.MulticlassConfusionMatrix", num_classes=10),
     }
     known = MAIN.experiment.model_copy(update={"metrics": metric})
-    assert list(preflight.directions(known, allowed=()).items()) == [
+    assert list(preflight.directions(known, allowed=allowed_packages()).items()) == [
         ("validation/accuracy", "max"), ("validation/distance", "min"), ("validation/loss", "min")
     ]  # fmt: skip
     for best, mode, direction in (
@@ -160,7 +161,7 @@ def test_directions_are_those_of_the_metrics_the_best_checkpoints_first() -> Non
         ("validation/confusion", "max", "max"),
     ):
         saved = known.checkpoint.model_copy(update={"best": best, "mode": mode})
-        found = preflight.directions(known.model_copy(update={"checkpoint": saved}), allowed=())
+        found = preflight.directions(known.model_copy(update={"checkpoint": saved}), allowed=allowed_packages())
         assert next(iter(found.items())) == (best, direction)
 
 

@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 from pipeline.commands.sweep.assignment import Record
 from pipeline.config.reported import PREFIX
-from pipeline.protocol.events import STOPPED_EARLY, AnyEvent, Finished, Metrics, ModelSaved, Started, event_from_json
+from pipeline.protocol.events import STOPPED_EARLY, Finished, Metrics, ModelSaved, Started
 from pipeline.recording import journal
 from pipeline.report.swept import State
-
-_TOLD = (b'"metrics"', b'"started"')
 
 
 class Evaluation(NamedTuple):
@@ -42,9 +40,8 @@ class Follower:
     def __init__(self, folder: Path, *, metric: str) -> None:
         self.epochs = 0
         """Epochs of the whole training; 0 until known."""
-        self._path = folder / journal.FILE_NAME
+        self._tail = journal.Tail(folder / journal.FILE_NAME, "metrics", "started")
         self._metric = metric
-        self._read = 0
 
     def evaluations(self) -> Iterator[Evaluation]:
         """Yield the evaluations written since the last call.
@@ -52,7 +49,7 @@ class Follower:
         Raises:
             Unmeasurable: there will never be one.
         """
-        for event in self._new_events():
+        for event in self._tail.new():
             if isinstance(event, Started) and event.trial == "main":
                 self.epochs = event.epochs
                 if not event.validation_samples:
@@ -61,18 +58,6 @@ class Follower:
                 for point in event.points:
                     if point.name == self._metric:
                         yield Evaluation(event.epoch, point.step, point.value)
-
-    def _new_events(self) -> Iterator[AnyEvent]:
-        if not self._path.is_file():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # it is being written
-                self._read += len(line)
-                if any(mark in line for mark in _TOLD):
-                    yield event_from_json(line)
 
 
 def has_begun(folder: Path) -> bool:

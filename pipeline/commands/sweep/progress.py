@@ -20,6 +20,7 @@ from rich.text import Text
 
 from pipeline.config.values import Direction
 from pipeline.report.swept import State, figure, short_names, shown
+from pipeline.system import stages
 from pipeline.wording import counted
 
 _MOST_ROWS = 8
@@ -170,4 +171,5 @@ def shown_on(console: rich.console.Console, progress: SweepProgress) -> Abstract
     """Show the progress while the block runs, on a terminal; lines that are printed meanwhile stand above it."""
     if not is_live(console):
         return nullcontext()
+    stages.end()  # one live display at a time
     return Live(progress, console=console, transient=True, refresh_per_second=_PER_SECOND)

@@ -1,0 +1,258 @@
+"""``pipeline show`` of a run that goes on: its progress, read from its journal alone, once or until it ends."""
+
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+
+import rich.console
+from rich.live import Live
+from rich.text import Text
+
+from pipeline.config.values import Frozen
+from pipeline.errors import UsageError
+from pipeline.protocol.events import AnyEvent, Finished, RunOpened, TrialOpened
+from pipeline.recording import journal
+from pipeline.recording.folder import id_of, trials_of
+from pipeline.recording.trial_progress import LOSS, VALIDATION, TrialProgress, fitted, left
+from pipeline.wording import counted, duration
+
+_LOOK_S = 1.0
+_LINE_S = 5.0  # between two lines of a pipe
+_OLD_S = 30.0  # least age from which a report is told as old
+_OLD_INTERVALS = 3
+
+
+class Value(Frozen):
+    """A value of a metric, and the epoch that it is from."""
+
+    value: float
+    epoch: int
+
+
+class Running(Frozen):
+    """Progress of a run. Times are in seconds; what isn't known is None."""
+
+    run: str
+    status: str
+    """RUNNING, or how the run ended."""
+    title: str = ""
+    """Title of the trial that was launched last, e.g. "ddp x 2"."""
+    number: int | None = None
+    """Number of this trial among those that are launched one after the other, counted from 1."""
+    trials: int | None = None
+    """Number of those trials."""
+    stage: str = ""
+    """Activity other than training steps, e.g. "measuring"."""
+    step: int | None = None
+    """Optimizer steps done, as last reported."""
+    steps: int | None = None
+    percent: float | None = None
+    left_s: float | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    loss: float | None = None
+    samples_per_second: float | None = None
+    metrics: Mapping[str, Value] = {}
+    """Latest validation metrics by name."""
+    best: Mapping[str, Value] = {}
+    """Best value of the main validation metric by its name."""
+    reported: datetime | None = None
+    """Time of the last event."""
+    sweep_trials: tuple["Running", ...] = ()
+    """Trials of a sweep that run now."""
+    sweep_ended: int | None = None
+    """Number of a sweep's trials that have ended."""
+
+
+class Follower:
+    """Progress of one run, updated from its journal, and of a sweep's trials from theirs.
+
+    Args:
+        folder: the run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tail = journal.Tail(folder / journal.FILE_NAME)
+        self._opened: RunOpened | None = None
+        self._trial: TrialOpened | None = None
+        self._launched: list[tuple[str, int]] = []
+        self._progress = TrialProgress()
+        self._has_ended = False
+        self._last: float | None = None
+        self._trials: dict[Path, Follower] = {}
+
+    def read(self) -> None:
+        """Read what is new."""
+        for event in self._tail.new():
+            self._take(event)
+        for folder in trials_of(self._folder):
+            self._trials.setdefault(folder, Follower(folder)).read()
+
+    def state(self, now: float) -> Running:
+        """Return the progress at a time, in seconds since the epoch."""
+        progress, started = self._progress, self._progress.started
+        best = progress.best()
+        number, total = self._place()
+        return Running(
+            run=id_of(self._folder),
+            status=self.status,
+            title=self._trial.title if self._trial else "",
+            number=number,
+            trials=total,
+            stage=self._stage(),
+            step=progress.step if started else None,
+            steps=started.total_steps if started else None,
+            percent=round(100 * progress.step / started.total_steps, 1) if started and started.total_steps else None,
+            left_s=None if self._is_old(now) else progress.left_s(now),
+            epoch=progress.epoch if started else None,
+            epochs=started.epochs if started else None,
+            loss=progress.values[LOSS].value if LOSS in progress.values else None,
+            samples_per_second=progress.samples_per_second,
+            metrics={
+                name: Value(value=each.value, epoch=each.epoch)
+                for name, each in progress.values.items()
+                if name.startswith(VALIDATION)
+            },
+            best={best[0]: Value(value=best[1].value, epoch=best[1].epoch)} if best else {},
+            reported=datetime.fromtimestamp(self._last, UTC) if self._last is not None else None,
+            sweep_trials=tuple(each.state(now) for each in self._going()),
+            sweep_ended=len(self._trials) - len(self._going()) if self._trials else None,
+        )
+
+    def lines(self, now: float) -> Iterator[list[str]]:
+        """Yield the lines for people, as parts of which the less important come last."""
+        progress = self._progress
+        if self._trials:
+            going = self._going()
+            ended = len(self._trials) - len(going)
+            yield [f"running: {counted(ended, 'trial')} ended", f"{counted(len(going), 'trial')} under way"]
+            for each in going:
+                first, *others = each.lines(now)
+                yield [f"{each._folder.name}: {first[0].removeprefix('running: ')}", *first[1:], *chain(*others)]
+            return
+        yield self._headline(now)
+        number, total = self._place()
+        place = [f"trial {number} of {total}"] if number and total and total > 1 else []
+        title = [self._trial.title] if self._trial else []
+        epoch = [] if progress.started is None or progress.is_over else [progress.position()[1]]
+        known = [*title, *place, *epoch, *progress.training()] if progress.started else place
+        yield from filter(None, [known, list(progress.validation())])
+
+    def _headline(self, now: float) -> list[str]:
+        progress, started = self._progress, self._progress.started
+        if started is None or progress.is_over or not progress.step:
+            done = [f"{progress.step} steps done"] if progress.step else []
+            return [f"running: {', '.join([*done, self._stage()])}", *self._age(now)]
+        percent = f" ({100 * progress.step // started.total_steps}%)"
+        return [f"running: {progress.position()[0]}{percent}", *(self._age(now) or left(progress.left_s(now)))]
+
+    def _age(self, now: float) -> list[str]:
+        """Return the age of the last event if it is old; the remaining time is then unknown."""
+        if self._last is None or not self._is_old(now):
+            return []
+        return [f"last report {duration(now - self._last)} ago"]
+
+    def _is_old(self, now: float) -> bool:
+        return self._last is not None and now - self._last > max(_OLD_S, _OLD_INTERVALS * self._progress.interval_s)
+
+    def _take(self, event: AnyEvent) -> None:
+        self._last = event.time
+        match event:
+            case RunOpened():
+                self._opened = event
+            case TrialOpened():
+                self._open(event)
+            case Finished():
+                self._has_ended = True
+            case _ if self._trial and event.trial == self._trial.trial:
+                self._progress.update(event)
+
+    def _open(self, event: TrialOpened) -> None:
+        self._trial, self._has_ended = event, False
+        if (key := (event.trial, event.repeat)) not in self._launched:
+            self._launched.append(key)
+        batch = self._opened.params.get("train.global_batch_size", "") if self._opened else ""
+        directions = self._opened.directions if self._opened else {}
+        self._progress = TrialProgress(directions=directions, batch=int(batch) if batch.isdecimal() else None)
+
+    def _place(self) -> tuple[int | None, int | None]:
+        """Return the number of the trial and of all; trials measured beside a training are none of them."""
+        total = self._opened.launches if self._opened else 0
+        if self._trial is None or not total:
+            return None, total or None
+        return min(self._launched.index((self._trial.trial, self._trial.repeat)) + 1, total), total
+
+    def _stage(self) -> str:
+        if self._trial is None:
+            return "starting"
+        if self._has_ended:
+            number, total = self._place()
+            return "starting the next trial" if (number or 0) < (total or 0) else "writing the report"
+        return self._progress.stage or ("training" if self._progress.started else f"starting {self._trial.title}")
+
+    @property
+    def status(self) -> str:
+        """RUNNING, or how the run ended."""
+        path = self._folder / journal.FILE_NAME
+        if journal.is_open(path):
+            return "RUNNING"
+        end = journal.ending(path)
+        return end.status if end else "KILLED"
+
+    def _going(self) -> list["Follower"]:
+        return [each for folder, each in self._trials.items() if journal.is_open(folder / journal.FILE_NAME)]
+
+
+def followed(folder: Path) -> Follower:
+    """Return the progress of a run so far."""
+    follower = Follower(folder)
+    follower.read()
+    return follower
+
+
+def watch(folder: Path, *, console: rich.console.Console, as_json: bool) -> None:
+    """Show the progress of a run until it ends: a terminal replaces it, a pipe gets a line every few seconds.
+
+    Raises:
+        UsageError: its folder was deleted.
+    """
+    follower = followed(folder)
+    try:
+        if as_json or not console.is_interactive:
+            _watch_in_lines(follower, console=console, as_json=as_json)
+            return
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+            while _goes_on(follower):
+                live.update(told(follower, console=console), refresh=True)
+                time.sleep(_LOOK_S)
+    except FileNotFoundError:
+        raise UsageError(f"{folder} was deleted") from None
+
+
+def told(follower: Follower, *, console: rich.console.Console) -> Text:
+    """Return the progress of a run in a few lines; those of a terminal don't wrap."""
+    now, width = time.time(), console.width if console.is_terminal else 10_000
+    (first, *more) = follower.lines(now)
+    first[0] = f"{follower.state(now).run}: {first[0]}"
+    lines = [fitted(first, width=width), *(f"  {fitted(parts, width=width - 2)}" for parts in more)]
+    return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+
+
+def _watch_in_lines(follower: Follower, *, console: rich.console.Console, as_json: bool) -> None:
+    while _goes_on(follower):
+        now = time.time()
+        text = follower.state(now).model_dump_json() if as_json else ", ".join(chain(*follower.lines(now)))
+        console.print(text, markup=False, soft_wrap=True)
+        time.sleep(_LINE_S)
+    if as_json:
+        console.print(follower.state(time.time()).model_dump_json(), markup=False, soft_wrap=True)
+
+
+def _goes_on(follower: Follower) -> bool:
+    """Read what is new; return True while the run goes on."""
+    is_running = follower.status == "RUNNING"
+    follower.read()  # after that, so that nothing of a run that has ended is left
+    return is_running
