@@ -113,7 +113,7 @@ def opened(
     from pipeline.recording.terminal import Terminal
 
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
-    with ExitStack() as shown:
+    with interruptible(), ExitStack() as shown:
         if not as_json and not outer_rank():
             shown.enter_context(waiting.shown_on(Terminal.of(as_json=prints, quiet=quiet).progress))
         stages.begin("reading the experiment")

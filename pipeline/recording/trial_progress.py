@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pipeline.config.values import Direction
 from pipeline.protocol.events import AnyEvent, FirstStep, Heartbeat, Metrics, Phase, Resumed, Started, Trained
+from pipeline.wording import figure
 
 VALIDATION = "validation/"
 LOSS, THROUGHPUT = "train/loss", "throughput/samples_per_second"
@@ -145,9 +146,9 @@ class TrialProgress:
             latest, best = self.values[name], self._best.get(name)
             is_best = best == latest and self._evaluations[name] > 1
             notes = [f"epoch {latest.epoch}"] * (latest.epoch < self.epoch) + ["best so far"] * is_best
-            yield f"{name} {latest.value:.4g}" + (f" ({', '.join(notes)})" if notes else "")
+            yield f"{name} {figure(latest.value)}" + (f" ({', '.join(notes)})" if notes else "")
             if best is not None and best != latest:
-                yield f"best {best.value:.4g} (epoch {best.epoch})"
+                yield f"best {figure(best.value)} (epoch {best.epoch})"
 
     def best(self) -> tuple[str, Reported] | None:
         """Return name and best value of the main validation metric; None without one whose direction is known."""
@@ -192,10 +193,10 @@ class TrialProgress:
 def figures(values: Mapping[str, float]) -> Iterator[str]:
     """Yield the loss, the throughput and the validation metrics, e.g. "loss 0.31"."""
     if LOSS in values:
-        yield f"loss {values[LOSS]:.4g}"
+        yield f"loss {figure(values[LOSS])}"
     if THROUGHPUT in values:
-        yield f"{rate(values[THROUGHPUT])} samples/s"
-    yield from (f"{name} {value:.4g}" for name, value in values.items() if name.startswith(VALIDATION))
+        yield f"{figure(values[THROUGHPUT])} samples/s"
+    yield from (f"{name} {figure(value)}" for name, value in values.items() if name.startswith(VALIDATION))
 
 
 def facts(event: Started) -> list[str]:
@@ -204,11 +205,6 @@ def facts(event: Started) -> list[str]:
     devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
     shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")
     return [f"{event.parameters:,} parameters", samples, f"{event.total_steps:,} steps", f"on {shown}"]
-
-
-def rate(value: float) -> str:
-    """Format a throughput with four digits, e.g. "18,470", "84.25"."""
-    return f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def clock(seconds: float) -> str:

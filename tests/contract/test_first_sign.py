@@ -42,5 +42,6 @@ def test_a_terminal_shows_what_a_command_waits_for_and_ctrl_c_leaves_a_clean_lin
     assert "importing torch ..." in printed
     assert printed.count("\x1b[?25l") == printed.count("\x1b[?25h") > 0, "the cursor is gone"
     after = printed.rpartition("\x1b[?25h")[2].rpartition("\x1b[2K")[2]
-    assert (code, after.strip()) == (130, "error: interrupted"), printed
+    assert code == 130, printed
+    assert after.strip().startswith("error: interrupted"), printed
     assert not (tmp_path / "runs").exists()

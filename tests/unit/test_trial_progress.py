@@ -23,7 +23,7 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial import Rank, Training
 from pipeline.recording.outlook import Schedule
-from pipeline.recording.trial_progress import TrialProgress, clock, fitted, left, rate
+from pipeline.recording.trial_progress import TrialProgress, clock, fitted, left
 
 DIRECTIONS = {"validation/accuracy": "max", "validation/loss": "min"}
 
@@ -203,5 +203,4 @@ def test_words() -> None:
     assert [clock(seconds) for seconds in (0.4, 35.2, 65, 3723)] == ["0:00", "0:35", "1:05", "1:02:03"]
     assert left(None) == left(0.4) == []
     assert left(0.6) == ["0:01 left"]
-    assert [rate(value) for value in (84.2512, 1310.4, 18471.9, 1_234_567)] == ["84.25", "1,310", "18,470", "1,235,000"]
     assert fitted(["epoch 1/2", "a long one that does not fit", "loss 2"], width=18) == "epoch 1/2, loss 2"
