@@ -207,7 +207,14 @@ class MlflowRun:
         save_runs_view(self._client, self.experiment_id, params=params, created_ms=created_ms)
         if event.tags.get("role") == "sweep":
             sweep = event.run
-            save_trials_view(self._client, self.experiment_id, sweep=sweep, params=params, created_ms=created_ms)
+            save_trials_view(
+                self._client,
+                self.experiment_id,
+                sweep=sweep,
+                params=params,
+                directions=event.directions,
+                created_ms=created_ms,
+            )
             self.trials_view = sweep_view(sweep)
 
     def _page(self, page: Page, run: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.reported import mlflow_name
 from pipeline.config.sweep import Parameter
+from pipeline.config.values import Direction
 from pipeline.recording.store import VIEW, sweep_view
 
 if TYPE_CHECKING:
@@ -52,7 +53,13 @@ def save_runs_view(client: "MlflowClient", experiment_id: str, *, params: Mappin
 
 
 def save_trials_view(
-    client: "MlflowClient", experiment_id: str, *, sweep: str, params: Mapping[str, str], created_ms: int
+    client: "MlflowClient",
+    experiment_id: str,
+    *,
+    sweep: str,
+    params: Mapping[str, str],
+    directions: Mapping[str, Direction],
+    created_ms: int,
 ) -> None:
     """Save the view of a sweep's trials, a row each without their sweep's, with its parameters; see `save_runs_view`.
 
@@ -61,6 +68,7 @@ def save_trials_view(
         experiment_id: MLflow's id of the experiment.
         sweep: id of the sweep.
         params: flattened parameters of the sweep.
+        directions: directions in which its metrics are better, by reported name; empty in journals of before.
         created_ms: start of the sweep, in milliseconds since the epoch.
     """
     metric = mlflow_name(params.get("sweep.metric", "validation/loss"))
@@ -80,7 +88,7 @@ def save_trials_view(
         | _charts_state(("sweep", section, *others), charts=[parallel])
         | {"searchFilter": f"tags.sweep = '{sweep}'", "runsHiddenMode": "FIRST_20_RUNS"}
     )
-    if (order := _order(params)) is not None:
+    if (order := directions.get(params.get("sweep.metric", "")) or _order(params)) is not None:
         state |= {"orderByKey": f"metrics.`{metric}`", "orderByAsc": order == "min"}
     _save(client, experiment_id, key=sweep_view(sweep), name=f"Trials of {sweep}", state=state, created_ms=created_ms)
 
@@ -88,7 +96,7 @@ def save_trials_view(
 def columns(params: Mapping[str, str]) -> dict[str, int]:
     """Return the widths of the columns of runs, from left to right; MLflow hides columns without values."""
     tags = {f"tags.`{name}`": width for name, width in _TAGS.items()}
-    metrics = {f"metrics.`{name}`": width for name, width in {**_METRICS, **_metric_widths(params)}.items()}
+    metrics = {f"metrics.`{name}`": width for name, width in {**_metric_widths(params), **_METRICS}.items()}
     return {**_ALWAYS, **tags, **metrics, "duration": _DURATION_WIDTH}
 
 

@@ -102,7 +102,7 @@ def test_the_table_of_runs_says_without_a_click_what_they_reached(shown: Shown, 
     assert (name, link) == ("resnet-digits", shown.printed("all runs"))
     with pages.open(link, ready=names, name="runs", size=WIDE) as page:
         tags = ["strategy", "launcher", "world_size", "speedup"]
-        reached = ["samples_per_second", "validation/accuracy", "validation/loss", "train/loss"]
+        reached = ["validation/accuracy", "validation/loss", "train/loss", "samples_per_second"]
         assert columns(page) == ["Run Name", "Created", *tags, *reached, "Duration"]
         expect(names(page)).to_have_text([str(shown.run.info.run_name)])
         assert names(page).evaluate("link => link.firstChild.scrollWidth <= link.clientWidth"), "the name is cut off"

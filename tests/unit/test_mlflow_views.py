@@ -36,9 +36,9 @@ class Store:
         return json.loads(json.loads(self.tags[f"mlflow.sharedViewState.{name}"])["state"])
 
 
-def trials_view(params: dict[str, str]) -> Any:
+def trials_view(params: dict[str, str], **directions: Any) -> Any:
     store: Any = Store()
-    save_trials_view(store, "7", sweep="20261123-lab", params=params, created_ms=1)
+    save_trials_view(store, "7", sweep="20261123-lab", params=params, directions=directions, created_ms=1)
     (text,) = store.tags.values()
     assert len(text) < 5000, "older versions of MLflow take no longer tags"
     return store.view("sweep-20261123-lab")
@@ -47,8 +47,8 @@ def trials_view(params: dict[str, str]) -> Any:
 def test_the_columns_of_runs_show_what_ran_and_what_came_out() -> None:
     shown = list(columns(PARAMS))
     assert shown[3:] == [
-        "tags.`strategy`", "tags.`launcher`", "tags.`world_size`", "tags.`speedup`", "metrics.`samples_per_second`",
-        "metrics.`validation/accuracy`", "metrics.`validation/loss`", "metrics.`train/loss`", "duration",
+        "tags.`strategy`", "tags.`launcher`", "tags.`world_size`", "tags.`speedup`", "metrics.`validation/accuracy`",
+        "metrics.`validation/loss`", "metrics.`train/loss`", "metrics.`samples_per_second`", "duration",
     ]  # fmt: skip
     assert sum(columns(PARAMS).values()) < 1600  # beside MLflow's menu, in a window of 1920 pixels
 
@@ -96,7 +96,9 @@ def test_the_view_of_a_sweep_has_its_trials_only_the_best_first() -> None:
 
 
 def test_an_unknown_direction_orders_nothing() -> None:
-    assert "orderByKey" not in trials_view({**SWEEP, "sweep.mode": "auto"})
+    auto = {**SWEEP, "sweep.mode": "auto"}
+    assert "orderByKey" not in trials_view(auto)
+    assert trials_view(auto, **{"validation/accuracy": "max"})["orderByAsc"] is False
     loss = trials_view({**SWEEP, "sweep.mode": "auto", "sweep.metric": "validation/loss"})
     assert loss["orderByAsc"]
 
