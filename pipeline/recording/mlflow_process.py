@@ -29,7 +29,8 @@ CLOSE = b"close\n"
 _BATCH_S = 1.0
 _UPLOAD_PAUSE_S = 2.0
 _TELL_S = 0.25
-_NICE = 10
+_NICE, _NICE_AT_FIRST = 10, 6
+"""Niceness beside training, and until the store has the run: its page should be there when training begins."""
 
 
 class WriterTask(WithEnvironment):
@@ -65,9 +66,12 @@ class Writer:
     Args:
         task: the journal and the store.
         warn: called when an outage begins and when it ends.
+        opened: called by the thread that works, once the store has the run.
     """
 
-    def __init__(self, task: WriterTask, *, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, task: WriterTask, *, warn: Callable[[str], None], opened: Callable[[], None] = lambda: None
+    ) -> None:
         self.feed = Feed(task.folder / FILE_NAME, known=task.known)
         self.closing = Flag()
         """Set with the feed's end; from then on an attempt is repeated only a few times."""
@@ -77,6 +81,7 @@ class Writer:
         self._delivery = Delivery(folder=task.folder, warn=warn, uri=task.uri)
         self._batch = 0  # events being sent
         self._upload_at = 0.0
+        self._opened, self._is_open = opened, False
 
     def work(self) -> None:
         """Send all events and files; never raises."""
@@ -108,6 +113,9 @@ class Writer:
             if batch and not persist(partial(self._delivery.attempt, batch), ending=self.closing):
                 return False
             self._batch = 0
+            if not self._is_open and self._delivery.run.run_id:
+                self._is_open = True
+                self._opened()
             has_ended = bool(batch) and isinstance(batch[-1], RunClosed)
             if monotonic() >= self._upload_at and not self._delivery.upload():
                 self._upload_at = monotonic() + _UPLOAD_PAUSE_S  # metrics don't wait for files
@@ -135,7 +143,7 @@ class Writer:
 
 def main() -> None:
     """Write the run that standard input names, until it ends or the driver is killed."""
-    _step_back()
+    _step_back(_NICE_AT_FIRST)
     with suppress(Exception), quiet():  # the writer reports it
         for name in sys.argv[2:]:
             importlib.import_module(name)
@@ -146,7 +154,11 @@ def main() -> None:
     task.enter()  # user code may have changed the environment since this process started
     replies = _private_stdout(task.log)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    writer = Writer(task, warn=lambda message: _tell(replies, WriterReply(warning=message)))
+    writer = Writer(
+        task,
+        warn=lambda message: _tell(replies, WriterReply(warning=message)),
+        opened=lambda: _step_back(_NICE, since=_NICE_AT_FIRST),
+    )
     Thread(target=_listen, args=(writer,), daemon=True).start()
     Thread(target=writer.work, daemon=True).start()
     known = ""
@@ -182,8 +194,8 @@ def _private_stdout(log: Path) -> BinaryIO:
     return replies
 
 
-def _step_back() -> None:
+def _step_back(nice: int, *, since: int = 0) -> None:
     """Lower the priority below training's: nice, and the autogroup, because Linux may weigh whole sessions."""
-    os.nice(_NICE)
+    os.nice(nice - since)
     with suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICE))
+        Path("/proc/self/autogroup").write_text(str(nice))
