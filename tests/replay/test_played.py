@@ -46,7 +46,7 @@ def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, stor
     assert f"main: ddp x 2: step 46/46, epoch 2/2, {best}" in told
     assert told[-1].startswith("reference: single, 2 cores: done, 18 steps, loss 0.9419, ")
     folder = run_in(lab)
-    for word in ("tiny", "speedup", "efficiency", "exposed", "validation/accuracy", "ddp x 2 does", "/#/experiments/"):
+    for word in ("tiny", "speedup", "efficiency", "waiting for", "validation/accuracy", "Caveats", "/#/experiments/"):
         assert any(word in line for line in lines), word
     assert f"run      runs/{folder.name}" in lines
     log = (folder / "log.txt").read_text()
@@ -56,7 +56,7 @@ def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, stor
     assert [event.trial for event in kinds(folder, TrialOpened)] == ["main", "baseline", "reference"]
     assert [event.trial for event in kinds(folder, Finished)] == ["main", "baseline", "reference"]
     assert isinstance(events[-1], RunClosed)
-    assert (events[-1].status, "ddp x 2 does" in events[-1].summary) == ("FINISHED", True)
+    assert (events[-1].status, "**ddp x 2: " in events[-1].summary) == ("FINISHED", True)
     assert not is_open(folder / FILE_NAME)
     (main,) = (run for run in store.runs("tiny") if run.data.tags["role"] == "main")
     assert (main.info.status, main.info.run_name) == ("FINISHED", folder.name)

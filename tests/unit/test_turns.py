@@ -113,7 +113,7 @@ def compared(*beside: type[Baseline | Reference], own: dict[str, Any] | None = N
         kind.model_validate(
             {
                 **trial.model_dump(
-                    exclude={"role", "compared_with", "experiment", "checkpoints", "left_out", "resume"}
+                    exclude={"role", "compared_with", "experiment", "checkpoints", "left_out", "resume", "train_only"}
                 ),
                 "experiment": toys.experiment(measure=MEASURE, **{**sections, **(own or {} if not index else {})}),
                 "name": kind.model_fields["role"].default,
