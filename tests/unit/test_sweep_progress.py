@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from pipeline.commands.sweep.progress import SweepProgress, is_live, shown_on
+from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live, shown_on
 
 LR = "optimizer.lr"
 

@@ -11,7 +11,7 @@ from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Record, TrialJob, folder_name
 from pipeline.commands.sweep.journals import state_of
 from pipeline.commands.sweep.planning import SweepPlan, identified, make
-from pipeline.commands.sweep.progress import shown_on
+from pipeline.commands.sweep.sweep_progress import shown_on
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.resume import check_same, earlier
 from pipeline.errors import TrainingError, UsageError

@@ -14,8 +14,8 @@ from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import Record, TrialJob, folder_name
 from pipeline.commands.sweep.journals import reached
 from pipeline.commands.sweep.planning import SweepPlan
-from pipeline.commands.sweep.progress import SweepProgress, assigned, is_live
 from pipeline.commands.sweep.supervisor import EPOCH, SUGGESTION, Supervisor
+from pipeline.commands.sweep.sweep_progress import SweepProgress, assigned, is_live
 from pipeline.commands.sweep.sweep_report import trial as swept_trial
 from pipeline.config.sweep import Sweep
 from pipeline.recording.terminal import write
