@@ -112,7 +112,7 @@ def test_the_experiments_are_right(command: Command, path: Path) -> None:
     ended = command("check", "--no-data", str(path))
 
     assert ended.code == 0
-    assert re.fullmatch(rf"{re.escape(str(path))}: ok(; sweep of .*)?\n", ended.output)
+    assert re.fullmatch(rf"{re.escape(str(path))}: ok(; sweep of .*)?\n", ended.stdout)
 
 
 def test_check_reports_all_files_and_all_problems(command: Command, tmp_path: Path) -> None:
