@@ -61,7 +61,7 @@ def test_it_succeeds(whole_run: Any) -> None:
 def test_it_prints_the_report_and_where_to_look(whole_run: Any) -> None:
     stdout = whole_run.ended.stdout
 
-    for word in ("ddp x 2", "speedup", "efficiency", "exposed", "validation/accuracy", "/#/experiments/"):
+    for word in ("ddp x 2", "speedup", "efficiency", "waiting for", "validation/accuracy", "/#/experiments/"):
         assert word in stdout
     assert f"run      runs/{whole_run.folder.name}" in stdout
 
@@ -232,7 +232,7 @@ def test_the_speedup_was_measured_in_turn(artifacts: Path, main: Run, whole_run:
 def test_the_description_holds_the_summary(main: Run) -> None:
     note = main.data.tags["mlflow.note.content"]
 
-    assert "ddp x 2 does" in note
+    assert note.startswith("**ddp x 2: ")
     assert "| strategy |" in note
 
 

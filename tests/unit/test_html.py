@@ -12,7 +12,7 @@ from samples import HARDWARE, MAIN, comparison, finished, report, spread, trial
 from pipeline.protocol.events import Finished
 from pipeline.report import Advice
 from pipeline.report.chart import save_chart
-from pipeline.report.html import save_page
+from pipeline.report.html import fragment, save_page
 from pipeline.report.pairs import save_picture
 from pipeline.report.report import Report
 
@@ -135,6 +135,15 @@ def test_the_page_of_a_run_of_before_speaks_of_windows(tmp_path: Path) -> None:
     assert "Student" not in page
     assert "Speedup in each round" not in page
     assert "speedup of ddp x 2 (windows from 1.79x to 2.02x)</span>" in page
+
+
+def test_the_fragment_of_a_notebook_shows_the_verdict_the_chart_and_what_to_know(tmp_path: Path) -> None:
+    save_chart(report(), tmp_path / "chart.png")
+
+    shown = fragment(report(), tmp_path / "chart.png", places="run runs/one")
+
+    for text in (report().verdict, "data:image/png;base64,", "About the table", "Caveats", "run runs/one"):
+        assert html.escape(text, quote=False) in shown
 
 
 def test_the_advice_on_the_page_ends_in_code_to_paste(tmp_path: Path) -> None:
