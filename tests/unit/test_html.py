@@ -142,7 +142,7 @@ def test_the_fragment_of_a_notebook_shows_the_verdict_the_chart_and_what_to_know
 
     shown = fragment(report(), tmp_path / "chart.png", places="run runs/one")
 
-    for text in (report().verdict, "data:image/png;base64,", "About the table", "Caveats", "run runs/one"):
+    for text in (report().verdict, "data:image/png;base64,", "Caveats", "run runs/one"):
         assert html.escape(text, quote=False) in shown
 
 
