@@ -23,11 +23,13 @@ from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording import provenance
 from pipeline.recording.console import Printable, print_report, print_verdict
 from pipeline.recording.folder import id_of
+from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership, artifact, recorded
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
 from pipeline.report import Row, publish
 from pipeline.report.advise import advise
+from pipeline.report.goodput import Goodput, WallClock
 from pipeline.report.report import Report
 from pipeline.report.tables import speedup
 from pipeline.system import stages
@@ -87,6 +89,7 @@ class Invocation:
     verbose: bool
     """True if the workers' output is passed through to the terminal."""
     _results: _Results
+    _clock: WallClock
     _shown: list[Printable]
 
     @property
@@ -108,6 +111,11 @@ class Invocation:
     def finished(self) -> Sequence[Finished]:
         """Ends of the trials so far, those of earlier sessions included."""
         return self._results.finished
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Use of the training's wall clock so far, earlier sessions included; None before its first report."""
+        return self._clock.goodput
 
     @contextmanager
     def launching(self) -> Iterator[Callable[[Trial], Outcome]]:
@@ -136,8 +144,8 @@ class Invocation:
 
     def log(self, figures: Mapping[str, float | None], *, trial: str = "main", step: int, epoch: int) -> None:
         """Record the figures that are known as metrics of a trial."""
-        points = tuple(Point(name, step, value) for name, value in figures.items() if value is not None)
-        self.recorder.receive(Metrics(trial=trial, step=step, epoch=epoch, points=points))
+        if points := tuple(Point(name, step, value) for name, value in figures.items() if value is not None):
+            self.recorder.receive(Metrics(trial=trial, step=step, epoch=epoch, points=points))
 
     def tag(self, row: Row, *, trial: str = "main") -> None:
         """Tag a trial with its speedup and the interval of it, for the table of runs in the tracking store."""
@@ -222,8 +230,13 @@ def invoked(
             directions=directions,
         ) as recorder:
             results = _Results(recorder.earlier)
-            with recorder.subscribed(results), continuable(again, file=file, run=recorder.folder.name):
-                yield Invocation(file, plan, recorder, terminal, verbose, results, shown)
+            clock = WallClock(plan.main.name, read(recorder.folder / FILE_NAME))
+            with (
+                recorder.subscribed(results),
+                recorder.subscribed(clock),
+                continuable(again, file=file, run=recorder.folder.name),
+            ):
+                yield Invocation(file, plan, recorder, terminal, verbose, results, clock, shown)
     finally:
         if shown:
             print_verdict(shown[-1], stdout=terminal.result)

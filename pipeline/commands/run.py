@@ -126,19 +126,25 @@ def report(invocation: Invocation, *, time_to_first_step_s: float | None = None)
     if plan.main.is_elastic:
         told = remark(course(read(invocation.folder / FILE_NAME), trial=plan.main.name))
         measured = measured.model_copy(update={"remarks": (*measured.remarks, *told)})
+    measured = measured.model_copy(update={"goodput": invocation.goodput})
     train_only = isinstance(plan.main, Training) and plan.main.train_only
     result = measured if train_only else invocation.advised(measured)
     invocation.show(result, summary=result.markdown())
-    if result.speedup is not None and result.efficiency is not None:
-        main = result.main
-        figures = {"speedup": result.speedup, "efficiency": result.efficiency}
-        figures |= {name: getattr(main, name) for name in ("speedup_low", "speedup_high", "speedup_pairs")}
-        steps, epochs = invocation.results[plan.main.name].steps, plan.experiment.train.epochs
-        invocation.log(figures, trial=plan.main.name, step=steps, epoch=epochs)
+    steps, epochs = invocation.results[plan.main.name].steps, plan.experiment.train.epochs
+    invocation.log(dict(_figures(result)), trial=plan.main.name, step=steps, epoch=epochs)
     for row in result.rows:
         invocation.tag(row, trial=row.trial)
     invocation.save_report(result)
     return result
+
+
+def _figures(result: Report) -> Iterator[tuple[str, float | None]]:
+    """Yield the figures of the whole run by the names of their metrics, no speedup if none can be claimed."""
+    if result.speedup is not None and result.efficiency is not None:
+        yield from {"speedup": result.speedup, "efficiency": result.efficiency}.items()
+        yield from ((name, getattr(result.main, name)) for name in ("speedup_low", "speedup_high", "speedup_pairs"))
+    if result.goodput is not None:
+        yield from result.goodput.figures.items()
 
 
 def _placed(trial: Trial, *, folder: Path, resume: bool, left_out: Mapping[str, tuple[int, ...]]) -> Trial:

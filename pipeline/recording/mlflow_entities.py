@@ -15,10 +15,12 @@ _CUT = " ... [cut]"
 _FIGURES = {
     "speedup", "speedup_low", "speedup_high", "speedup_pairs", "efficiency", "samples_per_second", "step_ms",
     "time/compute_ms", "time/exposed_communication_ms", "time/data_wait_ms", "time/rest_ms", "time/compile_s",
-    "time_to_first_step_s", "memory/peak_mb", "gpu_utilization", "largest_loss_difference",
+    "time_to_first_step_s", "memory/peak_mb", "gpu_utilization", "largest_loss_difference", "goodput",
 }  # fmt: skip
 """Metrics that have one value for a whole run."""
 _PEAK_OF_RANK = "memory/peak_mb_rank_"
+_OF_THE_RUN = (_PEAK_OF_RANK, "wall_clock/")
+"""Prefixes of more of them."""
 _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
 """MLflow's names of tags that its UI shows specially, by our names."""
 
@@ -37,7 +39,7 @@ def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
     from mlflow.entities import Metric
 
     return [
-        Metric(mlflow_name(name), value, timestamp, 0 if name in _FIGURES or name.startswith(_PEAK_OF_RANK) else step)
+        Metric(mlflow_name(name), value, timestamp, 0 if name in _FIGURES or name.startswith(_OF_THE_RUN) else step)
         for name, step, value in points
     ]
 

@@ -122,6 +122,8 @@ class RunRecord(Frozen):
     """One process with all cores, if it was measured."""
     metrics: Mapping[str, float]
     """Last value of each metric of the training."""
+    goodput: Mapping[str, float] | None = None
+    """Shares of the wall clock by MLflow's names: ``goodput``, and ``wall_clock/`` for the rest; None if unknown."""
     remarks: tuple[str, ...]
     advice: tuple[Advice, ...]
 

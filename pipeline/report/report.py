@@ -9,6 +9,7 @@ from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Role, Training, Trial
 from pipeline.report import Advice, Row, Unmeasured, records, tables
 from pipeline.report import sentences as summary
+from pipeline.report.goodput import Goodput
 from pipeline.report.tables import ReportTable
 
 _ORDER: tuple[Role, ...] = ("baseline", "reference", "cell", "main")
@@ -28,6 +29,8 @@ class Report(Frozen):
     remarks: tuple[str, ...] = ()
     """Caveats of the figures."""
     advice: tuple[Advice, ...] = ()
+    goodput: Goodput | None = None
+    """Use of the training's wall clock; None for a comparison, and in reports of before."""
     hardware: str
 
     @classmethod
@@ -133,6 +136,7 @@ class Report(Frozen):
         """Titles and lines of all that is said below the tables; caveats and advice are numbered."""
         return (
             ("Final metrics", tuple(filter(None, [self.outcome]))),
+            ("Wall clock", (self.goodput.sentence,) if self.goodput else ()),
             ("Caveats", numbered(self.remarks)),
             ("Advice", numbered(summary.advised(self.advice))),
         )
@@ -193,6 +197,7 @@ def run_json(report: Report, folder: Path) -> str:
         baseline=cells[first.trial] if first.role == "baseline" else None,
         references=tuple(cells[row.trial] for row in report.rows if row.role == "reference"),
         metrics=report.main.metrics,
+        goodput=report.goodput.figures if report.goodput else None,
         **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks")},
     )
     return record.model_dump_json(indent=2)

@@ -101,6 +101,7 @@ class Meter:
         points = [Point(name, first + i, column[i]) for name, column in columns.items() for i in range(count)]
         points.append(Point("throughput/samples_per_second", step, lap.samples_per_second))
         points.append(Point("time/step_ms", step, lap.step_ms))
+        points.append(Point("time/window_data_wait_ms", step, lap.data_wait_ms))
         if self.trial.is_elastic:
             points.append(Point("throughput/workers", step, self.rank.world_size))
         if self.trial.experiment.train.on_nonfinite == "skip":

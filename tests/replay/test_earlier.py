@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,22 @@ import rich.console
 from recordings import JOURNALS, Recording, written_here
 
 from pipeline.driver.elastic import course, remark
-from pipeline.protocol.events import Metrics, Resumed, RunClosed, Started, event_from_json, event_to_json
+from pipeline.protocol.events import (
+    CheckpointSaved,
+    Metrics,
+    Resumed,
+    RunClosed,
+    Started,
+    event_from_json,
+    event_to_json,
+)
 from pipeline.protocol.trial import trial_from_json
 from pipeline.recording.console import Console
 from pipeline.recording.folder import read_state
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
+from pipeline.report.goodput import WallClock
 
 Journal = Callable[[str], Recording]
 NAMES = sorted(path.name for path in JOURNALS.iterdir() if (path / "events.jsonl").exists())
@@ -112,3 +122,27 @@ def test_a_checkpoint_of_before_is_gone_on_from_exactly(
         found, expected = killed.series(name), resumed.series(name)
         assert [step for step, _ in found] == [step for step, _ in expected]
         assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "uses"),
+    [
+        ("resumed", {"start", "steps", "evaluation", "saving", "stopped"}),
+        ("elastic", {"start", "steps", "evaluation", "saving", "redone", "stopped"}),
+    ],
+)
+def test_the_seconds_of_all_attempts_add_up_to_the_wall_clock(journal: Journal, name: str, uses: set[str]) -> None:
+    recording = journal(name)
+    goodput = WallClock("main", recording.events).goodput
+    assert goodput is not None
+    last = recording.all_of(CheckpointSaved)[-1].time  # in these journals no event stands for the training's end
+    assert goodput.total_s == pytest.approx(last - recording.events[0].time)
+    assert {use for use, seconds in goodput.seconds.items() if seconds} == uses
+    assert sum(goodput.shares.values()) == pytest.approx(1)
+    windows = dict(recording.series("time/step_ms"))
+    assert goodput.seconds["steps"] == pytest.approx(_in_windows(windows) / 1000, rel=0.02)
+
+
+def _in_windows(windows: dict[int, float]) -> float:
+    """Milliseconds in all windows, by the step that each ends with."""
+    return sum((step - before) * windows[step] for before, step in pairwise([0, *windows]))
