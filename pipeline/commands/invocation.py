@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline import registry
+from pipeline.commands import page
 from pipeline.commands.interruption import continuable
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import preflight
@@ -27,7 +28,7 @@ from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership, artifact, recorded
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
-from pipeline.report import Row, publish
+from pipeline.report import Row
 from pipeline.report.advise import advise
 from pipeline.report.goodput import Goodput, WallClock
 from pipeline.report.report import Report
@@ -171,9 +172,9 @@ class Invocation:
             artifact(name, self.recorder)
 
     def save_report(self, report: Report) -> None:
-        """Write JSON, table, chart and page of a report into the run's folder, as artifacts."""
+        """Write the files of a report into the run's folder, as artifacts."""
         stages.begin("drawing the report")
-        for name in publish.save(report, self.folder, warn=self.warn):
+        for name in page.save(report, self.folder, warn=self.warn):
             artifact(name, self.recorder)
 
     def advised(self, report: Report) -> Report:

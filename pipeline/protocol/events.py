@@ -61,6 +61,8 @@ class RunOpened(Event):
     """Number of trials that are launched one after the other, repeats included; 0 if unknown."""
     directions: Mapping[str, Direction] = {}
     """Direction in which each validation metric is better, by reported name, the main metric first."""
+    command: str = ""
+    """Shell command that opened the run, without credentials; empty if it was another program."""
 
 
 class TrialOpened(Event):

@@ -3,6 +3,7 @@
 import getpass
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from email.parser import HeaderParser
@@ -10,8 +11,25 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from pipeline.config.summary import config_hash
+from pipeline.config.uris import without_credentials
 from pipeline.planning.plan import Plan
 from pipeline.protocol.trial import Trial
+from pipeline.system.process import outer_rank
+
+
+def command() -> str:
+    """Return the shell command of this process, without credentials in URIs; empty unless it is ``pipeline`` alone."""
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    if name != "pipeline" or outer_rank() is not None:
+        return ""
+    return shlex.join(["pipeline", *map(_shown, sys.argv[1:])])
+
+
+def _shown(argument: str) -> str:
+    """Return an argument without the credentials of a URI, e.g. of ``tracking.uri=http://user:password@host``."""
+    key, equals, value = argument.partition("=")
+    return f"{key}{equals}{without_credentials(value)}" if "://" in value else without_credentials(argument)
 
 
 def run_tags(plan: Plan) -> dict[str, str]:

@@ -193,6 +193,7 @@ def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) ->
         tags=provenance.run_tags(plan),
         params=flatten(experiment),
         trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
+        command=provenance.command(),
         launches=0 if plan.command == "sweep" else len(plan.trials),
     )
 

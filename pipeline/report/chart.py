@@ -1,158 +1,248 @@
-"""The chart of a report: throughput of each trial and the parts of its step, drawn with matplotlib."""
+"""The chart of a report: the throughput of each trial with its speedup, and the parts of its step."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.ticker import StrMethodFormatter
-from matplotlib.transforms import ScaledTranslation, Transform
 
 from pipeline.report import Row, Unmeasured
+from pipeline.report.palette import LIGHT, PARTS
+from pipeline.report.picture import Canvas, Key, Sheet, fitted, legend_height, text_width
 from pipeline.report.report import Report
-from pipeline.report.tables import is_wide, rate, speedup
+from pipeline.report.tables import amount, rate, speedup
 
-# Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with any color vision; greys carry no meaning.
-_BLUE, _SKY, _ORANGE, _PURPLE = "#0072B2", "#56B4E9", "#E69F00", "#CC79A7"
-_INK, _MUTED, _RULE, _OTHER, _TRACK = "#1B1F24", "#59636E", "#E4E7EB", "#A8B1BB", "#E9EDF1"
-_PARTS = (("compute", _SKY), ("exposed comm.", _ORANGE), ("data wait", _PURPLE), ("rest", _OTHER))
+_PARTS = ("compute", "waiting for gradients", "data wait", "optimizer, other")
 _UNEXPLAINED = "unexplained"
-
-_WIDTH, _DPI = 10.0, 160  # inches; 1600 pixels, sharp at 1000
-_BAR = 0.56
-_HEADING = 0.5  # room above the first row of weak scaling, in rows
-
-
-def save_chart(report: Report, path: Path) -> None:
-    """Draw the report as a PNG, 1600 pixels wide and as high as its rows need."""
-    places = _places(report.entries)
-    above, below, height = 1.25, 0.38, 1.9 + 0.62 * (1 + places[-1])
-    names = max(1.15, 0.35 + 0.08 * max(len(entry.title) for entry in report.entries))
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.15, 1))
-    figure.subplots_adjust(left=names / _WIDTH, right=0.985, wspace=0.06, top=1 - above / height, bottom=below / height)
-    _titles(figure, report, height=height)
-    _throughput(left, report, places)
-    _step(right, report.entries, places)
-    left.set_ylim(places[-1] + 0.5, -0.5)
-    for text in figure.findobj(Text):
-        text.set_parse_math(False)  # names are no formulas, even with dollars in them
-    figure.savefig(path, format="png", metadata={"Software": None})
+_PITCH, _HEADING = 46.0, 22.0  # points: from row to row, room for the heading of weak scaling
+_TOP, _BAR, _PART = 17.0, 18.0, 11.0  # points: from a row's top to its bar, heights of the bar and of the parts in it
+_LONGEST = 2.0
+"""Longest interval that fits, relative to the longest bar; a longer one is cut off at the edge."""
 
 
-def _places(entries: Sequence[Row | Unmeasured]) -> list[float]:
-    """Return the vertical position of each entry, in rows, with room for a heading above weak scaling."""
+class _Panel(NamedTuple):
+    """Where a panel is."""
+
+    sheet: Sheet
+    canvas: Canvas
+    x: float
+    y: float
+    width: float
+    tops: Sequence[float]
+    """Upper end of each row below the panel's head."""
+    head: float
+
+    def axes(self) -> Axes:
+        """Return axes for bars, whose vertical coordinates are points below the panel's head."""
+        height = self.tops[-1] + _PITCH
+        axes = self.sheet.axes(left=self.x + 1, top=self.y + self.head, width=self.width - 1, height=height)
+        axes.set_ylim(height, 0)
+        axes.set_yticks([])
+        return axes
+
+
+def draw(report: Report, canvas: Canvas) -> Figure:
+    """Draw throughput and steps, as high as the rows need: side by side, or one below the other if it is narrow."""
+    above, gap = (44.0 if canvas.has_title else 2.0), 32.0
+    width = (canvas.width - 2 * 8 - (canvas.columns - 1) * gap) / canvas.columns
+    tops = _tops(report.entries)
+    heads = [24 + legend_height(keys, width=width, canvas=canvas) for keys in (_rate_keys(report), _step_keys(report))]
+    if canvas.columns > 1:
+        heads = [max(heads)] * 2
+    heights = [head + tops[-1] + _PITCH + 18 for head in heads]
+    sheet = Sheet(canvas, height=above + (max(heights) if canvas.columns > 1 else sum(heights) + gap))
+    if canvas.has_title:
+        sheet.title(report.name, below=report.hardware)
+    _throughput(_Panel(sheet, canvas, 8, above, width, tops, heads[0]), report)
+    x, y = (8 + width + gap, above) if canvas.columns > 1 else (8, above + heights[0] + gap)
+    _step(_Panel(sheet, canvas, x, y, width, tops, heads[1]), report)
+    return sheet.figure
+
+
+def ideal(row: Row, baseline: Row) -> float:
+    """Return the throughput of linear scaling: the baseline's, times the ratio of devices that compute."""
+    devices = (row.cpus, baseline.cpus) if row.device == "cpu" else (row.replicas, baseline.replicas)
+    return baseline.samples_per_second.median * devices[0] / devices[1]
+
+
+def _tops(entries: Sequence[Row | Unmeasured]) -> list[float]:
+    """Return the upper end of each row, with room for a heading above weak scaling."""
     weak = [entry.scaling == "weak" for entry in entries]
-    return [index + _HEADING * any(weak[: index + 1]) for index in range(len(entries))]
+    return [index * _PITCH + _HEADING * any(weak[: index + 1]) for index in range(len(entries))]
 
 
-def _titles(figure: Figure, report: Report, *, height: float) -> None:
-    size = min(15.0, 15 * 60 / len(report.name))  # a name of up to 100 characters fits
-    figure.text(0.02, 1 - 0.16 / height, report.name, fontsize=size, weight="bold", color=_INK, va="top")
-    figure.text(0.02, 1 - 0.47 / height, report.hardware, fontsize=9.5, color=_MUTED, va="top")
+def _throughput(panel: _Panel, report: Report) -> None:
+    axes, baseline = panel.axes(), report.rows[0]
+    _head(panel, "Throughput, samples/s", _rate_keys(report))
+    rows = list(_measured(report.entries, panel.tops))
+    ideals = [ideal(row, baseline) for row, _ in rows if row.ratio]
+    bars = max(*(row.samples_per_second.median for row, _ in rows), *ideals, 0.0)
+    ends = [high for row, _ in rows for high in (_interval(row)[1], *_pairs(row, baseline))]
+    axes.set_xlim(0, 1.02 * max(bars, min(max(ends), _LONGEST * bars)))
+    for row, top in rows:
+        middle, own = top + _TOP + _BAR / 2, row.samples_per_second.median
+        if row.ratio:
+            axes.barh(middle, ideal(row, baseline), height=_BAR, color=LIGHT["rule"])
+        axes.barh(middle, own, height=_BAR, color=LIGHT["accent" if row == report.main else "grey"])
+        if row.ratio:
+            axes.vlines(
+                ideal(row, baseline), middle - _BAR / 2 - 2, middle + _BAR / 2 + 2, colors=LIGHT["ink"], lw=1.2,
+                linestyles=(0, (3, 2)),
+            )  # fmt: skip
+        _spread(axes, row, baseline, middle=middle)
+    panel.sheet.fit_ticks(axes, width=panel.width)
+    for entry, top in zip(report.entries, panel.tops, strict=True):
+        name, figure = _titles(entry)
+        _row(panel, entry, top=top, name=name, figure=figure, is_main=entry == report.main)
+        if isinstance(entry, Unmeasured):
+            for line, text in enumerate(_reason(entry, width=panel.width, size=panel.canvas.text - 1)):
+                y = panel.y + panel.head + top + 24 + 13 * line
+                panel.sheet.text(text, x=panel.x, y=y, size=-1, color=LIGHT["muted"])
+    _weak_heading(panel, report.entries)
 
 
-def _throughput(axes: Axes, report: Report, places: Sequence[float]) -> None:
-    rows, at = _measured(report.entries, places)
-    rates = [row.samples_per_second.median for row in rows]
-    intervals = [_interval(row) for row in rows]
-    whiskers = tuple(
-        zip(*((own - low, high - own) for own, (low, high) in zip(rates, intervals, strict=True)), strict=True)
+def _spread(axes: Axes, row: Row, baseline: Row, *, middle: float) -> None:
+    """Draw the interval of a row's speedup, and below it the pairs behind it."""
+    low, high = _interval(row)
+    own = row.samples_per_second.median
+    axes.errorbar(
+        [own], [middle - 3.5], xerr=[[max(0.0, own - low)], [max(0.0, high - own)]], fmt="none", color=LIGHT["ink"],
+        ecolor=LIGHT["ink"], elinewidth=1.3, capsize=3, capthick=1.3,
+    )  # fmt: skip
+    pairs = _pairs(row, baseline)
+    axes.plot(
+        pairs,
+        [middle + 4.5] * len(pairs),
+        "o",
+        color=LIGHT["ink"],
+        ms=4,
+        mfc=LIGHT["ink"],
+        mec=LIGHT["paper"],
+        mew=0.7,
+        clip_on=False,
     )
-    linear = [_linear(row, report.rows[0]) for row in rows]
-    axes.barh(at, linear, height=_BAR, color=_TRACK)
-    axes.barh(at, rates, height=_BAR, color=[_BLUE if row == report.main else _OTHER for row in rows])
-    axes.errorbar(rates, at, xerr=whiskers, fmt="none", ecolor=_INK, elinewidth=1.3, capsize=4, capthick=1.3)
-    ends = [max(high, ideal) for (_, high), ideal in zip(intervals, linear, strict=True)]
-    labels = [_rate(row, has_interval=report.is_comparison) for row in rows]
-    for label, end, place in zip(labels, ends, at, strict=True):
-        _label(axes, label, at=end, row=place)
-    _names(axes, report.entries, places)
-    has_pairs = any(row.speedup_pairs > 1 for row in rows)
-    what = f"{100 * report.main.confidence:g}% interval of the speedup" if has_pairs else "lowest and highest window"
-    note = f"whiskers: {what}" + ("; light: linear scaling" if any(linear) else "")
-    axes.text(0, 1, note, transform=axes.transAxes + _up(axes, 6), fontsize=8.5, color=_MUTED)
-    _frame(axes, "Throughput, samples/s", right=_right(ends, labels, axes))
+
+
+def _pairs(row: Row, baseline: Row) -> list[float]:
+    """Return the ratios of the pairs behind a speedup, as throughputs beside the baseline's."""
+    if row.speedup_pairs < 2:
+        return []
+    rates = zip(row.repeats, baseline.repeats, strict=False)
+    return [baseline.samples_per_second.median * own / base for own, base in rates]
 
 
 def _interval(row: Row) -> tuple[float, float]:
     """Return the ends of the interval of a row's speedup as throughputs; without a speedup those of its windows."""
-    rate = row.samples_per_second.median
-    if row.ratio is None and len(row.repeats) == 1:
-        return row.samples_per_second.low, row.samples_per_second.high
-    if row.ratio is None or is_wide(row.ratio):  # a wide one is the label
-        return rate, rate
-    base = rate / row.ratio.value
+    own = row.samples_per_second
+    if row.ratio is None:
+        return (own.low, own.high) if len(row.repeats) == 1 else (own.median, own.median)
+    base = own.median / row.ratio.value
     return base * row.ratio.low, base * row.ratio.high
 
 
-def _linear(row: Row, baseline: Row) -> float:
-    """Return the throughput at an efficiency of 1; 0 if the row has no efficiency."""
-    if row.efficiency is None:
-        return 0.0
-    return baseline.samples_per_second.median * row.replicas / baseline.replicas
+def _rate_keys(report: Report) -> tuple[Key, ...]:
+    main = report.main
+    keys = []
+    if any(row.speedup_pairs > 1 for row in report.rows):
+        keys.append(Key("one pair with the baseline", LIGHT["ink"], "dot"))
+        keys.append(Key(f"{100 * main.confidence:g}% interval of the speedup", LIGHT["ink"], "interval"))
+    else:
+        keys.append(Key("range of windows", LIGHT["ink"], "interval"))
+    if any(row.ratio for row in report.rows):
+        keys.append(Key("ideal: linear scaling", LIGHT["ink"], "dashed"))
+    return tuple(keys)
 
 
-def _rate(row: Row, *, has_interval: bool) -> str:
-    ratio = "" if row.speedup is None else f"  {speedup(row, has_interval=has_interval)}"
-    return f"{rate(row.samples_per_second)}{ratio}"
+def _titles(entry: Row | Unmeasured) -> tuple[str, tuple[str, str]]:
+    """Return the devices beside a row's name, and its throughput and speedup."""
+    if isinstance(entry, Unmeasured):
+        return "", ("", "")
+    ratio = speedup(entry, has_interval=False)
+    devices = entry.devices if entry.devices not in entry.title else ""
+    return devices, (rate(entry.samples_per_second), "" if ratio == "-" else ratio)
 
 
-def _names(axes: Axes, entries: Sequence[Row | Unmeasured], places: Sequence[float]) -> None:
-    axes.set_yticks(places, [""] * len(places))
-    for place, entry in zip(places, entries, strict=True):
-        devices = entry.devices if isinstance(entry, Row) and entry.devices not in entry.title else ""
-        ink = _INK if isinstance(entry, Row) else _MUTED
-        for text, rise, color in ((entry.title, 1 if devices else -4, ink), (devices, -11, _MUTED)):
-            axes.annotate(
-                text, (0, place), xytext=(-8, rise), textcoords="offset points", ha="right", fontsize=9.5, color=color
-            )
-        if isinstance(entry, Unmeasured):
-            lines = wrap(f"not measured: {entry.reason}", 60, max_lines=2, placeholder=" ...")
-            _label(axes, "\n".join(lines), at=0, row=place, color=_MUTED, size=8.5)
-    weak = [place for place, entry in zip(places, entries, strict=True) if entry.scaling == "weak"]
+def _row(
+    panel: _Panel, entry: Row | Unmeasured, *, top: float, name: str, figure: tuple[str, str], is_main: bool
+) -> None:
+    """Write the line above a bar: name and devices on the left, figures on the right."""
+    size, y = panel.canvas.text, panel.y + panel.head + top + 11
+    plain, strong = figure
+    right = panel.x + panel.width
+    is_figure = strong[:1].isdigit()
+    if strong:
+        color = LIGHT["ink" if is_figure else "muted"]
+        panel.sheet.text(strong, x=right, y=y, right=True, bold=is_figure, color=color)
+        right -= text_width(strong, size=size, bold=is_figure) + 8
+    panel.sheet.text(plain, x=right, y=y, right=True, color=LIGHT["muted" if strong else "ink"])
+    free = right - text_width(plain, size=size) - 10 - panel.x
+    title = fitted(entry.title, width=free, size=size, bold=is_main)
+    ink = LIGHT["ink" if isinstance(entry, Row) else "muted"]
+    panel.sheet.text(title, x=panel.x, y=y, bold=is_main, color=ink)
+    used = text_width(title, size=size, bold=is_main) + 8
+    if name and used + text_width(name, size=size - 1) <= free:
+        panel.sheet.text(name, x=panel.x + used, y=y, size=-1, color=LIGHT["muted"])
+
+
+def _reason(entry: Unmeasured, *, width: float, size: float) -> Iterator[str]:
+    """Yield the reason in two lines at most."""
+    letters = int(width / text_width("n", size=size))
+    for line in wrap(f"not measured: {entry.reason}", letters, max_lines=2, placeholder=" ..."):
+        yield fitted(line, width=width, size=size)
+
+
+def _weak_heading(panel: _Panel, entries: Sequence[Row | Unmeasured]) -> None:
+    weak = [top for entry, top in zip(entries, panel.tops, strict=True) if entry.scaling == "weak"]
     if weak and weak[0] > 0:
-        heading = "Weak scaling: each replica has the baseline's batch"
-        _label(axes, heading, at=0, row=weak[0] - (1 + _HEADING) / 2, color=_MUTED, size=8.5)
+        text = fitted("Weak scaling: each replica has the baseline's batch", width=panel.width, size=panel.canvas.text)
+        panel.sheet.text(text, x=panel.x, y=panel.y + panel.head + weak[0] - 8, color=LIGHT["muted"])
 
 
-def _step(axes: Axes, entries: Sequence[Row | Unmeasured], places: Sequence[float]) -> None:
-    rows, at = _measured(entries, places)
-    parts = [_parts(row) for row in rows]
+def _step(panel: _Panel, report: Report) -> None:
+    """Draw each step as it was in training, and in this frame the parts, which were measured apart."""
+    axes = panel.axes()
+    _head(panel, "One step, ms", _step_keys(report))
+    rows = list(_measured(report.entries, panel.tops))
+    middles = [top + _TOP + _BAR / 2 for _, top in rows]
+    steps = [row.step_ms.median for row, _ in rows]
+    axes.barh(middles, steps, height=_BAR, facecolor="none", edgecolor=LIGHT["ink"], linewidth=1.0, label="step")
     starts = [0.0] * len(rows)
-    for (name, color), widths in zip(_PARTS, zip(*parts, strict=True), strict=True):
-        axes.barh(at, widths, left=starts, height=_BAR, color=color, label=name)
+    for name, color, widths in zip(_PARTS, PARTS, zip(*(_parts(row) for row, _ in rows), strict=True), strict=True):
+        axes.barh(middles, widths, left=starts, height=_PART, color=LIGHT[color], label=name)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    steps = [row.step_ms.median for row in rows]
-    missing = [max(0.0, row.unexplained_ms) for row in rows]
+    missing = [max(0.0, row.unexplained_ms) for row, _ in rows]
     if any(missing):
         axes.barh(
-            at, missing, left=starts, height=_BAR, color="white", edgecolor=_OTHER, hatch="////", linewidth=0,
-            label=_UNEXPLAINED,
+            middles, missing, left=starts, height=_PART, color=LIGHT["paper"], edgecolor=LIGHT["grey"], hatch="//////",
+            linewidth=0, label=_UNEXPLAINED,
         )  # fmt: skip
-    axes.barh(at, steps, height=_BAR, fill=False, edgecolor=_INK, linewidth=1.0)  # the step as it was in training
-    labels = [f"{rate(row.step_ms)} ms" for row in rows]
-    ends = [max(start, step) for start, step in zip(starts, steps, strict=True)]
-    for label, end, place in zip(labels, ends, at, strict=True):
-        _label(axes, label, at=end, row=place)
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(-0.012, 1), bbox_transform=axes.transAxes + _up(axes, 2), ncols=5,
-        frameon=False, fontsize=8.5 if not any(missing) else 7.5, labelcolor=_MUTED, handlelength=0.9, handleheight=0.9,
-        handletextpad=0.5, columnspacing=1.1 if not any(missing) else 0.8, borderaxespad=0.1,
-    )  # fmt: skip
-    _frame(axes, "One step, ms", right=_right(ends, labels, axes))
+    axes.set_xlim(0, 1.02 * max(*steps, *starts))
+    panel.sheet.fit_ticks(axes, width=panel.width)
+    for entry, top in zip(report.entries, panel.tops, strict=True):
+        figure = (f"{amount(entry.step_ms.median)} ms", "") if isinstance(entry, Row) else ("", "")
+        _row(panel, entry, top=top, name="", figure=figure, is_main=entry == report.main)
+    _weak_heading(panel, report.entries)
 
 
-def _measured(
-    entries: Sequence[Row | Unmeasured], places: Sequence[float]
-) -> tuple[tuple[Row, ...], tuple[float, ...]]:
-    """Return the measured rows and their positions."""
-    pairs = [(entry, place) for entry, place in zip(entries, places, strict=True) if isinstance(entry, Row)]
-    return tuple(row for row, _ in pairs), tuple(place for _, place in pairs)
+def _step_keys(report: Report) -> tuple[Key, ...]:
+    parts = [_parts(row) for row in report.rows]
+    keys = [Key("step in training", LIGHT["ink"], "frame")]
+    keys += [
+        Key(name, LIGHT[color], "box")
+        for index, (name, color) in enumerate(zip(_PARTS, PARTS, strict=True))
+        if any(part[index] for part in parts)
+    ]
+    if any(row.unexplained_ms > 0 for row in report.rows):
+        keys.append(Key(_UNEXPLAINED, LIGHT["grey"], "hatch"))
+    return tuple(keys)
+
+
+def _measured(entries: Sequence[Row | Unmeasured], tops: Sequence[float]) -> Iterator[tuple[Row, float]]:
+    """Yield the measured rows and their upper ends."""
+    for entry, top in zip(entries, tops, strict=True):
+        if isinstance(entry, Row):
+            yield entry, top
 
 
 def _parts(row: Row) -> tuple[float, float, float, float]:
@@ -161,28 +251,6 @@ def _parts(row: Row) -> tuple[float, float, float, float]:
     return parts.compute_ms or 0.0, parts.exposed_communication_ms or 0.0, parts.data_wait_ms, parts.rest_ms or 0.0
 
 
-def _right(ends: Sequence[float], labels: Sequence[str], axes: Axes) -> float:
-    """Return the right end of an axis on which every label fits behind its bar."""
-    width = axes.get_position().width * _WIDTH
-    return max(end / (1 - (0.15 + 0.076 * len(label)) / width) for end, label in zip(ends, labels, strict=True))
-
-
-def _up(axes: Axes, points: float) -> Transform:
-    return ScaledTranslation(0, points / 72, axes.figure.dpi_scale_trans)
-
-
-def _label(axes: Axes, text: str, *, at: float, row: float, color: str = _INK, size: float = 9.5) -> None:
-    axes.annotate(text, (at, row), xytext=(7, 0), textcoords="offset points", va="center", fontsize=size, color=color)
-
-
-def _frame(axes: Axes, title: str, *, right: float) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, weight="bold", color=_INK, pad=22)
-    axes.set_xlim(0, right)
-    axes.spines[:].set_visible(False)
-    axes.spines["left"].set(visible=True, color=_OTHER)
-    axes.grid(axis="x", color=_RULE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(axis="both", length=0, labelsize=9)
-    axes.tick_params(axis="x", labelcolor=_MUTED, labelsize=8.5)
-    axes.locator_params(axis="x", nbins=5)
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+def _head(panel: _Panel, title: str, keys: Sequence[Key]) -> None:
+    panel.sheet.text(title, x=panel.x, y=panel.y + 13, bold=True, size=0.5)
+    panel.sheet.legend(keys, x=panel.x, y=panel.y + 29, width=panel.width)

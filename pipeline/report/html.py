@@ -1,4 +1,4 @@
-"""The report as a self-contained HTML file: inline styles, embedded chart."""
+"""The report as a self-contained HTML file: inline styles, pictures as SVG."""
 
 from base64 import b64encode
 from collections.abc import Iterator
@@ -7,7 +7,10 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined, Template
 
+from pipeline.config.values import Frozen
 from pipeline.report import FIRST_STEPS, Advice
+from pipeline.report.about import About
+from pipeline.report.palette import DARK, LIGHT
 from pipeline.report.report import Report
 from pipeline.report.tables import amount, efficiency, interval, speedup
 
@@ -26,9 +29,9 @@ _REPEATS = _PAIRS.format(what="all of them once, then all of them again", unit="
 _PARTS = (
     "Step and data wait are those of the training; data wait is that of the rank that waits longest for its batches. "
     "The other parts are measured after training, by leaving out one part at a time. Compute: forward and backward of "
-    "the slowest rank on a batch held in memory, without gradient exchange. Exposed communication: time added by "
-    "gradient exchange. Rest: time added by the optimizer, clipping and bookkeeping. Sum: all parts, to compare with "
-    "the step."
+    "the slowest rank on a batch held in memory, without gradient exchange. Waiting for gradients: time added by their "
+    "exchange. Optimizer, other: time added by the optimizer, clipping and bookkeeping. Parts added up: all parts, to "
+    "compare with the step."
 )
 _RESOURCES = (
     "Peak memory is the allocated memory of a GPU, or the resident memory of a process on CPU. The time to the first "
@@ -36,20 +39,57 @@ _RESOURCES = (
 )
 
 
-def save_page(report: Report, chart: Path, path: Path, *, pairs: Path) -> None:
-    """Write the page; embed the PNG files ``chart`` and ``pairs`` if they exist."""
+class Pictures(Frozen):
+    """Pictures of the page as SVG elements; empty if there is none."""
+
+    curves: str = ""
+    curves_caption: str = ""
+    chart: str = ""
+    pairs: str = ""
+
+
+class Tile(Frozen):
+    """A key figure at the top of the page."""
+
+    figure: str
+    label: str
+    is_accented: bool = False
+
+
+def save_page(report: Report, path: Path, *, about: About, pictures: Pictures) -> None:
+    """Write the page."""
     page = _template("report.html.jinja").render(
         report=report,
-        rate=amount(report.main.samples_per_second.median),
-        speedup=speedup(report.main, has_interval=False),
-        efficiency=efficiency(report.main),
+        about=about,
+        pictures=pictures,
+        tiles=tuple(_tiles(report)),
         advice=[(advice.reason.rstrip("."), *marked(advice)) for advice in report.advice],
-        chart=_embedded(chart),
-        pairs=_embedded(pairs),
-        interval=interval(report.main.ratio, confidence=report.main.confidence) if report.main.ratio else "",
         method=tuple(_method(report)),
+        light=LIGHT,
+        dark=DARK,
     )
     path.write_text(page, encoding="utf-8")
+
+
+def _tiles(report: Report) -> Iterator[Tile]:
+    """Yield the verdict, the quality of the model, the throughput and the start."""
+    main = report.main
+    label = f"speedup of {main.title}"
+    if main.ratio is None:
+        yield Tile(figure="not claimed", label=label)
+    else:
+        noise = "" if main.is_resolved else "; could be noise"
+        ends = interval(main.ratio, confidence=main.confidence)
+        yield Tile(figure=speedup(main, has_interval=False), label=f"{label} ({ends}){noise}", is_accented=not noise)
+    reached = [name for name in main.metrics if name.startswith("validation/")]
+    reached.sort(key=lambda name: name == "validation/loss")
+    if reached and not report.is_comparison:
+        yield Tile(figure=_figure(main.metrics[reached[0]]), label=f"{reached[0]} at the end")
+    elif main.efficiency is not None:
+        yield Tile(figure=efficiency(main), label="scaling efficiency")
+    yield Tile(figure=amount(main.samples_per_second.median), label=f"samples/s on {main.devices}")
+    if main.time_to_first_step_s is not None:
+        yield Tile(figure=f"{main.time_to_first_step_s:.1f} s", label="to the first step")
 
 
 def fragment(report: Report, chart: Path, *, places: str) -> str:
@@ -63,12 +103,17 @@ def fragment(report: Report, chart: Path, *, places: str) -> str:
     return _template("fragment.html.jinja").render(report=report, chart=_embedded(chart), places=places)
 
 
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
 def _embedded(picture: Path) -> str:
     return b64encode(picture.read_bytes()).decode("ascii") if picture.is_file() else ""
 
 
 def _template(name: str) -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["figure"] = _figure
     return environment.from_string(files("pipeline.report").joinpath(name).read_text("utf-8"))
 
 

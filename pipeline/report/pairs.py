@@ -1,20 +1,19 @@
-"""The pairs behind a speedup: each slot or repeat as a table in CSV, and the ratio of each pair as a picture.
+"""The pairs behind a speedup: each slot or repeat as a table in CSV, and the ratio of each pair by round as a picture.
 
 Apart from `pipeline.report.chart`, which compares the trials.
 """
 
 import csv
 import io
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from pipeline.report import Row
+from pipeline.report.palette import LIGHT
+from pipeline.report.picture import Canvas, Key, Sheet, fitted, legend_height
 from pipeline.report.report import Report
 from pipeline.report.tables import times
-
-_INK, _MUTED, _BLUE, _BAND = "#1b1f24", "#59636e", "#0072b2", "#cfe3f1"
 
 
 def table(report: Report) -> str:
@@ -30,25 +29,30 @@ def table(report: Report) -> str:
     return text.getvalue()
 
 
-def save_picture(report: Report, path: Path) -> None:
-    """Draw the ratio of each pair, their estimate and its interval as PNG."""
+def draw(report: Report, canvas: Canvas) -> Figure:
+    """Draw the ratio of each pair in the order of the rounds, their estimate and its interval."""
     main, ratios = report.main, _ratios(report.main, report.rows[0])
     assert main.ratio is not None
-    figure = Figure(figsize=(9.6, 2.6), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    rounds = range(1, len(ratios) + 1)
-    axes.axhspan(main.ratio.low, main.ratio.high, color=_BAND, lw=0)
-    axes.axhline(main.ratio.value, color=_BLUE, lw=1.5)
-    axes.axhline(1, color=_MUTED, lw=1, ls=":")
-    axes.plot(rounds, ratios, "o", color=_INK, ms=5)
-    title = f"Speedup of {main.title}, {times(main.ratio, confidence=main.confidence)}: each dot a pair"
-    axes.set_title(title, loc="left", fontsize=10.5, color=_INK, weight="bold", parse_math=False)
-    axes.set_xlabel("round", fontsize=9, color=_MUTED)
-    axes.set_ylabel("speedup", fontsize=9, color=_MUTED)
+    keys = (
+        Key("one pair", LIGHT["ink"], "dot"),
+        Key(times(main.ratio, confidence=main.confidence), LIGHT["accent"]),
+        Key(f"as fast as {report.rows[0].title}", LIGHT["muted"], "dashed"),
+    )
+    width, height = canvas.width - 16, 110.0
+    head = 24 + legend_height(keys, width=width, canvas=canvas)
+    sheet = Sheet(canvas, height=head + height + 34)
+    title = fitted(f"Speedup of {main.title} in each round", width=width, size=canvas.text + 0.5, bold=True)
+    sheet.text(title, x=8, y=13, bold=True, size=0.5)
+    sheet.legend(keys, x=8, y=29, width=width)
+    axes = sheet.axes(left=46, top=head, width=width - 38, height=height)
+    axes.axhspan(main.ratio.low, main.ratio.high, color=LIGHT["accent"], alpha=0.2, lw=0)
+    axes.axhline(main.ratio.value, color=LIGHT["accent"], lw=1.8)
+    axes.axhline(1, color=LIGHT["muted"], lw=1.2, ls=(0, (3, 2)))
+    axes.plot(range(1, len(ratios) + 1), ratios, "o", color=LIGHT["ink"], ms=4.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(length=0, labelsize=8.5, labelcolor=_MUTED)
-    axes.spines[:].set_visible(False)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    sheet.fit_ticks(axes, width=width - 38)
+    sheet.text("round", x=canvas.width - 8, y=head + height + 27, size=-1.5, color=LIGHT["muted"], right=True)
+    return sheet.figure
 
 
 def _ratios(main: Row, baseline: Row) -> list[float]:

@@ -181,6 +181,7 @@ def test_the_model_has_a_signature_and_predicts(
         "speedup.json",
         "speedup_table.json",
         "speedup.png",
+        "learning_curves.png",
         "report.html",
     ],
 )
@@ -193,9 +194,9 @@ def test_the_chart_is_a_picture_and_the_report_stands_alone(artifacts: Path) -> 
     page = (artifacts / "report.html").read_text()
 
     assert (artifacts / "speedup.png").read_bytes().startswith(b"\x89PNG")
-    assert "data:image/png;base64," in page
-    assert 'src="http' not in page
-    assert 'href="http' not in page
+    assert (artifacts / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
+    assert page.count('<svg class="wide"') == page.count('<svg class="narrow"') == 3
+    assert "src=" not in page
 
 
 def test_the_table_is_shown_as_one(artifacts: Path, main: Run) -> None:

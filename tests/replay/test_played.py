@@ -87,12 +87,11 @@ def test_the_report_is_that_of_what_the_workers_measured(play: Play, lab: Path, 
     assert len(pairs) == 8
     (main,) = (run for run in store.runs("tiny") if run.data.tags["role"] == "main")
     artifacts = {entry.path for entry in store.client.list_artifacts(main.info.run_id)}
-    assert {"pairs.csv", "pairs.png", "speedup.png", "report.html"} < artifacts
+    assert {"pairs.csv", "pairs.png", "speedup.png", "learning_curves.png", "report.html"} < artifacts
     page = (folder / "report.html").read_text()
     assert (folder / "speedup.png").read_bytes().startswith(b"\x89PNG")
-    assert "data:image/png;base64," in page
-    assert 'src="http' not in page
-    assert 'href="http' not in page
+    assert page.count('<svg class="wide"') == page.count('<svg class="narrow"') == 3
+    assert "src=" not in page
 
 
 @pytest.mark.parametrize("quiet", [True, False])

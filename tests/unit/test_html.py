@@ -1,46 +1,19 @@
-"""The chart and the page as files: pictures have a size, the page needs nothing from outside and leaves nothing out."""
+"""The page as a file: it needs nothing from outside and leaves nothing out, and it knows its run."""
 
 import html
-import struct
+from base64 import b64encode
 from collections.abc import Iterator
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from samples import HARDWARE, MAIN, comparison, finished, report, spread, trial
+from samples import BASELINE, HARDWARE, MAIN, comparison, finished, in_turn, report, spread
 
-from pipeline.protocol.events import Finished
-from pipeline.report import Advice
-from pipeline.report.chart import save_chart
-from pipeline.report.html import fragment, save_page
-from pipeline.report.pairs import save_picture
+from pipeline.report import Advice, publish
+from pipeline.report.about import About
+from pipeline.report.html import Pictures, fragment, save_page
 from pipeline.report.report import Report
-
-
-@pytest.mark.parametrize("count", [1, 6])
-def test_the_chart_is_a_png_as_high_as_its_rows_need(tmp_path: Path, count: int) -> None:
-    more = [trial(f"ddp-{n}", "reference", strategy="ddp", workers=n) for n in range(2, count + 1)]
-    ends: list[Finished] = [finished(t.name, spread(100 + t.workers, noise=3)) for t in (MAIN, *more)]
-    save_chart(Report.of([MAIN, *more], ends, hardware=HARDWARE), tmp_path / "chart.png")
-
-    data = (tmp_path / "chart.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", data[16:24])
-    assert width == 1600
-    assert height == pytest.approx(160 * (1.9 + 0.62 * count), abs=1)
-    assert len(data) > 20_000  # an empty canvas of this size compresses to far less
-
-
-def test_the_chart_takes_names_that_look_like_formulas(tmp_path: Path) -> None:
-    ends = [finished("main", spread(190))]
-    save_chart(Report.of([MAIN], ends, hardware=r"$\frac{1}$ cores"), tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").stat().st_size > 20_000
-
-
-def test_the_chart_of_a_comparison_has_room_for_all_cells_and_for_the_heading_of_weak_scaling(tmp_path: Path) -> None:
-    save_chart(comparison(), tmp_path / "chart.png")
-    height = struct.unpack(">I", (tmp_path / "chart.png").read_bytes()[20:24])[0]
-    assert height == pytest.approx(160 * (1.9 + 0.62 * 5.5), abs=1)
 
 
 class References(HTMLParser):
@@ -56,22 +29,27 @@ class References(HTMLParser):
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
 
 
-def page_of(result: Report, folder: Path) -> str:
-    save_chart(result, folder / "chart.png")
-    if result.main.speedup_pairs:
-        save_picture(result, folder / "pairs.png")
-    save_page(result, folder / "chart.png", folder / "report.html", pairs=folder / "pairs.png")
+UNKNOWN, NOTHING_DRAWN = About(), Pictures()
+DRAWN = Pictures(
+    curves="<svg id='curves'/>", curves_caption="smoothed", chart="<svg id='chart'/>", pairs="<svg id='pairs'/>"
+)
+
+
+def page_of(result: Report, folder: Path, *, about: About = UNKNOWN, pictures: Pictures = NOTHING_DRAWN) -> str:
+    save_page(result, folder / "report.html", about=about, pictures=pictures)
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
-    page = page_of(report(), tmp_path)
+    publish.save(report(), tmp_path, warn=pytest.fail)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
     found = References()
     found.feed(page)
-    assert [address.split(",")[0] for address in found.addresses] == ["data:image/png;base64"] * 2
-    assert not found.tags & {"script", "link", "iframe", "object"}
+    assert found.addresses == []
+    assert "svg" in found.tags
+    assert not found.tags & {"script", "link", "iframe", "object", "img"}
     assert "http" not in page
-    assert "url(" not in page
+    assert page.count("url(") == page.count("url(#")
     assert "@import" not in page
 
 
@@ -125,7 +103,6 @@ def test_the_page_of_a_run_speaks_of_slots_and_has_their_picture(tmp_path: Path)
     assert "all of them once" not in page
     assert "Weak scaling" not in page
     assert "slowest window" not in page
-    assert '<img alt="Speedup in each round, 95%: 1.86x to 1.94x"' in page
     assert "speedup of ddp x 2 (95%: 1.86x to 1.94x)</span>" in page
 
 
@@ -133,16 +110,68 @@ def test_the_page_of_a_run_of_before_speaks_of_windows(tmp_path: Path) -> None:
     page = page_of(report(has_pairs=False), tmp_path)
     assert "slowest window" in page
     assert "Student" not in page
-    assert "Speedup in each round" not in page
-    assert "speedup of ddp x 2 (windows from 1.79x to 2.02x)</span>" in page
+    assert "speedup of ddp x 2 (windows from 1.79x to 2.02x); could be noise</span>" in page
+
+
+ABOUT = About(
+    run="20261123-012206-tiny-5449",
+    began=datetime(2026, 11, 3, 1, 22),
+    command="pipeline run tiny.yaml train.epochs=2",
+    link="http://127.0.0.1:5000/#/experiments/1/runs/5bf9",
+    needs_ui=True,
+    store="experiment tiny in sqlite:///mlflow.db",
+    versions=("torch 2.13.0", "ray 2.60.0"),
+    experiment="name: <tiny>\n",
+)
+
+
+def test_the_page_knows_its_run(tmp_path: Path) -> None:
+    page = page_of(report(), tmp_path, about=ABOUT)
+    assert "3 November 2026, 01:22" in page
+    assert "<code>pipeline run tiny.yaml train.epochs=2</code>" in page
+    assert f'<a href="{ABOUT.link}">{ABOUT.link}</a>, served by <code>pipeline ui</code>' in page
+    assert "torch 2.13.0, ray 2.60.0" in page
+    assert "<pre>name: &lt;tiny&gt;" in page
+    unsent = page_of(report(), tmp_path, about=ABOUT.model_copy(update={"link": "", "command": ""}))
+    assert "<dd>experiment tiny in sqlite:///mlflow.db</dd>" in unsent
+    assert "Command" not in unsent
+
+
+def test_the_page_answers_in_the_order_of_the_questions(tmp_path: Path) -> None:
+    page = page_of(report().model_copy(update={"advice": (HOSTILE,)}), tmp_path, about=ABOUT, pictures=DRAWN)
+    order = [
+        "<h1>", "Started", "Versions and experiment", "speedup of", "validation/accuracy at the end", "samples/s on",
+        "to the first step", 'class="verdict"', "Learning curves", "id='curves'", "smoothed", "id='chart'", "<table>",
+        "<h2>Advice", "<h2>Caveats", "a step&#39;s time goes", "How it was measured", "id='pairs'",
+    ]  # fmt: skip
+    places = [page.index(each, page.index("<body>")) for each in order]
+    assert places == sorted(places)
+
+
+def test_a_speedup_that_could_be_noise_has_no_accent(tmp_path: Path) -> None:
+    ends = [
+        finished("main", spread(103), slots=in_turn(103, noise=0.1)),
+        finished("baseline", spread(100), slots=in_turn(100)),
+    ]
+    doubtful = page_of(Report.of([MAIN, BASELINE], ends, hardware=HARDWARE), tmp_path)
+    assert "; could be noise</span>" in doubtful
+    assert '<div class="first">' not in doubtful
+    clear = page_of(report(), tmp_path)
+    assert '<div class="first"><b>1.90x</b>' in clear
+    assert "could be noise" not in clear
+
+
+def test_the_quality_of_the_model_is_among_the_key_figures(tmp_path: Path) -> None:
+    assert "<b>0.9735</b><span>validation/accuracy at the end</span>" in page_of(report(), tmp_path)
+    assert "<span>scaling efficiency</span>" in page_of(comparison(), tmp_path)
 
 
 def test_the_fragment_of_a_notebook_shows_the_verdict_the_chart_and_what_to_know(tmp_path: Path) -> None:
-    save_chart(report(), tmp_path / "chart.png")
+    (tmp_path / "chart.png").write_bytes(b"PNG")
 
     shown = fragment(report(), tmp_path / "chart.png", places="run runs/one")
 
-    for text in (report().verdict, "data:image/png;base64,", "Caveats", "run runs/one"):
+    for text in (report().verdict, f"data:image/png;base64,{b64encode(b'PNG').decode()}", "Caveats", "run runs/one"):
         assert html.escape(text, quote=False) in shown
 
 

@@ -1,0 +1,223 @@
+"""Panels of learning curves: what each pair of axes shows of one training, or of several."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from pipeline.report.courses import VALIDATION_LOSS, Course, Pause, Series, smoothed, thinned
+from pipeline.report.palette import LIGHT, LINES
+from pipeline.report.picture import Key, tick_text
+from pipeline.report.tables import amount
+
+BUCKETS = 300
+"""Stretches that a long series is thinned to, each to its lowest and highest value; about a pixel each."""
+MOST_METRICS = 4
+"""Validation metrics that have a panel, in addition to the loss."""
+_SPANS = 30
+"""Parts of a training, one of which is the span of the moving average."""
+_FEW, _MOST_DOTS, _MOST_PAUSES = 12, 40, 150
+_WIDE_RANGE, _MANY_DECADES = 30.0, 1e3
+"""Ratios of the largest to the smallest loss from which its axis is logarithmic, and has ticks at powers of 10 only."""
+_GAP = 0.05
+"""Pause from which two windows are drawn apart, relative to a window."""
+_UNITS = ((7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+_PAUSES = {"evaluation": LIGHT["orange"], "checkpoint": LIGHT["green"]}
+
+
+class Panel(NamedTuple):
+    """One pair of axes."""
+
+    title: str
+    keys: tuple[Key, ...]
+    x: str
+    """Label of the horizontal axis."""
+    fill: Callable[[Axes], object]
+    """Draws the content."""
+    note: str = ""
+    """Text on the right of the title."""
+
+
+def of_one(course: Course) -> Iterator[Panel]:
+    """Yield the panels of one training: losses, validation, learning rate if it changes, throughput."""
+    epochs = f"; an epoch has {course.steps_per_epoch:,}" if course.steps_per_epoch else ""
+    losses = course.validation.get(VALIDATION_LOSS, Series())
+    keys: tuple[Key, ...] = (Key("train, each step", LIGHT["accent"], "thin"), Key("train, smoothed", LIGHT["accent"]))
+    if losses.values:
+        keys = (*keys, Key("validation", LIGHT["orange"], "dot"))
+    best = _best(course, VALIDATION_LOSS)
+    yield Panel("Loss", keys, f"step{epochs}", partial(_loss, course=course), f"validation: {best}" if best else "")
+    for metric in validation_metrics(course)[:MOST_METRICS]:
+        yield Panel(metric, (), "step", partial(_dots, course=course, metric=metric), _best(course, metric))
+    if varies(course.learning_rate):
+        yield Panel("Learning rate", (), "step", partial(_line, series=course.learning_rate, color=LIGHT["accent"]))
+    if len(course.windows) > 1:
+        kinds = dict.fromkeys(pause.kind for pause in course.pauses if pause.end > pause.begin)
+        keys = tuple(Key(kind, _PAUSES[kind], "box") for kind in kinds)
+        _, unit = _unit(course.seconds)
+        yield Panel("Throughput, samples/s", keys, unit, partial(_throughput, course=course))
+
+
+def of_several(courses: Sequence[Course], *, best: int | None) -> Iterator[Panel]:
+    """Yield the panels of several trainings: train loss and a validation metric, by step and by time."""
+    _, unit = _unit(max(course.seconds for course in courses))
+    for x in ("step", unit):
+        yield Panel("Train loss, smoothed", (), x, partial(_losses, courses=courses, best=best, unit=x))
+    shared = [name for name in courses[0].validation if all(name in course.validation for course in courses)]
+    shared.sort(key=lambda name: name == VALIDATION_LOSS)  # an accuracy says more
+    for metric in shared[:1]:
+        series = [course.validation[metric] for course in courses]
+        if any(each.is_drawable for each in series):
+            for x in ("step", unit):
+                yield Panel(metric, (), x, partial(_each, series=series, best=best, unit=x))
+
+
+def _loss(axes: Axes, *, course: Course) -> None:
+    series, dots = course.loss, course.validation.get(VALIDATION_LOSS)
+    xs, ys = thinned(series.steps, series.values, buckets=BUCKETS)
+    axes.plot(xs, ys, color=LIGHT["accent"], lw=0.8, alpha=0.4)
+    _line(axes, series=_smooth(series), color=LIGHT["accent"])
+    values = [*series.values]
+    if dots:
+        _dots(axes, course=course, metric=VALIDATION_LOSS)
+        values += dots.values
+    _scaled(axes, values)
+
+
+def _dots(axes: Axes, *, course: Course, metric: str) -> None:
+    """Draw a validation metric, with a ring around its best value."""
+    series, best = course.validation[metric], course.best(metric)
+    marker = "o" if len(series.values) <= _MOST_DOTS else ""
+    xs, ys = thinned(series.steps, series.values, buckets=BUCKETS)
+    axes.plot(xs, ys, color=LIGHT["orange"], lw=1.4, marker=marker, ms=3.5)
+    if best is not None:
+        axes.plot(
+            series.steps[best],
+            series.values[best],
+            "o",
+            color=LIGHT["orange"],
+            ms=9,
+            mfc="none",
+            mec=LIGHT["orange"],
+            mew=1.6,
+            clip_on=False,
+        )
+
+
+def _throughput(axes: Axes, *, course: Course) -> None:
+    """Draw a level for each window, with gaps in between where the training took no steps."""
+    factor, _ = _unit(course.seconds)
+    for kind, color in _PAUSES.items():
+        pauses = [(pause.begin / factor, (pause.end - pause.begin) / factor) for pause in _longest(course.pauses, kind)]
+        if pauses:
+            place = axes.get_xaxis_transform()
+            axes.broken_barh(pauses, (0, 1), transform=place, facecolor=color, edgecolor=color, alpha=0.35, lw=0.6)
+    xs: list[float] = []
+    ys: list[float] = []
+    usual = sum(window.end - window.begin for window in course.windows) / len(course.windows)
+    for window in course.windows:
+        if xs and window.begin / factor - xs[-1] > _GAP * usual / factor:
+            xs.append(xs[-1])
+            ys.append(math.nan)
+        xs += [window.begin / factor, window.end / factor]
+        ys += [window.samples_per_second] * 2
+    axes.plot(*thinned(xs, ys, buckets=2 * BUCKETS), color=LIGHT["accent"], lw=1.6, solid_capstyle="butt")
+    axes.set_ylim(bottom=0)
+
+
+def _longest(pauses: Sequence[Pause], kind: str) -> list[Pause]:
+    those = sorted((pause for pause in pauses if pause.kind == kind), key=lambda pause: pause.begin - pause.end)
+    return those[:_MOST_PAUSES]
+
+
+def _losses(axes: Axes, *, courses: Sequence[Course], best: int | None, unit: str) -> None:
+    series = [_smooth(course.loss) for course in courses]
+    _each(axes, series=series, best=best, unit=unit)
+    _scaled(axes, [value for each in series for value in each.values])
+
+
+def _each(axes: Axes, *, series: Sequence[Series], best: int | None, unit: str) -> None:
+    """Draw one line for each training, the emphasized one last."""
+    factor = next((factor for _, factor, name in _UNITS if name == unit), None)
+    order = sorted(range(len(series)), key=lambda index: index == best)
+    for index in order:
+        each, (color, dashes) = series[index], _style(index, len(series), best=best)
+        xs = each.steps if factor is None else [second / factor for second in each.seconds]
+        axes.plot(
+            *thinned(xs, each.values, buckets=BUCKETS),
+            color=color,
+            linestyle=dashes,
+            lw=2.2 if index == best else 1.4,
+            marker="o" if len(each.values) <= _FEW else "",
+            ms=3,
+        )
+
+
+def _style(index: int, count: int, *, best: int | None) -> tuple[str, str]:
+    """Return color and dashes of a training's line; of many only the best has a color."""
+    if count > 2 * len(LINES):
+        return (LIGHT["accent"], "-") if index == best else (LIGHT["grey"], "-")
+    return LIGHT[LINES[index % len(LINES)]], "-" if index < len(LINES) else "--"
+
+
+def shared_keys(courses: Sequence[Course], *, best: int | None) -> tuple[Key, ...]:
+    """Return the legend of the panels of several trainings."""
+    if len(courses) > 2 * len(LINES):
+        others = Key(f"{len(courses) - (best is not None)} other trainings", LIGHT["grey"])
+        return (others,) if best is None else (Key(courses[best].title, LIGHT["accent"]), others)
+    styles = [_style(index, len(courses), best=best) for index in range(len(courses))]
+    return tuple(
+        Key(course.title, color, "line" if dashes == "-" else "dashed")
+        for course, (color, dashes) in zip(courses, styles, strict=True)
+    )
+
+
+def _line(axes: Axes, *, series: Series, color: str) -> None:
+    axes.plot(*thinned(series.steps, series.values, buckets=BUCKETS), color=color, lw=1.8)
+
+
+def _scaled(axes: Axes, values: Sequence[float]) -> None:
+    """Make the vertical axis logarithmic if the values have a wide range."""
+    finite = [value for value in values if math.isfinite(value)]
+    if min(finite) > 0 and max(finite) > _WIDE_RANGE * min(finite):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if max(finite) > _MANY_DECADES * min(finite) else (1, 3)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _smooth(series: Series) -> Series:
+    return Series(series.steps, series.seconds, smoothed(series.values, span=average_span(len(series.values))))
+
+
+def average_span(steps: int) -> int:
+    """Return the number of steps that a moving average is over."""
+    return max(2, round(steps / _SPANS))
+
+
+def varies(series: Series) -> bool:
+    """Return True if a series has different values."""
+    return series.is_drawable and len({value for value in series.values if math.isfinite(value)}) > 1
+
+
+def validation_metrics(course: Course) -> list[str]:
+    """Return the metrics that get a panel of their own; the validation loss is with the train loss."""
+    return [name for name, series in course.validation.items() if name != VALIDATION_LOSS and series.is_drawable]
+
+
+def _best(course: Course, metric: str) -> str:
+    if metric not in course.validation or (best := course.best(metric)) is None:
+        return ""
+    series = course.validation[metric]
+    when = f"step {series.steps[best]:,.0f}"
+    if course.steps_per_epoch and not series.steps[best] % course.steps_per_epoch:
+        when = f"epoch {series.steps[best] / course.steps_per_epoch:,.0f}"
+    return f"best {amount(series.values[best])} in {when}"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    """Return the seconds of a unit of time for an axis, and its name."""
+    return next((factor, name) for limit, factor, name in _UNITS if seconds >= limit)
