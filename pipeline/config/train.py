@@ -57,6 +57,9 @@ class Train(Section):
     """Micro-batches in each worker's share of a global batch; evaluation uses batches of the same size."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 use autocast; fp64 is for comparing two runs to the last digits."""
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
+    """Precision of fp32 matrix products, as in torch.set_float32_matmul_precision: high computes them in TF32 on the
+    tensor cores of GPUs from Ampere on, medium may also use bf16. Default: torch's, which is highest."""
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     """Memory format of image batches (four dimensions) and convolutions; tensor cores are faster with channels_last."""
     clip_grad_norm: PositiveFloat | None = None
@@ -88,6 +91,8 @@ class Train(Section):
     def extras(self) -> tuple[str, ...]:
         """Optional features that are enabled, in words, e.g. "torch.compile (default)"."""
         words = []
+        if self.matmul_precision not in (None, "highest"):
+            words.append(f"train.matmul_precision: {self.matmul_precision}")
         if self.compile is not None:
             flags = [name for name in ("dynamic", "fullgraph") if getattr(self.compile, name)]
             words.append(f"torch.compile ({', '.join([self.compile.mode, *flags])})")

@@ -159,6 +159,10 @@ class TrialResult(Frozen):
     """Per device on GPUs (allocated), per process on CPU (resident), in rank order; empty if the devices also held
     another trial."""
     held: Held | None = None
+    gpus: tuple[str, ...] = ()
+    """Name of each GPU in rank order, e.g. "NVIDIA A100-SXM4-40GB"; empty on CPU."""
+    matmul_precision: str = "highest"
+    """Precision of fp32 matrix products, see ``train.matmul_precision``."""
     gpu_utilization: tuple[float, ...] = ()
     """Percent of the time in which a kernel ran, mean over the windows, per GPU in rank order; empty on CPU."""
     compile_s: float | None = None

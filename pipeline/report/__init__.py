@@ -84,6 +84,8 @@ class Row(Frozen):
     """Speedup over the ratio of replicas, 1 is linear; None for a reference that only has more cores."""
     peak_memory_mb: tuple[float, ...]
     held: Held | None = None
+    gpus: tuple[str, ...] = ()
+    matmul_precision: str = "highest"
     gpu_utilization: tuple[float, ...] = ()
     gradient_mb: float
     unused_parameters: int = 0
@@ -133,6 +135,8 @@ class Row(Frozen):
                     "slots_s",
                     "other_cores",
                     "held",
+                    "gpus",
+                    "matmul_precision",
                     "compile_s",
                     "gradient_mb",
                     "unused_parameters",

@@ -68,8 +68,9 @@ def _others(case: Case, rows: Sequence[Row]) -> Iterator[Finding]:
     """Apply the rules that don't depend on a better row."""
     batch = exchange_advice.larger_batch(case)  # comes with its own change of the learning rate
     rate = None if batch else step_advice.learning_rate(case, rows)
+    precision = step_advice.matmul_precision(case)
     rules = (step_advice.data_wait(case), exchange_advice.unused_search(case), step_advice.idle_cores(case, rows))
-    yield from filter(None, [batch, rate, *rules])
+    yield from filter(None, [batch, rate, *rules, precision])
 
 
 def _agreeing(findings: list[Finding]) -> list[Finding]:

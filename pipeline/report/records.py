@@ -11,6 +11,7 @@ from pipeline.report import Advice, Row, Unmeasured
 
 _LEADING = ("title", "samples_per_second", "speedup", "efficiency", "same_training")
 """First columns of a table, visible without scrolling."""
+_AS_IN_ROW = {"role", "confidence", "peak_memory_mb", "time_to_first_step_s", "compile_s", "matmul_precision"}
 
 
 class Range(Frozen):
@@ -61,6 +62,10 @@ class CellRecord(Frozen):
     compute_ms: float | None = None
     rest_ms: float | None = None
     same_training: str | None = None
+    gpus: tuple[str, ...] | None = None
+    """Name of each GPU; None on CPU."""
+    matmul_precision: str | None = None
+    """Precision of fp32 matrix products, see ``train.matmul_precision``."""
     gpu_utilization: tuple[float, ...] | None = None
     """Utilization of each GPU in percent; None on CPU."""
     unexplained_ms: float | None = None
@@ -80,12 +85,13 @@ class CellRecord(Frozen):
             spread=Range(low=rate.low, high=rate.high),
             slots=entry.repeats if len(entry.repeats) > 1 else None,
             step_ms=entry.step_ms.median,
+            gpus=entry.gpus or None,
             gpu_utilization=entry.gpu_utilization or None,
             ranks_ms=entry.parts.ranks_ms,
             unexplained_ms=entry.unexplained_ms,
             **shared,
             **_relative(entry),
-            **entry.model_dump(include={"role", "confidence", "peak_memory_mb", "time_to_first_step_s", "compile_s"}),
+            **entry.model_dump(include=_AS_IN_ROW),
             **entry.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"}),
         )
 
@@ -146,7 +152,17 @@ def _relative(row: Row) -> dict[str, Any]:
 
 
 def _flat(row: Row) -> dict[str, Any]:
-    listed = {"metrics", "options", "parts", "peak_memory_mb", "gpu_utilization", "losses", "repeats", "coupling"}
+    listed = {
+        "metrics",
+        "options",
+        "parts",
+        "peak_memory_mb",
+        "gpu_utilization",
+        "losses",
+        "repeats",
+        "coupling",
+        "gpus",
+    }
     times = row.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"})
     record: dict[str, Any] = {}
     for name, value in row.model_dump(mode="json", exclude=listed | {"held"}).items():

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeline.errors import Stopped
@@ -54,6 +55,7 @@ def complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     manager = CheckpointManager(context, meter=meter, outbox=outbox)
     is_training = isinstance(trial, Training)
     reporting.start(context, outbox)
+    reporting.matmul_precision(context, outbox)
     if is_training:
         reporting.averaging(context, outbox)
     compile_ahead(context)
@@ -86,6 +88,8 @@ def _result(context: TrainContext, meter: Meter) -> TrialResult:
         peak_memory_mb=reporting.peak_memory_mb(context),
         held=reporting.held(context),
         gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=context.rank))),
+        gpus=reporting.gpus(context),
+        matmul_precision=torch.get_float32_matmul_precision(),
         compile_s=reporting.compile_s(context),
         gradient_mb=reporting.gradient_mb(context.whole),
         coupling=reporting.coupling_layers(context.model),

@@ -57,6 +57,17 @@ def first_step(context: TrainContext, outbox: Outbox) -> None:
         outbox.event(FirstStep(trial=context.trial.name))
 
 
+def matmul_precision(context: TrainContext, outbox: Outbox) -> None:
+    """Warn if code of the experiment has changed ``train.matmul_precision``."""
+    declared, used = context.experiment.train.matmul_precision, torch.get_float32_matmul_precision()
+    if declared not in (None, used) and context.rank.is_first:
+        message = (
+            f"train.matmul_precision is {declared}, but code of the experiment sets {used}, which is used; remove "
+            "torch.set_float32_matmul_precision there, or the key here"
+        )
+        outbox.event(Warned(trial=context.trial.name, message=message))
+
+
 def compile_s(context: TrainContext) -> float | None:
     """Return the compile time of the slowest rank in seconds; None if nothing is compiled. Collective."""
     return max(gather(context.compiling.seconds, rank=context.rank)) if context.compiling is not None else None
@@ -95,6 +106,12 @@ def held(context: TrainContext) -> Held:
     return Held(
         mb=tuple(gather(own, rank=context.rank)), cut=context.sharded.describe() if context.sharded is not None else ""
     )
+
+
+def gpus(context: TrainContext) -> tuple[str, ...]:
+    """Gather the names of all GPUs, in rank order; none on CPU. Collective."""
+    own = [torch.cuda.get_device_name(device) for device in context.gpus]
+    return tuple(name for names in gather(own, rank=context.rank) for name in names)
 
 
 def gradient_mb(model: nn.Module) -> float:

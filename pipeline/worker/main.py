@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import registry
+from pipeline.config.train import Train
 from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
@@ -62,6 +63,7 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | N
     samples = rank.local_rank == 0 and isinstance(trial, Training)
     try:
         with (
+            _matmul_precision(trial.experiment.train),
             allocator.huge_pages(),
             allocator.keep_freed_memory(),
             told_to(outbox.event, trial=trial.name),
@@ -106,6 +108,18 @@ def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | Batc
     with compilation.explained(trial.experiment.train.compile):
         result = train(trial, rank=rank, outbox=outbox)
     return Finished(trial=trial.name, result=result)
+
+
+@contextmanager
+def _matmul_precision(train: Train) -> Iterator[None]:
+    """Set ``train.matmul_precision`` in the block, after which the driver's own process has its setting back."""
+    before = torch.get_float32_matmul_precision()
+    if train.matmul_precision is not None:
+        torch.set_float32_matmul_precision(train.matmul_precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -239,6 +239,11 @@ def dropout_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
 
 
+def tf32_model() -> nn.Module:
+    torch.set_float32_matmul_precision("high")
+    return nn.Linear(3, 1)
+
+
 def batch_norm_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 

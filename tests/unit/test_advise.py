@@ -492,3 +492,27 @@ def test_a_case_counts_workers_by_node() -> None:
     report = Report.of([trial], [measured(trial, 10, nodes=("a", "a", "b"))], hardware=HARDWARE)
     case = Case(row=report.main, experiment=experiment(), cores=4)
     assert (case.workers_per_node, case.cores_per_worker) == (2, 2)
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("gpu", "keys", "used", "times"),
+    [
+        ("NVIDIA A100-SXM4-40GB", {}, "highest", "8"),
+        ("NVIDIA H100 80GB HBM3", {}, "highest", "7.38"),
+        ("NVIDIA A100-SXM4-40GB", {}, "high", None),
+        ("NVIDIA A100-SXM4-40GB", {"train__precision": "bf16"}, "highest", None),
+        ("NVIDIA GeForce RTX 3090", {}, "highest", None),  # equally fast in TF32
+        ("Tesla V100-SXM2-16GB", {}, "highest", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", {}, "highest", None),
+    ],
+)
+def test_fp32_beside_idle_tensor_cores(gpu: str, keys: dict[str, Any], used: str, times: str | None) -> None:
+    advice = run(trial=CUDA_2, declared=experiment(**keys), gpus=(gpu, gpu), matmul_precision=used)
+    found = about("train.matmul_precision", advice)
+    assert [one.overrides for one in found] == (["train.matmul_precision=high"] if times else [])
+    for one in found:
+        assert one.reason == f"{gpu} computes matrix products in fp32, for TF32 it has {times} times the peak"
+        assert not one.measured

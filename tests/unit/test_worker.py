@@ -11,7 +11,7 @@ import torch
 import toys
 
 import pipeline
-from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics
+from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics, Warned
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.worker import main as worker
 from pipeline.worker import system_metrics
@@ -43,6 +43,26 @@ def test_a_rank_reports_its_end() -> None:
     assert end.result.steps == 6
     assert end.result.metrics["validation/loss"] == outbox.series("validation/loss")[-1]
     assert torch.get_num_threads() == 1  # cpus_per_worker
+
+
+def test_the_precision_of_matrix_products_is_that_of_the_file_while_it_trains() -> None:
+    outbox = toys.Kept()
+    worker.run(toys.trial(train={"matmul_precision": "high"}), rank=Rank(), outbox=outbox)
+    (end,) = [event for event in outbox.events if isinstance(event, Finished)]
+    assert end.result.matmul_precision == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_code_that_sets_another_precision_is_told() -> None:
+    outbox = toys.Kept()
+    worker.run(
+        toys.trial(train={"matmul_precision": "highest"}, model={"_target_": "toys.tf32_model"}),
+        rank=Rank(),
+        outbox=outbox,
+    )
+    (told,) = [event.message for event in outbox.events if isinstance(event, Warned)]
+    assert told.startswith("train.matmul_precision is highest, but code of the experiment sets high, which is used")
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_the_traceback_starts_where_the_users_code_does() -> None:
