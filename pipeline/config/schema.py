@@ -83,6 +83,8 @@ class Measure(Section):
     """Steps in one timed window."""
     windows: Positive = 3
     """Timed windows; throughput is their median."""
+    nvtx: bool = False
+    """Mark step, input, forward, backward, exchange and optimizer as NVTX ranges, for NVIDIA Nsight Systems."""
 
     @property
     def total_steps(self) -> int:

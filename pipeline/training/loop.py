@@ -28,6 +28,7 @@ from pipeline.training.evaluation import evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.meter import Meter
 from pipeline.training.nonfinite import check_weights
+from pipeline.training.nvtx import annotated
 from pipeline.training.probe import Afterwards, probe, record_trace, unused_parameters, waits
 from pipeline.training.step import optimizer_step
 from pipeline.training.turns import measure_in_turn
@@ -47,6 +48,11 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
 
 def complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     """Run a trial that is built, see `train`."""
+    with annotated(context, outbox):
+        return _complete(context, outbox)
+
+
+def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     trial = context.trial
     clock = Clock(
         device=context.device, warmup_steps=trial.experiment.measure.warmup_steps, compiling=context.compiling

@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import psutil
 
@@ -33,16 +34,27 @@ _MUST_GO_ON = frozenset((Phase.READING, Phase.FORWARD, Phase.BACKWARD, Phase.UPD
 _FEW = 3  # frames
 
 
+class Listener(Protocol):
+    """A listener to the marks of the training thread."""
+
+    def enter(self, phase: Phase) -> None:
+        """Receive a phase that begins."""
+
+    def begin_step(self, step: int) -> None:
+        """Receive a step of the training that begins, counted from 1."""
+
+
 class _Activity:
     """Progress of the training thread, written by it alone and read by the watchdog, without lock or system call."""
 
-    __slots__ = ("marks", "phase", "step", "steps")
+    __slots__ = ("listener", "marks", "phase", "step", "steps")
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self.phase, self.step, self.steps, self.marks = Phase.BUILDING, 0, 0, 0
+        self.listener: Listener | None = None
 
 
 _now = _Activity()  # one process is one rank
@@ -52,12 +64,26 @@ def mark(phase: Phase) -> None:
     """Enter a phase; each call counts as progress."""
     _now.phase = phase
     _now.marks += 1
+    if _now.listener is not None:
+        _now.listener.enter(phase)
 
 
 def mark_step(step: int) -> None:
     """Begin an optimizer step of the training, counted from 0."""
     _now.step = step + 1
     _now.steps += 1
+    if _now.listener is not None:
+        _now.listener.begin_step(step + 1)
+
+
+@contextmanager
+def heard(listener: Listener) -> Iterator[None]:
+    """Tell a listener the marks of the training thread inside the block."""
+    before, _now.listener = _now.listener, listener
+    try:
+        yield
+    finally:
+        _now.listener = before
 
 
 class Watchdog:
