@@ -342,7 +342,7 @@ def test_fewer_samples_than_devices_are_refused() -> None:
 def test_a_rank_reports_what_it_found() -> None:
     outbox = toys.Kept()
     main.run(trial(most=2), rank=Rank(), outbox=outbox)
-    (event,) = outbox.events
+    event = outbox.events[-1]  # heartbeats come before, if it takes long
     assert isinstance(event, BatchSizesFound)
     assert tried(event.sizes) == [1, 2]
 
@@ -351,7 +351,7 @@ def test_a_failure_shows_the_users_code_first() -> None:
     outbox = toys.Kept()
     with pytest.raises(main.WorkerFailed):
         main.run(trial(model={"_target_": "toys.BrokenModel"}), rank=Rank(), outbox=outbox)
-    (event,) = outbox.events
+    event = outbox.events[-1]
     assert isinstance(event, Failed)
     assert "toys.py" in event.traceback.splitlines()[1]
 
