@@ -5,6 +5,7 @@ the parallel strategy takes part.
 """
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -34,6 +35,11 @@ class StepOutput(NamedTuple):
 
     The loss of a step is the mean of its losses, weighted by this, over all workers and micro-batches. A loss with
     weight 0 is left out, even if it is NaN.
+    """
+    logs: Mapping[str, Tensor] = MappingProxyType({})
+    """Scalars to report besides the loss, e.g. its terms: means over the batch, averaged with the loss's weight.
+
+    ``kl`` is reported as train/kl for each step and as validation/kl. Names are the same for every batch.
     """
 
 

@@ -5,7 +5,9 @@ from collections.abc import Container, Iterable, Iterator
 
 from pipeline.errors import Problem
 
-PREFIX = "validation/"
+PREFIX, TRAIN = "validation/", "train/"
+OF_TRAINING = ("loss", "learning_rate", "gradient_norm", "skipped_steps")
+"""Metrics of a step that the project reports itself, without "train/"; all others are logs of a task."""
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")
 _MLFLOW_LENGTH = 250
 

@@ -58,6 +58,7 @@ class Lines:
         yield from figures({name: values[name] for name in (LOSS, THROUGHPUT) if name in values})
         if any(name.startswith(VALIDATION) for name in values):
             yield from self._progress.validation()
+        yield from self._progress.logs()
         yield from left(self._progress.left_s(event.time))
 
     def _is_due(self, event: Metrics) -> bool:
@@ -151,5 +152,5 @@ def below(progress: TrialProgress, *, now: float, outlook: Outlook) -> tuple[lis
     if not progress.values and not progress.is_over and progress.stage:
         return [progress.stage, *facts(progress.started)], []
     doing = [] if progress.is_over else [*filter(None, [progress.stage]), progress.position()[1]]
-    training = [*doing, *progress.training(), *outlook(progress.left_s(now))]
+    training = [*doing, *progress.training(), *outlook(progress.left_s(now)), *progress.logs()]
     return training, list(progress.validation())

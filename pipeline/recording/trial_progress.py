@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from pipeline.config.reported import OF_TRAINING, TRAIN
 from pipeline.config.values import Direction
 from pipeline.protocol.events import AnyEvent, FirstStep, Heartbeat, Metrics, Phase, Resumed, Started, Trained
 from pipeline.wording import figure
@@ -140,6 +141,10 @@ class TrialProgress:
         known = {LOSS: loss.value if loss else None, THROUGHPUT: throughput}
         yield from figures({name: value for name, value in known.items() if value is not None})
 
+    def logs(self) -> Iterator[str]:
+        """Yield the latest training values of a task's logs, e.g. "train/kl 0.02"."""
+        yield from _logs({name: reported.value for name, reported in self.values.items()})
+
     def validation(self) -> Iterator[str]:
         """Yield the latest validation metrics, the main one first, with the best so far, and the epoch of old ones."""
         for name in self._validated():
@@ -191,12 +196,19 @@ class TrialProgress:
 
 
 def figures(values: Mapping[str, float]) -> Iterator[str]:
-    """Yield the loss, the throughput and the validation metrics, e.g. "loss 0.31"."""
+    """Yield the loss, the throughput, the validation metrics and a task's logs, e.g. "loss 0.31"."""
     if LOSS in values:
         yield f"loss {figure(values[LOSS])}"
     if THROUGHPUT in values:
         yield f"{figure(values[THROUGHPUT])} samples/s"
     yield from (f"{name} {figure(value)}" for name, value in values.items() if name.startswith(VALIDATION))
+    yield from _logs(values)
+
+
+def _logs(values: Mapping[str, float]) -> Iterator[str]:
+    for name, value in values.items():
+        if name.startswith(TRAIN) and name.removeprefix(TRAIN) not in OF_TRAINING:
+            yield f"{name} {figure(value)}"
 
 
 def facts(event: Started) -> list[str]:

@@ -52,6 +52,8 @@ class TrainContext:
     """Module with the task's own parameters and buffers; None if none of them changes in training."""
     gives_weight: bool | None = None
     """True if the task returns `StepOutput.weight`; None before its first batch."""
+    log_names: tuple[str, ...] | None = None
+    """Sorted names of `StepOutput.logs`; None before the task's first batch."""
     unexamined: str = ""
     """Warning that the task's loss could not be checked to be a mean; empty if it was, or needs no check."""
     boundary: Boundary | None = None

@@ -2,13 +2,14 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import pad
 
 from pipeline.config.reported import PREFIX, mlflow_name, source_of
 from pipeline.errors import ExperimentError, Problem
@@ -19,6 +20,7 @@ from pipeline.training import learned
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
+from pipeline.training.logs import agree, with_loss
 from pipeline.training.metric_states import merge_lists
 from pipeline.training.metrics import Curve, read
 from pipeline.training.optimizers import evaluating
@@ -51,7 +53,7 @@ def prepare(context: TrainContext) -> None:
         problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
         if not problems:
             merge_lists(collection, rank=context.rank)
-            problems = list(_judged(collection, best=context.experiment.checkpoint.best))
+            problems = list(_judged(collection, logs=context.log_names or (), best=context.experiment.checkpoint.best))
     if problems:
         raise ExperimentError(problems)
 
@@ -75,10 +77,11 @@ def evaluate(context: TrainContext, *, show: Show | None = None) -> dict[str, fl
         mark(Phase.WAITING)
         dist.all_reduce(sums)
     mark(Phase.EVALUATING)
-    loss, weight = sums.tolist()
+    weight, *means = sums.tolist()
     if context.gives_weight:
-        loss = loss / weight if weight else math.nan  # the mean of an empty set
-    values = {f"{PREFIX}loss": loss}
+        means = [total / weight if weight else math.nan for total in means]  # the mean of an empty set
+    names = ("loss", *(context.log_names or ()))
+    values = {f"{PREFIX}{name}": mean for name, mean in zip(names, means, strict=True)}
     if (collection := context.metrics) is not None:
         merge_lists(collection, rank=context.rank)
         readings = read(collection.compute(), dict(collection.items(copy_state=False)))
@@ -133,26 +136,28 @@ def full_state_dict(context: TrainContext) -> Mapping[str, torch.Tensor]:
 
 @torch.no_grad()
 def _over_own_samples(context: TrainContext, module: torch.nn.Module) -> torch.Tensor:
-    """Evaluate this rank's samples, update the metrics, and return two sums, shape (2,), float64, on the device.
+    """Evaluate this rank's samples, update the metrics, and return sums, shape (2 + logs,), float64, on the device.
 
-    The sums are those of weighted losses and of weights. Without weights the first is this rank's share of the mean
-    over all samples.
+    The sums are those of weights, of weighted losses and of weighted logs. Without weights all but the first are this
+    rank's share of the mean over all samples. Collective.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=context.device)
+    total: torch.Tensor | None = None
     samples, world_size = context.batches.validation_samples, context.rank.world_size
     with ProgressReporter("evaluating", total=samples, unit="samples", silent=not context.rank.is_first) as progress:
         for micro_batch, batch in context.batches.validation():
             output = forward(context, module, batch)
             if micro_batch.weight:
-                if output.weight is None:
-                    total[0] += output.loss.double() * micro_batch.weight
-                else:
-                    total += weighted(output.loss, output.weight)
+                value = with_loss(output.loss.double(), output, names=context.log_names or ())
+                share = value * micro_batch.weight
+                part = pad(share, (1, 0)) if output.weight is None else weighted(value, output.weight)
+                total = part if total is None else total + part
                 if context.metrics is not None:
                     context.metrics.update(output.outputs, output.targets)
             mark(Phase.EVALUATING)
             progress.by(len(micro_batch.indices) * world_size)
-    return total
+    context.log_names = agree(context.log_names, rank=context.rank)
+    empty = torch.zeros(2 + len(context.log_names), dtype=torch.float64, device=context.device)
+    return empty if total is None else total
 
 
 @torch.no_grad()
@@ -172,9 +177,9 @@ def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[
             yield Problem(f"metrics.{name}", f"{type(metric).__name__} raised {type(error).__name__}: {said}")
 
 
-def _judged(collection: "MetricCollection", *, best: str | None) -> Iterator[Problem]:
+def _judged(collection: "MetricCollection", *, logs: Sequence[str], best: str | None) -> Iterator[Problem]:
     computed = {name: result for name, metric in collection.items(copy_state=False) for result in _computed(metric)}
-    taken = {mlflow_name("loss"): "validation/loss"}
+    taken = {mlflow_name("loss"): "validation/loss"} | {mlflow_name(log): "StepOutput.logs" for log in logs}
     for name, result in sorted(computed.items(), key=lambda one: isinstance(one[1], dict)):
         parts = result if isinstance(result, Mapping) else {name: result}
         try:

@@ -8,7 +8,7 @@ from torch.nn.functional import batch_norm
 
 from pipeline.errors import ExperimentError
 from pipeline.tasks import StepOutput
-from pipeline.training import loss_errors
+from pipeline.training import logs, loss_errors
 from pipeline.training.context import TrainContext
 from pipeline.training.order import MicroBatch
 
@@ -17,8 +17,8 @@ def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
     """Compute the task's output for a batch: a scalar loss with its graph, and a weight without, in full precision.
 
     Raises:
-        ExperimentError: torch's loss can't be computed for what the model returned, loss or weight isn't a scalar, or
-            only some batches have a weight.
+        ExperimentError: torch's loss can't be computed for what the model returned, loss, weight or a log isn't a
+            scalar, or only some batches have a weight or a log.
     """
     output = (_first_output if context.gives_weight is None else _output)(context, module, batch)
     if output.loss.ndim:
@@ -30,6 +30,10 @@ def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
         raise _refused(
             context, "returns StepOutput.weight for some batches and None for others; return it for all or none"
         )
+    if context.log_names is None:
+        context.log_names = logs.names_of(output.logs)
+    if output.logs or context.log_names:
+        logs.check(output.logs, names=context.log_names)
     return output if output.weight is None else output._replace(weight=_weight(context, output.weight, output.loss))
 
 

@@ -16,7 +16,7 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import Measurement, Probe, Rank, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training import reporting
+from pipeline.training import logs, reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
@@ -143,6 +143,7 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
         if step == start:
             reporting.first_step(context, meter.outbox)
             with meter.clock.stopped():
+                context.log_names = logs.agree(context.log_names, rank=context.rank)
                 prepare_evaluation(context)
         if meter.cadence.is_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)

@@ -79,15 +79,18 @@ class Meter:
         lap = self.clock.lap(steps=len(self._losses), samples=self._samples)
         waits = self.waits.take()
         flags = [self.outbox.stop_asked, self.clock.has_compiled, lap.step_ms]
-        own = torch.stack(self._losses)
-        ranks = self._of_all_ranks(torch.cat([own, *self._divisors(), own.new_tensor([*flags, *waits])]))
+        steps = len(self._losses)
+        own = torch.stack(self._losses).reshape(steps, -1).T  # the loss, and logs if there are any
+        ranks = self._of_all_ranks(torch.cat([own.flatten(), *self._divisors(), own.new_tensor([*flags, *waits])]))
         # Gathered, since the rounding of an all-reduce would depend on how many steps are reported together.
         slowest = float(ranks[:, -len(waits) :].amax(0).mean())
         *sums, stop_asked, has_compiled, step_ms = ranks[:, : -len(waits)].sum(0).tolist()
-        losses = _divided(sums[: len(own)], sums[len(own) :])
+        means = [sums[first : first + steps] for first in range(0, own.numel(), steps)]
+        losses, *logs = [_divided(values, sums[own.numel() :]) for values in means]
         lap = replace(lap, data_wait_ms=slowest, own_wait_ms=mean(waits))
         self.stop_agreed = bool(stop_asked)
-        columns = {"train/loss": losses, "train/learning_rate": self._rates}
+        names = [f"train/{name}" for name in self.context.log_names or ()]
+        columns = {"train/loss": losses, "train/learning_rate": self._rates, **dict(zip(names, logs, strict=True))}
         if self._norms:
             columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
         self.clock.count(lap, is_disturbed=bool(has_compiled))
@@ -108,7 +111,7 @@ class Meter:
             points.append(Point(SKIPPED, step, self._skipped_before + len(self.finiteness.skipped)))
         self.send(points, step=step, epoch=epoch)
         norms = columns.get("train/gradient_norm", [])
-        self.finiteness.judge(losses, norms=norms, own=own, first=first)
+        self.finiteness.judge(losses, norms=norms, own=own[0], first=first)
         if isinstance(self.trial, Measurement):  # its windows are short, and reporting would be a large part of them
             self.clock.resume()
 

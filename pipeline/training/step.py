@@ -16,6 +16,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward, has_lone_sample, lone_sample_error
 from pipeline.training.learned import exchange_gradients
 from pipeline.training.learning_rate import advance_scheduler, warmup
+from pipeline.training.logs import with_loss
 from pipeline.training.norms import total_norm
 from pipeline.training.order import MicroBatch
 from pipeline.training.step_guard import StepGuard, skips_nonfinite
@@ -27,7 +28,8 @@ class StepResult(NamedTuple):
     """Result of one optimizer step on this rank."""
 
     loss: Tensor
-    """This rank's part of the global batch's mean loss, scalar, on the device."""
+    """This rank's part of the global batch's mean loss, on the device: scalar; with `StepOutput.logs` a vector of
+    the loss and these, shape (1 + logs,)."""
     weight: Tensor | None
     """This rank's part of the divisor of the summed losses, scalar; None if they are means already."""
     norm: Tensor | None
@@ -107,7 +109,10 @@ class _StepLoss:
                 boundary=context.boundary,
             )
             loss, share = self._denominator.counted(output, micro_batch)
-        part = _times(loss.detach().to(context.loss_dtype), share)
+        value = loss.detach().to(context.loss_dtype)
+        if context.log_names:
+            value = with_loss(value, output, names=context.log_names)
+        part = _times(value, share)
         if context.compiling is not None:  # a CUDA graph that is replayed overwrites what it returned
             part = part.clone()
         self._total = part if self._total is None else self._total + part

@@ -126,9 +126,9 @@ def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
             gradient.mul_(factor)
 
 
-def weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """Return loss times weight, and the weight, shape (2,), float64."""
-    return torch.stack([_or_nothing(loss, weight).double() * weight, weight.double()])
+def weighted(values: Tensor, weight: Tensor) -> Tensor:
+    """Return the weight, and values (values,) times weight, shape (1 + values,), float64."""
+    return torch.cat([weight.double()[None], _or_nothing(values, weight).double() * weight])
 
 
 def _or_nothing(loss: Tensor, weight: Tensor) -> Tensor:

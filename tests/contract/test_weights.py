@@ -64,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
         "loss": {"_target_": ENTROPY, "ignore_index": weighed.IGNORED},
     },
     "boxes": LINE | {"data": {"_target_": "weighed.boxes"}, "task": {"_target_": "weighed.Detection"}},
+    "terms of a mean": LINE | {"data": {"_target_": "weighed.points"}, "task": {"_target_": "weighed.Splitting"}},
     "a temperature that is learned": {
         **LINE,
         "data": {"_target_": "weighed.points"},
@@ -86,6 +87,8 @@ class Reached(NamedTuple):
     weights: dict[str, Tensor]
     learned: dict[str, Tensor]
     """By the loss or task."""
+    logs: dict[str, list[float]]
+    """By name: of each step, and of the validation set."""
 
 
 def _trial(case: str, strategy: str, workers: int, accumulation: int) -> Trial:
@@ -142,14 +145,18 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
             result = optimizer_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
             assert not result.is_skipped
             weight = torch.tensor(float(rank.is_first)) if result.weight is None else result.weight
-            losses.append(torch.stack([result.loss, weight.double()]))
+            losses.append(torch.cat([result.loss.reshape(-1), weight.double()[None]]))
     sums = torch.stack(losses)
     if rank.world_size > 1:
         dist.all_reduce(sums)
-    total = sums[:, 0] / torch.where(sums[:, 1] != 0, sums[:, 1], 1.0)
-    validation = evaluate(context)["validation/loss"]
+    total, *logs = sums[:, :-1].T / torch.where(sums[:, -1] != 0, sums[:, -1], 1.0)
+    validation = evaluate(context)
+    own = {
+        name: [*values.tolist(), validation[f"validation/{name}"]]
+        for name, values in zip(context.log_names or (), logs, strict=True)
+    }
     weights = {name: value.clone() for name, value in full_state_dict(context).items()}
-    return Reached(total.tolist(), validation, weights, _learned(context))
+    return Reached(total.tolist(), validation["validation/loss"], weights, _learned(context), own)
 
 
 def _learned(context: TrainContext) -> dict[str, Tensor]:
@@ -166,19 +173,23 @@ def by_hand(case: str) -> Reached:
     parameters = [*model.parameters(), *(one for one in held_by(context.task).parameters() if one.requires_grad)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
-    def of(batch: Any) -> Tensor:
+    def of(batch: Any, logs: dict[str, list[float]]) -> Tensor:
         inputs, targets = (one.double() if one.is_floating_point() else one for one in batch)
         if loss is not None:
             return loss(model(inputs), targets)
         if trial.experiment.task is not None and not isinstance(context.task, LanguageModel):
-            return context.task(model, (inputs, targets)).loss
+            output = context.task(model, (inputs, targets))
+            for name, value in output.logs.items():
+                logs.setdefault(name, []).append(float(value.detach().nan_to_num()))
+            return output.loss
         return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     train, validation = components.build(trial.experiment.data, key="data", allowed=trial.allowed)
-    losses = []
+    losses: list[float] = []
+    logs: dict[str, list[float]] = {}
     for epoch in range(EPOCHS):
         for step in range(context.order.steps_per_epoch):
-            value = of(train[context.order.global_batch(epoch, step)])
+            value = of(train[context.order.global_batch(epoch, step)], logs)
             optimizer.zero_grad()
             if value.isfinite():  # else there is nothing in the batch
                 value.backward()
@@ -189,12 +200,13 @@ def by_hand(case: str) -> Reached:
             optimizer.step()
             losses.append(float(value.detach().nan_to_num()))
     with torch.no_grad():
-        whole = float(of(validation[:]))
+        whole = float(of(validation[:], logs))
     return Reached(
         losses,
         whole,
         {name: value.clone() for name, value in model.state_dict().items()},
         _learned(context),
+        logs,
     )
 
 
@@ -227,6 +239,9 @@ def test_the_objective_is_that_of_the_whole_batch(
         own = reached(strategy, workers, case, accumulation)
         assert own.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=TOLERANCE)
         assert own.validation == pytest.approx(expected.validation, rel=TOLERANCE)
+        assert own.logs.keys() == expected.logs.keys()
+        for name, values in expected.logs.items():
+            assert own.logs[name] == pytest.approx(values, rel=TOLERANCE, abs=TOLERANCE)
         for got, wanted in ((own.weights, expected.weights), (own.learned, expected.learned)):
             assert got.keys() == wanted.keys()
             assert all(float((got[name] - value).abs().max()) <= TOLERANCE for name, value in wanted.items())
@@ -238,4 +253,7 @@ def test_where_ranks_step_by_themselves_the_loss_of_all_is_told(
 ) -> None:
     """Until their first own step they have the same weights as one process."""
     own = reached("local", LOCAL_WORKERS, case, 2)
-    assert own.losses[:2] == pytest.approx(by_hand(case).losses[:2], rel=TOLERANCE, abs=TOLERANCE)
+    expected = by_hand(case)
+    assert own.losses[:2] == pytest.approx(expected.losses[:2], rel=TOLERANCE, abs=TOLERANCE)
+    for name, values in expected.logs.items():
+        assert own.logs[name][:2] == pytest.approx(values[:2], rel=TOLERANCE, abs=TOLERANCE)

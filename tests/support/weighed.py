@@ -64,7 +64,19 @@ class Detection:
         outputs, there = model(inputs), found.isfinite()
         distances = (outputs[:, :1] - torch.where(there, found, 0.0)).square() * there
         boxes = there.sum()
-        return StepOutput(distances.sum() / boxes, outputs, found, boxes)
+        signed = (outputs[:, :1] - torch.where(there, found, 0.0)) * there
+        logs = {"offset": signed.sum() / boxes, "far": (signed.abs() > 1).double().sum() / boxes}
+        return StepOutput(distances.sum() / boxes, outputs, found, boxes, logs)
+
+
+class Splitting:
+    """A mean over samples, and its terms as logs."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        inputs, classes = batch
+        outputs = model(inputs)
+        near, small = functional.cross_entropy(outputs, classes), outputs.square().mean()
+        return StepOutput(near + small, outputs, classes, logs={"small": small, "near": near})
 
 
 class Tagging:

@@ -138,7 +138,7 @@ class Follower:
         place = [f"trial {number} of {total}"] if number and total and total > 1 else []
         title = [self._trial.title] if self._trial else []
         epoch = [] if progress.started is None or progress.is_over else [progress.position()[1]]
-        known = [*title, *place, *epoch, *progress.training()] if progress.started else place
+        known = [*title, *place, *epoch, *progress.training(), *progress.logs()] if progress.started else place
         yield from filter(None, [known, list(progress.validation())])
 
     def _headline(self, now: float) -> list[str]:

@@ -1,0 +1,87 @@
+"""Logs of a task are reported for each step and for the validation set, or refused with their name."""
+
+import math
+from typing import Any
+
+import pytest
+import toys
+from torch import ones
+
+from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
+from pipeline.training.build import build
+from pipeline.training.evaluation import evaluate, prepare
+from pipeline.training.logs import agree, check, names_of
+
+TASK = {"_target_": "toys.Logged"}
+
+
+def test_training_and_validation_report_them() -> None:
+    plain, logged = toys.trained(), toys.trained(loss=None, task=TASK)
+
+    losses = plain[1].series("train/loss")
+    assert logged[1].series("train/loss") == losses
+    assert logged[1].series("train/twice") == pytest.approx([2 * loss for loss in losses], rel=1e-12)
+    assert logged[1].series("validation/twice") == pytest.approx(
+        [2 * loss for loss in plain[1].series("validation/loss")], rel=1e-12
+    )
+    assert set(logged[1].series("train/count")) == {8.0, 6.0}, "of 22 samples"
+    assert logged[0].metrics["validation/count"] == pytest.approx((8 * 8 + 2 * 2) / 10)
+
+
+@pytest.mark.parametrize(
+    ("logs", "message"),
+    [
+        ({"loss": ones(())}, "has the name loss, and train/loss is reported already; choose another name"),
+        ({"a?": ones(()), "a!": ones(())}, "has the name a!, and train/a_ is reported already"),
+        ({3: ones(())}, "has the name 3; names are texts"),
+    ],
+)
+def test_a_name_that_is_taken_is_refused(logs: Any, message: str) -> None:
+    with pytest.raises(ExperimentError) as raised:
+        names_of(logs)
+
+    assert f"task: StepOutput.logs {message}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("logs", "message"),
+    [
+        ({}, "has nothing in one batch and kl in the first; return the same names for every batch"),
+        ({"kl": 0.5}, "has a float as kl; it must be a scalar tensor"),
+        ({"kl": ones(3)}, "has a tensor of shape (3,) as kl; it must be a scalar tensor"),
+    ],
+)
+def test_a_batch_with_other_logs_is_refused(logs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExperimentError) as raised:
+        check(logs, names=("kl",))
+
+    assert message in str(raised.value)
+
+
+def test_a_log_named_as_a_metric_is_refused_after_the_first_step() -> None:
+    context = build(toys.trial(loss=None, task=TASK, metrics={"twice": {"_target_": "toy_metrics.Count"}}), rank=Rank())
+    evaluate(context)
+
+    with pytest.raises(ExperimentError, match=r"reports validation/twice, as StepOutput\.logs does; rename one"):
+        prepare(context)
+
+
+def test_ranks_with_other_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*names: tuple[str, ...] | None) -> tuple[str, ...]:
+        monkeypatch.setattr("pipeline.training.logs.gather", lambda own, *, rank: list(names))
+        return agree(names[0], rank=Rank(world_size=len(names)))
+
+    assert told(None, ("kl",)) == ("kl",), "a rank without a batch"
+    assert told(None, None) == ()
+    with pytest.raises(ExperimentError, match="has kl on rank 0, nothing on rank 1; return the same"):
+        told(("kl",), ())
+
+
+def test_batches_without_weight_do_not_count() -> None:
+    _, kept = toys.trained(loss=None, task={"_target_": "toys.Rarely"}, train={"global_batch_size": 1})
+
+    values = kept.series("train/share")
+    assert set(values) == {0.0, 0.5}
+    assert not any(math.isnan(value) for value in values)
+    assert kept.series("validation/share") == [pytest.approx(0.5)] * len(kept.series("validation/share"))
