@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pipeline import cli
+from pipeline.recording import waiting
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -43,6 +44,7 @@ def command(
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the working directory to both
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setattr(waiting, "_LONG_S", 600.0)  # on a busy machine a stage may get a line of its own
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str) -> Ended:
