@@ -47,12 +47,12 @@ class Result:
 
     @property
     def efficiency(self) -> float | None:
-        """Speedup over the ratio of replicas, 1 is linear; None if no speedup is claimed."""
+        """Speedup over the ratio of devices, 1 is linear; None if no speedup is claimed."""
         return self.report.efficiency
 
     @property
     def chart(self) -> Path:
-        """PNG of the speedup chart."""
+        """PNG of the speedup chart; with ``train_only`` there is none."""
         return self.folder / CHART_NAME
 
     def to_pandas(self) -> "pd.DataFrame":

@@ -174,7 +174,7 @@ class Invocation:
     def save_report(self, report: Report) -> None:
         """Write the files of a report into the run's folder, as artifacts."""
         stages.begin("drawing the report")
-        for name in page.save(report, self.folder, warn=self.warn):
+        for name in page.save(report, self.folder, warn=self.warn, outcome=self.recorder.tracking):
             artifact(name, self.recorder)
 
     def advised(self, report: Report) -> Report:

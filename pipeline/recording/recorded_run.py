@@ -21,7 +21,7 @@ from pipeline.recording import provenance
 from pipeline.recording.console import Console
 from pipeline.recording.folder import create, describe, explained, id_of, sweep_of
 from pipeline.recording.mlflow import MlflowSubscriber, flush
-from pipeline.recording.outcome import link_of
+from pipeline.recording.outcome import TrackingOutcome, link_of
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import check_store, resolve_uri
 from pipeline.recording.terminal import Terminal, linked
@@ -109,6 +109,11 @@ def recorded(
             files = describe(plan.experiment, folder)
             own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
             tracker = None
+
+            def opened_in_mlflow(outcome: TrackingOutcome) -> None:
+                recorder.tracking = outcome
+                terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True)
+
             if tracked:
                 tracker = MlflowSubscriber(
                     folder=folder,
@@ -116,7 +121,7 @@ def recorded(
                     warn=warn,
                     uri=uri,
                     known=recorder.known,
-                    opened=lambda outcome: terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True),
+                    opened=opened_in_mlflow,
                 )
                 recorder.subscribe(tracker)
             status: Status = "FINISHED"

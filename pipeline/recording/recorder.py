@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipeline.protocol.events import (
     Advanced,
@@ -18,6 +18,9 @@ from pipeline.protocol.events import (
     Warned,
 )
 from pipeline.recording.journal import FILE_NAME, Journal, read
+
+if TYPE_CHECKING:
+    from pipeline.recording.outcome import TrackingOutcome
 
 TRANSIENT = (Advanced, Heartbeat)
 """Events for displays only."""
@@ -53,6 +56,8 @@ class Recorder:
         """Results of a resumed run's finished trials, the last of each trial and repeat."""
         self.summary = ""
         """Summary of the results in Markdown; set by the report."""
+        self.tracking: TrackingOutcome | None = None
+        """MLflow's ids of the run once it has them; set from a background thread."""
         self.known = 0
         """Number of events in the journal of a resumed run."""
         self._journal = Journal(folder / FILE_NAME)

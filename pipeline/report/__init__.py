@@ -1,8 +1,9 @@
 """Definitions of speedup and scaling efficiency; the other modules of this folder show them.
 
-Speedup is throughput over the baseline's throughput; efficiency is speedup over the ratio of replicas. Strong scaling
-keeps the baseline's global batch; weak scaling keeps the baseline's batch per replica. A worker has a fixed number of
-cores, so N workers have N times the cores of one worker; the reference measures a single process with all these cores.
+Speedup is throughput over the baseline's throughput; efficiency is speedup over the ratio of devices, which are cores
+on CPU. Strong scaling keeps the baseline's global batch; weak scaling keeps the baseline's batch per replica. A worker
+has a fixed number of cores, so N workers have N times the cores of one worker; the reference measures a single process
+with all these cores.
 """
 
 import math
@@ -81,7 +82,7 @@ class Row(Frozen):
     confidence: float = CONFIDENCE
     """Confidence level of the interval."""
     efficiency: float | None = None
-    """Speedup over the ratio of replicas, 1 is linear; None for a reference that only has more cores."""
+    """Speedup over the ratio of devices, 1 is linear; None if no speedup can be claimed."""
     peak_memory_mb: tuple[float, ...]
     held: Held | None = None
     gpus: tuple[str, ...] = ()
@@ -158,8 +159,7 @@ class Row(Frozen):
             ratios = self.throughput_over(baseline)
             figures |= {"speedup": ratios.value, "speedup_low": ratios.low, "speedup_high": ratios.high}
             figures["speedup_pairs"] = ratios.size
-            if not (self.role == "reference" and self.replicas == baseline.replicas):  # only has more cores
-                figures["efficiency"] = ratios.value / (self.replicas / baseline.replicas)
+            figures["efficiency"] = ratios.value / (self.device_count / baseline.device_count)
         return self.model_copy(update=figures)
 
     @property
@@ -191,8 +191,12 @@ class Row(Frozen):
     @property
     def devices(self) -> str:
         """Devices that compute, e.g. "2 cores" or "4 GPUs"."""
-        count, unit = (self.cpus, "core") if self.device == "cpu" else (self.replicas, "GPU")
-        return counted(count, unit)
+        return counted(self.device_count, "core" if self.device == "cpu" else "GPU")
+
+    @property
+    def device_count(self) -> int:
+        """Number of devices that compute."""
+        return self.cpus if self.device == "cpu" else self.replicas
 
     @property
     def share_of_communication(self) -> float:

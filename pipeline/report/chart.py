@@ -9,14 +9,15 @@ from matplotlib.figure import Figure
 
 from pipeline.report import Row, Unmeasured
 from pipeline.report.palette import LIGHT, PARTS
-from pipeline.report.picture import Canvas, Key, Sheet, fitted, legend_height, text_width
+from pipeline.report.picture import EDGE, Canvas, Key, Sheet, fitted, legend_height, text_width
 from pipeline.report.report import Report
 from pipeline.report.tables import amount, rate, speedup
 
 _PARTS = ("compute", "waiting for gradients", "data wait", "optimizer, other")
 _UNEXPLAINED = "unexplained"
 _PITCH, _HEADING = 46.0, 22.0  # points: from row to row, room for the heading of weak scaling
-_TOP, _BAR, _PART = 17.0, 18.0, 11.0  # points: from a row's top to its bar, heights of the bar and of the parts in it
+_TOP, _BAR, _PART = 16.0, 18.0, 11.0  # points: from a row's top to its bar, heights of a step and of its parts
+_RATE, _DOTS = 11.0, 34.0  # points: height of a throughput's bar, from a row's top to the pairs below that bar
 _LONGEST = 2.0
 """Longest interval that fits, relative to the longest bar; a longer one is cut off at the edge."""
 
@@ -45,7 +46,7 @@ class _Panel(NamedTuple):
 def draw(report: Report, canvas: Canvas) -> Figure:
     """Draw throughput and steps, as high as the rows need: side by side, or one below the other if it is narrow."""
     above, gap = (44.0 if canvas.has_title else 2.0), 32.0
-    width = (canvas.width - 2 * 8 - (canvas.columns - 1) * gap) / canvas.columns
+    width = (canvas.inner - (canvas.columns - 1) * gap) / canvas.columns
     tops = _tops(report.entries)
     heads = [24 + legend_height(keys, width=width, canvas=canvas) for keys in (_rate_keys(report), _step_keys(report))]
     if canvas.columns > 1:
@@ -54,16 +55,15 @@ def draw(report: Report, canvas: Canvas) -> Figure:
     sheet = Sheet(canvas, height=above + (max(heights) if canvas.columns > 1 else sum(heights) + gap))
     if canvas.has_title:
         sheet.title(report.name, below=report.hardware)
-    _throughput(_Panel(sheet, canvas, 8, above, width, tops, heads[0]), report)
-    x, y = (8 + width + gap, above) if canvas.columns > 1 else (8, above + heights[0] + gap)
+    _throughput(_Panel(sheet, canvas, EDGE, above, width, tops, heads[0]), report)
+    x, y = (EDGE + width + gap, above) if canvas.columns > 1 else (EDGE, above + heights[0] + gap)
     _step(_Panel(sheet, canvas, x, y, width, tops, heads[1]), report)
     return sheet.figure
 
 
 def ideal(row: Row, baseline: Row) -> float:
     """Return the throughput of linear scaling: the baseline's, times the ratio of devices that compute."""
-    devices = (row.cpus, baseline.cpus) if row.device == "cpu" else (row.replicas, baseline.replicas)
-    return baseline.samples_per_second.median * devices[0] / devices[1]
+    return baseline.samples_per_second.median * row.device_count / baseline.device_count
 
 
 def _tops(entries: Sequence[Row | Unmeasured]) -> list[float]:
@@ -81,16 +81,18 @@ def _throughput(panel: _Panel, report: Report) -> None:
     ends = [high for row, _ in rows for high in (_interval(row)[1], *_pairs(row, baseline))]
     axes.set_xlim(0, 1.02 * max(bars, min(max(ends), _LONGEST * bars)))
     for row, top in rows:
-        middle, own = top + _TOP + _BAR / 2, row.samples_per_second.median
+        middle, own = top + _TOP + _RATE / 2, row.samples_per_second.median
         if row.ratio:
-            axes.barh(middle, ideal(row, baseline), height=_BAR, color=LIGHT["rule"])
-        axes.barh(middle, own, height=_BAR, color=LIGHT["accent" if row == report.main else "grey"])
+            axes.barh(middle, ideal(row, baseline), height=_RATE, color=LIGHT["rule"])
+        axes.barh(middle, own, height=_RATE, color=LIGHT["accent" if row == report.main else "grey"])
         if row.ratio:
             axes.vlines(
-                ideal(row, baseline), middle - _BAR / 2 - 2, middle + _BAR / 2 + 2, colors=LIGHT["ink"], lw=1.2,
+                ideal(row, baseline), middle - _RATE / 2 - 2, middle + _RATE / 2 + 2, colors=LIGHT["ink"], lw=1.2,
                 linestyles=(0, (3, 2)),
             )  # fmt: skip
-        _spread(axes, row, baseline, middle=middle)
+        _spread(axes, row, middle=middle)
+        if pairs := _pairs(row, baseline):
+            axes.plot(pairs, [top + _DOTS] * len(pairs), "o", color=LIGHT["ink"], ms=3.6, mew=0, clip_on=False)
     panel.sheet.fit_ticks(axes, width=panel.width)
     for entry, top in zip(report.entries, panel.tops, strict=True):
         name, figure = _titles(entry)
@@ -102,26 +104,15 @@ def _throughput(panel: _Panel, report: Report) -> None:
     _weak_heading(panel, report.entries)
 
 
-def _spread(axes: Axes, row: Row, baseline: Row, *, middle: float) -> None:
-    """Draw the interval of a row's speedup, and below it the pairs behind it."""
+def _spread(axes: Axes, row: Row, *, middle: float) -> None:
+    """Draw the interval of a row's speedup, or the range of its windows, if it has one."""
     low, high = _interval(row)
     own = row.samples_per_second.median
-    axes.errorbar(
-        [own], [middle - 3.5], xerr=[[max(0.0, own - low)], [max(0.0, high - own)]], fmt="none", color=LIGHT["ink"],
-        ecolor=LIGHT["ink"], elinewidth=1.3, capsize=3, capthick=1.3,
-    )  # fmt: skip
-    pairs = _pairs(row, baseline)
-    axes.plot(
-        pairs,
-        [middle + 4.5] * len(pairs),
-        "o",
-        color=LIGHT["ink"],
-        ms=4,
-        mfc=LIGHT["ink"],
-        mec=LIGHT["paper"],
-        mew=0.7,
-        clip_on=False,
-    )
+    if low < high:
+        axes.errorbar(
+            [own], [middle], xerr=[[max(0.0, own - low)], [max(0.0, high - own)]], fmt="none", color=LIGHT["ink"],
+            ecolor=LIGHT["ink"], elinewidth=1.3, capsize=3, capthick=1.3,
+        )  # fmt: skip
 
 
 def _pairs(row: Row, baseline: Row) -> list[float]:

@@ -78,8 +78,8 @@ class Course:
     """Metrics of the validation set by name, e.g. "validation/accuracy"."""
     windows: list[Window] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
-    params: Mapping[str, str] = field(default_factory=dict)
-    """Parameters of the experiment, by dotted key."""
+    opened: RunOpened | None = None
+    """The run of the training."""
     _zero: float | None = None
     _now: float = 0.0
 
@@ -91,7 +91,7 @@ class Course:
     def best(self, metric: str) -> int | None:
         """Return the index of a validation metric's best value; None if it is unknown what is better."""
         values = [(value, index) for index, value in enumerate(self.validation[metric].values) if math.isfinite(value)]
-        if not values or (better := direction(metric, self.params)) is None:
+        if not values or (better := direction(metric, self.opened)) is None:
             return None
         sign = 1 if better == "min" else -1
         return min(values, key=lambda pair: (sign * pair[0], pair[1]))[1]
@@ -133,30 +133,35 @@ def courses(events: Iterable[AnyEvent]) -> list[Course]:
     """Return the course of each trial that has losses, of repeats the first, in the order of the journal."""
     found: dict[str, Course] = {}
     repeats: dict[str, int] = {}
-    params: Mapping[str, str] = {}
+    opened: RunOpened | None = None
     for event in events:
         if isinstance(event, RunOpened):
-            params = event.params
+            opened = event
         elif isinstance(event, TrialOpened):
             repeats[event.trial] = event.repeat
             course = found.setdefault(event.trial, Course(title=event.title, trial=event.trial))
-            course.title, course.params = event.title, params
+            course.title, course.opened = event.title, opened
         elif event.trial in found and not repeats[event.trial]:
             found[event.trial].receive(event)
     return [course for course in found.values() if course.loss.is_drawable]
 
 
-def direction(metric: str, params: Mapping[str, str]) -> Direction | None:
-    """Return the direction in which a metric improves, as the experiment or else its name says; None if unknown.
+def direction(metric: str, opened: RunOpened | None) -> Direction | None:
+    """Return the direction in which a metric improves; None if it is unknown.
+
+    Journals of before don't tell; in their place the metric's name does.
 
     Args:
         metric: reported name, e.g. "validation/accuracy".
-        params: parameters of the experiment, by dotted key.
+        opened: the run; None if its journal is damaged.
     """
+    params = opened.params if opened else {}
     for section, key in (("checkpoint", "best"), ("sweep", "metric")):
         mode = params.get(f"{section}.mode", "auto")
         if params.get(f"{section}.{key}") == metric and mode in _MODES:
             return _MODES[mode]
+    if metric.startswith(_VALIDATION) and opened and opened.directions:
+        return opened.directions.get(metric)
     classes = {key.split(".")[1]: value for key, value in params.items() if re.fullmatch(r"metrics\..+\._target_", key)}
     name = metric.removeprefix(_VALIDATION) + classes.get(source_of(metric, classes) or "", "")
     if _LOWER.search(name):

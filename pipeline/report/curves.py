@@ -18,7 +18,7 @@ from pipeline.report.panels import (
     validation_metrics,
     varies,
 )
-from pipeline.report.picture import Canvas, Key, Sheet, fitted, legend_height, text_width
+from pipeline.report.picture import EDGE, Canvas, Key, Sheet, fitted, legend_height, text_width
 from pipeline.report.tables import amount
 
 _PANEL, _MARGIN, _BELOW = 130.0, 46.0, 36.0  # points: a panel's height, room on its left, room below it
@@ -61,7 +61,7 @@ def caption(courses: Sequence[Course]) -> str:
 
 def _sheet(panels: Sequence[Panel], canvas: Canvas, *, title: str, shared: Sequence[Key]) -> Figure:
     """Lay the panels out in rows below the title and the shared legend."""
-    full, gap = canvas.width - 2 * 8.0, 24.0
+    full, gap = canvas.inner, 24.0
     rows = _rows(panels, columns=canvas.columns)
     widths = [(full - (len(row) - 1) * gap) / len(row) for row in rows]
     heads = [
@@ -74,11 +74,11 @@ def _sheet(panels: Sequence[Panel], canvas: Canvas, *, title: str, shared: Seque
     if title:
         sheet.title(title)
     if shared:
-        sheet.legend(shared, x=8, y=y + 10, width=full)
+        sheet.legend(shared, x=EDGE, y=y + 10, width=full)
     y += over
     for row, width, head in zip(rows, widths, heads, strict=True):
         for column, panel in enumerate(row):
-            _panel(sheet, panel, canvas=canvas, x=8 + column * (width + gap), y=y, width=width, head=head)
+            _panel(sheet, panel, canvas=canvas, x=EDGE + column * (width + gap), y=y, width=width, head=head)
         y += head + _PANEL + _BELOW
     return sheet.figure
 

@@ -55,9 +55,19 @@ class Goodput(Frozen):
         return {"goodput" if use == "steps" else f"wall_clock/{use}": share for use, share in self.shares.items()}
 
     @property
+    def percents(self) -> dict[Use, int]:
+        """Shares in whole percents, which add up to 100."""
+        shares = self.shares
+        percents = {use: int(100 * share) for use, share in shares.items()}
+        by_remainder = sorted(shares, key=lambda use: percents[use] - 100 * shares[use])
+        for use in by_remainder[: 100 - sum(percents.values())]:
+            percents[use] += 1
+        return percents
+
+    @property
     def sentence(self) -> str:
         """Goodput and the rest by name, in whole percents that add up to 100."""
-        percents = _whole_percents(self.shares)
+        percents = self.percents
         rest = [f"{use} {percent}%" for use, percent in percents.items() if percent and use != "steps"]
         spent = f"{duration(self.seconds.get('steps', 0.0))} of the training's {duration(self.total_s)}"
         return f"goodput {percents['steps']}%: {spent} were steps that count{''.join(f', {each}' for each in rest)}"
@@ -167,12 +177,3 @@ class WallClock:
         if self._until is not None and until > self._until:
             self._seconds[use] += until - self._until
             self._until = until
-
-
-def _whole_percents(shares: Mapping[Use, float]) -> dict[Use, int]:
-    """Round shares to whole percents that add up to 100: the largest remainders are rounded up."""
-    percents = {use: int(100 * share) for use, share in shares.items()}
-    by_remainder = sorted(shares, key=lambda use: percents[use] - 100 * shares[use])
-    for use in by_remainder[: 100 - sum(percents.values())]:
-        percents[use] += 1
-    return percents

@@ -7,12 +7,16 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined, Template
 
+from pipeline.config.reported import PREFIX
 from pipeline.config.values import Frozen
 from pipeline.report import FIRST_STEPS, Advice
 from pipeline.report.about import About
+from pipeline.report.goodput import Goodput
 from pipeline.report.palette import DARK, LIGHT
 from pipeline.report.report import Report
+from pipeline.report.sentences import learned
 from pipeline.report.tables import amount, efficiency, interval, speedup
+from pipeline.wording import duration
 
 _WINDOWS = (
     "Throughput and step time are the median of several windows. The trials were measured one after the other, so the "
@@ -48,6 +52,14 @@ class Pictures(Frozen):
     pairs: str = ""
 
 
+class Bar(Frozen):
+    """A use of the training's wall clock."""
+
+    use: str
+    percent: int
+    time: str
+
+
 class Tile(Frozen):
     """A key figure at the top of the page."""
 
@@ -63,6 +75,8 @@ def save_page(report: Report, path: Path, *, about: About, pictures: Pictures) -
         about=about,
         pictures=pictures,
         tiles=tuple(_tiles(report)),
+        wall_clock=tuple(_wall_clock(report.goodput)) if report.goodput else (),
+        metrics=sorted(report.main.metrics.items(), key=lambda metric: not metric[0].startswith(PREFIX)),
         advice=[(advice.reason.rstrip("."), *marked(advice)) for advice in report.advice],
         method=tuple(_method(report)),
         light=LIGHT,
@@ -74,22 +88,25 @@ def save_page(report: Report, path: Path, *, about: About, pictures: Pictures) -
 def _tiles(report: Report) -> Iterator[Tile]:
     """Yield the verdict, the quality of the model, the throughput and the start."""
     main = report.main
-    label = f"speedup of {main.title}"
-    if main.ratio is None:
-        yield Tile(figure="not claimed", label=label)
-    else:
-        noise = "" if main.is_resolved else "; could be noise"
+    if main.ratio is not None:
         ends = interval(main.ratio, confidence=main.confidence)
-        yield Tile(figure=speedup(main, has_interval=False), label=f"{label} ({ends}){noise}", is_accented=not noise)
-    reached = [name for name in main.metrics if name.startswith("validation/")]
-    reached.sort(key=lambda name: name == "validation/loss")
-    if reached and not report.is_comparison:
-        yield Tile(figure=_figure(main.metrics[reached[0]]), label=f"{reached[0]} at the end")
+        means = "could be noise" if not main.is_resolved else "faster" if main.ratio.value > 1 else "slower"
+        label = f"speedup of {main.title} over {report.rows[0].title} ({ends}): {means}"
+        yield Tile(figure=speedup(main, has_interval=False), label=label, is_accented=main.is_resolved)
+    if not report.is_comparison and (name := learned(main.metrics)):
+        yield Tile(figure=_figure(main.metrics[name]), label=f"{name} at the end")
     elif main.efficiency is not None:
         yield Tile(figure=efficiency(main), label="scaling efficiency")
     yield Tile(figure=amount(main.samples_per_second.median), label=f"samples/s on {main.devices}")
     if main.time_to_first_step_s is not None:
         yield Tile(figure=f"{main.time_to_first_step_s:.1f} s", label="to the first step")
+
+
+def _wall_clock(goodput: Goodput) -> Iterator[Bar]:
+    """Yield each use of the wall clock that took a whole percent, and the steps."""
+    for use, percent in goodput.percents.items():
+        if percent or use == "steps":
+            yield Bar(use=use, percent=percent, time=duration(goodput.seconds.get(use, 0.0)))
 
 
 def fragment(report: Report, chart: Path, *, places: str) -> str:
@@ -128,7 +145,7 @@ def _method(report: Report) -> Iterator[str]:
     has_weak = any(entry.scaling == "weak" for entry in report.entries)
     yield (
         f"{strong}{weak if has_weak else ''} Throughput is measured in the steady state, without warm-up, evaluation "
-        "and checkpoints; speedup is throughput over the baseline's; efficiency is speedup over the ratio of replicas. "
+        "and checkpoints; speedup is throughput over the baseline's; efficiency is speedup over the ratio of devices. "
         "Each worker has a fixed number of cores: N workers have N times the cores of one."
     )
     has_pairs = len(report.rows[0].repeats) > 1

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pipeline.report import Row
 from pipeline.report.palette import LIGHT
-from pipeline.report.picture import Canvas, Key, Sheet, fitted, legend_height
+from pipeline.report.picture import EDGE, Canvas, Key, Sheet, fitted, legend_height
 from pipeline.report.report import Report
 from pipeline.report.tables import times
 
@@ -38,12 +38,12 @@ def draw(report: Report, canvas: Canvas) -> Figure:
         Key(times(main.ratio, confidence=main.confidence), LIGHT["accent"]),
         Key(f"as fast as {report.rows[0].title}", LIGHT["muted"], "dashed"),
     )
-    width, height = canvas.width - 16, 110.0
+    width, height = canvas.inner, 110.0
     head = 24 + legend_height(keys, width=width, canvas=canvas)
     sheet = Sheet(canvas, height=head + height + 34)
     title = fitted(f"Speedup of {main.title} in each round", width=width, size=canvas.text + 0.5, bold=True)
-    sheet.text(title, x=8, y=13, bold=True, size=0.5)
-    sheet.legend(keys, x=8, y=29, width=width)
+    sheet.text(title, x=EDGE, y=13, bold=True, size=0.5)
+    sheet.legend(keys, x=EDGE, y=29, width=width)
     axes = sheet.axes(left=46, top=head, width=width - 38, height=height)
     axes.axhspan(main.ratio.low, main.ratio.high, color=LIGHT["accent"], alpha=0.2, lw=0)
     axes.axhline(main.ratio.value, color=LIGHT["accent"], lw=1.8)
@@ -51,7 +51,7 @@ def draw(report: Report, canvas: Canvas) -> Figure:
     axes.plot(range(1, len(ratios) + 1), ratios, "o", color=LIGHT["ink"], ms=4.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     sheet.fit_ticks(axes, width=width - 38)
-    sheet.text("round", x=canvas.width - 8, y=head + height + 27, size=-1.5, color=LIGHT["muted"], right=True)
+    sheet.text("round", x=EDGE + width, y=head + height + 27, size=-1.5, color=LIGHT["muted"], right=True)
     return sheet.figure
 
 

@@ -25,7 +25,7 @@ _WIDE_RANGE, _MANY_DECADES = 30.0, 1e3
 _GAP = 0.05
 """Pause from which two windows are drawn apart, relative to a window."""
 _UNITS = ((7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-_PAUSES = {"evaluation": LIGHT["orange"], "checkpoint": LIGHT["green"]}
+_PAUSES = {"evaluation": LIGHT["rule"], "checkpoint": LIGHT["grey"]}
 
 
 class Panel(NamedTuple):
@@ -114,15 +114,18 @@ def _throughput(axes: Axes, *, course: Course) -> None:
         pauses = [(pause.begin / factor, (pause.end - pause.begin) / factor) for pause in _longest(course.pauses, kind)]
         if pauses:
             place = axes.get_xaxis_transform()
-            axes.broken_barh(pauses, (0, 1), transform=place, facecolor=color, edgecolor=color, alpha=0.35, lw=0.6)
+            axes.broken_barh(pauses, (0, 1), transform=place, facecolor=color, edgecolor=color, lw=0.6)
     xs: list[float] = []
     ys: list[float] = []
     usual = sum(window.end - window.begin for window in course.windows) / len(course.windows)
     for window in course.windows:
-        if xs and window.begin / factor - xs[-1] > _GAP * usual / factor:
+        begin, end = window.begin / factor, window.end / factor
+        if xs and begin - xs[-1] > _GAP * usual / factor:
             xs.append(xs[-1])
             ys.append(math.nan)
-        xs += [window.begin / factor, window.end / factor]
+        elif xs:
+            begin = xs[-1]  # upright, not aslant
+        xs += [begin, end]
         ys += [window.samples_per_second] * 2
     axes.plot(*thinned(xs, ys, buckets=2 * BUCKETS), color=LIGHT["accent"], lw=1.6, solid_capstyle="butt")
     axes.set_ylim(bottom=0)

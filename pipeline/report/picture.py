@@ -42,7 +42,14 @@ class Canvas(NamedTuple):
         """Number of panels side by side."""
         return 1 if self is NARROW else 2
 
+    @property
+    def inner(self) -> float:
+        """Width between the edges in points."""
+        return self.width - 2 * EDGE
 
+
+EDGE = 8.0
+"""Points on the left and on the right of a drawing, which the page leaves out: its text has the same margin."""
 PNG, WIDE, NARROW = Canvas("png", 720, 10, has_title=True), Canvas("wide", 720, 10), Canvas("narrow", 350, 11)
 Draw = Callable[[Canvas], Figure]
 _DPI = 160  # 1600 pixels wide
@@ -88,7 +95,7 @@ class Sheet:
         axes = self.figure.add_axes((x, y, width / self._canvas.width, height / self._height), facecolor="none")
         axes.spines[:].set_visible(False)
         axes.set_axisbelow(True)
-        axes.tick_params(length=0, labelsize=self._canvas.text - 1.5, labelcolor=LIGHT["muted"], pad=3)
+        axes.tick_params(which="both", length=0, labelsize=self._canvas.text - 1.5, labelcolor=LIGHT["muted"], pad=3)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
             axis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
@@ -214,8 +221,9 @@ def _svg(figure: Figure, *, canvas: Canvas, name: str, label: str) -> str:
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
     for color, light in LIGHT.items():
         body = body.replace(light, f"var(--{color})")
-    width, height = figure.get_size_inches() * 72
+    height = 72 * figure.get_figheight()
     return (
-        f'<svg class="{canvas.name}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">'
+        f'<svg class="{canvas.name}" viewBox="{EDGE:g} 0 {canvas.inner:g} {height:g}" role="img" '
+        f'aria-label="{escape(label)}">'
         f"{body}</svg>"
     )

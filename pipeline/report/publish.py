@@ -82,7 +82,8 @@ def _spared(path: Path, warn: Callable[[str], None]) -> Iterator[None]:
 
 def _drawings(report: Report, courses: "list[Course]") -> "Iterator[tuple[str, Callable[[], Draw], str]]":
     """Yield name, drawing and description of each picture."""
-    yield CHART_NAME, partial(_chart, report), report.verdict
+    if len(report.entries) > 1 or report.has_parts:
+        yield CHART_NAME, partial(_chart, report), report.verdict
     if report.main.speedup_pairs > 1:
         yield PAIRS_CHART_NAME, partial(_pairs, report), f"Speedup of {report.main.title} in each round"
     if courses:

@@ -43,11 +43,14 @@ def _claim(main: Row, baseline: Row) -> Iterator[str]:
         yield "loss differs from the baseline's (note 1)"
 
 
-def _learned(metrics: Mapping[str, float]) -> Iterator[str]:
-    """Yield the metric that tells if it learned: of validation rather than training, rather than a loss."""
+def learned(metrics: Mapping[str, float]) -> str:
+    """Return the metric that tells if it learned: of validation rather than training, rather than a loss, or empty."""
     names = [name for name in metrics if name.startswith("validation/")] or [name for name in metrics if name == _LOSS]
-    if names:
-        name = min(names, key=lambda name: name.endswith("/loss"))
+    return min(names, key=lambda name: name.endswith("/loss"), default="")
+
+
+def _learned(metrics: Mapping[str, float]) -> Iterator[str]:
+    if name := learned(metrics):
         yield f"{name} {metrics[name]:.4g}"
 
 
@@ -119,7 +122,7 @@ def remarks(rows: Sequence[Row], *, main: Row, train_only: bool = False) -> Iter
         yield "dp with fewer than two GPUs is one replica: nothing runs in parallel."
     yield from (_all_cores(main, row) for row in rows if _has_all_cores(row, main))
     for row in rows:
-        if row.ratio is not None and row.efficiency is not None and not row.is_resolved:
+        if row.role != "reference" and not row.is_resolved:
             yield _unresolved(row, slots_s=main.slots_s)
     if main.other_cores is not None and main.other_cores > BUSY:
         yield (

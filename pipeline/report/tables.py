@@ -181,8 +181,10 @@ def _why(row: Row) -> str:
 def resources(rows: Sequence[Row]) -> ReportTable:
     """Build the table of memory, time to the first step and, if measured, GPU utilization.
 
-    Memory of weights, gradients and optimizer has a column if it differs between strategies.
+    Trials that were measured inside another one have no row. Memory of weights, gradients and optimizer has a column if
+    it differs between strategies.
     """
+    rows = [row for row in rows if row.peak_memory_mb or row.gpu_utilization or row.time_to_first_step_s is not None]
     columns: list[Column[Row]] = [
         ("strategy", lambda row: row.title),
         ("peak memory per device, MB", lambda row: low_to_high(row.peak_memory_mb)),

@@ -275,7 +275,7 @@ FAULTS = (
         "efficiency forgets the devices",
         "efficiency is speedup over the ratio of devices",
         "pipeline/report/__init__.py",
-        "ratios.value / (self.replicas / baseline.replicas)",
+        "ratios.value / (self.device_count / baseline.device_count)",
         "ratios.value",
         ("tests/unit/test_report.py",),
     ),

@@ -8,6 +8,7 @@ from recordings import Recording
 
 from pipeline.commands import page
 from pipeline.protocol.events import RunOpened
+from pipeline.recording.outcome import TrackingOutcome
 from pipeline.report.publish import CURVES_NAME, PAGE_NAME, REPORT_NAME
 from pipeline.report.report import Report
 
@@ -55,6 +56,13 @@ def test_a_folder_without_its_files_gets_a_page_without_these_facts(journal: Cal
     assert "experiment tiny in sqlite:///" in made
     assert "commit 6a7ec7fffb79" in made
     assert "<pre>" not in made
+
+
+def test_a_run_that_goes_on_knows_its_place_in_mlflow(journal: Callable[[str], Recording]) -> None:
+    folder = journal("finished").folder
+    (folder / "tracking.json").unlink()
+    outcome = TrackingOutcome(experiment_id="7", run_id="5bf9", delivered=False)
+    assert page.about(folder, outcome=outcome).link.partition("?")[0].endswith("/#/experiments/7/runs/5bf9")
 
 
 def test_a_damaged_journal_costs_the_curves_and_the_facts(journal: Callable[[str], Recording]) -> None:

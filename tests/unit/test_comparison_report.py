@@ -35,7 +35,7 @@ def test_the_tables_of_a_comparison_keep_the_order_and_the_cells_that_are_not_me
     table = comparison().results
     assert table.rows == (
         ("single", "1 core", "100", "baseline", "-", "-"),
-        ("single, 2 cores", "2 cores", "150", "1.50x (1.50-1.50)", "-", "yes"),
+        ("single, 2 cores", "2 cores", "150", "1.50x (1.50-1.50)", "75%", "yes"),
         ("ddp x 2", "2 cores", "190", "1.90x (1.79-2.02)", "95%", "yes"),
         ("ddp x 4", "-", "-", "not measured", "-", "-"),
         ("ddp x 2 (weak)", "2 cores", "196", "1.96x (1.85-2.08)", "98%", "-"),
@@ -135,7 +135,7 @@ def test_the_json_of_a_comparison_has_every_cell_in_the_order_asked_for() -> Non
 def test_the_reference_stands_beside_the_cells() -> None:
     document = json.loads(comparison_json(comparison()))
     assert document["reference"]["speedup"] == pytest.approx(1.5)
-    assert document["reference"]["efficiency"] is None
+    assert document["reference"]["efficiency"] == pytest.approx(0.75)
     assert list(document) == ["cells", "reference", "advice", "name", "hardware", "remarks"]
     assert json.loads(comparison_json(compared((190,))))["reference"] is None
 

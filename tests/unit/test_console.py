@@ -322,7 +322,7 @@ resnet-digits
 strategy         devices  samples/s   speedup  efficiency
 ─────────────────────────────────────────────────────────
 single            1 core        100  baseline           -
-single, 2 cores  2 cores        180     1.80x           -
+single, 2 cores  2 cores        180     1.80x         90%
 ddp x 2          2 cores        190     1.90x         95%
 
 Where a step's time goes, ms
@@ -352,7 +352,7 @@ def test_a_comparison_ends_in_advice_and_keeps_what_was_not_measured() -> None:
         "strategy         devices  samples/s            speedup  efficiency  loss",
         "────────────────────────────────────────────────────────────────────────",
         "single            1 core        100           baseline           -     -",
-        "single, 2 cores  2 cores        150  1.50x (1.50-1.50)           -   yes",
+        "single, 2 cores  2 cores        150  1.50x (1.50-1.50)         75%   yes",
         "ddp x 2          2 cores        190  1.90x (1.79-2.02)         95%   yes",
         "ddp x 4                -          -       not measured           -     -",
         "ddp x 2 (weak)   2 cores        196  1.96x (1.85-2.08)         98%     -",

@@ -131,6 +131,10 @@ def test_figures_of_the_driver_are_no_curve() -> None:
     assert len(course.windows) == 3
 
 
+def run_of(params: dict[str, str]) -> RunOpened:
+    return RunOpened(run="a", tracking_uri="", tracking_experiment="", tags={}, params=params, trials=())
+
+
 @pytest.mark.parametrize(
     ("metric", "params", "expected"),
     [
@@ -149,7 +153,14 @@ def test_figures_of_the_driver_are_no_curve() -> None:
 def test_what_is_better_comes_from_the_experiment_or_from_the_name(
     metric: str, params: dict[str, str], expected: str | None
 ) -> None:
-    assert direction(metric, params) == expected
+    assert direction(metric, run_of(params)) == expected
+
+
+def test_what_is_better_comes_from_the_run_rather_than_from_the_name() -> None:
+    run = run_of({}).model_copy(update={"directions": {"validation/accuracy": "min"}})
+    assert direction("validation/accuracy", run) == "min"
+    assert direction("validation/f1", run) is None
+    assert direction("train/loss", run) == "min"
 
 
 def test_a_metric_of_which_nobody_knows_what_is_better_has_no_best_value() -> None:

@@ -1,6 +1,7 @@
 """The page as a file: it needs nothing from outside and leaves nothing out, and it knows its run."""
 
 import html
+import re
 from base64 import b64encode
 from collections.abc import Iterator
 from datetime import datetime
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 from samples import BASELINE, HARDWARE, MAIN, comparison, finished, in_turn, report, spread
 
+from pipeline.protocol.trial_result import StepParts
 from pipeline.report import Advice, publish
 from pipeline.report.about import About
+from pipeline.report.goodput import Goodput
 from pipeline.report.html import Pictures, fragment, save_page
 from pipeline.report.report import Report
 
@@ -82,7 +85,8 @@ def test_the_page_escapes_what_it_is_given(tmp_path: Path) -> None:
 
 def test_the_page_of_a_bare_run_says_that_no_speedup_is_claimed(tmp_path: Path) -> None:
     page = page_of(Report.of([MAIN], [finished("main", spread(190))], hardware=HARDWARE), tmp_path)
-    assert "not claimed" in page
+    assert "no speedup claimed" in page
+    assert "speedup of" not in page
     assert "There is no baseline measurement" in page
 
 
@@ -103,14 +107,14 @@ def test_the_page_of_a_run_speaks_of_slots_and_has_their_picture(tmp_path: Path)
     assert "all of them once" not in page
     assert "Weak scaling" not in page
     assert "slowest window" not in page
-    assert "speedup of ddp x 2 (95%: 1.86x to 1.94x)</span>" in page
+    assert "speedup of ddp x 2 over single (95%: 1.86x to 1.94x): faster</span>" in page
 
 
 def test_the_page_of_a_run_of_before_speaks_of_windows(tmp_path: Path) -> None:
     page = page_of(report(has_pairs=False), tmp_path)
     assert "slowest window" in page
     assert "Student" not in page
-    assert "speedup of ddp x 2 (windows from 1.79x to 2.02x); could be noise</span>" in page
+    assert "speedup of ddp x 2 over single (windows from 1.79x to 2.02x): could be noise</span>" in page
 
 
 ABOUT = About(
@@ -141,7 +145,7 @@ def test_the_page_answers_in_the_order_of_the_questions(tmp_path: Path) -> None:
     page = page_of(report().model_copy(update={"advice": (HOSTILE,)}), tmp_path, about=ABOUT, pictures=DRAWN)
     order = [
         "<h1>", "Started", "Versions and experiment", "speedup of", "validation/accuracy at the end", "samples/s on",
-        "to the first step", 'class="verdict"', "Learning curves", "id='curves'", "smoothed", "id='chart'", "<table>",
+        "to the first step", 'class="verdict"', "Learning curves", "id='curves'", "smoothed", "id='chart'", "<table",
         "<h2>Advice", "<h2>Caveats", "a step&#39;s time goes", "How it was measured", "id='pairs'",
     ]  # fmt: skip
     places = [page.index(each, page.index("<body>")) for each in order]
@@ -154,7 +158,7 @@ def test_a_speedup_that_could_be_noise_has_no_accent(tmp_path: Path) -> None:
         finished("baseline", spread(100), slots=in_turn(100)),
     ]
     doubtful = page_of(Report.of([MAIN, BASELINE], ends, hardware=HARDWARE), tmp_path)
-    assert "; could be noise</span>" in doubtful
+    assert ": could be noise</span>" in doubtful
     assert '<div class="first">' not in doubtful
     clear = page_of(report(), tmp_path)
     assert '<div class="first"><b>1.90x</b>' in clear
@@ -164,6 +168,34 @@ def test_a_speedup_that_could_be_noise_has_no_accent(tmp_path: Path) -> None:
 def test_the_quality_of_the_model_is_among_the_key_figures(tmp_path: Path) -> None:
     assert "<b>0.9735</b><span>validation/accuracy at the end</span>" in page_of(report(), tmp_path)
     assert "<span>scaling efficiency</span>" in page_of(comparison(), tmp_path)
+
+
+def test_the_page_shows_all_that_the_terminal_says(tmp_path: Path) -> None:
+    spent = Goodput(seconds={"steps": 60.0, "start": 39.9, "input": 0.1})
+    page = page_of(report().model_copy(update={"goodput": spent, "advice": (HOSTILE,)}), tmp_path)
+    assert "Goodput 60%: 1 min 0 s of the training&#39;s 1 min 40 s were steps that count, start 40%." in page
+    bars = re.findall(r'<td>([^<]+)</td><td class="bar"><i style="width: (\d+)%"></i></td><td>([^<]+)</td>', page)
+    assert bars == [("steps that count", "60", "1 min 0 s"), ("start", "40", "40 s")]
+    assert f"<p>{report().outcome}.</p>" in page
+    assert "wall clock" not in page_of(comparison(), tmp_path)
+
+
+def test_the_validation_comes_first_among_the_metrics(tmp_path: Path) -> None:
+    metrics = {"train/loss": 0.04, "time/step_ms": 5.77, "validation/accuracy": 0.9694}
+    ends = [finished("main", spread(190), metrics=metrics)]
+    page = page_of(Report.of([MAIN], ends, hardware=HARDWARE), tmp_path)
+    places = [page.index(f"<td>{name}</td>") for name in ("validation/accuracy", "train/loss", "time/step_ms")]
+    assert places == sorted(places)
+
+
+def test_a_single_row_without_parts_has_no_chart(tmp_path: Path) -> None:
+    end = finished("main", spread(190))
+    unmeasured = StepParts(data_wait_ms=1.0, nodes=("node-1",))
+    alone = end.model_copy(update={"result": end.result.model_copy(update={"parts": unmeasured})})
+    names = publish.save(Report.of([MAIN], [alone], hardware=HARDWARE), tmp_path, warn=pytest.fail)
+    assert "report.html" in names
+    assert "speedup.png" not in names
+    assert "speedup.png" in publish.save(Report.of([MAIN], [end], hardware=HARDWARE), tmp_path, warn=pytest.fail)
 
 
 def test_the_fragment_of_a_notebook_shows_the_verdict_the_chart_and_what_to_know(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import rich.console
 from samples import finished, report, spread
 
-from pipeline.commands.history.compared_figures import ComparedFigures, Figure, direction_of
+from pipeline.commands.history.compared_figures import ComparedFigures, Figure
 from pipeline.commands.history.difference import difference, show_difference
 from pipeline.commands.history.run_list import ago, show_runs, sorted_runs
 from pipeline.errors import UsageError
@@ -291,24 +291,6 @@ def test_figures_are_better_or_worse_unless_it_could_be_noise(
 ) -> None:
     compared = ComparedFigures.of(a, b)
     assert (compared.change, compared.judgement, compared.differs) == (change, judgement, True)
-
-
-@pytest.mark.parametrize(
-    ("metric", "params", "direction"),
-    [
-        ("validation/loss", {}, "min"),
-        ("train/loss", {}, "min"),
-        ("validation/accuracy", {}, "max"),
-        ("validation/top", {"metrics.top._target_": "torchmetrics.classification.MulticlassAccuracy"}, "max"),
-        ("validation/far", {"metrics.far._target_": "torchmetrics.MeanAbsoluteError"}, "min"),
-        ("validation/own", {"metrics.own._target_": "mine.Own"}, None),
-        ("validation/own", {"checkpoint.best": "validation/own", "checkpoint.mode": "max"}, "max"),
-        ("validation/own", {"checkpoint.best": "validation/own", "checkpoint.mode": "auto"}, None),
-    ],
-)
-def test_the_direction_of_a_metric(metric: str, params: Mapping[str, str], direction: str | None) -> None:
-    opened = RunOpened(run="a", tracking_uri="", tracking_experiment="", tags={}, params=params, trials=())
-    assert direction_of(metric, opened) == direction
 
 
 def test_a_difference_begins_with_what_was_learned(tmp_path: Path) -> None:

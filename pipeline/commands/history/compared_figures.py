@@ -10,13 +10,11 @@ from pipeline.config.values import Direction, Frozen
 from pipeline.protocol.events import RunOpened
 from pipeline.protocol.trial_result import Spread
 from pipeline.report import Row
+from pipeline.report.courses import direction
 
 _MANY = 10.0  # ratio from which a multiple is easier to read than percent
 _SAME_MEMORY = 0.005
 """Share by which the peak memory of equal processes may differ."""
-_LOWER = ("loss", "error", "perplexity")
-_HIGHER = ("accuracy", "precision", "recall", "f1", "auroc", "jaccard", "dice", "r2")
-"""Parts of names of metrics, and of their classes, that tell in which direction the metric is better."""
 Judgement = Literal["better", "worse", "within noise", ""]
 
 
@@ -61,18 +59,7 @@ class ComparedFigures(Frozen):
 def learned(metrics: Mapping[str, float], opened: RunOpened) -> Iterator[tuple[str, Figure]]:
     """Yield the values that tell what a run learned, by name."""
     for name, value in metrics.items():
-        yield name, Figure(value, direction_of(name, opened), is_absolute=True)
-
-
-def direction_of(metric: str, opened: RunOpened) -> Direction | None:
-    """Return the direction in which a metric is better, by what the experiment says or by its name."""
-    own, mode = metric.removeprefix("validation/"), opened.params.get("checkpoint.mode")
-    if metric == opened.params.get("checkpoint.best") and mode in ("min", "max"):
-        return "min" if mode == "min" else "max"
-    known = f"{own} {opened.params.get(f'metrics.{own}._target_', '').rpartition('.')[2]}".lower()
-    if any(part in known for part in _LOWER):
-        return "min"
-    return "max" if any(part in known for part in _HIGHER) else None
+        yield name, Figure(value, direction(name, opened), is_absolute=True)
 
 
 def measured(row: Row) -> Iterator[tuple[str, str | Figure]]:
