@@ -65,7 +65,7 @@ def _sheet(panels: Sequence[Panel], canvas: Canvas, *, title: str, shared: Seque
     rows = _rows(panels, columns=canvas.columns)
     widths = [(full - (len(row) - 1) * gap) / len(row) for row in rows]
     heads = [
-        20 + max(legend_height(panel.keys, width=width, canvas=canvas) for panel in row)
+        24 + max(legend_height(panel.keys, width=width, canvas=canvas) for panel in row)
         for row, width in zip(rows, widths, strict=True)
     ]
     y = 34.0 if title else 4.0

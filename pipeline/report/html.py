@@ -15,7 +15,7 @@ from pipeline.report.goodput import Goodput
 from pipeline.report.palette import DARK, LIGHT
 from pipeline.report.report import Report
 from pipeline.report.sentences import learned
-from pipeline.report.tables import amount, efficiency, interval, speedup
+from pipeline.report.tables import amount, efficiency, times
 from pipeline.wording import duration
 
 _WINDOWS = (
@@ -89,10 +89,11 @@ def _tiles(report: Report) -> Iterator[Tile]:
     """Yield the verdict, the quality of the model, the throughput and the start."""
     main = report.main
     if main.ratio is not None:
-        ends = interval(main.ratio, confidence=main.confidence)
+        figure = times(main.ratio)
+        ends = times(main.ratio, confidence=main.confidence).removeprefix(figure)
         means = "could be noise" if not main.is_resolved else "faster" if main.ratio.value > 1 else "slower"
-        label = f"speedup of {main.title} over {report.rows[0].title} ({ends}): {means}"
-        yield Tile(figure=speedup(main, has_interval=False), label=label, is_accented=main.is_resolved)
+        label = f"speedup of {main.title} over {report.rows[0].title}{ends}: {means}"
+        yield Tile(figure=figure, label=label, is_accented=main.is_resolved)
     if not report.is_comparison and (name := learned(main.metrics)):
         yield Tile(figure=_figure(main.metrics[name]), label=f"{name} at the end")
     elif main.efficiency is not None:

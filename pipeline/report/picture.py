@@ -138,7 +138,7 @@ class Sheet:
         self.figure.add_artist(
             Line2D(
                 xs, [height] * len(xs), color=key.color,
-                linestyle=(0, (3, 2)) if key.mark == "dashed" else "-", lw=1 if key.mark == "thin" else 1.8,
+                linestyle=(0, (2.2, 1.7)) if key.mark == "dashed" else "-", lw=1 if key.mark == "thin" else 1.8,
                 marker={"dot": "o", "interval": "|"}.get(key.mark, ""), markersize=4 if key.mark == "dot" else 6,
                 markeredgewidth=1.3, solid_capstyle="butt",
             )

@@ -27,6 +27,9 @@ TEXTS = """() => [...document.querySelectorAll('svg text')].map(text => {
             size: parseFloat(style.fontSize) * scale, svg: [...document.querySelectorAll('svg')].indexOf(svg)};
 }).filter(text => text.right > text.x && text.text.trim())"""
 """Each text that is shown in a picture, with its place in the window."""
+SCROLLED = """() => [...document.querySelectorAll('.scroll')]
+    .filter(each => each.scrollWidth > each.clientWidth).map(each => each.innerText)"""
+"""The tables that are wider than the window."""
 
 
 @pytest.fixture(scope="module", params=["finished", "comparison", "elastic"])
@@ -51,6 +54,7 @@ def test_the_report_can_be_read(report: Path, pages: Pages, size: tuple[int, int
     name = f"report-{report.parent.name}-{size[0]}-{'dark' if dark else 'light'}"
     with pages.open(report.as_uri(), ready=lambda page: page.locator("h1"), name=name, size=size, dark=dark) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        assert page.evaluate(SCROLLED) == []
         shown = "narrow" if size[0] < 700 else "wide"
         assert page.locator(f"svg.{shown}:visible").count() == page.locator("svg:visible").count() >= 2
         assert page.locator("figcaption").first.inner_text().startswith("Train loss")
@@ -88,6 +92,17 @@ def luminance(color: str) -> float:
     shares = [int(value) / 255 for value in re.findall(r"\d+", color)[:3]]
     linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_the_report_is_printed_in_light_colors(report: Path, pages: Pages) -> None:
+    with pages.open(
+        report.as_uri(), ready=lambda page: page.locator("h1"), name="report-printed", size=(720, 1000), dark=True
+    ) as page:
+        page.emulate_media(media="print", color_scheme="dark")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert page.locator("svg.wide:visible").count() == page.locator("svg:visible").count() >= 2
+        for text in page.evaluate(TEXTS):
+            assert contrast(text["fill"], "rgb(255, 255, 255)") >= 4.5, text
 
 
 def test_versions_and_experiment_are_there_when_asked_for(report: Path, pages: Pages) -> None:
