@@ -4,6 +4,7 @@ The modules of this folder parse arguments and print results, nothing else. Each
 runs, so that ``--help`` answers at once, without loading torch.
 """
 
+import gc
 import platform
 import signal
 import sys
@@ -106,6 +107,8 @@ def main() -> NoReturn:
     except PipelineError as error:
         show(error)
         sys.exit(error.exit_code)
+    finally:
+        gc.freeze()  # the interpreter's end would look through all of torch, twice
     sys.exit(0)
 
 
