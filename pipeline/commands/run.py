@@ -67,7 +67,10 @@ def run(
     ) as invocation:
         done = invocation.results
         try:
-            place = partial(_placed, folder=invocation.folder, resume=earlier is not None, left_out=left_out)
+            exports = member is None or member.logs_model
+            place = partial(
+                _placed, folder=invocation.folder, resume=earlier is not None, left_out=left_out, exports=exports
+            )
             invocation.execute(place(trial) for trial in plan.trials if trial.name not in done)
         finally:
             if plan.main.name in invocation.results:
@@ -147,12 +150,19 @@ def _figures(result: Report) -> Iterator[tuple[str, float | None]]:
         yield from result.goodput.figures.items()
 
 
-def _placed(trial: Trial, *, folder: Path, resume: bool, left_out: Mapping[str, tuple[int, ...]]) -> Trial:
-    """Return the trial with the address of its checkpoints; measurements have none."""
+def _placed(
+    trial: Trial, *, folder: Path, resume: bool, left_out: Mapping[str, tuple[int, ...]], exports: bool
+) -> Trial:
+    """Return the trial as this run needs it, with the address of its checkpoints; measurements have none."""
     if not isinstance(trial, Training):
         return trial
-    address = address_of(trial.experiment.checkpoint.directory, run=folder)
-    return trial.model_copy(update={"checkpoints": address, "resume": resume, "left_out": left_out.get(trial.name, ())})
+    own = {
+        "checkpoints": address_of(trial.experiment.checkpoint.directory, run=folder),
+        "resume": resume,
+        "left_out": left_out.get(trial.name, ()),
+        "exports": exports,
+    }
+    return trial.model_copy(update=own)
 
 
 def _stays_left_out(steps: Sequence[int]) -> str:

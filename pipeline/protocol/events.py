@@ -272,6 +272,18 @@ class ModelSaved(Event):
     """Id of the trial that trained the model, if a sweep sends it; otherwise empty."""
 
 
+class ModelExported(Event):
+    """Trained model as a program of torch.export, which can be loaded without the model's code."""
+
+    kind: Literal["model_exported"] = "model_exported"
+    program: str
+    """Path of the program inside the run's folder. The file is removed once the tracking store has it."""
+    samples: str
+    """Path of an .npz file with an example of inputs and outputs; see `pipeline.training.export`."""
+    torch: str
+    """Version of torch that exported it."""
+
+
 class Tagged(Event):
     """Tags that are known at the end: of a run, a measurement of it, a sweep, or a trial of the sweep."""
 
@@ -340,6 +352,7 @@ AnyEvent = Annotated[
     | BatchSizesFound
     | ArtifactSaved
     | ModelSaved
+    | ModelExported
     | Tagged
     | CheckpointSaved
     | Resumed

@@ -141,6 +141,8 @@ class Training(Trial):
     """Measurements that rank 0 makes after the training, in turn with the training's own steps."""
     train_only: bool = False
     """True to measure nothing once the training is over: neither parts of a step nor unused parameters."""
+    exports: bool = False
+    """True to export the trained model for the tracking store."""
 
     @property
     @override

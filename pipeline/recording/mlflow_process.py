@@ -1,4 +1,4 @@
-"""Process that writes a run to MLflow, beside training and at a lower priority.
+"""Process that writes a run to MLflow: beside training at a lower priority, after it at the usual one.
 
 It reads the run's journal while it is written. `pipeline.recording.mlflow` sends it lines on standard input: a
 `WriterTask`, the run's `RunClosed`, which the journal lacks on a full disk, then `CLOSE`. It answers with lines of
@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,10 @@ _BATCH_S = 1.0
 _UPLOAD_PAUSE_S = 2.0
 _TELL_S = 0.25
 _NICE, _NICE_AT_FIRST = 10, 6
-"""Niceness beside training, and until the store has the run: its page should be there when training begins."""
+"""Niceness beside training, and until the store has the run: its page should be there when training begins.
+
+On Linux each thread has its own. It can't be taken back without privileges, so at the run's end, for which the user
+waits, another thread continues."""
 
 
 class WriterTask(WithEnvironment):
@@ -82,17 +85,21 @@ class Writer:
         self._batch = 0  # events being sent
         self._upload_at = 0.0
         self._opened, self._is_open = opened, False
+        self._parts = self._deliver_all()
 
-    def work(self) -> None:
-        """Send all events and files; never raises."""
+    def work(self, *, is_beside: bool = False) -> None:
+        """Send all events and files, or as many as there are before the run ends if ``is_beside``; never raises.
+
+        It continues where an earlier call in another thread has returned.
+        """
         try:
             with quiet():
-                if self._deliver_all():
-                    persist(self._delivery.upload, ending=self.closing)
+                for _ in self._parts:
+                    if is_beside and self.closing.is_set():
+                        return
         except Exception as error:  # noqa: BLE001 - MLflow can't even be imported; training doesn't need it
             self._delivery.fail(error)
-        finally:
-            self.done.set()
+        self.done.set()
 
     def reply(self) -> WriterReply:
         """Report the progress."""
@@ -105,13 +112,14 @@ class Writer:
             is_done=is_done,
         )
 
-    def _deliver_all(self) -> bool:
-        """Send events until the run ends; return False if the store doesn't accept the last of them."""
+    def _deliver_all(self) -> Iterator[None]:
+        """Send everything, with a pause before each batch; give up if the store doesn't accept it after the end."""
         has_ended = False
         while (batch := self._next_batch()) is not None:
             self._batch = len(batch)
+            yield
             if batch and not persist(partial(self._delivery.attempt, batch), ending=self.closing):
-                return False
+                return
             self._batch = 0
             if not self._is_open and self._delivery.run.run_id:
                 self._is_open = True
@@ -119,9 +127,10 @@ class Writer:
             has_ended = bool(batch) and isinstance(batch[-1], RunClosed)
             if monotonic() >= self._upload_at and not self._delivery.upload():
                 self._upload_at = monotonic() + _UPLOAD_PAUSE_S  # metrics don't wait for files
-        return (
-            has_ended or self.end is None or persist(partial(self._delivery.attempt, [self.end]), ending=self.closing)
-        )
+        yield
+        end = [] if has_ended or self.end is None else [self.end]
+        if not end or persist(partial(self._delivery.attempt, end), ending=self.closing):
+            persist(self._delivery.upload, ending=self.closing)
 
     def _next_batch(self) -> list[AnyEvent] | None:
         """Collect events of about a second, at first those there are; empty if files are due first, None at the end."""
@@ -143,13 +152,12 @@ class Writer:
 
 def main() -> None:
     """Write the run that standard input names, until it ends or the driver is killed."""
-    _step_back(_NICE_AT_FIRST)
-    with suppress(Exception), quiet():  # the writer reports it
-        for name in sys.argv[2:]:
-            importlib.import_module(name)
+    importing = Thread(target=_import, args=(sys.argv[2:],), daemon=True)
+    importing.start()
     line = sys.stdin.buffer.readline()
     if not line:
         return  # no run came
+    importing.join()
     task = WriterTask.model_validate_json(line)
     task.enter()  # user code may have changed the environment since this process started
     replies = _private_stdout(task.log)
@@ -160,7 +168,7 @@ def main() -> None:
         opened=lambda: _step_back(_NICE, since=_NICE_AT_FIRST),
     )
     Thread(target=_listen, args=(writer,), daemon=True).start()
-    Thread(target=writer.work, daemon=True).start()
+    Thread(target=_work, args=(writer,), daemon=True).start()
     known = ""
     while not writer.done.wait(_TELL_S):
         reply = writer.reply()
@@ -168,6 +176,27 @@ def main() -> None:
             known = reply.outcome.run_id
             _tell(replies, reply)
     _tell(replies, writer.reply())
+
+
+def _import(modules: Iterable[str]) -> None:
+    _step_back(_NICE_AT_FIRST)
+    with suppress(Exception), quiet():  # the writer reports it
+        for name in modules:
+            importlib.import_module(name)
+
+
+def _work(writer: Writer) -> None:
+    """Send everything: until the run ends from a thread that yields to training."""
+
+    def beside() -> None:
+        _step_back(_NICE_AT_FIRST)
+        writer.work(is_beside=True)
+
+    thread = Thread(target=beside, daemon=True)
+    thread.start()
+    thread.join()
+    _set_autogroup(0)
+    writer.work()
 
 
 def _listen(writer: Writer) -> None:
@@ -195,7 +224,11 @@ def _private_stdout(log: Path) -> BinaryIO:
 
 
 def _step_back(nice: int, *, since: int = 0) -> None:
-    """Lower the priority below training's: nice, and the autogroup, because Linux may weigh whole sessions."""
+    """Lower this thread's priority below training's: nice and autogroup, because Linux may weigh whole sessions."""
     os.nice(nice - since)
+    _set_autogroup(nice)
+
+
+def _set_autogroup(nice: int) -> None:
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(nice))

@@ -13,6 +13,7 @@ from pipeline.protocol.events import (
     Failed,
     Finished,
     Metrics,
+    ModelExported,
     ModelSaved,
     Point,
     RunClosed,
@@ -71,6 +72,7 @@ class MlflowRun:
         self._errors: dict[str, str] = {}
         self._logs_model = True
         self._models: list[ModelSaved] = []
+        self._exported: ModelExported | None = None
         self._points: dict[str, list[Metric]] = {}
 
     def write(self, events: Iterable[AnyEvent]) -> None:
@@ -107,7 +109,7 @@ class MlflowRun:
         run_id = self._runs.of(event.run, trial=MAIN) if event.run else self.run_id
         folder = self.folder / PurePosixPath(event.run).name if event.run else self.folder
         if event.example:
-            log_model(self._client, event, run_id=run_id, folder=folder, warn=self._warn)
+            log_model(self._client, event, self._exported, run_id=run_id, folder=folder, warn=self._warn)
         else:
             self._client.log_artifact(run_id, str(folder / event.weights), str(PurePosixPath(event.weights).parent))
 
@@ -182,8 +184,13 @@ class MlflowRun:
 
     @_write.register
     def _(self, event: ModelSaved) -> None:
+        self._exported = None  # what was exported were earlier weights
         if self._logs_model and event not in self._models:
             self._models.append(event)  # exported at the end: it uses cores, and a measurement may follow
+
+    @_write.register
+    def _(self, event: ModelExported) -> None:
+        self._exported = event
 
     @_write.register
     def _(self, event: Tagged) -> None:

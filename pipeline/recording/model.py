@@ -1,26 +1,22 @@
-"""Logging of the trained model to MLflow, with signature and description; rebuilt from the run's folder."""
+"""Logging of the trained model to MLflow, with signature and description."""
 
 import logging
-import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from pipeline.config.schema import Experiment
 from pipeline.config.uris import without_credentials
-from pipeline.protocol.events import ModelSaved
+from pipeline.protocol.events import ModelExported, ModelSaved
+from pipeline.recording.model_folder import PROGRAM, first_line, source
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel, Metric, Run
     from mlflow.models import ModelSignature
     from mlflow.types import Schema
-    from torch import nn
 
 NAME = "model"
 _NOTE_TAG = "mlflow.note.content"
@@ -29,7 +25,13 @@ _log = logging.getLogger(__name__)
 
 
 def log_model(
-    client: "MlflowClient", event: ModelSaved, *, run_id: str, folder: Path, warn: Callable[[str], None]
+    client: "MlflowClient",
+    saved: ModelSaved,
+    exported: ModelExported | None,
+    *,
+    run_id: str,
+    folder: Path,
+    warn: Callable[[str], None],
 ) -> None:
     """Log the model of a run once: in torch.export's format, or as pickle if the export fails.
 
@@ -39,48 +41,46 @@ def log_model(
         Exception: whatever MLflow's store raises; the call may be repeated.
     """
     logged = _logged(client, run_id)
-    if logged is not None and logged.status.value == "READY":
-        return
+    if logged is None or logged.status.value != "READY":
+        _log_model(client, saved, exported, logged=logged, run_id=run_id, folder=folder, warn=warn)
+    if exported is not None:
+        (folder / exported.program).unlink(missing_ok=True)
+
+
+def _log_model(
+    client: "MlflowClient",
+    saved: ModelSaved,
+    exported: ModelExported | None,
+    *,
+    logged: "LoggedModel | None",
+    run_id: str,
+    folder: Path,
+    warn: Callable[[str], None],
+) -> None:
+    from mlflow.models import Model
+
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / NAME
         try:
-            module, example = rebuild(event, folder=folder)
+            found = source(saved, exported, folder=folder)
         except Exception as error:  # noqa: BLE001 - user code; the run itself is fine
             _log.warning("the model can't be rebuilt", exc_info=error)
-            warn(f"the model isn't logged to MLflow, it can't be rebuilt: {_first_line(error)}")
+            warn(f"the model isn't logged to MLflow, it can't be rebuilt: {first_line(error)}")
             return
         logged = logged or _create(client, run_id)
+        identity = {"run_id": logged.source_run_id, "model_id": logged.model_id, "model_uuid": logged.model_id}
+        model = Model(artifact_path=logged.artifact_location, **identity)
         try:
-            _save(module, example, path=path, logged=logged, warn=warn)
+            with warnings.catch_warnings(action="ignore"):  # of torch.export and MLflow; nothing a user can act on
+                found.write(path, model=model, warn=warn)
         except Exception as error:  # noqa: BLE001 - user code and torch.export; the run itself is fine
             _log.warning("the model can't be saved", exc_info=error)
-            warn(f"the model isn't logged to MLflow, it can't be saved: {_first_line(error)}")
+            warn(f"the model isn't logged to MLflow, it can't be saved: {first_line(error)}")
             client.finalize_logged_model(logged.model_id, "FAILED")
             return
         client.log_model_artifacts(logged.model_id, str(path))
-        _describe(client, logged, path=path, example=example)
+        _describe(client, logged, path=path, inputs=found.inputs)
     client.finalize_logged_model(logged.model_id, "READY")
-
-
-def rebuild(event: ModelSaved, *, folder: Path) -> "tuple[nn.Module, torch.Tensor]":
-    """Return the trained module in evaluation mode, on the CPU, and a small batch of its inputs.
-
-    Raises:
-        ExperimentError: the model's component can't be built in this process.
-        RuntimeError: the weights belong to another model.
-    """
-    import torch
-
-    from pipeline.config.components import build
-    from pipeline.config.targets import allowed_packages
-
-    experiment = Experiment.model_validate(yaml.safe_load((folder / "experiment.yaml").read_text()))
-    module: nn.Module = build(experiment.model, key="model", allowed=allowed_packages(), runtime={})
-    weights: Mapping[str, torch.Tensor] = torch.load(folder / event.weights, map_location="cpu", weights_only=True)
-    example: torch.Tensor = torch.load(folder / event.example, map_location="cpu", weights_only=True)
-    precision = next((value.dtype for value in weights.values() if value.is_floating_point()), None)
-    module.to(device="cpu", dtype=precision).load_state_dict(weights)
-    return module.eval(), example
 
 
 def _logged(client: "MlflowClient", run_id: str) -> "LoggedModel | None":
@@ -100,66 +100,14 @@ def _create(client: "MlflowClient", run_id: str) -> "LoggedModel":
     return logged
 
 
-def _save(
-    module: "nn.Module", example: "torch.Tensor", *, path: Path, logged: "LoggedModel", warn: Callable[[str], None]
-) -> None:
-    """Write an MLflow model folder: as an exported program, which runs no code when loaded, else as pickle."""
-    import mlflow.pytorch
-    from mlflow.models import Model
-
-    identity = {"run_id": logged.source_run_id, "model_id": logged.model_id, "model_uuid": logged.model_id}
-
-    def save(serialization_format: str) -> None:
-        mlflow.pytorch.save_model(
-            module,
-            path,
-            mlflow_model=Model(artifact_path=logged.artifact_location, **identity),
-            signature=_signature(module, example),
-            input_example=example.numpy(),
-            serialization_format=serialization_format,
-            # Given: MLflow would start a process that loads the model to infer it.
-            pip_requirements=mlflow.pytorch.get_default_pip_requirements(),
-        )
-
-    with warnings.catch_warnings():  # of torch.export and MLflow; nothing that a user can act on
-        warnings.simplefilter("ignore")
-        try:
-            save("pt2")
-        except Exception as error:  # noqa: BLE001 - whatever torch.export can't trace in a user's model
-            _log.warning("torch.export failed", exc_info=error)
-            warn(f"the model is logged as pickle, since torch.export failed: {_first_line(error)}")
-            shutil.rmtree(path, ignore_errors=True)
-            save("pickle")
-
-
-def _signature(module: "nn.Module", example: "torch.Tensor") -> "ModelSignature":
-    """Infer names, types and shapes of inputs and outputs; outputs other than tensors have no signature."""
-    import torch
-    from mlflow.models import infer_signature
-
-    with torch.no_grad():
-        output: Any = module(example)
-    if isinstance(output, Mapping):
-        output = {name: value.numpy() for name, value in output.items() if isinstance(value, torch.Tensor)}
-    elif isinstance(output, torch.Tensor):
-        output = output.numpy()
-    else:
-        output = None
-    return infer_signature(example.numpy(), output)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, example: "torch.Tensor") -> None:
+def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, inputs: "np.ndarray[Any, Any]") -> None:
     """Write the description on the model's page in MLflow: origin, code to load it, signature, metrics. Idempotent.
 
     Args:
         client: client of the store.
         logged: the logged model, with its files uploaded.
         path: local folder of the model's files.
-        example: a small batch of its inputs.
+        inputs: a small batch of its inputs.
 
     Raises:
         Exception: whatever MLflow's store raises.
@@ -169,7 +117,7 @@ def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, exam
     run = client.get_run(logged.source_run_id)
     client.log_batch(run.info.run_id, metrics=list(_figures(client, run, logged)), synchronous=True)
     uri = without_credentials(client.tracking_uri)
-    parts = [_what(run, path), _code(logged, uri=uri, example=example), _table(Model.load(path).signature)]
+    parts = [_what(run, path), _code(logged, uri=uri, inputs=inputs), _table(Model.load(path).signature)]
     client.set_logged_model_tags(logged.model_id, {_NOTE_TAG: "\n\n".join(filter(None, parts))})
 
 
@@ -187,19 +135,19 @@ def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel") -> "Iter
 
 def _what(run: "Run", path: Path) -> str:
     source = f"`{run.data.params.get('model._target_', 'The model')}`, trained by {run.info.run_name}."
-    if (path / "data" / "model.pt2").exists():
+    if (path / PROGRAM).exists():
         return f"{source} An exported program of torch.export."
     return f"{source} A pickle: loading it runs code, and needs the packages that it was trained with."
 
 
-def _code(logged: "LoggedModel", *, uri: str, example: "torch.Tensor") -> str:
-    shape = ", ".join(map(str, example.shape))
+def _code(logged: "LoggedModel", *, uri: str, inputs: "np.ndarray[Any, Any]") -> str:
+    shape = ", ".join(map(str, inputs.shape))
     return f"""```python
 import mlflow, torch
 
 mlflow.set_tracking_uri("{uri}")
 model = mlflow.pytorch.load_model("{logged.model_uri}")
-model(torch.zeros({shape}, dtype={example.dtype}))
+model(torch.zeros({shape}, dtype=torch.{inputs.dtype}))
 ```"""
 
 

@@ -6,6 +6,8 @@ Every rank runs this code on its share of each global batch, whichever launcher 
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -73,10 +75,14 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
                 end_epoch(context, epoch=epoch, meter=meter, manager=manager)
                 if meter.stop_agreed:
                     raise Stopped
-    if is_training:
-        meter.finiteness.summarize()
-        reporting.model(context, outbox)
-    return measured(context, _result(context, meter), laps=clock.steady, outbox=outbox)
+    with TemporaryDirectory() as folder:
+        if isinstance(trial, Training):
+            meter.finiteness.summarize()
+            reporting.model(context, outbox, folder=Path(folder))
+        result = measured(context, _result(context, meter), laps=clock.steady, outbox=outbox)
+        if isinstance(trial, Training):  # last, as it takes memory, which the result tells, and may fail
+            reporting.exported_model(trial, outbox, folder=Path(folder))
+    return result
 
 
 def _result(context: TrainContext, meter: Meter) -> TrialResult:

@@ -1,5 +1,6 @@
 """Reports of ranks to the driver besides metrics: devices, the first step, memory, the trained model."""
 
+import logging
 import resource
 import sys
 import tempfile
@@ -11,11 +12,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipeline.protocol.events import ArtifactSaved, FirstStep, ModelSaved, Outbox, Started, Warned
+from pipeline.protocol.events import ArtifactSaved, FirstStep, ModelExported, ModelSaved, Outbox, Started, Warned
+from pipeline.protocol.progress import ProgressReporter
+from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import Held
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import full_state_dict, resulting_weights
+from pipeline.training.export import export, trained_model
 from pipeline.training.learned import kept, trainable
 from pipeline.training.loader import to_device
 from pipeline.training.metrics import Curve
@@ -23,6 +27,8 @@ from pipeline.training.norms import local
 from pipeline.wording import counted
 
 _WEIGHTS, _EXAMPLE = "model/weights.pt", "model/example.pt"
+_PROGRAM, _SAMPLES = "model/model.pt2", "model/example.npz"
+_log = logging.getLogger(__name__)
 MUCH = 0.2
 """Share of the initial weights in the averages from which a warning is due."""
 
@@ -132,32 +138,51 @@ def coupling_layers(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(type(module).__name__.removeprefix("FSDP") for module in coupled))
 
 
-def model(context: TrainContext, outbox: Outbox) -> None:
-    """Send the trained weights, and an example input for the model's signature. Collective."""
-    with tempfile.TemporaryDirectory() as folder:
-        weights = Path(folder) / "weights.pt"
-        beside = "loss.pt" if context.experiment.task is None else "task.pt"
-        with resulting_weights(context):
-            state = full_state_dict(context)
-            if context.rank.is_first:
-                torch.save({name: value.cpu() for name, value in state.items()}, weights)
-                _save_learned(context, Path(folder) / beside)
-        if not context.rank.is_first:
-            return
-        outbox.file(weights, _WEIGHTS)
-        if trainable(context.learned):
-            outbox.file(Path(folder) / beside, f"model/{beside}")
-        if not context.experiment.tracking.log_model:
-            return
-        if trainable(context.learned):
-            outbox.event(ArtifactSaved(trial=context.trial.name, path=f"model/{beside}"))
-        example = _example(context)
-        if example is not None:
-            path = Path(folder) / "example.pt"
-            torch.save(example, path)
-            outbox.file(path, _EXAMPLE)
-        place = "" if example is None else _EXAMPLE
-        outbox.event(ModelSaved(trial=context.trial.name, weights=_WEIGHTS, example=place))
+def model(context: TrainContext, outbox: Outbox, *, folder: Path) -> None:
+    """Send the trained weights, and an example input for the model's signature; keep both in ``folder``. Collective."""
+    weights, example = folder / _WEIGHTS, folder / _EXAMPLE
+    weights.parent.mkdir()
+    beside = "model/loss.pt" if context.experiment.task is None else "model/task.pt"
+    with resulting_weights(context):
+        state = full_state_dict(context)
+        if context.rank.is_first:
+            torch.save({name: value.cpu() for name, value in state.items()}, weights)
+            _save_learned(context, folder / beside)
+    if not context.rank.is_first:
+        return
+    outbox.file(weights, _WEIGHTS)
+    if trainable(context.learned):
+        outbox.file(folder / beside, beside)
+    if not context.experiment.tracking.log_model:
+        return
+    if trainable(context.learned):
+        outbox.event(ArtifactSaved(trial=context.trial.name, path=beside))
+    inputs = _example(context)
+    if inputs is not None:
+        torch.save(inputs, example)
+        outbox.file(example, _EXAMPLE)
+    place = "" if inputs is None else _EXAMPLE
+    outbox.event(ModelSaved(trial=context.trial.name, weights=_WEIGHTS, example=place))
+
+
+def exported_model(trial: Training, outbox: Outbox, *, folder: Path) -> None:
+    """Export the model whose weights and example are in ``folder``, if both are, and send it.
+
+    A model that can't be exported is left to the process that writes to MLflow, which warns of it.
+    """
+    weights, example, program, samples = (folder / name for name in (_WEIGHTS, _EXAMPLE, _PROGRAM, _SAMPLES))
+    if not trial.exports or not example.exists():
+        return
+    try:
+        with ProgressReporter("exporting the model"):
+            module = trained_model(trial.experiment, torch.load(weights), allowed=trial.allowed)
+            export(module, torch.load(example), program=program, samples=samples)
+    except Exception as error:  # noqa: BLE001 - user code, and whatever torch.export can't trace
+        _log.warning("the model can't be exported", exc_info=error)
+        return
+    outbox.file(program, _PROGRAM)
+    outbox.file(samples, _SAMPLES)
+    outbox.event(ModelExported(trial=trial.name, program=_PROGRAM, samples=_SAMPLES, torch=torch.__version__))
 
 
 def curve(name: str, curve: Curve, *, context: TrainContext, outbox: Outbox) -> None:

@@ -1,10 +1,12 @@
 """The loop: the same loss series however a batch is split, equal to a plain loop, and errors that name the key."""
 
+import io
 import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import samples
 import torch
@@ -14,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from pipeline.config.train import LearningRateScaling
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.protocol.events import Metrics, ModelSaved, Started
+from pipeline.protocol.events import Metrics, ModelExported, ModelSaved, Started
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
@@ -286,6 +288,41 @@ def test_the_trained_model_is_sent_with_an_example() -> None:
     assert loss == pytest.approx(outbox.series("validation/loss")[-1], rel=1e-12)
     assert example.shape == (2, 3)
     assert example.dtype is torch.float64
+
+
+def exporting(**sections: Any) -> toys.Kept:
+    outbox = toys.Kept()
+    train(toys.trial(**sections).model_copy(update={"exports": True}), rank=Rank(), outbox=outbox)
+    return outbox
+
+
+def test_the_trained_model_is_exported_last_for_batches_of_any_size() -> None:
+    outbox = exporting()
+    exported = outbox.events[-1]
+    assert isinstance(exported, ModelExported)
+    module = torch.export.load(io.BytesIO(outbox.files[exported.program])).module()
+    model = nn.Linear(3, 1).double()
+    model.load_state_dict(outbox.files["model/weights.pt"])
+    inputs = torch.randn(5, 3, dtype=torch.float64)
+    assert torch.equal(module(inputs), model(inputs))
+    samples = np.load(io.BytesIO(outbox.files[exported.samples]))
+    assert np.array_equal(samples["inputs"], outbox.files["model/example.pt"])
+    assert np.allclose(samples["outputs"], model(torch.from_numpy(samples["inputs"])).detach())
+    assert outbox.kinds()[-3:] == ["model_saved", "trained", "model_exported"]
+
+
+def test_exporting_changes_neither_the_result_nor_random_numbers() -> None:
+    states = []
+    for exports in (False, True):
+        torch.manual_seed(1)
+        outbox = exporting() if exports else toys.trained()[1]
+        states.append((outbox.series("train/loss"), torch.get_rng_state().tolist()))
+    assert states[0] == states[1]
+
+
+def test_a_model_that_cannot_be_exported_is_left_to_the_writer() -> None:
+    model = {"_target_": "toys.Undecided", "in_features": 3, "out_features": 1}
+    assert exporting(model=model).kinds()[-2:] == ["model_saved", "trained"]
 
 
 def test_inputs_that_are_no_tensor_leave_the_weights_alone() -> None:

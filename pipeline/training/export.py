@@ -1,0 +1,61 @@
+"""Export of the trained model by torch.export, on rank 0: it has imported torch, and what sends the model need not."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.export import Dim
+
+from pipeline.config.components import build
+from pipeline.config.schema import Experiment
+
+
+def trained_model(
+    experiment: Experiment, weights: Mapping[str, torch.Tensor], *, allowed: tuple[str, ...]
+) -> nn.Module:
+    """Build the model again, without what a strategy has added, with these weights: on the CPU, in evaluation mode.
+
+    Raises:
+        ExperimentError: the model's component can't be built in this process.
+        RuntimeError: the weights belong to another model.
+    """
+    with torch.random.fork_rng(devices=()):
+        module: nn.Module = build(experiment.model, key="model", allowed=allowed, runtime={})
+    precision = next((value.dtype for value in weights.values() if value.is_floating_point()), None)
+    module.to(device="cpu", dtype=precision).load_state_dict(weights)
+    return module.eval()
+
+
+def predicted(module: nn.Module, example: torch.Tensor) -> Any:
+    """Return the outputs for a batch of inputs as arrays, by name if they have names; None if they aren't tensors."""
+    with torch.no_grad():
+        output = module(example)
+    if isinstance(output, Mapping):
+        return {name: value.numpy() for name, value in output.items() if isinstance(value, torch.Tensor)}
+    return output.numpy() if isinstance(output, torch.Tensor) else None
+
+
+def export(module: nn.Module, example: torch.Tensor, *, program: Path, samples: Path) -> None:
+    """Write the model as a program for batches of any size, and ``example`` with its outputs as arrays.
+
+    Args:
+        module: the trained model.
+        example: inputs of two samples; a dimension of size 1 would be a constant of the program.
+        program: file for the program, see `torch.export.load`.
+        samples: .npz file for the arrays "inputs", and "outputs" or "outputs.NAME".
+
+    Raises:
+        Exception: whatever torch.export can't trace in a user's model.
+    """
+    outputs = predicted(module, example)
+    named = {f"outputs.{name}": value for name, value in outputs.items()} if isinstance(outputs, dict) else {}
+    if isinstance(outputs, np.ndarray):
+        named["outputs"] = outputs
+    with warnings.catch_warnings(action="ignore"):  # nothing that a user can act on
+        exported = torch.export.export(module, (example,), dynamic_shapes=({0: Dim.AUTO},))
+        torch.export.save(exported, program)
+    np.savez(samples, inputs=example.numpy(), **named)

@@ -1,0 +1,115 @@
+"""The trained model on its way to MLflow: exported by rank 0, sent without torch, the same as MLflow's own."""
+
+from pathlib import Path
+from typing import Any
+
+import mlflow.pytorch
+import numpy as np
+import pytest
+import torch
+import toys
+import yaml
+from mlflow.models import Model
+from recordings import Store
+
+from pipeline.protocol.events import ModelExported, ModelSaved, RunClosed, RunOpened
+from pipeline.protocol.trial import Rank
+from pipeline.recording import journal as journals
+from pipeline.recording.model_folder import Module, Program
+from pipeline.recording.sync import sync
+from pipeline.training.loop import train
+
+OWN = {"model_id", "model_uuid", "utc_time_created", "model_size_bytes", "artifact_path", "run_id"}
+"""What differs between two equal models."""
+
+
+class InFolder(toys.Kept):
+    """Keeps files in a run's folder, as the driver does."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def file(self, path: Path, name: str) -> None:
+        (self._folder / name).parent.mkdir(exist_ok=True)
+        (self._folder / name).write_bytes(path.read_bytes())
+
+
+@pytest.fixture
+def trained(lab: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, toys.Kept]:
+    """The folder of a run that has exported its model, and what rank 0 has said."""
+    monkeypatch.chdir(lab)
+    (lab / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["toys"]\n')
+    folder = lab / "runs" / "made"
+    folder.mkdir(parents=True)
+    trial = toys.trial().model_copy(update={"exports": True})
+    (folder / "experiment.yaml").write_text(yaml.safe_dump(trial.experiment.model_dump(mode="json", by_alias=True)))
+    outbox = InFolder(folder)
+    train(trial, rank=Rank(), outbox=outbox)
+    return folder, outbox
+
+
+def the(outbox: toys.Kept, kind: Any) -> Any:
+    return next(event for event in outbox.events if isinstance(event, kind))
+
+
+@pytest.mark.filterwarnings("ignore")  # as in a run
+def test_the_folder_is_what_mlflow_itself_writes(trained: tuple[Path, toys.Kept], tmp_path: Path) -> None:
+    folder, outbox = trained
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    Program.of(the(outbox, ModelExported), folder=folder).write(ours, model=Model(), warn=pytest.fail)
+    Module.of(the(outbox, ModelSaved), folder=folder).write(theirs, model=Model(), warn=pytest.fail)
+
+    files = [sorted(str(file.relative_to(path)) for file in path.rglob("*")) for path in (ours, theirs)]
+    assert files[0] == files[1]
+    for name in ("input_example.json", "serving_input_example.json"):
+        assert yaml.safe_load((ours / name).read_text()) == yaml.safe_load((theirs / name).read_text())
+    flavors, expected = (
+        {key: value for key, value in yaml.safe_load((path / "MLmodel").read_text()).items() if key not in OWN}
+        for path in (ours, theirs)
+    )
+    expected["flavors"]["python_function"].pop("pickle_module_name")  # of a pickle, which this isn't
+    assert flavors == expected
+    wanted = [set((path / "requirements.txt").read_text().split()) for path in (ours, theirs)]
+    assert wanted[0] == wanted[1]
+    for name in ("conda.yaml", "python_env.yaml"):
+        keys = [yaml.safe_load((path / name).read_text()).keys() for path in (ours, theirs)]
+        assert keys[0] == keys[1]
+    inputs = np.ones((5, 3))
+    predicted = [mlflow.pyfunc.load_model(str(path)).predict(inputs) for path in (ours, theirs)]
+    assert np.array_equal(*predicted)
+
+
+def test_the_program_is_sent_without_torch_and_then_removed(
+    trained: tuple[Path, toys.Kept], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, outbox = trained
+    opened = RunOpened(
+        time=1.7e9, run="made", tracking_uri=store.uri, tracking_experiment="made", tags={}, params={}, trials=("main",)
+    )
+    journal = journals.Journal(folder / journals.FILE_NAME)
+    for event in (opened, *outbox.events, RunClosed(time=1.7e9 + 9, status="FINISHED")):
+        journal.append(event)
+    journal.close()
+    program = folder / the(outbox, ModelExported).program
+    assert program.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(Module, "of", lambda *_, **__: pytest.fail("the model was built again"))
+        assert sync(folder, warn=pytest.fail).delivered
+    assert not program.exists()
+
+    (run,) = store.runs("made")
+    (output,) = run.outputs.model_outputs
+    model = store.client.get_logged_model(output.model_id)
+    assert (model.status, model.name) == ("READY", "model")
+    assert "dtype=torch.float64" in model.tags["mlflow.note.content"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
+    loaded = mlflow.pytorch.load_model(model.model_uri)
+    inputs = torch.load(folder / "model" / "example.pt")
+    linear = torch.nn.Linear(3, 1).double()
+    linear.load_state_dict(torch.load(folder / "model" / "weights.pt"))
+    assert torch.allclose(loaded(inputs), linear(inputs))
+
+    before = store.contents("made")
+    assert sync(folder, warn=pytest.fail).delivered
+    assert store.contents("made") == before
