@@ -240,7 +240,7 @@ def _send(request: "Request", *, address: str | None, follow: bool) -> None:
         from pipeline.driver import preflight
 
     preflight.check(request.file)
-    package = packed(request.file.path)
+    package = packed(request.file.path, *request.file.bases)
     for path in package.untracked_code:
         typer.echo(f"note: git doesn't track {path}: it is not sent", err=True)
     jobs = Jobs(address)

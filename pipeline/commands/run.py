@@ -110,6 +110,9 @@ def dry_run(file: ExperimentFile, *, with_baseline: bool, train_only: bool = Fal
         with explained(file):
             train, validation = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
         sizes = DataSizes(train, validation, preflight.steps_per_epoch(file.experiment, train_samples=train))
+    if file.bases:
+        extends = f"{file.path} extends {', which extends '.join(map(str, file.bases))}"
+        plan = plan.model_copy(update={"notes": (extends, *plan.notes)})
     return (record if as_json else describe)(plan, sizes)
 
 

@@ -76,8 +76,28 @@ A test holds that they exist, and that all built-in models, data and tasks are l
 
 
 def experiment_json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of the experiment file, with a description of every key."""
-    return copy.deepcopy(dict(Shape.of(Experiment).root))
+    """Return the JSON Schema (draft 2020-12) of the experiment file, with a description of every key.
+
+    A file that extends another may leave out what is required.
+    """
+    schema = copy.deepcopy(dict(Shape.of(Experiment).root))
+    complete = _required(schema, Shape.of(Experiment))
+    for section in (schema, *schema["$defs"].values()):
+        section.pop("required", None)
+    return {**schema, "if": {"not": {"required": ["extends"]}}, "then": complete}
+
+
+def _required(schema: Schema, shape: "Shape") -> dict[str, Any]:
+    """Return a schema that demands the required keys of a section, and of those inside, and nothing else."""
+    section = shape.follow(schema)
+    inner = {name: found for name, value in section.get("properties", {}).items() if (found := _required(value, shape))}
+    each = {
+        name: found
+        for name in ("items", "additionalProperties")
+        if isinstance(section.get(name), Mapping) and (found := _required(section[name], shape))
+    }
+    own = {"required": section["required"]} if "required" in section else {}
+    return {**own, **({"properties": inner} if inner else {}), **each}
 
 
 class _WithoutTitles(GenerateJsonSchema):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -50,28 +50,42 @@ _MEANINGS = (
 )
 
 
+class Line(NamedTuple):
+    """Line of a file, counted from 1."""
+
+    file: str
+    """Path of the file, as the user wrote it."""
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
 @dataclass(frozen=True)
 class Places:
-    """Origin of each key: its line in the file, or the override that set it."""
+    """Origin of each key: its line in a file, or the override that set it."""
 
     name: str
     """Path of the file, as the user wrote it."""
-    entries: Mapping[str, int | str]
+    entries: Mapping[str, Line | str]
 
     def locate(self, key: str) -> str:
         """Return "file:line" of a key or of the nearest section around it, or "command line: train.epochs=3"."""
         entry = self.entries.get(self._known(key))
         if isinstance(entry, str):
             return of_override(entry)
-        return f"{self.name}:{entry}" if entry else self.name
+        return str(entry or self.name)
 
     def sorted(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Sort problems by the order of their keys in the file, those of overrides last."""
+        """Sort problems by the order of their keys in the files, that of the experiment first, overrides last."""
         rank = {key: n for n, key in enumerate(self.entries, 1)}
 
-        def order(problem: Problem) -> tuple[bool, int]:
+        def order(problem: Problem) -> tuple[bool, bool, int]:
+            known = self._known(problem.key)
+            entry = self.entries.get(known)
             place = problem.place or self.locate(problem.key)
-            return place.startswith(COMMAND_LINE), rank.get(self._known(problem.key), 0)
+            is_in_base = isinstance(entry, Line) and entry.file != self.name
+            return place.startswith(COMMAND_LINE), is_in_base, rank.get(known, 0)
 
         return sorted(problems, key=order)
 

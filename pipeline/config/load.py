@@ -12,15 +12,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import deferred, interpolation, keys, lines, messages, sweep
+from pipeline.config import deferred, interpolation, keys, messages, source, sweep
 from pipeline.config.consistency import contradictions
 from pipeline.config.lines import Places
 from pipeline.config.overrides import apply_overrides, override
 from pipeline.config.schema import Experiment
-from pipeline.errors import ExperimentError, Problem, UsageError
-from pipeline.wording import did_you_mean
+from pipeline.config.source import Source
+from pipeline.errors import ExperimentError, Problem
 
-_MOST_BYTES = 2**20
 _IN_PYTHON = "experiment"  # instead of a file name in messages
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -34,6 +33,8 @@ class ExperimentFile:
     places: Places
     tree: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Values of the file and its overrides, before ``${...}`` is resolved; may hold secrets."""
+    bases: tuple[Path, ...] = ()
+    """Files that it extends, the nearest first."""
 
     @property
     def source(self) -> str:
@@ -53,8 +54,8 @@ class ExperimentFile:
         """
         tree = deepcopy(dict(self.tree))
         tree.pop("sweep", None)
-        entries = dict(self.places.entries)
-        return checked(self.places.name, tree, entries, [override(key, values[key]) for key in values])
+        read = Source(tree, dict(self.places.entries), self.bases)
+        return checked(self.places.name, read, [override(key, values[key]) for key in values])
 
     def explain(self, problems: Iterable[Problem]) -> ExperimentError:
         """Return an error with the places of all problems, in the order of the file."""
@@ -68,8 +69,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
         UsageError: the file can't be read, or an override is malformed.
         ExperimentError: the file is wrong; holds every problem that was found.
     """
-    tree, file_lines = _parse(_read(Path(path)), str(path))
-    return checked(str(path), tree, dict(file_lines), overrides)
+    return checked(str(path), source.read(str(path)), overrides)
 
 
 def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> ExperimentFile:
@@ -85,13 +85,17 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Ex
         raise ExperimentError([Problem("", "contains itself; write its values out", _IN_PYTHON)]) from None
     if problems:
         raise ExperimentError(problems)
-    return checked(_IN_PYTHON, _copied(values), {}, overrides)
+    own = source.Source(_copied(values))
+    return checked(_IN_PYTHON, source.extended(own, name=_IN_PYTHON, folder=Path()), overrides)
 
 
-def checked(name: str, tree: dict[str, Any], entries: dict[str, int | str], overrides: Sequence[str]) -> ExperimentFile:
-    """Validate a tree whose keys come from the lines in ``entries``; both are modified. Raises as `load` does."""
-    rejected = apply_overrides(overrides, tree, entries)
-    places = Places(name, entries)
+def checked(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile:
+    """Validate what was read, with overrides, which are written into it. Raises as `load` does."""
+    tree = read.tree
+    rejected = apply_overrides(overrides, tree, read.entries)
+    places = Places(name, read.entries)
+    if source.EXTENDS in tree:
+        rejected.append(Problem(source.EXTENDS, "is for files; write it into the experiment file"))
     resolved, problems = interpolation.resolve(deferred.with_secrets_escaped(tree))
     problems += [*deferred.early_values(resolved), *deferred.exposed_secrets(tree)]
     try:
@@ -102,7 +106,7 @@ def checked(name: str, tree: dict[str, Any], entries: dict[str, int | str], over
         problems += _unreported(contradictions(experiment), problems)
     if problems or rejected:
         raise _explain([*problems, *rejected], places)
-    file = ExperimentFile(Path(name), experiment, places, tree)
+    file = ExperimentFile(Path(name), experiment, places, tree, read.bases)
     if wrong := sweep.problems(experiment.sweep, file.varied):
         raise file.explain(wrong)
     return file
@@ -116,47 +120,6 @@ def _unreported(problems: Iterable[Problem], reported: Sequence[Problem]) -> lis
     """Drop the problems that follow from one already reported for the same key or a section around it."""
     known = {problem.key for problem in reported}
     return [problem for problem in problems if known.isdisjoint(keys.ancestors(problem.key))]
-
-
-def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
-    tree, file_lines = lines.parse(text, place=lambda line: f"{name}:{line}")
-    if tree is None:
-        raise ExperimentError([Problem("", "is empty; an experiment begins with name: my-experiment", name)])
-    if not isinstance(tree, dict):
-        raise ExperimentError(
-            [Problem("", f"is {messages.shown(tree)}; write sections such as model: and data:", name)]
-        )
-    return tree, file_lines
-
-
-def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:  # limited: it may be a device or a checkpoint
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            message = f"is larger than {_MOST_BYTES // 2**20} MiB; is it an experiment?"
-            raise ExperimentError([Problem("", message, str(path))])
-        return content.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such file{_others(path.parent, meant=str(path))}") from None
-    except IsADirectoryError:
-        raise UsageError(f"{path}: is a folder{_others(path)}") from None
-    except UnicodeDecodeError as error:
-        message = f"is not UTF-8 text (byte {error.start + 1}); save it as UTF-8"
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ExperimentError([Problem("", message, f"{path}:{line}")]) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{path}: can't be read: {reason}") from None
-
-
-def _others(folder: Path, *, meant: str = "") -> str:
-    """Suggest the experiment file that was probably meant, or list the existing ones."""
-    if not folder.is_dir():
-        return f"; the folder {folder} doesn't exist either"
-    there = sorted(str(file) for file in folder.glob("*.y*ml"))
-    hint = did_you_mean(meant, there, cutoff=0.7)
-    return hint or (f"; there are {', '.join(there[:5])}" if there else f"; there is no YAML file in {folder}")
 
 
 def _copied(value: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 from pipeline.config import keys, lines
 from pipeline.config.dialect import written
+from pipeline.config.lines import Line
 from pipeline.config.messages import shown
 from pipeline.config.sweep import Parameter
 from pipeline.errors import ExperimentError, Problem, UsageError
@@ -18,7 +19,7 @@ def override(key: str, value: object) -> str:
     return f"{key}={written(value)}"
 
 
-def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dict[str, int | str]) -> list[Problem]:
+def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dict[str, Line | str]) -> list[Problem]:
     """Set each override in ``tree``, and record it in ``entries`` as the origin of its key.
 
     A value replaces a whole section. Returns the problems of the overrides that can't be set.
@@ -101,7 +102,7 @@ def _no_place(key: str, section: object, part: keys.Part) -> str:
     return f"{key} is {shown(section)}; nothing can be set inside it"
 
 
-def _note(entries: dict[str, int | str], key: str, override: str) -> None:
+def _note(entries: dict[str, Line | str], key: str, override: str) -> None:
     normal = list(keys.ancestors(key))[1]
     for known in [known for known in entries if known.startswith((f"{normal}.", f"{normal}["))]:
         del entries[known]

@@ -122,6 +122,9 @@ class Tracking(Section):
 class Experiment(Section):
     """Experiment: model, data, training and parallel strategy."""
 
+    extends: Annotated[str | None, Field(exclude=True)] = None
+    """Path of an experiment file, relative to this one, whose keys count where this file has none. Sections are merged
+    key by key; lists and components with a ``_target_`` are replaced."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """The experiment's name: letters, digits, dot, dash and underscore."""
     seed: NotNegative = 0

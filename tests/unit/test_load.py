@@ -233,8 +233,8 @@ e.yaml:15: compare[1].workers: is 'two' (a string); write an integer greater tha
 e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer keeps runs in plain folders; \
 write sqlite:///mlflow.db or a server's http address
 e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
-e.yaml:17: zzz: unknown key; an experiment takes name, seed, model, data, loader, loss, task, metrics, optimizer, \
-scheduler, train, checkpoint, parallel, compare, measure, tracking, sweep
+e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, loader, loss, task, metrics, \
+optimizer, scheduler, train, checkpoint, parallel, compare, measure, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
 e.yaml:19: measure: is empty; write a mapping, its keys are pairs, budget_s, interval, warmup_steps, steps, windows, nvtx
 command line: compare[7].workers=2: compare[7].workers: compare has no entry 7; it has 2, counted from 0

@@ -124,23 +124,26 @@ class Jobs:
         return job
 
 
-def packed(experiment: Path) -> Package:
+def packed(*experiment: Path) -> Package:
     """Collect the files of the project that git tracks.
 
+    Args:
+        experiment: the experiment file and the files that it extends.
+
     Raises:
-        UsageError: the experiment file is not among them.
+        UsageError: one of these files is not among them.
         ResourceError: the project is not a git repository, or is too large.
     """
     package = tracked(project_folder())
     root = package.root.resolve()
-    path = experiment.resolve()
-    if not path.is_relative_to(root):
-        raise UsageError(f"{experiment}: is outside of {root}, the folder that is sent to the cluster; move it there")
-    if path.relative_to(root) not in package.files:
-        raise UsageError(
-            f"{experiment}: git doesn't track this file, so it would not be sent; git add {experiment}, "
-            "a commit isn't needed"
-        )
+    for file in experiment:
+        path = file.resolve()
+        if not path.is_relative_to(root):
+            raise UsageError(f"{file}: is outside of {root}, the folder that is sent to the cluster; move it there")
+        if path.relative_to(root) not in package.files:
+            raise UsageError(
+                f"{file}: git doesn't track this file, so it would not be sent; git add {file}, a commit isn't needed"
+            )
     return package
 
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+import yaml
+
+from pipeline.config.dialect import Dumper
 from pipeline.config.load import ExperimentFile
 from pipeline.config.uris import without_credentials
 from pipeline.errors import Problem, UsageError
@@ -36,7 +39,9 @@ class Request:
 
     @property
     def text(self) -> str:
-        """Text of the experiment file."""
+        """Text of the experiment file, merged with the files that it extends."""
+        if self.file.bases:
+            return yaml.dump(dict(self.file.tree), Dumper=Dumper, sort_keys=False, allow_unicode=True)
         return self.file.path.read_text(encoding="utf-8-sig")
 
     @property

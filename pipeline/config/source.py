@@ -1,0 +1,125 @@
+"""Source of an experiment: a YAML file merged with the files that it extends, and the origin of each key.
+
+The keys of a file win over those of the file that it extends. Sections are merged key by key. Lists, plain values,
+sweep parameters and components with a ``_target_`` of their own are replaced as a whole.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import keys, lines
+from pipeline.config.lines import Line
+from pipeline.config.messages import shown
+from pipeline.errors import ExperimentError, Problem, UsageError
+from pipeline.wording import did_you_mean
+
+EXTENDS = "extends"
+_MOST_BYTES = 2**20
+_REPLACED_IN = "sweep.parameters"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Values of a file before overrides are applied and ``${...}`` is resolved."""
+
+    tree: dict[str, Any]
+    entries: dict[str, Line | str] = field(default_factory=dict)
+    """Line of each key."""
+    bases: tuple[Path, ...] = ()
+    """Files that it extends, the nearest first."""
+
+
+def read(name: str, *, extending: tuple[Path, ...] = ()) -> Source:
+    """Read the file at a path and those that it extends; ``extending`` are resolved paths of files that extend it.
+
+    Raises:
+        UsageError: the file can't be read.
+        ExperimentError: one of the files isn't YAML, or the file that one extends can't be read or extends it again.
+    """
+    path = Path(name)
+    tree, numbers = _parse(_text(path), name)
+    own = Source(tree, {key: Line(name, number) for key, number in numbers.items()})
+    return extended(own, name=name, folder=path.parent, extending=(*extending, path.resolve()))
+
+
+def extended(own: Source, *, name: str, folder: Path, extending: tuple[Path, ...] = ()) -> Source:
+    """Merge a source called ``name`` with the file that its ``extends`` names, relative to ``folder``; raise as `read`."""
+    if EXTENDS not in own.tree:
+        return own
+    place = str(own.entries.get(EXTENDS, name))
+    path = _base(own.tree[EXTENDS], folder=folder, place=place)
+    if path.resolve() in extending:
+        files = [os.path.relpath(file) for file in (*extending[extending.index(path.resolve()) :], path)]
+        raise ExperimentError([Problem(EXTENDS, f"is a circle: {' extends '.join(files)}; remove one of them", place)])
+    try:
+        base = read(str(path), extending=extending)
+    except UsageError as error:
+        raise ExperimentError([Problem(EXTENDS, f"is {own.tree[EXTENDS]}; {error}", place)]) from None
+    replaced: set[str] = {EXTENDS}
+    tree = _merged(base.tree, own.tree, key="", replaced=replaced)
+    del tree[EXTENDS]
+    kept = {key: line for key, line in base.entries.items() if replaced.isdisjoint(keys.ancestors(key))}
+    return Source(tree, {**kept, **own.entries}, (path, *base.bases))
+
+
+def _base(value: object, *, folder: Path, place: str) -> Path:
+    if not isinstance(value, str) or not value or "${" in value:
+        message = f"is {shown(value)}; write the path of a file, relative to this one, such as base.yaml"
+        raise ExperimentError([Problem(EXTENDS, message, place)])
+    return folder / value
+
+
+def _merged(base: Mapping[str, Any], own: Mapping[str, Any], *, key: str, replaced: set[str]) -> dict[str, Any]:
+    """Merge two sections at ``key``; add the keys of the base that are replaced as a whole to ``replaced``."""
+    result = dict(base)
+    for name, value in own.items():
+        there, before = keys.child(key, name), base.get(name)
+        are_sections = isinstance(value, Mapping) and isinstance(before, Mapping) and "_target_" not in value
+        if are_sections and key != _REPLACED_IN:
+            result[name] = _merged(base[name], value, key=there, replaced=replaced)
+        else:
+            result[name] = value
+            replaced.add(there)
+    return result
+
+
+def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
+    tree, file_lines = lines.parse(text, place=lambda line: f"{name}:{line}")
+    if tree is None:
+        raise ExperimentError([Problem("", "is empty; an experiment begins with name: my-experiment", name)])
+    if not isinstance(tree, dict):
+        raise ExperimentError([Problem("", f"is {shown(tree)}; write sections such as model: and data:", name)])
+    return tree, file_lines
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:  # limited: it may be a device or a checkpoint
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            message = f"is larger than {_MOST_BYTES // 2**20} MiB; is it an experiment?"
+            raise ExperimentError([Problem("", message, str(path))])
+        return content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such file{_others(path.parent, meant=str(path))}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path}: is a folder{_others(path)}") from None
+    except UnicodeDecodeError as error:
+        message = f"is not UTF-8 text (byte {error.start + 1}); save it as UTF-8"
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ExperimentError([Problem("", message, f"{path}:{line}")]) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{path}: can't be read: {reason}") from None
+
+
+def _others(folder: Path, *, meant: str = "") -> str:
+    """Suggest the experiment file that was probably meant, or list the existing ones."""
+    if not folder.is_dir():
+        return f"; the folder {folder} doesn't exist either"
+    there = sorted(str(file) for file in folder.glob("*.y*ml"))
+    hint = did_you_mean(meant, there, cutoff=0.7)
+    return hint or (f"; there are {', '.join(there[:5])}" if there else f"; there is no YAML file in {folder}")
