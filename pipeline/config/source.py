@@ -46,7 +46,7 @@ def read(name: str, *, extending: tuple[Path, ...] = ()) -> Source:
 
 
 def extended(own: Source, *, name: str, folder: Path, extending: tuple[Path, ...] = ()) -> Source:
-    """Merge a source called ``name`` with the file that its ``extends`` names, relative to ``folder``; raise as `read`."""
+    """Merge a source called ``name`` with the file that it extends, relative to ``folder``; raise as `read`."""
     if EXTENDS not in own.tree:
         return own
     place = str(own.entries.get(EXTENDS, name))
