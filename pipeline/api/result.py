@@ -10,8 +10,8 @@ from pipeline.recording import journal
 from pipeline.recording.outcome import TrackingOutcome, places_of
 from pipeline.report import Row
 from pipeline.report.html import fragment
-from pipeline.report.publish import CHART_NAME
 from pipeline.report.report import Report
+from pipeline.report.report_files import CHART_NAME
 
 if TYPE_CHECKING:
     import pandas as pd

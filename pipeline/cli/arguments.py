@@ -115,7 +115,10 @@ def opened(
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
     with interruptible(), ExitStack() as shown:
         if not as_json and not outer_rank():
-            shown.enter_context(waiting.shown_on(Terminal.of(as_json=prints, quiet=quiet).progress))
+            # on the console of the notes, else they are printed into its line
+            shown.enter_context(
+                waiting.shown_on((Terminal.of(as_json=True, quiet=quiet) if prints else terminal).progress)
+            )
         stages.begin("reading the experiment")
         from pipeline.config.load import load
 

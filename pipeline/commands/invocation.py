@@ -32,6 +32,7 @@ from pipeline.report import Row
 from pipeline.report.advise import advise
 from pipeline.report.goodput import Goodput, WallClock
 from pipeline.report.report import Report
+from pipeline.report.report_files import AnyReport
 from pipeline.report.tables import speedup
 from pipeline.system import stages
 from pipeline.system.process import outer_rank
@@ -171,7 +172,7 @@ class Invocation:
             (self.folder / name).write_text(text, encoding="utf-8")
             artifact(name, self.recorder)
 
-    def save_report(self, report: Report) -> None:
+    def save_report(self, report: AnyReport) -> None:
         """Write the files of a report into the run's folder, as artifacts."""
         stages.begin("drawing the report")
         for name in page.save(report, self.folder, warn=self.warn, outcome=self.recorder.tracking):

@@ -4,7 +4,9 @@ A run that has ended, is measured again or was made by an earlier version gets t
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from pipeline.recording import journal
@@ -13,13 +15,16 @@ from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import is_server, run_page, ui_address
 from pipeline.report import publish
 from pipeline.report.about import About
+from pipeline.report.courses import Course, courses
 from pipeline.report.report import Report
+from pipeline.report.report_files import AnyReport
+from pipeline.report.swept import SweptReport
 
 _PACKAGES = ("ddp-pipeline", "torch", "torchmetrics", "ray", "mlflow", "numpy")
 
 
 def save(
-    report: Report, folder: Path, *, warn: Callable[[str], None], outcome: TrackingOutcome | None = None
+    report: AnyReport, folder: Path, *, warn: Callable[[str], None], outcome: TrackingOutcome | None = None
 ) -> tuple[str, ...]:
     """Write a report into its run's folder; return the names of the files.
 
@@ -29,8 +34,23 @@ def save(
         warn: gets a message for each picture or page that can't be written.
         outcome: MLflow's ids of the run; None takes those in the folder, if any.
     """
-    events = journal.read(folder / journal.FILE_NAME)
-    return publish.save(report, folder, warn=warn, events=events, about=lambda: about(folder, outcome=outcome))
+    known = partial(about, folder, outcome=outcome)
+    return publish.save(report, folder, warn=warn, courses=lambda: list(_courses(report, folder)), about=known)
+
+
+def _courses(report: AnyReport, folder: Path) -> Iterator[Course]:
+    """Yield the courses to draw: of the training, or of all trials of a comparison or a sweep."""
+    match report:
+        case Report():
+            for course in courses(journal.read(folder / journal.FILE_NAME)):
+                if report.is_comparison or course.trial == report.main.trial:
+                    yield course
+        case SweptReport():
+            for trial in report.swept.trials:
+                path = folder / Path(trial.run).name / journal.FILE_NAME
+                for course in courses(journal.read(path)) if path.is_file() else ():
+                    if course.trial == "main":
+                        yield replace(course, title=report.swept.titled(trial), trial=trial.run)
 
 
 def about(folder: Path, *, outcome: TrackingOutcome | None = None) -> About:

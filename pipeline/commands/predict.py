@@ -63,6 +63,7 @@ def predict(
         invocation.show(forecast, summary=forecast.markdown())
         _log(forecast, invocation)
         invocation.save({FILE_NAME: forecast.model_dump_json(indent=1) + "\n"})
+        invocation.save_report(forecast)
         show(forecast)
 
 

@@ -24,7 +24,9 @@ from pipeline.report.tables import amount
 _PANEL, _MARGIN, _BELOW = 130.0, 46.0, 36.0  # points: a panel's height, room on its left, room below it
 
 
-def draw(courses: Sequence[Course], canvas: Canvas, *, title: str = "", best: int | None = None) -> Figure:
+def draw(
+    courses: Sequence[Course], canvas: Canvas, *, title: str = "", best: int | None = None, metric: str | None = None
+) -> Figure:
     """Draw the curves of one training, or of several with the same colors in every panel.
 
     Args:
@@ -32,10 +34,11 @@ def draw(courses: Sequence[Course], canvas: Canvas, *, title: str = "", best: in
         canvas: kind of drawing.
         title: name of the run, for a canvas that needs one.
         best: index of the training to emphasize among several.
+        metric: validation metric of several, see `of_several`.
     """
-    panels = tuple(of_one(courses[0]) if len(courses) == 1 else of_several(courses, best=best))
+    panels = tuple(of_one(courses[0]) if len(courses) == 1 else of_several(courses, best=best, metric=metric))
     shared = () if len(courses) == 1 else shared_keys(courses, best=best)
-    return _sheet(panels, canvas, title=title if canvas.has_title else "", shared=shared)
+    return lay_out(panels, canvas, title=title, shared=shared)
 
 
 def caption(courses: Sequence[Course]) -> str:
@@ -59,8 +62,9 @@ def caption(courses: Sequence[Course]) -> str:
     return " ".join(lines)
 
 
-def _sheet(panels: Sequence[Panel], canvas: Canvas, *, title: str, shared: Sequence[Key]) -> Figure:
-    """Lay the panels out in rows below the title and the shared legend."""
+def lay_out(panels: Sequence[Panel], canvas: Canvas, *, title: str, shared: Sequence[Key]) -> Figure:
+    """Lay the panels out in rows below the title, on a canvas that needs one, and the shared legend."""
+    title = title if canvas.has_title else ""
     full, gap = canvas.inner, 24.0
     rows = _rows(panels, columns=canvas.columns)
     widths = [(full - (len(row) - 1) * gap) / len(row) for row in rows]

@@ -137,10 +137,10 @@ class Forecast(Frozen):
     @property
     def verdict(self) -> str:
         """Number of workers that pays, for each kind of scaling."""
-        return "; ".join(
-            f"{self.name}: {outlook.scaling} scaling pays up to {counted(outlook.worthwhile, 'worker')} (predicted)"
-            for outlook in self.outlooks
+        pays = ", ".join(
+            f"{outlook.scaling} scaling up to {counted(outlook.worthwhile, 'worker')}" for outlook in self.outlooks
         )
+        return f"{self.name}: predicted to pay: {pays}"
 
     @property
     def blocks(self) -> tuple[tuple[str, ...], ...]:

@@ -1,22 +1,26 @@
 """The report as a self-contained HTML file: inline styles, pictures as SVG."""
 
 from base64 import b64encode
-from collections.abc import Iterator
-from importlib.resources import files
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from pipeline.config.reported import PREFIX
 from pipeline.config.values import Frozen
 from pipeline.report import FIRST_STEPS, Advice
 from pipeline.report.about import About
+from pipeline.report.forecast import Forecast
 from pipeline.report.goodput import Goodput
 from pipeline.report.palette import DARK, LIGHT
 from pipeline.report.report import Report
+from pipeline.report.report_files import AnyReport
 from pipeline.report.sentences import learned
+from pipeline.report.swept import Swept, SweptReport, figure
 from pipeline.report.tables import amount, efficiency, times
-from pipeline.wording import duration
+from pipeline.wording import counted, duration
 
 _WINDOWS = (
     "Throughput and step time are the median of several windows. The trials were measured one after the other, so the "
@@ -43,13 +47,13 @@ _RESOURCES = (
 )
 
 
-class Pictures(Frozen):
-    """Pictures of the page as SVG elements; empty if there is none."""
+class Drawn(NamedTuple):
+    """A picture of the page."""
 
-    curves: str = ""
-    curves_caption: str = ""
-    chart: str = ""
-    pairs: str = ""
+    svg: str
+    label: str
+    """What it shows: its heading, and its description for screen readers."""
+    caption: str = ""
 
 
 class Bar(Frozen):
@@ -68,21 +72,62 @@ class Tile(Frozen):
     is_accented: bool = False
 
 
-def save_page(report: Report, path: Path, *, about: About, pictures: Pictures) -> None:
-    """Write the page."""
-    page = _template("report.html.jinja").render(
-        report=report,
-        about=about,
-        pictures=pictures,
+def save_page(report: AnyReport, path: Path, *, about: About, pictures: Mapping[str, Drawn]) -> None:
+    """Write the page.
+
+    Args:
+        report: the report.
+        path: file to write.
+        about: facts about the run.
+        pictures: pictures by their file names, in their order.
+    """
+    shared = {"report": report, "about": about, "pictures": pictures, "light": LIGHT, "dark": DARK}
+    page = _speedups(report, shared) if isinstance(report, Report) else _summary(report, shared)
+    path.write_text(page, encoding="utf-8")
+
+
+def _speedups(report: Report, shared: Mapping[str, object]) -> str:
+    return _template("report.html.jinja").render(
+        shared,
         tiles=tuple(_tiles(report)),
         wall_clock=tuple(_wall_clock(report.goodput)) if report.goodput else (),
         metrics=sorted(report.main.metrics.items(), key=lambda metric: not metric[0].startswith(PREFIX)),
         advice=[(advice.reason.rstrip("."), *marked(advice)) for advice in report.advice],
         method=tuple(_method(report)),
-        light=LIGHT,
-        dark=DARK,
     )
-    path.write_text(page, encoding="utf-8")
+
+
+def _summary(report: SweptReport | Forecast, shared: Mapping[str, object]) -> str:
+    """Return the page of a sweep or a prediction."""
+    template = _template("summary.html.jinja")
+    if isinstance(report, SweptReport):
+        tiles = tuple(_of_sweep(report.swept))
+        return template.render(shared, kind="sweep", tiles=tiles, measured=(), command=report.command)
+    _, _, *measured = report.opening  # the page begins with name and machine
+    return template.render(shared, kind="prediction", tiles=tuple(_of_forecast(report)), measured=measured, command="")
+
+
+def _of_sweep(swept: Swept) -> Iterator[Tile]:
+    """Yield the best value, and how many trials there are."""
+    best = swept.trial(swept.best)
+    if best is not None:
+        yield Tile(
+            figure=figure(best.value), label=f"{swept.metric} of trial {best.number}, the best", is_accented=True
+        )
+    states = Counter(trial.state for trial in swept.trials)
+    yield Tile(
+        figure=str(len(swept.trials)), label=f"trials: {', '.join(f'{n} {state}' for state, n in states.items())}"
+    )
+
+
+def _of_forecast(forecast: Forecast) -> Iterator[Tile]:
+    """Yield the number of workers that pays for each kind of scaling, and the check of the prediction."""
+    for outlook in forecast.outlooks:
+        label = f"pays with {outlook.scaling} scaling, predicted"
+        yield Tile(figure=f"up to {counted(outlook.worthwhile, 'worker')}", label=label, is_accented=True)
+    if check := forecast.check:
+        label = f"predicted beside measured speedup of {check.workers} workers"
+        yield Tile(figure=f"{check.error:+.0%}", label=label)
 
 
 def _tiles(report: Report) -> Iterator[Tile]:
@@ -130,9 +175,15 @@ def _embedded(picture: Path) -> str:
 
 
 def _template(name: str) -> Template:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("pipeline.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["figure"] = _figure
-    return environment.from_string(files("pipeline.report").joinpath(name).read_text("utf-8"))
+    return environment.get_template(name)
 
 
 def marked(advice: Advice) -> tuple[str, str]:

@@ -20,8 +20,8 @@ MOST_METRICS = 4
 _SPANS = 30
 """Parts of a training, one of which is the span of the moving average."""
 _FEW, _MOST_DOTS, _MOST_PAUSES = 12, 40, 150
-_WIDE_RANGE, _MANY_DECADES = 30.0, 1e3
-"""Ratios of the largest to the smallest loss from which its axis is logarithmic, and has ticks at powers of 10 only."""
+WIDE_RANGE, _MANY_DECADES = 30.0, 1e3
+"""Ratios of the largest to the smallest value from which an axis is logarithmic, and has ticks at powers of 10 only."""
 _GAP = 0.05
 """Pause from which two windows are drawn apart, relative to a window."""
 _UNITS = ((7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
@@ -61,18 +61,24 @@ def of_one(course: Course) -> Iterator[Panel]:
         yield Panel("Throughput, samples/s", keys, unit, partial(_throughput, course=course))
 
 
-def of_several(courses: Sequence[Course], *, best: int | None) -> Iterator[Panel]:
-    """Yield the panels of several trainings: train loss and a validation metric, by step and by time."""
+def of_several(courses: Sequence[Course], *, best: int | None, metric: str | None = None) -> Iterator[Panel]:
+    """Yield the panels of several trainings: train loss and a validation metric, by step and by time.
+
+    Args:
+        courses: the trainings.
+        best: index of the training to emphasize.
+        metric: name of the validation metric; None takes the first that all have, rather than the loss.
+    """
     _, unit = _unit(max(course.seconds for course in courses))
     for x in ("step", unit):
         yield Panel("Train loss, smoothed", (), x, partial(_losses, courses=courses, best=best, unit=x))
     shared = [name for name in courses[0].validation if all(name in course.validation for course in courses)]
     shared.sort(key=lambda name: name == VALIDATION_LOSS)  # an accuracy says more
-    for metric in shared[:1]:
-        series = [course.validation[metric] for course in courses]
+    for name in [metric] if metric else shared[:1]:
+        series = [course.validation.get(name, Series()) for course in courses]
         if any(each.is_drawable for each in series):
             for x in ("step", unit):
-                yield Panel(metric, (), x, partial(_each, series=series, best=best, unit=x))
+                yield Panel(name, (), x, partial(_compared, series=series, best=best, unit=x))
 
 
 def _loss(axes: Axes, *, course: Course) -> None:
@@ -84,7 +90,7 @@ def _loss(axes: Axes, *, course: Course) -> None:
     if dots:
         _dots(axes, course=course, metric=VALIDATION_LOSS)
         values += dots.values
-    _scaled(axes, values)
+    scaled(axes, values)
 
 
 def _dots(axes: Axes, *, course: Course, metric: str) -> None:
@@ -137,9 +143,12 @@ def _longest(pauses: Sequence[Pause], kind: str) -> list[Pause]:
 
 
 def _losses(axes: Axes, *, courses: Sequence[Course], best: int | None, unit: str) -> None:
-    series = [_smooth(course.loss) for course in courses]
+    _compared(axes, series=[_smooth(course.loss) for course in courses], best=best, unit=unit)
+
+
+def _compared(axes: Axes, *, series: Sequence[Series], best: int | None, unit: str) -> None:
     _each(axes, series=series, best=best, unit=unit)
-    _scaled(axes, [value for each in series for value in each.values])
+    scaled(axes, [value for each in series for value in each.values])
 
 
 def _each(axes: Axes, *, series: Sequence[Series], best: int | None, unit: str) -> None:
@@ -182,10 +191,10 @@ def _line(axes: Axes, *, series: Series, color: str) -> None:
     axes.plot(*thinned(series.steps, series.values, buckets=BUCKETS), color=color, lw=1.8)
 
 
-def _scaled(axes: Axes, values: Sequence[float]) -> None:
+def scaled(axes: Axes, values: Sequence[float]) -> None:
     """Make the vertical axis logarithmic if the values have a wide range."""
     finite = [value for value in values if math.isfinite(value)]
-    if min(finite) > 0 and max(finite) > _WIDE_RANGE * min(finite):
+    if min(finite) > 0 and max(finite) > WIDE_RANGE * min(finite):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1,) if max(finite) > _MANY_DECADES * min(finite) else (1, 3)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))

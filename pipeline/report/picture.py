@@ -104,13 +104,16 @@ class Sheet:
     def fit_ticks(self, axes: Axes, *, width: float) -> None:
         """Leave out what the horizontal axis would write beyond its right end; call it when the axes are filled."""
         low, high = axes.get_xlim()
+        place = axes.xaxis.get_transform().transform  # also on a logarithmic axis
+        left, right = place(low), place(high)
+        scale = width / (right - left)
         size = self._canvas.text - 1.5
         axes.set_xticks(
             [
                 tick
                 for tick in axes.xaxis.get_major_locator().tick_values(low, high)
                 if low <= tick <= high
-                and text_width(tick_text(tick), size=size) / 2 <= _BESIDE + width * (high - tick) / (high - low)
+                and text_width(tick_text(tick), size=size) / 2 <= _BESIDE + scale * (right - place(tick))
             ]
         )
 

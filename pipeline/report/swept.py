@@ -75,6 +75,10 @@ class Swept(Frozen):
 
         return tuple(sorted(self.trials, key=place))
 
+    def titled(self, trial: SweptTrial) -> str:
+        """Return number and values of a trial, e.g. "trial 3: lr=0.05, momentum=0.9"."""
+        return f"trial {trial.number}: {assigned(trial.values)}"
+
     def trial(self, number: int | None) -> SweptTrial | None:
         """Return the trial of this number, or None."""
         return next((trial for trial in self.trials if trial.number == number), None)
@@ -87,6 +91,11 @@ class SweptReport(Frozen):
     hardware: str
     logs_model: bool = False
     """True if the best trial's model, and no other model, is logged to MLflow."""
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment."""
+        return self.swept.experiment
 
     @property
     def opening(self) -> tuple[str, ...]:
@@ -212,6 +221,12 @@ def shown(value: object) -> str:
     if isinstance(value, str) and "." in value:
         return value.rpartition(".")[2]
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def assigned(values: Mapping[str, Any]) -> str:
+    """Format the values of a trial, e.g. "lr=0.01, width=64"."""
+    names = short_names(list(values))
+    return ", ".join(f"{name}={shown(value)}" for name, value in zip(names, values.values(), strict=True))
 
 
 def figure(value: float | None) -> str:

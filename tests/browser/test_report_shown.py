@@ -10,8 +10,8 @@ from playwright.sync_api import Page, sync_playwright
 from recordings import recording
 
 from pipeline.commands import page as pages_of_runs
-from pipeline.report.publish import PAGE_NAME, REPORT_NAME
 from pipeline.report.report import Report
+from pipeline.report.report_files import PAGE_NAME, REPORT_NAME
 
 pytestmark = [
     pytest.mark.timeout(600),

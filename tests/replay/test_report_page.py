@@ -9,8 +9,12 @@ from recordings import Recording
 from pipeline.commands import page
 from pipeline.protocol.events import RunOpened
 from pipeline.recording.outcome import TrackingOutcome
-from pipeline.report.publish import CURVES_NAME, PAGE_NAME, REPORT_NAME
+from pipeline.report.forecast import FILE_NAME as FORECAST_FILE
+from pipeline.report.forecast import Forecast
 from pipeline.report.report import Report
+from pipeline.report.report_files import CURVES_NAME, PAGE_NAME, REPORT_NAME
+from pipeline.report.swept import FILE_NAME as SWEEP_FILE
+from pipeline.report.swept import SweptReport
 
 CURVES = {
     "finished": ["Loss", "validation/accuracy", "Throughput, samples/s"],
@@ -33,6 +37,32 @@ def test_a_run_gets_the_page_of_its_report_again(journal: Callable[[str], Record
     assert [title for title in CURVES[name] if f">{title}<" not in made] == []
     assert len(made) < MOST_BYTES
     assert saved(folder) == made
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "file", "pictures", "texts"),
+    [
+        ("sweep", SweptReport, SWEEP_FILE, {"sweep.png", CURVES_NAME}, [
+            "validation/loss by lr", "trial 1: lr=0.1", "trial 2: lr=0.05", "trial 3: lr=1e-06", "Train loss, smoothed",
+        ]),
+        ("forecast", Forecast, FORECAST_FILE, {"prediction.png"}, ["Strong scaling", "Weak scaling"]),
+    ],
+)  # fmt: skip
+def test_sweeps_and_predictions_get_a_page(
+    journal: Callable[[str], Recording],
+    name: str,
+    kind: type[SweptReport | Forecast],
+    file: str,
+    pictures: set[str],
+    texts: list[str],
+) -> None:
+    folder = journal(name).folder
+    names = page.save(kind.model_validate_json((folder / file).read_bytes()), folder, warn=pytest.fail)
+    assert set(names) == pictures | {PAGE_NAME}
+    made = (folder / PAGE_NAME).read_text(encoding="utf-8")
+    assert [text for text in (*texts, folder.name) if f">{text}<" not in made] == []
+    assert made.count('<svg class="wide"') == len(pictures)
+    assert len(made) < MOST_BYTES
 
 
 def saved(folder: Path) -> str:

@@ -5,9 +5,12 @@ from pipeline.config.train import Train
 from pipeline.config.values import Component
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import ROLES, Role, Scaling, Trial
-from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
+from pipeline.protocol.trial_result import Link, Spread, StepParts, TrialResult
 from pipeline.report import Unmeasured
+from pipeline.report.forecast import Check, Forecast, Outlook
 from pipeline.report.report import Report
+from pipeline.report.scaling import Prediction, counts_up_to
+from pipeline.report.swept import Swept, SweptReport, SweptTrial
 
 HARDWARE = "2 cores, 24 GiB, no GPU, Intel(R) Xeon(R) Processor @ 2.60GHz"
 
@@ -153,3 +156,54 @@ def comparison(*, losses: tuple[float, ...] = LOSSES, coupling: tuple[str, ...] 
     rounds = [one.model_copy(update={"repeat": repeat}) for repeat in range(3) for one in trials]
     order = ["baseline", "ddp-2", "ddp-4", "ddp-2-weak"]
     return Report.of(rounds, ends, hardware=HARDWARE, unmeasured=[DDP_4], order=order)
+
+
+def swept(count: int) -> SweptReport:
+    """A sweep over numbers, on both kinds of axes, and components; every third trial was stopped, one has no value."""
+    trials = tuple(
+        SweptTrial(
+            number=number,
+            values={
+                "optimizer": {"_target_": f"torch.optim.{'SGD' if number % 2 else f'Adam{number}'}"},
+                "optimizer.lr": 10 ** (-5 + 4 * number / count),
+                "model.hidden": 8 * number,
+            },
+            state="stopped early" if number % 3 == 0 else "finished",
+            value=None if number == count else 0.2 + abs(number - 4) / 10,
+            epochs=8,
+            run=f"sweep/trial-{number:03}",
+        )
+        for number in range(1, count + 1)
+    )
+    facts = {"experiment": "lab", "metric": "validation/loss", "mode": "min", "search": "random", "seed": 1}
+    told = Swept.model_validate({**facts, "trials": trials, "best": 4, "command": ("pipeline", "run"), "run": "sweep"})
+    return SweptReport(swept=told.model_copy(update={"log_scaled": ("optimizer.lr",)}), hardware=HARDWARE)
+
+
+def forecast(workers: int, *, noise: float = 0.05) -> Forecast:
+    """A prediction whose efficiency falls by half with each doubling from 8 workers on."""
+    outlooks = tuple(
+        Outlook(
+            scaling=scaling,
+            predictions=tuple(_predicted(count, scaling, noise=noise) for count in counts_up_to(workers)),
+            worthwhile=8,
+            most=1024,
+        )
+        for scaling in ("strong", "weak")
+    )
+    return Forecast(
+        name="lab", hardware=HARDWARE, compute_ms_per_sample=0.5, gradient_mb=8.0, link_from="measured",
+        link=Link(latency_us=50, bandwidth_gbit=2), measured_workers=2, slowdown=1.1, outlooks=outlooks,
+        noisy=("the step", "contention") if noise else (),
+        check=Check(workers=2, measured=1.7, measured_low=1.6, measured_high=1.8, predicted=1.75),
+    )  # fmt: skip
+
+
+def _predicted(workers: int, scaling: Scaling, *, noise: float) -> Prediction:
+    speedup = min(0.9 * workers, 7.2) if workers > 1 else 1.0
+    ends = {"speedup_low": speedup * (1 - noise), "speedup_high": speedup * (1 + noise)} if noise else {}
+    return Prediction(
+        workers=workers, scaling=scaling, batch_per_worker=64, step_ms=10, compute_ms=8, exposed_communication_ms=1,
+        data_wait_ms=0.5, optimizer_ms=0.5, samples_per_second=6400 * speedup, speedup=speedup,
+        efficiency=speedup / workers, limit="bandwidth", **ends,
+    )  # fmt: skip

@@ -28,7 +28,7 @@ from pipeline.recording import journal
 from pipeline.recording.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.store import check_store, resolve_uri
-from pipeline.report.publish import REPORT_NAME
+from pipeline.report.report_files import REPORT_NAME
 from pipeline.training.checkpoints.manifest import Manifest, StoredFile, parse
 
 BEGAN = 1_772_366_400.0

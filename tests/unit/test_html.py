@@ -15,7 +15,7 @@ from pipeline.protocol.trial_result import StepParts
 from pipeline.report import Advice, publish
 from pipeline.report.about import About
 from pipeline.report.goodput import Goodput
-from pipeline.report.html import Pictures, fragment, save_page
+from pipeline.report.html import Drawn, fragment, save_page
 from pipeline.report.report import Report
 
 
@@ -32,14 +32,16 @@ class References(HTMLParser):
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
 
 
-UNKNOWN, NOTHING_DRAWN = About(), Pictures()
-DRAWN = Pictures(
-    curves="<svg id='curves'/>", curves_caption="smoothed", chart="<svg id='chart'/>", pairs="<svg id='pairs'/>"
-)
+UNKNOWN = About()
+DRAWN = {
+    "speedup.png": Drawn("<svg id='chart'/>", label=""),
+    "pairs.png": Drawn("<svg id='pairs'/>", label=""),
+    "learning_curves.png": Drawn("<svg id='curves'/>", label="", caption="smoothed"),
+}
 
 
-def page_of(result: Report, folder: Path, *, about: About = UNKNOWN, pictures: Pictures = NOTHING_DRAWN) -> str:
-    save_page(result, folder / "report.html", about=about, pictures=pictures)
+def page_of(result: Report, folder: Path, *, about: About = UNKNOWN, has_pictures: bool = False) -> str:
+    save_page(result, folder / "report.html", about=about, pictures=DRAWN if has_pictures else {})
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
@@ -142,7 +144,7 @@ def test_the_page_knows_its_run(tmp_path: Path) -> None:
 
 
 def test_the_page_answers_in_the_order_of_the_questions(tmp_path: Path) -> None:
-    page = page_of(report().model_copy(update={"advice": (HOSTILE,)}), tmp_path, about=ABOUT, pictures=DRAWN)
+    page = page_of(report().model_copy(update={"advice": (HOSTILE,)}), tmp_path, about=ABOUT, has_pictures=True)
     order = [
         "<h1>", "Started", "Versions and experiment", "speedup of", "validation/accuracy at the end", "samples/s on",
         "to the first step", 'class="verdict"', "Learning curves", "id='curves'", "smoothed", "id='chart'", "<table",

@@ -24,6 +24,7 @@ from pipeline.protocol.trial_result import Spread, StepParts
 from pipeline.report import Advice, publish
 from pipeline.report.pairs import table as pairs_table
 from pipeline.report.report import Report, run_json
+from pipeline.report.report_files import PAGE_NAME
 from pipeline.report.tables import Straggler, low_to_high
 
 
@@ -155,7 +156,7 @@ def test_a_training_only_has_no_empty_column_or_table(tmp_path: Path) -> None:
     assert result.remarks == ("--train-only: no baseline, so no speedup; no parts of a step, so no advice.",)
     assert "| speedup |" not in result.markdown()
     publish.save(result, tmp_path, warn=pytest.fail)
-    page = (tmp_path / publish.PAGE_NAME).read_text()
+    page = (tmp_path / PAGE_NAME).read_text()
     assert ("Where a step" in page, "--train-only: no baseline" in page) == (False, True)
     failed = Report.of([MAIN], [end.model_copy(update={"result": bare})], hardware=HARDWARE)
     assert len(failed.tables) == 1

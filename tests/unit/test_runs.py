@@ -20,7 +20,7 @@ from pipeline.recording import runs
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.run_summary import summarized
-from pipeline.report.publish import REPORT_NAME
+from pipeline.report.report_files import REPORT_NAME
 
 BEGAN = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
 

@@ -12,8 +12,8 @@ from pipeline.recording.console import Printable, print_report, print_verdict
 from pipeline.recording.run_summary import RunSummary
 from pipeline.report.forecast import FILE_NAME as FORECAST_NAME
 from pipeline.report.forecast import Forecast
-from pipeline.report.publish import REPORT_NAME
 from pipeline.report.report import Report, comparison_json, run_json
+from pipeline.report.report_files import REPORT_NAME
 from pipeline.report.swept import FILE_NAME as SWEEP_NAME
 from pipeline.report.swept import SweptReport
 from pipeline.report.tuned import FILE_NAME as TUNING_NAME

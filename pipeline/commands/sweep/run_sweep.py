@@ -67,6 +67,7 @@ def sweep(
             show(report)
             if lacking := finish_trials.missing(invocation.folder):
                 write(terminal.warnings, lacking, style="yellow")
+        invocation.save_report(report)
         failed = [trial for trial in report.swept.trials if trial.state == "failed"]
         if failed and len(failed) == len(report.swept.trials):
             raise TrainingError(f"all {len(failed)} trials failed, the first one: {failed[0].message}")

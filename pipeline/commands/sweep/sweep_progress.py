@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.config.values import Direction
-from pipeline.report.swept import State, figure, short_names, shown
+from pipeline.report.swept import State, assigned, figure
 from pipeline.system import stages
 from pipeline.wording import counted
 
@@ -154,12 +154,6 @@ class SweepProgress:
             yield f"trial {number}: epoch {trial.epoch}/{self.epochs}{value} ({assigned(trial.values)})"
         if (more := len(running) - _MOST_ROWS) > 0:
             yield f"and {counted(more, 'other trial')}"
-
-
-def assigned(values: Mapping[str, Any]) -> str:
-    """Format the values of a trial, e.g. "lr=0.01, width=64"."""
-    names = short_names(list(values))
-    return ", ".join(f"{name}={shown(value)}" for name, value in zip(names, values.values(), strict=True))
 
 
 def is_live(console: rich.console.Console) -> bool:

@@ -15,11 +15,11 @@ from pipeline.commands.sweep.assignment import Record, TrialJob, folder_name
 from pipeline.commands.sweep.journals import reached
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.commands.sweep.supervisor import EPOCH, SUGGESTION, Supervisor
-from pipeline.commands.sweep.sweep_progress import SweepProgress, assigned, is_live
+from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live
 from pipeline.commands.sweep.sweep_report import trial as swept_trial
 from pipeline.config.sweep import Sweep
 from pipeline.recording.terminal import write
-from pipeline.report.swept import State, SweptTrial, figure
+from pipeline.report.swept import State, SweptTrial, assigned, figure
 from pipeline.system import stages
 from pipeline.system.process import environment
 

@@ -1,0 +1,83 @@
+"""The pictures of each kind of report, which its page shows and MLflow has as PNG."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.report import chart, curves, pairs, picture, scaling_chart, sweep_chart
+from pipeline.report.courses import Course
+from pipeline.report.forecast import Forecast
+from pipeline.report.html import Drawn
+from pipeline.report.picture import Draw
+from pipeline.report.report import Report
+from pipeline.report.report_files import CHART_NAME, CURVES_NAME, PAIRS_CHART_NAME, SCALING_NAME, SWEEP_NAME, AnyReport
+from pipeline.report.swept import SweptReport
+
+_PARTS = "The parts of a step are measured one by one, apart from the training; they need not add up to its step."
+
+
+class Picture(NamedTuple):
+    """A picture of a report."""
+
+    name: str
+    """File name of the PNG."""
+    draw: Draw
+    label: str
+    """What the picture shows: its heading, and its description for screen readers."""
+    caption: str = ""
+    """How to read it."""
+
+    def saved(self, folder: Path) -> Drawn:
+        """Save the picture as PNG and return it for the page."""
+        picture.save_png(self.draw, folder / self.name)
+        svg = picture.inline(self.draw, name=Path(self.name).stem, label=self.label)
+        return Drawn(svg, self.label, self.caption)
+
+
+def pictures(report: AnyReport, courses: Sequence[Course]) -> Iterator[Picture]:
+    """Yield the pictures of a report in their order.
+
+    Args:
+        report: the report.
+        courses: courses of its trainings, those that can be drawn.
+    """
+    match report:
+        case Report():
+            yield from _of_speedups(report, courses)
+        case SweptReport():
+            yield from _of_sweep(report, courses)
+        case Forecast():
+            yield _of_forecast(report)
+
+
+def _of_speedups(report: Report, courses: Sequence[Course]) -> Iterator[Picture]:
+    if len(report.entries) > 1 or report.has_parts:
+        yield Picture(CHART_NAME, partial(chart.draw, report), report.verdict, _PARTS if report.has_parts else "")
+    if report.main.speedup_pairs > 1:
+        label = f"Speedup of {report.main.title} in each round"
+        yield Picture(PAIRS_CHART_NAME, partial(pairs.draw, report), label)
+    if courses:
+        draw = partial(curves.draw, courses, title=report.name, best=_index(courses, report.main.trial))
+        yield Picture(CURVES_NAME, draw, "Learning curves", curves.caption(courses))
+
+
+def _of_sweep(report: SweptReport, courses: Sequence[Course]) -> Iterator[Picture]:
+    swept = report.swept
+    if sweep_chart.drawable(swept):
+        draw = partial(sweep_chart.draw, swept)
+        yield Picture(SWEEP_NAME, draw, f"{swept.metric} by each parameter", sweep_chart.caption(swept))
+    if courses:
+        best = swept.trial(swept.best)
+        shown = partial(curves.draw, metric=swept.metric, best=_index(courses, best.run if best else ""))
+        draw = partial(shown, courses, title=report.name)
+        yield Picture(CURVES_NAME, draw, "Learning curves", curves.caption(courses))
+
+
+def _of_forecast(forecast: Forecast) -> Picture:
+    draw, caption = partial(scaling_chart.draw, forecast), scaling_chart.caption(forecast)
+    return Picture(SCALING_NAME, draw, "Predicted speedup by the number of workers", caption)
+
+
+def _index(courses: Sequence[Course], trial: str) -> int | None:
+    return next((index for index, course in enumerate(courses) if course.trial == trial), None)

@@ -1,0 +1,76 @@
+"""The pictures and the page of a sweep and of a prediction: what they show, and what they leave out."""
+
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+from samples import forecast, swept
+
+from pipeline.report import publish, scaling_chart, sweep_chart
+from pipeline.report.palette import LIGHT
+from pipeline.report.picture import WIDE
+
+
+def dots(axes: Axes) -> list[str]:
+    return [str(line.get_markerfacecolor()) for line in axes.lines]
+
+
+def test_each_parameter_has_a_panel_with_a_dot_for_each_trial_that_has_a_value() -> None:
+    optimizer, rate, hidden = sweep_chart.draw(swept(9).swept, WIDE).axes
+    for axes in (optimizer, rate, hidden):
+        assert sorted(dots(axes)) == sorted([LIGHT["grey"]] * 2 + [LIGHT["accent"]] * 6 + ["none"])
+    assert [axes.get_xscale() for axes in (optimizer, rate, hidden)] == ["linear", "log", "linear"]
+    names = [axes.xaxis.get_major_formatter()(place, None) for axes in (optimizer,) for place in range(5)]
+    assert names == ["SGD", "Adam2", "Adam4", "Adam6", "Adam8"]
+
+
+def test_the_caption_says_what_the_dots_leave_out() -> None:
+    said = sweep_chart.caption(swept(9).swept)
+    assert said == (
+        "Each dot is a trial with its last validation/loss; lower is better. A ring marks trial 4, the best. Trials "
+        "that didn't finish have the value that they had reached. 1 of 9 trials has no value."
+    )
+
+
+def test_a_sweep_with_one_value_has_no_picture_of_its_parameters(tmp_path: Path) -> None:
+    assert "sweep.png" not in publish.save(swept(2), tmp_path, warn=pytest.fail)
+    assert "sweep.png" in publish.save(swept(3), tmp_path, warn=pytest.fail)
+
+
+def test_the_prediction_is_drawn_beside_the_ideal_with_its_interval_and_what_was_measured() -> None:
+    strong, weak = scaling_chart.draw(forecast(64), WIDE).axes
+    for axes in (strong, weak):
+        ideal, predicted, *_ = axes.lines
+        assert list(ideal.get_ydata()) == list(predicted.get_xdata()) == [1, 2, 4, 8, 16, 32, 64]
+        assert list(predicted.get_ydata()) == [each.speedup for each in forecast(64).outlooks[0].predictions]
+        (band, *_) = axes.collections
+        low, high = band.get_paths()[0].get_extents().get_points()[:, 1]
+        assert (low, high) == pytest.approx((0.95, 7.2 * 1.05))
+    assert (len(strong.containers), len(weak.containers)) == (1, 0)
+
+
+def test_without_noise_there_is_no_band() -> None:
+    assert [axes.collections[:] for axes in scaling_chart.draw(forecast(8, noise=0), WIDE).axes][1] == []
+    assert "band" not in scaling_chart.caption(forecast(8, noise=0))
+
+
+def test_the_page_of_a_sweep_leads_to_its_best_trial(tmp_path: Path) -> None:
+    publish.save(swept(9), tmp_path, warn=pytest.fail)
+    page = (tmp_path / "report.html").read_text()
+    order = [
+        "<title>lab: sweep", "<b>0.2</b>", "trial 4, the best", "6 finished, 3 stopped early",
+        "trial 4 of 9 is best", "by each parameter", "<svg", "A ring marks", ">Trials<", 'class="main"',
+        "To train trial 4 again", "pipeline run",
+    ]  # fmt: skip
+    places = [page.index(part) for part in order]
+    assert places == sorted(places), order
+
+
+def test_the_page_of_a_prediction_has_all_that_is_printed(tmp_path: Path) -> None:
+    found = forecast(64)
+    publish.save(found, tmp_path, warn=pytest.fail)
+    page = (tmp_path / "report.html").read_text()
+    for text in (found.verdict, "<svg", "+3%", *found.opening[2:], *found.blocks[0]):
+        assert text.replace("'", "&#39;").replace("+", "+") in page
+    for table in found.tables:
+        assert all(cell in page for row in table.rows for cell in row)
