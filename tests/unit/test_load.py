@@ -236,7 +236,8 @@ e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
 e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, loader, loss, task, metrics, \
 optimizer, scheduler, train, checkpoint, parallel, compare, measure, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
-e.yaml:19: measure: is empty; write a mapping, its keys are pairs, budget_s, interval, warmup_steps, steps, windows, nvtx
+e.yaml:19: measure: is empty; write a mapping, its keys are pairs, budget_s, interval, warmup_steps, steps, \
+windows, nvtx
 command line: compare[7].workers=2: compare[7].workers: compare has no entry 7; it has 2, counted from 0
 command line: trian.epochs=3: trian: unknown key; did you mean train?
 command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean num_workers?"""
