@@ -7,9 +7,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeline.api import ComparisonResult, Experiment, Parts, Result, RunResult, compare, run
+    from pipeline.api import ComparisonResult, Experiment, Parts, Result, RunResult, Trained, compare, run
 
-__all__ = ["ComparisonResult", "Experiment", "Parts", "Result", "RunResult", "compare", "run"]
+__all__ = ["ComparisonResult", "Experiment", "Parts", "Result", "RunResult", "Trained", "compare", "run"]
 
 
 def __getattr__(name: str) -> object:

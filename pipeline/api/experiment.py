@@ -13,7 +13,9 @@ from torch import nn
 from pipeline.config.load import ExperimentFile, from_mapping, load
 from pipeline.config.summary import to_yaml
 from pipeline.config.targets import allowed_packages
+from pipeline.config.values import Component
 from pipeline.driver.execute import explained
+from pipeline.errors import UsageError
 from pipeline.protocol.trial import Rank, Training
 from pipeline.system.imports import importable
 from pipeline.tasks import StepOutput
@@ -60,6 +62,17 @@ class Experiment:
     def name(self) -> str:
         """Name of the experiment."""
         return self.file.experiment.name
+
+    def arguments(self, section: str) -> Mapping[str, Any]:
+        """Return the arguments of a component by the name of its section, such as "data".
+
+        Raises:
+            UsageError: there is no such section, or it is no component.
+        """
+        component = getattr(self.file.experiment, section, None)
+        if not isinstance(component, Component):
+            raise UsageError(f"{section}: {self.name} has no component of this name; write model or data")
+        return component.arguments
 
     def to_yaml(self) -> str:
         """Return the experiment as YAML, with defaults, without credentials."""

@@ -25,7 +25,9 @@ from pipeline.protocol.progress import ProgressReporter
 
 _IMAGE_SHAPE = (3, 32, 32)
 _RECORD_BYTES = 1 + 3 * 32 * 32
-_CLASSES = 10
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+"""Names of the labels."""
+
 _MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)  # of the training set's red, green, blue
 _DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 _PADDING = 4
@@ -75,8 +77,13 @@ class _Images(Dataset[tuple[Tensor, ...]]):
 
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image = (self._images[index] / 255 - _MEAN) / _DEVIATION
+        image = standardize(self._images[index])
         return (_random_crop_and_flip(image) if self._augment else image), self._labels[index]
+
+
+def standardize(pixels: Tensor) -> Tensor:
+    """Scale bytes of shape (..., 3, height, width) to mean 0 and deviation 1 of each channel of the training set."""
+    return (pixels / 255 - _MEAN) / _DEVIATION
 
 
 def _random_crop_and_flip(image: Tensor) -> Tensor:
@@ -102,7 +109,7 @@ def _records(path: Path) -> Tensor:
         message = f"{path} holds {len(content)} bytes, expected a multiple of {_RECORD_BYTES}"
         raise ExperimentError.of("data", f"{message}; remove the folder and {how_to_get(path.parent)}")
     records = content.view(-1, _RECORD_BYTES)
-    if (label := int(records[:, 0].max())) >= _CLASSES:
+    if (label := int(records[:, 0].max())) >= len(CLASSES):
         message = f"{path} holds label {label}, expected 0 to 9 (CIFAR-10, binary version)"
         raise ExperimentError.of("data", f"{message}; remove the folder and {how_to_get(path.parent)}")
     return records

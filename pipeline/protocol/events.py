@@ -18,6 +18,8 @@ from pipeline.protocol.trial_result import BatchSizes, TrialResult
 
 STOPPED_EARLY = "stopped early by ASHA"
 """Beginning of the closing message of a trial that ASHA stopped."""
+WEIGHTS = "model/weights.pt"
+"""Path of the trained weights inside a run's folder."""
 Origin = Literal["rank", "lost_peer", "peer_timeout"]
 """Origin of a rank's failure: the rank itself, a peer whose connection broke, or a peer that did not answer."""
 

@@ -12,7 +12,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipeline.protocol.events import ArtifactSaved, FirstStep, ModelExported, ModelSaved, Outbox, Started, Warned
+from pipeline.protocol.events import (
+    WEIGHTS,
+    ArtifactSaved,
+    FirstStep,
+    ModelExported,
+    ModelSaved,
+    Outbox,
+    Started,
+    Warned,
+)
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import Held
@@ -26,7 +35,7 @@ from pipeline.training.metrics import Curve
 from pipeline.training.norms import local
 from pipeline.wording import counted
 
-_WEIGHTS, _EXAMPLE = "model/weights.pt", "model/example.pt"
+_EXAMPLE = "model/example.pt"
 _PROGRAM, _SAMPLES = "model/model.pt2", "model/example.npz"
 _log = logging.getLogger(__name__)
 MUCH = 0.2
@@ -140,7 +149,7 @@ def coupling_layers(model: nn.Module) -> tuple[str, ...]:
 
 def model(context: TrainContext, outbox: Outbox, *, folder: Path) -> None:
     """Send the trained weights, and an example input for the model's signature; keep both in ``folder``. Collective."""
-    weights, example = folder / _WEIGHTS, folder / _EXAMPLE
+    weights, example = folder / WEIGHTS, folder / _EXAMPLE
     weights.parent.mkdir()
     beside = "model/loss.pt" if context.experiment.task is None else "model/task.pt"
     with resulting_weights(context):
@@ -150,7 +159,7 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path) -> None:
             _save_learned(context, folder / beside)
     if not context.rank.is_first:
         return
-    outbox.file(weights, _WEIGHTS)
+    outbox.file(weights, WEIGHTS)
     if trainable(context.learned):
         outbox.file(folder / beside, beside)
     if not context.experiment.tracking.log_model:
@@ -162,7 +171,7 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path) -> None:
         torch.save(inputs, example)
         outbox.file(example, _EXAMPLE)
     place = "" if inputs is None else _EXAMPLE
-    outbox.event(ModelSaved(trial=context.trial.name, weights=_WEIGHTS, example=place))
+    outbox.event(ModelSaved(trial=context.trial.name, weights=WEIGHTS, example=place))
 
 
 def exported_model(trial: Training, outbox: Outbox, *, folder: Path) -> None:
@@ -170,7 +179,7 @@ def exported_model(trial: Training, outbox: Outbox, *, folder: Path) -> None:
 
     A model that can't be exported is left to the process that writes to MLflow, which warns of it.
     """
-    weights, example, program, samples = (folder / name for name in (_WEIGHTS, _EXAMPLE, _PROGRAM, _SAMPLES))
+    weights, example, program, samples = (folder / name for name in (WEIGHTS, _EXAMPLE, _PROGRAM, _SAMPLES))
     if not trial.exports or not example.exists():
         return
     try:

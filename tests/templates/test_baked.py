@@ -1,9 +1,11 @@
 """Whatever is answered, what comes out is a project: its files, their form, its experiments."""
 
+import ast
 import json
 import os
 import re
 import sys
+import tomllib
 from itertools import combinations as subsets
 from pathlib import Path
 
@@ -21,7 +23,7 @@ DDP = COMMON | {
     ".github/workflows/test.yaml",
     "experiments/experiment.schema.json",
     *(f"experiments/{name}.yaml" for name in ("first", "scaling", "smoke")),
-    *(f"tests/{name}.py" for name in ("conftest", "test_data", "test_experiments", "test_model", "test_training")),
+    *(f"tests/{name}.py" for name in ("conftest", "test_data", "test_experiments", "test_model", "test_predict", "test_training")),
 }
 PROTOTYPE = COMMON | {
     "experiments/experiment.schema.json",
@@ -36,8 +38,10 @@ def expected(project: Baked) -> set[str]:
     files |= {f"src/{project.package}/{name}.py" for name in ("__init__", "data", "model")}
     if project.answers.get("docker") == "yes":
         files |= {".dockerignore", "docker/Dockerfile", "docker/compose.yaml"}
-    if project.answers.get("data") == "image_folder":
-        files.add(f"src/{project.package}/example_images.py")
+    if project.template == "ddp-project":
+        files.add(f"src/{project.package}/predict.py")
+    if (example := {"image_folder": "images", "table": "table"}.get(project.answers.get("data", ""))) is not None:
+        files.add(f"src/{project.package}/example_{example}.py")
     return files
 
 
@@ -48,6 +52,7 @@ def test_the_answers_are_pairwise_complete() -> None:
     assert answers["data"] == set(catalog.find("ddp-project").questions()["data"])
     assert answers["model"] == set(catalog.find("ddp-project").questions()["model"])
     assert (("data", "text"), ("model", "resnet")) not in found
+    assert (("data", "table"), ("model", "transformer")) not in found
     for one, other in subsets(("data", "precision", "mlflow_store", "docker"), 2):  # these go with one another
         values = [{value for pair in found for name, value in pair if name == key} for key in (one, other)]
         for first in values[0]:
@@ -82,6 +87,41 @@ def test_python_is_formatted_and_clean(baked: tuple[Baked, ...]) -> None:
 
     succeed(parent, "ruff", "format", "--check", "--no-cache", ".")
     succeed(parent, "ruff", "check", "--no-cache", ".")
+
+
+PROVIDED = {"pipeline", "conftest"}
+"""What `make install` brings from elsewhere, and a module beside the tests."""
+CALLED = {"pillow": "PIL", "scikit-learn": "sklearn"}
+
+
+def test_what_a_project_imports_is_among_its_dependencies(baked: tuple[Baked, ...]) -> None:
+    for project in baked:
+        toml = tomllib.loads((project.folder / "pyproject.toml").read_text())["project"]
+        required, developing = toml["dependencies"], toml["optional-dependencies"]["dev"]
+        known = PROVIDED | {project.package} | {CALLED.get(name, name) for name in required}
+        for name in project.files():
+            for module in imported(project.folder / name) - set(sys.stdlib_module_names):
+                allowed = known if name.startswith("src/") else known | set(developing)
+                assert module in allowed, f"{name} of {project.folder} imports {module}"
+
+
+def imported(file: Path) -> set[str]:
+    """The packages that a Python file or a notebook imports, or the components of an experiment name."""
+    text = file.read_text()
+    if file.suffix == ".yaml":
+        return set(re.findall(r"_target_: (\w+)\.", text))
+    if file.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    elif file.suffix != ".py":
+        return set()
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
 
 
 def test_yaml_and_json_are_valid(baked: tuple[Baked, ...]) -> None:
@@ -131,7 +171,7 @@ def test_types_of_models_and_data(baked: tuple[Baked, ...], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "data", [None, "digits", "cifar10", "image_folder"]
+    "data", [None, "digits", "cifar10", "image_folder", "table", "text", "own"]
 )
 def test_types_of_a_whole_project(baked: tuple[Baked, ...], data: str | None) -> None:
     """One for each form of the tests; the prototype has no data to choose."""
@@ -146,6 +186,8 @@ def _cache(baked: tuple[Baked, ...]) -> str:
 
 OWN_TESTS = [
     ("cifar10", "transformer"),
+    ("table", "mlp"),
+    ("table", "own"),
     ("text", "own"),
     ("image_folder", "mlp"),
     ("image_folder", "resnet"),
@@ -162,9 +204,9 @@ def test_models_and_data_pass_their_own_tests(baked: tuple[Baked, ...], data: st
 
     out = succeed(
         project.folder, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_model.py", "tests/test_data.py",
-        PYTHONPATH=path,
+        "tests/test_predict.py", PYTHONPATH=path,
     )  # fmt: skip
-    assert "7 passed" in out
+    assert re.search(r"^\d+ passed in ", out, re.MULTILINE), out
 
 
 DROPOUT = """
@@ -194,6 +236,7 @@ def test_tests_ask_the_experiment_and_run_in_a_project_that_is_not_installed(tmp
     project = bake(tmp_path / "churn", data="own", model="own")
     (project.folder / "src" / "churn" / "model.py").write_text(DROPOUT)
     (project.folder / "src" / "churn" / "data.py").write_text(REGRESSION)
+    (project.folder / "tests" / "test_predict.py").unlink()  # of predict.py, which is for the images of before
     for path in (project.folder / "experiments").glob("*.yaml"):
         text = path.read_text().replace("torch.nn.CrossEntropyLoss", "torch.nn.MSELoss")
         text = re.sub(r"  accuracy:\n.*\n.*\n.*\n", "  error:\n    _target_: torchmetrics.MeanSquaredError\n", text)
@@ -201,7 +244,7 @@ def test_tests_ask_the_experiment_and_run_in_a_project_that_is_not_installed(tmp
 
     out = succeed(project.folder, "pytest", "-q", "-p", "no:cacheprovider", PYTHONPATH=str(REPOSITORY))
 
-    assert "10 passed, 1 skipped" in out
+    assert "11 passed, 1 skipped" in out
 
 
 def test_two_workers_find_a_package_that_is_not_installed(tmp_path: Path) -> None:
@@ -217,6 +260,20 @@ def test_example_images_are_written_for_a_folder_of_images(baked: tuple[Baked, .
 
     succeed(tmp_path, *line, PYTHONPATH=str(project.folder / "src"))
     assert len(list((tmp_path / "images").glob("*/*.png"))) == 1797
+
+
+def test_an_example_table_has_the_columns_that_are_read(baked: tuple[Baked, ...], tmp_path: Path) -> None:
+    project = next(project for project in baked if project.answers.get("data") == "table")
+    path = {"PYTHONPATH": str(project.folder / "src")}
+
+    succeed(tmp_path, sys.executable, "-m", f"{project.package}.example_table", tmp_path / "table.csv", **path)
+    printed = succeed(tmp_path, sys.executable, "-m", f"{project.package}.data", tmp_path / "table.csv", **path)
+
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 443
+    source = (project.folder / "src" / project.package / "data.py").read_text()
+    for name, mean, deviation in re.findall(r'"(\w+)": \((.+), (.+)\)', printed):
+        (written,) = re.findall(rf'"{name}": \((.+), (.+)\)', source)
+        assert [float(mean), float(deviation)] == pytest.approx([*map(float, written)], rel=0.05), name
 
 
 def test_a_source_that_a_package_index_could_answer_is_refused(baked: tuple[Baked, ...]) -> None:

@@ -32,13 +32,14 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["model=resnett"],
             "'resnett' is not a choice; did you mean resnet?; choose one of resnet, transformer, mlp, own",
         ),
-        (["data=mnist"], "choose one of digits, cifar10, image_folder, text, own"),
+        (["data=mnist"], "choose one of digits, cifar10, image_folder, table, text, own"),
         (["strategy=fsdp"], "choose one of ddp, dp, single"),
         (["launcher=slurm"], "choose one of ray, torchrun, inprocess"),
         (["precision=int8"], "choose one of fp32, bf16, fp16, fp64"),
         (["docker=maybe"], "choose one of no, yes"),
         (["model"], "write --set model=VALUE"),
-        (["data=text"], "model: resnet doesn't take text; write transformer or own"),
+        (["data=text", "model=resnet"], "model: resnet doesn't take text; write transformer or own"),
+        (["data=table", "model=transformer"], "model: transformer doesn't take table; write mlp or own"),
         (["data=text", "model=mlp"], "model: mlp doesn't take text; write transformer or own"),
         (["workers=0"], "workers: '0' is no number of workers; write 1 to 9999"),
         (["workers=two"], "workers: 'two' is no number of workers; write 1 to 9999"),
@@ -68,7 +69,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) == 3
 
     with pytest.raises(UsageError) as caught:
-        create("ddp-project", tmp_path / "mine", ["package_name=json", "workers=0", "data=text"], no_input=True)
+        create("ddp-project", tmp_path / "mine", ["package_name=json", "workers=0", "data=text", "model=mlp"], no_input=True)
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -195,10 +196,17 @@ def test_the_command_prints_the_next_three_commands(command: Callable[..., Any],
 
 
 def test_the_command_shows_a_message_and_no_traceback(command: Callable[..., Any], tmp_path: Path) -> None:
-    ended = command("new", "ddp-project", str(tmp_path / "mine"), "--no-input", "--set", "data=text")
+    ended = command("new", "ddp-project", str(tmp_path / "mine"), "--no-input", "--set", "data=text", "--set", "model=mlp")
 
     assert ended.code == 2
-    assert ended.stderr == "error: model: resnet doesn't take text; write transformer or own, or other data\n"
+    assert ended.stderr == "error: model: mlp doesn't take text; write transformer or own, or other data\n"
+
+
+@pytest.mark.parametrize(("data", "model"), [("digits", "ResNet"), ("table", "MLP"), ("text", "GPT")])
+def test_the_default_model_takes_the_data(tmp_path: Path, data: str, model: str) -> None:
+    project = bake(tmp_path / "mine", data=data).folder
+
+    assert f"_target_: mine.model.{model}\n" in (project / "experiments" / "first.yaml").read_text()
 
 
 def test_nobody_to_ask(tmp_path: Path) -> None:
@@ -217,6 +225,15 @@ def test_questions_are_asked(tmp_path: Path) -> None:
     assert "ddp-project: Train on several devices" in out
     assert "strategy: single" in (tmp_path / "my-idea" / "experiments" / "first.yaml").read_text()
     assert (tmp_path / "my-idea" / "src" / "my_idea").is_dir()
+
+
+def test_the_menu_begins_with_a_model_that_takes_the_data(tmp_path: Path) -> None:
+    answers = ["1", "Rows", "", "4", *[""] * 7]  # template, project, package, data, all others
+    lines = "\\n".join(answers)
+    out = succeed(tmp_path, "sh", "-c", f"printf '{lines}\\n' | {sys.executable} -m pipeline new", **CHECKOUT)
+
+    assert "1 - mlp: multilayer perceptron" in out
+    assert "_target_: rows.data.table" in (tmp_path / "rows" / "experiments" / "first.yaml").read_text()
 
 
 def command_without_terminal(folder: Path, *arguments: str) -> Any:
@@ -280,7 +297,7 @@ class TestCookiecutter:
 
         assert done.returncode == 1
         assert done.stdout.splitlines() == [
-            "error: data: 'csv' is not a choice; write one of digits, cifar10, image_folder, text, own",
+            "error: data: 'csv' is not a choice; write one of digits, cifar10, image_folder, table, text, own",
             "error: docker: 'maybe' is not a choice; write one of no, yes",
         ]
         assert done.stderr == ""

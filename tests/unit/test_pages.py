@@ -29,6 +29,7 @@ ELSEWHERE = {
     r"cd pipeline$": "into what was cloned",
     r"source \.venv/bin/activate$": "the tests have an environment",
     r"cookiecutter templates$": "asks questions; tests/templates bakes with it",
+    r"python -m PACKAGE\.predict ": "a module of a generated project, whose own tests call it",
 }
 """Commands that can't be read or run here, and why."""
 NOBODYS = {"README.md": "mypackage"}

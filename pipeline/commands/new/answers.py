@@ -1,6 +1,6 @@
 """Answers to a template's questions: from ``--set``, from an existing project, or from prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import click
@@ -98,12 +98,19 @@ def _with_menus(context: Mapping[str, Any], template: Template) -> dict[str, Any
     asked = {key: value for key, value in context["cookiecutter"].items() if key not in _COOKIECUTTERS}
     prompts = asked.get("__prompts__", {})
     for key, choices in template.choices().items():
-        asked[key] = sorted(choices, key=lambda choice: choice != asked[key])
+        asked[key] = _default_first(choices, default=asked[key])
         title = str(prompts.get(key, key)).rpartition(": ")[0]
         prompts[key] = {"__prompt__": title} | {
             each: f"{each}: {what}" if what else each for each, what in choices.items()
         }
     return {"cookiecutter": asked}
+
+
+def _default_first(choices: Collection[str], *, default: str) -> list[str]:
+    """Return Jinja templates of the choices, as cookiecutter takes the first for the default, itself a template."""
+    first = f"{{% set default %}}{default}{{% endset %}}"
+    ordered = f"([default] + {list(choices)} | reject('eq', default) | list)"
+    return [f"{first}{{{{ {ordered}[{number}] }}}}" for number, _ in enumerate(choices)]
 
 
 def _not_allowed(value: str, allowed: Sequence[str]) -> str:

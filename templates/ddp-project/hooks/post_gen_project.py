@@ -75,8 +75,9 @@ def _assignment(source: str) -> str:
 def _unwanted(answers: Mapping[str, str]) -> Iterator[str]:
     if answers.get("docker") == "no":
         yield from ("docker", ".dockerignore")
-    if answers.get("data", "image_folder") != "image_folder":
-        yield f"src/{answers['package_name']}/example_images.py"
+    for data, name in (("image_folder", "example_images"), ("table", "example_table")):
+        if answers.get("data", data) != data:
+            yield f"src/{answers['package_name']}/{name}.py"
 
 
 def find_origin(template: Path | None, named: str = "") -> Origin:

@@ -5,10 +5,15 @@ and target) can be used as `data:` in `experiments/*.yaml`, with its keyword arg
 and must return the same data in all of them.
 """
 
+import numpy as np
+import torch
+from PIL import Image
 from pipeline import data
+from pipeline.data.cifar import CLASSES, standardize
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+__all__ = ["CLASSES", "cifar10", "prepare"]
 Pairs = Dataset[tuple[Tensor, ...]]
 
 
@@ -28,3 +33,9 @@ def cifar10(
     if limit is None:
         return train, validation
     return Subset(train, range(limit - limit // 5)), Subset(validation, range(limit // 5))
+
+
+def prepare(image: Image.Image) -> Tensor:
+    """Turn a new image into an input of the model, like those of `cifar10`."""
+    pixels = np.array(image.convert("RGB").resize((32, 32)))
+    return standardize(torch.from_numpy(pixels).permute(2, 0, 1))

@@ -32,32 +32,37 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         """The image, float32 of (3, image_size, image_size) from -1 to 1, and its label, int64."""
         path, label = self.files[index]
         with Image.open(path) as image:
-            pixels = np.array(image.convert("RGB").resize((self.image_size, self.image_size)))
-        return torch.from_numpy(pixels).permute(2, 0, 1) / 127.5 - 1, torch.tensor(label)
+            return prepare(image, image_size=self.image_size), torch.tensor(label)
+
+
+def prepare(image: Image.Image, *, image_size: int) -> Tensor:
+    """Turn an image into an input of the model, in training and for new images."""
+    pixels = np.array(image.convert("RGB").resize((image_size, image_size)))
+    return torch.from_numpy(pixels).permute(2, 0, 1) / 127.5 - 1
 
 
 def image_folder(
-    *, directory: str = "data/images", image_size: int = 32, limit: int | None = None
+    classes: Sequence[str], *, directory: str = "data/images", image_size: int = 32, limit: int | None = None
 ) -> tuple[Images, Images]:
-    """Training and validation images; classes are numbered in the order of their folders' names.
+    """Training and validation images.
 
     Args:
+        classes: names of the folders, in the order of the model's outputs; other folders are left out.
         directory: holds one folder for each class.
         image_size: height and width that images are resized to.
         limit: use only this many images, training and validation together, evenly spread.
 
     Raises:
-        FileNotFoundError: there are no images.
+        FileNotFoundError: a class has no images.
     """
-    folders = sorted(path for path in Path(directory).glob("*") if path.is_dir())
-    files = [
-        (path, label)
-        for label, folder in enumerate(folders)
-        for path in sorted(folder.rglob("*"))
-        if path.suffix.lower() in _ENDINGS
-    ]
-    if not files:
-        raise FileNotFoundError(f"no images in {directory}/<class>/; put yours there, or run `make data` for examples")
+    files = [(path, label) for label, name in enumerate(classes) for path in _images_in(Path(directory) / name)]
     files = files[:: -(-len(files) // limit)] if limit else files
     train = [file for number, file in enumerate(files) if number % _EVERY]
     return Images(train, image_size=image_size), Images(files[::_EVERY], image_size=image_size)
+
+
+def _images_in(folder: Path) -> list[Path]:
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _ENDINGS)
+    if not found:
+        raise FileNotFoundError(f"no images in {folder}; put yours there, or run `make data` for examples")
+    return found

@@ -27,12 +27,22 @@ def text(
         limit: use only this many samples, training and validation together.
     """
     content = Path(source).read_text(encoding="utf-8") if source else "\n".join(topics[key] for key in sorted(topics))
-    tokens = torch.tensor(list(content.encode("ascii", errors="replace")))
+    tokens = encode(content)
     samples = (len(tokens) - 1) // context_length
     inputs = _windows(tokens, samples, context_length)[:limit]
     targets = _windows(tokens[1:], samples, context_length)[:limit]
     train = len(inputs) - len(inputs) // 10  # the last tenth of the text is for validation
     return TensorDataset(inputs[:train], targets[:train]), TensorDataset(inputs[train:], targets[train:])
+
+
+def encode(text: str) -> Tensor:
+    """Tokens of a text, int64 of (characters)."""
+    return torch.tensor(list(text.encode("ascii", errors="replace")), dtype=torch.int64)
+
+
+def decode(tokens: Tensor) -> str:
+    """Text of tokens."""
+    return bytes(tokens.tolist()).decode("ascii")
 
 
 def _windows(tokens: Tensor, samples: int, length: int) -> Tensor:

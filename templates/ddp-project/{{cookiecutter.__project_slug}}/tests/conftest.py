@@ -1,4 +1,4 @@
-"""Shared fixtures: the working directory, data without a download, and the smoke experiment."""
+"""Shared fixtures: the working directory, data without a download, the smoke experiment and its training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,11 @@ import pytest
 {% if cookiecutter.data == "image_folder" -%}
 from PIL import Image
 {% endif -%}
-from pipeline import Experiment, Parts
+from pipeline import Experiment, Parts, RunResult, run
+{%- if cookiecutter.data == "table" %}
+
+from {{ cookiecutter.package_name }} import example_table
+{%- endif %}
 
 ROOT = Path(__file__).parent.parent
 SMOKE = "experiments/smoke.yaml"
@@ -41,10 +45,16 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("images")
     noise = np.random.default_rng(0).integers(256, size=(100, 40, 40, 3), dtype=np.uint8)
     for number, pixels in enumerate(noise):
-        file = folder / f"class-{number % 10}" / f"{number}.png"
+        file = folder / str(number % 10) / f"{number}.png"
         file.parent.mkdir(exist_ok=True)
         Image.fromarray(pixels).save(file)
     return [f"data.directory={folder}"]
+{% elif cookiecutter.data == "table" -%}
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The example table, so that the tests don't depend on what lies in data."""
+    path = tmp_path_factory.mktemp("data") / "table.csv"
+    example_table.write(path)
+    return [f"data.path={path}"]
 {% else -%}
 def overrides() -> list[str]:
     """Changes to an experiment, if the tests need any, such as other data: ["data.limit=10"]."""
@@ -55,3 +65,15 @@ def overrides() -> list[str]:
 def built(overrides: list[str]) -> Parts:
     """Model, data, loss and metrics of the smoke experiment, built as a worker builds them."""
     return Experiment.load(SMOKE, *overrides).build()
+
+
+def train(folder: Path, *overrides: str) -> RunResult:
+    """Train the smoke experiment in double precision, with its results in a folder."""
+    where = [f"tracking.uri=sqlite:///{folder}/mlflow.db", f"tracking.directory={folder}", "tracking.log_model=false"]
+    return run(SMOKE, "train.precision=fp64", *overrides, *where, baseline=False, quiet=True)
+
+
+@pytest.fixture(scope="session")
+def trained(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """Result of the smoke experiment."""
+    return train(tmp_path_factory.mktemp("trained"), *overrides)

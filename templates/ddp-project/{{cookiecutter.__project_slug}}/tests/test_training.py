@@ -1,4 +1,4 @@
-"""Trainings of the smoke experiment: in one process, and with two DDP workers."""
+"""Trainings of the smoke experiment: in one process, loaded from its run, and with two DDP workers."""
 
 import math
 import os
@@ -6,36 +6,35 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMOKE
-from pipeline import Parts, run
+from conftest import train
+from pipeline import Parts, RunResult, Trained
 
 
-def losses(folder: Path, *overrides: str) -> tuple[float, ...]:
-    """Train the smoke experiment; return the loss of each step."""
-    where = [f"tracking.uri=sqlite:///{folder}/mlflow.db", f"tracking.directory={folder}", "tracking.log_model=false"]
-    return run(SMOKE, "train.precision=fp64", *overrides, *where, baseline=False, quiet=True).losses
+def test_training_steps(trained: RunResult) -> None:
+    assert trained.losses
+    assert all(math.isfinite(loss) for loss in trained.losses)
+    assert len(set(trained.losses)) == len(trained.losses)  # the model changes
 
 
-@pytest.fixture(scope="module")
-def one_worker(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[float, ...]:
-    return losses(tmp_path_factory.mktemp("one"), *overrides)
+def test_the_loaded_model_has_the_metrics_of_the_training(trained: RunResult, built: Parts) -> None:
+    model = Trained.load(trained.folder).model
+    built.model.load_state_dict(model.state_dict())
+    built.model.eval()
+    with torch.no_grad():
+        step = built.step(built.batch(range(built.validation_samples), validation=True))
+    built.metrics.update(step.outputs, step.targets)
 
-
-def test_training_steps(one_worker: tuple[float, ...]) -> None:
-    assert one_worker
-    assert all(math.isfinite(loss) for loss in one_worker)
-    assert len(set(one_worker)) == len(one_worker)  # the model changes
+    for name, value in built.metrics.compute().items():
+        assert float(value) == pytest.approx(trained.metrics[f"validation/{name}"], rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
-def test_two_ddp_workers_train_the_same(
-    built: Parts, overrides: list[str], one_worker: tuple[float, ...], tmp_path: Path
-) -> None:
+def test_two_ddp_workers_train_the_same(built: Parts, overrides: list[str], trained: RunResult, tmp_path: Path) -> None:
     """True unless layers use batch statistics, which each worker computes on its own share."""
     batch = built.batch(range(4))
     if not torch.equal(built.step(batch).loss, built.step(batch).loss):
         pytest.skip("the model uses random numbers in training, e.g. dropout, which differ between workers")
     parallel = ["strategy=ddp", "launcher=torchrun", "workers=2"]
-    two_workers = losses(tmp_path, *overrides, *(f"parallel.{each}" for each in parallel))
+    two_workers = train(tmp_path, *overrides, *(f"parallel.{each}" for each in parallel))
 
-    assert two_workers == pytest.approx(one_worker, rel=1e-9)
+    assert two_workers.losses == pytest.approx(trained.losses, rel=1e-9)

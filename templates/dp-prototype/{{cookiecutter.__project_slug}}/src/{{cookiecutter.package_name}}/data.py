@@ -5,10 +5,14 @@ and target) can be used as `data:` in `experiments/*.yaml`, with its keyword arg
 and must return the same data in all of them.
 """
 
+import numpy as np
 import torch
+from PIL import Image
 from sklearn.datasets import load_digits
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
+CLASSES = tuple("0123456789")
 _EVERY = 5  # of five samples, one is for validation
 
 
@@ -20,9 +24,18 @@ def digits(*, image_size: int = 16, limit: int | None = None) -> tuple[TensorDat
         limit: use only this many samples, training and validation together.
     """
     pixels, classes = load_digits(return_X_y=True)
-    images = torch.from_numpy(pixels[:limit]).float().view(-1, 1, 8, 8)
+    images = _enlarged(torch.from_numpy(pixels[:limit]).view(-1, 1, 8, 8), image_size=image_size)
     labels = torch.from_numpy(classes[:limit]).long()
-    images = (images - 4.88) / 6.02  # mean and deviation over the data
-    images = torch.nn.functional.interpolate(images, size=(image_size, image_size), mode="bilinear")
     held_out = torch.arange(len(labels)) % _EVERY == 0
     return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
+
+
+def prepare(image: Image.Image, *, image_size: int = 16) -> Tensor:
+    """Turn a new image, a bright digit on a dark ground, into an input of the model, like those of `digits`."""
+    scan = torch.from_numpy(np.array(image.convert("L").resize((8, 8)))) * (16 / 255)
+    return _enlarged(scan.view(1, 1, 8, 8), image_size=image_size)[0]
+
+
+def _enlarged(scans: Tensor, *, image_size: int) -> Tensor:
+    scaled = (scans.float() - 4.88) / 6.02  # mean and deviation over the data
+    return torch.nn.functional.interpolate(scaled, size=(image_size, image_size), mode="bilinear")

@@ -1,0 +1,58 @@
+"""Trained model of an earlier run, to answer for new data."""
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from torch import nn
+
+from pipeline.api.experiment import Experiment
+from pipeline.config.targets import allowed_packages
+from pipeline.driver.execute import explained
+from pipeline.errors import UsageError
+from pipeline.protocol.events import WEIGHTS
+from pipeline.recording import runs
+from pipeline.recording.folder import EXPERIMENT_NAME
+from pipeline.system.imports import importable
+from pipeline.training.export import trained_model
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Trained model with its run, made by `load`."""
+
+    folder: Path
+    """Folder of the run."""
+    experiment: Experiment
+    """Experiment as it was run."""
+    model: nn.Module
+    """The model in evaluation mode, on the CPU, with the weights of the end of training."""
+
+    @classmethod
+    def load(cls, run: str | PathLike[str] = runs.LATEST, *, directory: str | PathLike[str] = "runs") -> "Trained":
+        """Load the model of a run: the latest, or by a unique part of its id, or by its folder.
+
+        The model's class comes from the project's code as it is now; nothing is asked of MLflow.
+
+        Raises:
+            UsageError: there is no such run, it has no trained model, or its weights don't fit the model of today.
+            ExperimentError: the model can't be built.
+        """
+        folder = runs.find(str(run), Path(directory))
+        weights = folder / WEIGHTS
+        if not weights.is_file():
+            raise UsageError(f"{folder}: has no {WEIGHTS}, only a training that ended has one; name another run")
+        experiment = Experiment.load(folder / EXPERIMENT_NAME)
+        try:
+            with explained(experiment.file), importable(Path.cwd()):
+                values = torch.load(weights, map_location="cpu", weights_only=True)
+                model = trained_model(experiment.file.experiment, values, allowed=allowed_packages())
+        except (OSError, RuntimeError, LookupError, EOFError, UnpicklingError) as error:
+            cause = " ".join(str(error).split())[:300]
+            raise UsageError(
+                f"{weights}: can't be loaded into {experiment.file.experiment.model.target}: {cause or 'damaged'}; "
+                "use the code that it was trained with, or name another run"
+            ) from error
+        return cls(folder, experiment, model)
