@@ -17,7 +17,7 @@ _SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # polling interval that the end of a trial waits for
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",  # the controller is this process, see trainer.py
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",  # the controller may be this process
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # would print twice what user code prints
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the folder that the experiment's relative paths refer to
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -5,7 +5,7 @@ It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -26,8 +26,8 @@ from pipeline.launchers import base
 from pipeline.launchers._ray import local
 from pipeline.launchers._ray.early import local_ray
 from pipeline.launchers._ray.ingest import Ingest
+from pipeline.launchers._ray.interface import public_because
 from pipeline.launchers._ray.network import RendezvousConfig
-from pipeline.launchers._ray.trainer import Trainer
 from pipeline.launchers._ray.work import work
 from pipeline.planning import resources
 from pipeline.planning.resources import Resources
@@ -38,6 +38,10 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.process import environment
 from pipeline.training.checkpoints.storage import address_of
 from pipeline.wording import counted, first_line
+
+if TYPE_CHECKING:
+    from pipeline.launchers._ray.fast.driver_controller import FastTrainer
+    from pipeline.launchers._ray.public_trainer import PublicTrainer
 
 _AFTER_OTHERS_S = 30.0
 """Seconds after ``parallel.timeout_s`` in which waiting ranks give up and Ray may notice a dead node."""
@@ -54,6 +58,7 @@ class Launcher(base.Launcher):
         self._running = 0  # workers
         self._ingests: dict[str, Ingest] = {}
         self._seen: set[str] = set()  # nodes that were checked, by Ray's id
+        self._public_because = public_because()
 
     def __enter__(self) -> Self:
         """Connect to Ray. An existing cluster receives the code; a local Ray needs none.
@@ -90,6 +95,11 @@ class Launcher(base.Launcher):
     def launch(self, trial: Trial) -> Outcome:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
         attempt = self.attempt(trial)
+        if self._public_because:
+            self._warn(
+                f"Ray is used by its public interface, which starts workers later: {self._public_because}", trial
+            )
+            self._public_because = ""
         places.await_death_notices(timeout_s=trial.experiment.parallel.start_timeout_s)
         self._check_nodes(trial)
         places.await_capacity(trial)
@@ -154,9 +164,9 @@ class Launcher(base.Launcher):
             self._warn(message, trial)
         return ingest
 
-    def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> Trainer:
+    def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> "FastTrainer | PublicTrainer":
         parallel = trial.experiment.parallel
-        return Trainer(
+        return _trainer_class()(
             work,
             train_loop_config={
                 "trial": trial.model_dump_json(),
@@ -180,6 +190,16 @@ class Launcher(base.Launcher):
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
         )
+
+
+def _trainer_class() -> "type[FastTrainer | PublicTrainer]":
+    if public_because():
+        from pipeline.launchers._ray.public_trainer import PublicTrainer
+
+        return PublicTrainer
+    from pipeline.launchers._ray.fast.driver_controller import FastTrainer
+
+    return FastTrainer
 
 
 def _patience(trial: Trial) -> dict[str, str]:

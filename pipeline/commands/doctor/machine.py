@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pipeline.cluster.node_facts import NodeFacts
 from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, listed, low_to_high
+from pipeline.launchers._ray.interface import public_because
 
 _SHM = "/dev/shm"  # noqa: S108 - only looked at
 _MEMORY = Limit(warning=2048, problem=256)  # MiB
@@ -209,3 +210,6 @@ def _versions(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckR
         everywhere = f" on all {len(nodes)} nodes" if len(nodes) > 1 else ""
         torch = here.torch.version if here.torch else None
         yield _ok("versions", f"Python {here.python}, torch {torch}, Ray {here.ray}, MLflow {here.mlflow}{everywhere}")
+    if reason := public_because():
+        what = f"workers start later than they could: {reason}"
+        yield CheckResult(subject="versions", status="warning", what=what, fix="pip install 'ray[train]==2.60.*'")

@@ -20,7 +20,10 @@ from pipeline.cluster.node_check import interfaces
 
 
 class RendezvousConfig(BackendConfig):  # type: ignore[misc]
-    """Sends the workers of a `DataParallelTrainer` their interface and the address of rank 0."""
+    """Sends the workers of a trainer their interface and the address of rank 0."""
+
+    backend = "made by the workers"
+    """Asked for by `TorchTrainer`."""
 
     def __init__(self, *, interface: str | None) -> None:
         self.interface = interface

@@ -25,10 +25,10 @@ from ray.train.v2._internal.execution.worker_group import Worker, WorkerGroup, s
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.result import Result
 
-from pipeline.launchers._ray.local import replaced
+from pipeline.launchers._ray.fast.patching import replaced
 
 
-class Trainer(DataParallelTrainer):  # type: ignore[misc]
+class FastTrainer(DataParallelTrainer):  # type: ignore[misc]
     """A `DataParallelTrainer` of fixed size that polls its workers from the calling thread."""
 
     _cancel: Callable[[], object] | None = None
@@ -114,3 +114,11 @@ class _WorkerGroup(WorkerGroup):  # type: ignore[misc]
 
 class _Controller(TrainController):  # type: ignore[misc]
     worker_group_cls = _WorkerGroup
+
+
+OVERRIDES: dict[type, tuple[str, ...]] = {
+    FastTrainer: ("_create_default_callbacks", "_initialize_and_run_controller"),
+    _FixedSize: ("after_controller_start", "_maybe_send_resource_request"),
+    _WorkerGroup: ("_get_worker_runtime_env", "_init_train_context_on_workers"),
+}
+"""Methods of Ray's that are replaced; with other parameters they are another release's."""
