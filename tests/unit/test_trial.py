@@ -59,6 +59,7 @@ EVENTS: list[AnyEvent] = [
     ),
     events.ArtifactSaved(time=1.0, path="p"),
     events.ModelSaved(time=1.0, weights="w", example="e"),
+    events.ModelExported(time=1.0, program="p", samples="s", torch="2.13.0"),
     events.Tagged(time=1.0, run="r", tags={"stopped_early": "after epoch 1"}),
     events.CheckpointSaved(time=1.0, step=3, path="p/step-00000003", megabytes=0.5, seconds=2.0, blocked_seconds=0.1),
     events.Resumed(time=1.0, step=3, epoch=1, checkpoint="p/step-00000003"),
