@@ -65,7 +65,9 @@ def run(
     with invoked(
         plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again
     ) as invocation:
-        done = invocation.results
+        done = set(invocation.results)
+        if earlier is not None and earlier.status == "FINISHED":  # the training is continued
+            done -= {plan.main.name}
         try:
             exports = member is None or member.logs_model
             place = partial(
@@ -132,16 +134,19 @@ def report(invocation: Invocation, *, time_to_first_step_s: float | None = None)
     if plan.main.is_elastic:
         told = remark(course(read(invocation.folder / FILE_NAME), trial=plan.main.name))
         measured = measured.model_copy(update={"remarks": (*measured.remarks, *told)})
+    result = invocation.results[plan.main.name]
+    if result.stopped_early:
+        end = f"Training stopped early, after {result.steps:,} steps: {result.stopped_early}."
+        measured = measured.model_copy(update={"remarks": (end, *measured.remarks)})
     measured = measured.model_copy(update={"goodput": invocation.goodput})
     train_only = isinstance(plan.main, Training) and plan.main.train_only
-    result = measured if train_only else invocation.advised(measured)
-    invocation.show(result, summary=result.markdown())
-    steps, epochs = invocation.results[plan.main.name].steps, plan.experiment.train.epochs
-    invocation.log(dict(_figures(result)), trial=plan.main.name, step=steps, epoch=epochs)
-    for row in result.rows:
+    shown = measured if train_only else invocation.advised(measured)
+    invocation.show(shown, summary=shown.markdown())
+    invocation.log(dict(_figures(shown)), trial=plan.main.name, step=result.steps, epoch=result.epochs)
+    for row in shown.rows:
         invocation.tag(row, trial=row.trial)
-    invocation.save_report(result)
-    return result
+    invocation.save_report(shown)
+    return shown
 
 
 def _figures(result: Report) -> Iterator[tuple[str, float | None]]:

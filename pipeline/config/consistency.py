@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pipeline.config.parallel import Parallel
 from pipeline.config.reported import name_problems, source_of
-from pipeline.config.schema import Experiment
+from pipeline.config.schema import Experiment, followed
 from pipeline.config.sweep import misused
 from pipeline.errors import Problem
 from pipeline.wording import did_you_mean
@@ -30,9 +30,10 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
             "when the number of workers changes; write one number, or checkpoint.keep: 1",
         )
     yield from name_problems(experiment.metrics)
-    if (best := experiment.checkpoint.best) is not None and source_of(best, experiment.metrics) is None:
-        known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
-        yield Problem("checkpoint.best", f"is {best}, which isn't measured; choose one of {known}")
+    for key, metric in followed(experiment).items():
+        if source_of(metric, experiment.metrics) is None:
+            known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
+            yield Problem(key, f"is {metric}, which isn't measured; choose one of {known}")
     yield from _swept(experiment)
     yield from _only_for_ray(parallel)
     yield from _against_local_sgd(experiment)

@@ -164,3 +164,13 @@ class Experiment(Section):
     def is_streamed(self) -> bool:
         """True if Ray Data streams rows to the workers; otherwise workers read samples themselves."""
         return self.data.target == "pipeline.data.streamed"
+
+
+def followed(experiment: Experiment) -> dict[str, str]:
+    """Return the validation metrics that decide something in a training, by the key that names them."""
+    stopping = experiment.train.early_stopping
+    named = {
+        "checkpoint.best": experiment.checkpoint.best,
+        "train.early_stopping.metric": stopping.metric if stopping is not None else None,
+    }
+    return {key: metric for key, metric in named.items() if metric is not None}

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.values import OR_BOOLEAN, SWITCH, NotNegative, Positive, PositiveFloat, Section
+from pipeline.config.values import OR_BOOLEAN, SWITCH, Mode, NotNegative, Positive, PositiveFloat, Section
+from pipeline.wording import counted
 
 
 class Compile(Section):
@@ -28,6 +29,25 @@ class Ema(Section):
     """Decay of the average: after each step it is decay * average + (1 - decay) * weight."""
     start_step: NotNegative = 0
     """Steps before averaging begins; until then the averages equal the weights."""
+
+
+class EarlyStopping(Section):
+    """Early end of the training, once a validation metric has stopped improving."""
+
+    metric: Annotated[str, Field(pattern=r"^validation/.")] = "validation/loss"
+    """The metric to follow, such as validation/accuracy."""
+    patience: Positive = 3
+    """Evaluations in a row without improvement after which training ends."""
+    min_delta: Annotated[float, Field(ge=0, strict=True)] = 0.0
+    """Smallest improvement that counts: a value must be better than the best by more than this."""
+    mode: Mode = "auto"
+    """Direction of ``metric``, as in ``checkpoint.mode``."""
+
+    @property
+    def condition(self) -> str:
+        """Condition in words."""
+        least = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        return f"once {counted(self.patience, 'evaluation')} in a row did not improve {self.metric}{least}"
 
 
 Patterns = bool | str | tuple[str, ...]
@@ -77,6 +97,11 @@ class Train(Section):
     """Steps between two reports of metrics, more if these take less than 0.1 s; every step's loss is recorded."""
     evaluate_every_epochs: Positive = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
+    evaluate_every_steps: Positive | None = None
+    """Steps between two evaluations, in place of evaluate_every_epochs; the last step is always evaluated."""
+    early_stopping: Annotated[EarlyStopping | None, SWITCH, OR_BOOLEAN] = None
+    """End of the training before its last epoch, once a validation metric has stopped improving: true for the
+    defaults, or a section. Checkpoints keep the count, so a resumed run ends at the same step."""
     compile: Annotated[Compile | None, SWITCH, OR_BOOLEAN] = None
     """Compile the model with torch.compile: true for the defaults, or a section. Compile time is reported, but in
     no measurement."""

@@ -127,6 +127,9 @@ def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:
     problems: list[Problem] = []
     if (best := checkpoint.best) is not None:
         problems += _refusals(lambda: _direction(best, checkpoint.mode, key="checkpoint.best", judges=built))
+    if (stopping := experiment.train.early_stopping) is not None:
+        key = "train.early_stopping.metric"
+        problems += _refusals(lambda: _direction(stopping.metric, stopping.mode, key=key, judges=built))
     if sweep is not None:
         problems += _refusals(lambda: sweep_direction(sweep, built))
     if problems:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pipeline.config.load import ExperimentFile
 from pipeline.config.summary import flatten
+from pipeline.driver.longer import LENGTHS, differences, is_longer, refuse_finished
 from pipeline.errors import Problem, UsageError
 from pipeline.protocol.events import TrialOpened
 from pipeline.recording import journal, runs
@@ -31,7 +32,8 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"]
     """Find the run or the sweep meant by `LATEST`, an id, or a folder.
 
     Raises:
-        UsageError: there is no such run, it is running, or it has finished; a finished sweep may get more trials.
+        UsageError: there is no such run, it is running, or it has finished and the file doesn't continue it; a
+            finished sweep may get more trials.
     """
     directory, name = Path(file.experiment.tracking.directory), file.experiment.name
     what = "run" if role == "main" else role
@@ -46,7 +48,7 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"]
     if state.status == "RUNNING":
         raise UsageError(f"--resume: {folder} is still running in another process; wait for it, or stop it")
     if state.status == "FINISHED" and role == "main":
-        raise UsageError(f"--resume: {folder} has finished; start a new run without --resume")
+        refuse_finished(file, state)
     return state
 
 
@@ -91,10 +93,12 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
     if _STEP in changed:
         raise file.explain([Problem(_STEP, _refusal_of_size(*changed[_STEP], state=state))])
     if not allowed:
-        check_same(file, state, may_change=_HOW_NOT_WHAT, remedy="add --allow-changed")
+        lengths = LENGTHS if is_longer(file.experiment.train, state.experiment.train) else ()
+        check_same(file, state, may_change=(*_HOW_NOT_WHAT, *lengths), remedy="add --allow-changed")
     notes = [f"{key} was {_value(before)}, is {_value(after)}" for key, (before, after) in changed.items()]
     if state.opened.file not in ("", file.source):
         notes.insert(0, f"{state.folder.name} was started with {state.opened.file}, not with {file.path}")
+    notes += differences(file, state)
     return [*notes, _NEW_ORDER] if any(key.startswith(_ORDERING) for key in changed) else notes
 
 

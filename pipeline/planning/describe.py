@@ -32,6 +32,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         f"data         {data}",
         f"steps        {steps}",
         *([f"training     {', '.join(train.extras)}"] if train.extras else []),
+        *([f"stops early  {train.early_stopping.condition}"] if train.early_stopping is not None else []),
         f"tracking     {plan.experiment.tracking.uri}",
         "",
         "trials, in this order:",

@@ -142,8 +142,12 @@ class TrialResult(Frozen):
     """Index among equal measurements, from 0."""
     steps: int
     """Optimizer steps done."""
+    epochs: int = 0
+    """Epochs of these steps, the last one perhaps incomplete; 0 in journals of earlier versions."""
+    stopped_early: str = ""
+    """Reason for which ``train.early_stopping`` ended the training; empty if it didn't."""
     whole_training: int = 0
-    """Samples of the whole training, all epochs together, whose first steps a measurement takes; 0 if unknown."""
+    """Samples of the whole training, as far as it went, whose first steps a measurement takes; 0 if unknown."""
     samples_per_second: Spread
     """Throughput over all workers in steady state: warm-up, evaluation and checkpoints excluded."""
     step_ms: Spread

@@ -95,7 +95,8 @@ def _finished(event: Finished) -> str:
     reached = figures({**result.metrics, "throughput/samples_per_second": result.samples_per_second.median})
     compiled = [] if result.compile_s is None else [f"compiled in {result.compile_s:.1f} s"]
     first = [] if ready is None else [f"first step after {ready:.1f} s"]
-    return ", ".join([f"done, {result.steps:,} steps", *reached, *compiled, *first])
+    stopped = [f"stopped early: {result.stopped_early}"] if result.stopped_early else []
+    return ", ".join([f"done, {result.steps:,} steps", *stopped, *reached, *compiled, *first])
 
 
 class Printable(Protocol):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mlflow import MlflowClient
-    from mlflow.entities import Metric
+    from mlflow.entities import Metric, Param
 
 MAIN = "main"
 """Name of the main trial; its MLflow run is the parent of the measurements'."""
@@ -241,9 +241,23 @@ class MlflowRun:
     ) -> None:
         given = entities.params(params or {})
         for start in range(0, len(given), _PARAMS_PER_CALL):
-            self._client.log_batch(run_id, params=given[start : start + _PARAMS_PER_CALL], synchronous=True)
+            self._log_params(run_id, given[start : start + _PARAMS_PER_CALL])
         if tags:
             self._client.log_batch(run_id, tags=entities.tags(tags), synchronous=True)
+
+    def _log_params(self, run_id: str, params: "list[Param]") -> None:
+        """Log parameters; those that a resumed run has changed become tags, since MLflow keeps the first value."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.log_batch(run_id, params=params, synchronous=True)
+        except MlflowException:
+            known = self._client.get_run(run_id).data.params
+            changed = {f"changed.{one.key}": one.value for one in params if known.get(one.key, one.value) != one.value}
+            if not changed:
+                raise
+            new = [one for one in params if one.key not in known]
+            self._client.log_batch(run_id, params=new, tags=entities.tags(changed), synchronous=True)
 
     def _add(self, event: Event, points: Iterable[Point]) -> None:
         metrics = entities.metrics(points, timestamp=entities.milliseconds(event))

@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipeline.config.reported import source_of
 from pipeline.config.schema import Experiment
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.config.values import Direction, Mode
+from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Task
 from pipeline.training import metrics, parts
 from pipeline.training.averages import Averages
 from pipeline.training.batches import Batches
 from pipeline.training.compilation import Stopwatch
+from pipeline.training.early_stopping import KEY, EarlyStopping
 from pipeline.training.order import SampleOrder
 from pipeline.training.weighting import Boundary
 
@@ -127,6 +131,44 @@ class TrainContext:
     def epochs(self) -> int:
         """Epochs of this trial; the last one may be incomplete."""
         return math.ceil(self.steps / self.order.steps_per_epoch)
+
+    @cached_property
+    def early_stopping(self) -> EarlyStopping | None:
+        """Early stopping of a training, built at the first access; None without ``train.early_stopping``.
+
+        Raises:
+            ExperimentError: there is no validation set, or the metric doesn't know which direction is better.
+        """
+        options = self.experiment.train.early_stopping
+        if options is None or not isinstance(self.trial, Training):
+            return None
+        if not self.batches.has_validation:
+            raise ExperimentError.of(KEY, f"follows {options.metric}, but there is no validation set; remove it")
+        return EarlyStopping(options, direction=self.direction(options.metric, options.mode, key=f"{KEY}.metric"))
+
+    def direction(self, metric: str, mode: Mode, *, key: str) -> Direction:
+        """Return the direction in which a metric that ``key`` names is better.
+
+        Raises:
+            ExperimentError: ``mode`` is auto, and the metric doesn't know.
+        """
+        asks = mode == "auto" and source_of(metric, ()) != "loss"
+        collection = self.metrics if asks else None  # building metrics takes time
+        judges = dict(collection.items()) if collection is not None else {}
+        return metrics.direction(metric, mode, key=key, judges=judges)
+
+    def is_over(self, steps: int) -> bool:
+        """Return True if the trial ends after ``steps`` steps, the last evaluation included."""
+        return steps >= self.steps or (self.early_stopping is not None and self.early_stopping.has_stopped)
+
+    def is_evaluation_step(self, steps: int) -> bool:
+        """Return True if an evaluation is due after ``steps`` steps."""
+        if steps == self.steps:
+            return True
+        if (every := self.experiment.train.evaluate_every_steps) is not None:
+            return steps % every == 0
+        epochs, rest = divmod(steps, self.order.steps_per_epoch)
+        return not rest and epochs % self.experiment.train.evaluate_every_epochs == 0
 
     def is_checkpoint_step(self, steps: int) -> bool:
         """Return whether ``checkpoint.every_steps`` makes a checkpoint due after ``steps`` steps."""

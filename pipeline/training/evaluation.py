@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from pipeline.config.reported import PREFIX, mlflow_name, source_of
+from pipeline.config.schema import followed
 from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import Phase
 from pipeline.protocol.progress import ProgressReporter
@@ -43,7 +44,7 @@ def prepare(context: TrainContext) -> None:
 
     Raises:
         ExperimentError: a metric can't be built, refuses the batch, computes neither numbers nor a curve, or reports a
-            name that is taken; or ``checkpoint.best`` names none of the numbers.
+            name that is taken; or a key such as ``checkpoint.best`` names none of the numbers.
     """
     if not context.batches.has_validation or isinstance(context.trial, Measurement) or context.metrics is None:
         return
@@ -53,7 +54,7 @@ def prepare(context: TrainContext) -> None:
         problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
         if not problems:
             merge_lists(collection, rank=context.rank)
-            problems = list(_judged(collection, logs=context.log_names or (), best=context.experiment.checkpoint.best))
+            problems = list(_judged(collection, logs=context.log_names or (), follows=followed(context.experiment)))
     if problems:
         raise ExperimentError(problems)
 
@@ -177,7 +178,7 @@ def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[
             yield Problem(f"metrics.{name}", f"{type(metric).__name__} raised {type(error).__name__}: {said}")
 
 
-def _judged(collection: "MetricCollection", *, logs: Sequence[str], best: str | None) -> Iterator[Problem]:
+def _judged(collection: "MetricCollection", *, logs: Sequence[str], follows: Mapping[str, str]) -> Iterator[Problem]:
     computed = {name: result for name, metric in collection.items(copy_state=False) for result in _computed(metric)}
     taken = {mlflow_name("loss"): "validation/loss"} | {mlflow_name(log): "StepOutput.logs" for log in logs}
     for name, result in sorted(computed.items(), key=lambda one: isinstance(one[1], dict)):
@@ -193,10 +194,10 @@ def _judged(collection: "MetricCollection", *, logs: Sequence[str], best: str | 
                 yield Problem(f"metrics.{name}", message)
             if not isinstance(result, Mapping):  # torchmetrics renames equal keys of several mappings
                 taken[written] = f"metrics.{name}"
-        source = source_of(best, computed) if best else None
-        if source == name and (best or "").removeprefix(PREFIX) not in values:
-            known = ", ".join(f"{PREFIX}{value}" for value in list(values)[:8]) or "no number"
-            yield Problem("checkpoint.best", f"is {best}, but metrics.{name} reports {known}")
+        for key, metric in follows.items():
+            if source_of(metric, computed) == name and metric.removeprefix(PREFIX) not in values:
+                known = ", ".join(f"{PREFIX}{value}" for value in list(values)[:8]) or "no number"
+                yield Problem(key, f"is {metric}, but metrics.{name} reports {known}")
 
 
 def _computed(metric: "Metric") -> Iterator[Any]:

@@ -3,6 +3,7 @@
 Every rank runs this code on its share of each global batch, whichever launcher started its process.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -22,13 +23,14 @@ from pipeline.training import logs, reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
-from pipeline.training.collectives import gather
+from pipeline.training.collectives import from_first, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.costs import costs
 from pipeline.training.dry_run import compile_ahead
 from pipeline.training.evaluation import evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.meter import Meter
+from pipeline.training.metrics import Curve
 from pipeline.training.nonfinite import check_weights
 from pipeline.training.nvtx import annotated
 from pipeline.training.probe import Afterwards, probe, record_trace, unused_parameters, waits
@@ -68,13 +70,11 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
         reporting.averaging(context, outbox)
     compile_ahead(context)
     with manager:
-        start = manager.resume()
+        meter.step = start = manager.resume()
         for epoch in range(start // context.order.steps_per_epoch, context.epochs):
+            if context.is_over(meter.step):
+                break
             train_epoch(context, epoch=epoch, start=start, meter=meter, manager=manager)
-            if is_training:
-                end_epoch(context, epoch=epoch, meter=meter, manager=manager)
-                if meter.stop_agreed:
-                    raise Stopped
     with TemporaryDirectory() as folder:
         if isinstance(trial, Training):
             meter.finiteness.summarize()
@@ -92,8 +92,10 @@ def _result(context: TrainContext, meter: Meter) -> TrialResult:
     return TrialResult(
         trial=trial.name,
         repeat=trial.repeat,
-        steps=context.steps,
-        whole_training=context.order.samples * context.experiment.train.epochs,
+        steps=meter.step,
+        epochs=math.ceil(meter.step / context.order.steps_per_epoch),
+        stopped_early=context.early_stopping.reason if context.early_stopping is not None else "",
+        whole_training=context.order.samples_in(meter.step if isinstance(trial, Training) else context.total_steps),
         samples_per_second=windows([lap.samples_per_second for lap in steady]),
         step_ms=windows([lap.step_ms for lap in steady]),
         parts=waits(context, laps=steady),
@@ -153,31 +155,55 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
                 prepare_evaluation(context)
         if meter.cadence.is_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)
-            if step + 1 < last and (meter.stop_agreed or manager.is_due(step + 1)):  # the end of an epoch saves anyway
-                check_weights(context, step=step + 1)
-                mark(Phase.SAVING)
-                manager.save(step=step + 1)
-                if meter.stop_agreed:
-                    raise Stopped
-                meter.clock.resume()
+            if isinstance(context.trial, Training):
+                after_report(context, step=step + 1, epoch=epoch + 1, meter=meter, manager=manager)
+                if context.is_over(step + 1):
+                    break
 
 
-def end_epoch(context: TrainContext, *, epoch: int, meter: Meter, manager: CheckpointManager) -> None:
-    """Evaluate if it is due, advance an epoch-wise scheduler, and save a checkpoint."""
-    last = epoch + 1 == context.epochs
-    step = context.order.steps_per_epoch * (epoch + 1)
+def after_report(context: TrainContext, *, step: int, epoch: int, meter: Meter, manager: CheckpointManager) -> None:
+    """Evaluate, advance an epoch-wise scheduler and save a checkpoint, each if it is due after ``step`` steps.
+
+    Raises:
+        Stopped: the driver asked for it; a checkpoint of this step is saved.
+    """
+    evaluates, ends_epoch = context.is_evaluation_step(step), step % context.order.steps_per_epoch == 0
+    saves = context.is_over(step) or ends_epoch or meter.stop_agreed or manager.is_due(step)
+    if not (evaluates or saves):
+        return
     check_weights(context, step=step)
-    values: dict[str, float] = {}
-    if last or (epoch + 1) % context.experiment.train.evaluate_every_epochs == 0:
-        show = partial(reporting.curve, context=context, outbox=meter.outbox) if last else None
-        values = evaluate(context, show=show)
-        meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch + 1)
-        if values:
-            meter.finiteness.judge_validation(values["validation/loss"], step=step, epoch=epoch + 1)
-    if context.scheduler is not None and context.experiment.train.scheduler_interval == "epoch":
-        if not isinstance(context.scheduler, ReduceLROnPlateau):
-            context.scheduler.step()
-        elif values:
-            context.scheduler.step(values["validation/loss"])
-    mark(Phase.SAVING)
-    manager.save(step=step, metric=values.get(context.experiment.checkpoint.best or ""))
+    values = validate(context, step=step, epoch=epoch, meter=meter) if evaluates else {}
+    if ends_epoch:
+        advance_by_epoch(context)
+    best = values.get(context.experiment.checkpoint.best or "")
+    if saves or best is not None or context.is_over(step):
+        mark(Phase.SAVING)
+        manager.save(step=step, metric=best)
+    if meter.stop_agreed:
+        raise Stopped
+    meter.clock.resume()
+
+
+def validate(context: TrainContext, *, step: int, epoch: int, meter: Meter) -> dict[str, float]:
+    """Evaluate after ``step`` steps; report the values, and tell them to what follows them. Collective."""
+    curves: dict[str, Curve] = {}
+    values = evaluate(context, show=curves.__setitem__)
+    meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch)
+    if not values:
+        return values
+    meter.finiteness.judge_validation(values["validation/loss"], step=step, epoch=epoch)
+    if isinstance(context.scheduler, ReduceLROnPlateau):
+        context.scheduler.step(values["validation/loss"])
+    if context.early_stopping is not None:
+        context.early_stopping.judge(from_first(lambda: values, rank=context.rank), step=step)
+    if context.is_over(step):
+        for name, curve in curves.items():
+            reporting.curve(name, curve, context=context, outbox=meter.outbox)
+    return values
+
+
+def advance_by_epoch(context: TrainContext) -> None:
+    """Advance the scheduler at the end of an epoch if ``train.scheduler_interval`` says so."""
+    scheduler, interval = context.scheduler, context.experiment.train.scheduler_interval
+    if scheduler is not None and interval == "epoch" and not isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step()

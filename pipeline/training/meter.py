@@ -44,6 +44,8 @@ class Meter:
     """The latest value of every metric."""
     first_losses: tuple[float, ...] = ()
     """Losses of the first steps, as many as a measurement has."""
+    step: int = 0
+    """Steps done by the last flush."""
     stop_agreed: bool = False
     """True if the driver had asked any rank to stop by the last flush; equal on all ranks."""
     _losses: list[torch.Tensor] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Meter:
         means = [sums[first : first + steps] for first in range(0, own.numel(), steps)]
         losses, *logs = [_divided(values, sums[own.numel() :]) for values in means]
         lap = replace(lap, data_wait_ms=slowest, own_wait_ms=mean(waits))
-        self.stop_agreed = bool(stop_asked)
+        self.step, self.stop_agreed = step, bool(stop_asked)
         names = [f"train/{name}" for name in self.context.log_names or ()]
         columns = {"train/loss": losses, "train/learning_rate": self._rates, **dict(zip(names, logs, strict=True))}
         if self._norms:
@@ -190,7 +192,9 @@ class Cadence:
         self._intervals = 1
 
     def is_due(self, steps: int) -> bool:
-        """Return True if a report is due after ``steps`` steps: regularly, at an epoch's end, before a checkpoint.
+        """Return True if a report is due after ``steps`` steps.
+
+        It is due regularly, at the end of an epoch, and before an evaluation or a checkpoint.
 
         A measurement reports after its warm-up and after each of its windows.
         """
@@ -202,7 +206,7 @@ class Cadence:
             return steps >= measure.warmup_steps and (steps - measure.warmup_steps) % measure.steps == 0
         if in_epoch % self._log_every == 0 and steps - self._last >= self._intervals * self._log_every:
             return True
-        return context.is_checkpoint_step(steps)
+        return context.is_checkpoint_step(steps) or context.is_evaluation_step(steps)
 
     def reported(self, steps: int, *, step_ms: float) -> None:
         """Note a report after ``steps`` steps; ``step_ms`` is the step's duration averaged over ranks."""

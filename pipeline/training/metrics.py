@@ -58,7 +58,7 @@ def direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -
     higher_is_better = getattr(judge, "higher_is_better", None)
     if not isinstance(higher_is_better, bool):
         kind = judge.__name__ if isinstance(judge, type) else type(judge).__name__
-        section = key.partition(".")[0]
+        section = key.rpartition(".")[0]
         message = f"is {metric}, and {kind} doesn't say whether larger or smaller is better; write {section}.mode: "
         raise ExperimentError.of(key, f"{message}max, or min")
     return "max" if higher_is_better else "min"

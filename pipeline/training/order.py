@@ -64,6 +64,11 @@ class SampleOrder:
         """Return the samples in the global batch of an epoch's step, counted from 0."""
         return min(self.global_batch_size, self.samples - step * self.global_batch_size)
 
+    def samples_in(self, steps: int) -> int:
+        """Return the samples in the first ``steps`` global batches of a training."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * self.samples + rest * self.global_batch_size
+
     def permutation(self, epoch: int) -> torch.Tensor:
         """Return all sample indices in the order of an epoch, shape (samples,), int64."""
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))

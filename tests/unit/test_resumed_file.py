@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import ExperimentFile, load
-from pipeline.driver import resume
-from pipeline.errors import UsageError
+from pipeline.driver import longer, resume
+from pipeline.errors import ExperimentError, UsageError
 from pipeline.protocol.events import RunOpened
+from pipeline.protocol.trial import Status
 from pipeline.recording.folder import RunState
 from pipeline.recording.recorder import Recorder
 
@@ -81,3 +82,51 @@ def test_another_file_is_told(source: str, notes: int) -> None:
     state = RunState(folder=Path("runs/r"), experiment=a.experiment, opened=opened(source), status="KILLED")
     told = resume.changes(a, state, allowed=False)
     assert told == ["r was started with b.yaml, not with a.yaml"] * notes
+
+
+def finished(text: str = FILE, *, status: Status = "FINISHED") -> RunState:
+    Path("before.yaml").write_text(text)
+    folder = Path("runs/r")
+    (folder / "checkpoints" / "step-00000004").mkdir(parents=True, exist_ok=True)
+    return RunState(folder=folder, experiment=load("before.yaml").experiment, opened=opened(""), status=status)
+
+
+def now(text: str = FILE, *, epochs: int = 6) -> ExperimentFile:
+    Path("now.yaml").write_text(text.replace("epochs: 4", f"epochs: {epochs}"))
+    return load("now.yaml")
+
+
+def test_a_finished_run_goes_on_for_more_epochs_alone() -> None:
+    longer.refuse_finished(now(), finished())
+    assert resume.changes(now(), finished(), allowed=False) == ["train.epochs was 4, is 6"]
+    for epochs in (4, 3):
+        with pytest.raises(UsageError, match=r"has finished; start a new run without .* above 4 to continue"):
+            longer.refuse_finished(now(epochs=epochs), finished())
+
+
+def test_fewer_epochs_need_to_be_allowed() -> None:
+    with pytest.raises(ExperimentError, match=r"train\.epochs: is 3, but was 4 in r; put it back, or add --allow"):
+        resume.changes(now(epochs=3), finished(status="KILLED"), allowed=False)
+
+
+def test_a_run_without_checkpoints_does_not_go_on() -> None:
+    state = finished()
+    (state.folder / "checkpoints" / "step-00000004").rmdir()
+    with pytest.raises(UsageError, match="has no checkpoint to continue from"):
+        longer.refuse_finished(now(), state)
+
+
+def test_what_differs_from_a_run_of_that_length_is_told() -> None:
+    text = FILE + ("scheduler: {_target_: torch.optim.lr_scheduler.CosineAnnealingLR, T_max: '${total_steps}'}\n")
+    (_, told) = resume.changes(now(text), finished(text), allowed=False)
+    assert told.startswith("scheduler.T_max is ${total_steps}: steps up to the checkpoint used the 4 epochs of before")
+
+    text = FILE.replace("epochs: 4,", "epochs: 4, evaluate_every_epochs: 3, early_stopping: true,")
+    (_, told) = resume.changes(now(text), finished(text), allowed=False)
+    assert told.startswith("epoch 4 was evaluated as the last one")
+
+
+def test_early_stopping_that_has_more_patience_goes_on() -> None:
+    before, patient = (FILE.replace("epochs: 4,", f"epochs: 4, early_stopping: {{patience: {n}}},") for n in (1, 2))
+    longer.refuse_finished(now(patient, epochs=4), finished(before))
+    assert len(resume.changes(now(patient, epochs=4), finished(before), allowed=False)) == 1

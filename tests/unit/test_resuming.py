@@ -144,6 +144,30 @@ def test_a_training_resumed_after_any_step_is_the_same(
             assert torch.equal(weights, outbox.files["model/weights.pt"][name]), name
 
 
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_finished_training_goes_on_as_one_that_was_as_long_from_the_start(tmp_path: Path, interval: str) -> None:
+    """Where the schedule of learning rates doesn't depend on the length."""
+    sections = {
+        "model": {"_target_": "toys.rich_net"}, "data": {"_target_": "toys.augmented"},
+        "optimizer": OPTIMIZERS["AdamW"],
+        "scheduler": {"_target_": f"{_SCHEDULERS}.StepLR", "step_size": 3, "gamma": 0.7},
+    }  # fmt: skip
+
+    def length(epochs: int) -> dict[str, Any]:
+        return {"epochs": epochs, "scheduler_interval": interval}
+
+    whole, expected = run(tmp_path / "whole", **sections, train=length(4))
+    run(tmp_path / "first", **sections, train=length(2))
+    result, outbox = run(tmp_path / "first", resume=True, **sections, train=length(4))
+
+    for name in ("train/loss", "train/learning_rate", "validation/loss"):
+        assert after(STEPS, outbox, name) == after(STEPS, expected, name)
+    assert result.metrics == whole.metrics
+    assert result.steps == 2 * STEPS
+    for name, weights in expected.files["model/weights.pt"].items():
+        assert torch.equal(weights, outbox.files["model/weights.pt"][name]), name
+
+
 def test_the_next_checkpoints_are_the_same(tmp_path: Path) -> None:
     """Everything that is state: what a resumed training saves is what the other one saved, to the byte."""
     sections = {"optimizer": OPTIMIZERS["AdamW"], **SCHEDULERS["one cycle"], "precision": "fp64"}

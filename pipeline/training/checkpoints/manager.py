@@ -6,7 +6,6 @@ from typing import Self
 
 import torch.distributed as dist
 
-from pipeline.config.reported import source_of
 from pipeline.config.values import Direction
 from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol.events import AnyEvent, Outbox, Resumed, Warned
@@ -24,7 +23,6 @@ from pipeline.training.dry_run import dry_run
 from pipeline.training.evaluation import averaged_weights
 from pipeline.training.learned import trainable
 from pipeline.training.meter import Meter
-from pipeline.training.metrics import direction
 from pipeline.training.order import StreamOrder
 
 _PATIENCE_S = 30.0
@@ -108,7 +106,7 @@ class CheckpointManager:
         restore(self._context, found.state)
         rank_state.load(self._context, found.state, warn=self._warn)
         overrides.apply(self._context, manifest=manifest, warn=self._warn)
-        self._meter.restore(found.state.values["meter"], is_over=manifest.step == self._context.steps)
+        self._meter.restore(found.state.values["meter"], is_over=self._context.is_over(manifest.step))
         if self._writer is not None:
             self._writer.complete = [*found.older, manifest]
         trial, place = self._context.trial.name, self._storage.place(manifest.name)
@@ -149,7 +147,7 @@ class CheckpointManager:
             return
         self._saved_at = time.monotonic()
         began = time.perf_counter()
-        if step == self._context.steps or self._meter.stop_agreed:
+        if self._context.is_over(step) or self._meter.stop_agreed:
             self.wait()
         elif not self._is_idle():
             self._tell_left_out(step)
@@ -205,13 +203,10 @@ class CheckpointManager:
 
     def _direction(self) -> Direction | None:
         """Return the direction in which values of ``checkpoint.best`` are better; None without a best checkpoint."""
-        context, options = self._context, self._options
+        options = self._options
         if options.best is None:
             return None
-        asks = options.mode == "auto" and source_of(options.best, ()) != "loss"
-        collection = context.metrics if asks else None  # building metrics takes time
-        judges = dict(collection.items()) if collection is not None else {}
-        return direction(options.best, options.mode, key="checkpoint.best", judges=judges)
+        return self._context.direction(options.best, options.mode, key="checkpoint.best")
 
     def _warn(self, message: str) -> None:
         self._send(Warned(trial=self._context.trial.name, message=message))

@@ -183,4 +183,5 @@ def _settings(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _length(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the settings that determine the length of a schedule."""
-    return experiment["train"].get("epochs"), experiment["train"].get("scheduler_interval")
+    train, grows = experiment["train"], "${total_steps}" in str(experiment.get("scheduler"))
+    return train.get("epochs") if grows else None, train.get("scheduler_interval")

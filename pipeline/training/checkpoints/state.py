@@ -56,6 +56,7 @@ def view(context: TrainContext) -> State:
         "scaler": context.scaler.state_dict(),
         "task": kept(context.learned) if context.learned is not None else None,
         "averages": dict(context.averages.tensors) if context.averages is not None else None,
+        "early_stopping": context.early_stopping.state_dict() if context.early_stopping is not None else None,
     }
     tensors: dict[str, Tensor] = {}
     values = {name: split(part, name=name, tensors=tensors) for name, part in parts.items()}
@@ -79,6 +80,8 @@ def restore(context: TrainContext, state: State) -> None:
         _load("scheduler", context.scheduler, parts["scheduler"])
     if context.scaler.is_enabled() and parts["scaler"]:
         _load("scaler", context.scaler, parts["scaler"])
+    if context.early_stopping is not None and (counted := parts.get("early_stopping")):
+        context.early_stopping.load_state_dict(counted)
     if context.averages is not None:
         context.averages.load(parts.get("averages") or context.model.state_dict())  # saved by a run without averages
 

@@ -1,0 +1,113 @@
+"""A training ends once its metric has stopped improving, at the same step whether or not it was resumed."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import toys
+
+from pipeline.config.train import EarlyStopping as Options
+from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial_result import TrialResult
+from pipeline.training import loop
+from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.early_stopping import EarlyStopping
+from pipeline.training.loop import train
+
+UNTIL_FLAT = {"epochs": 20, "early_stopping": {"patience": 2, "min_delta": 0.02}}
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
+
+
+def run(folder: Path, *, resume: bool = False, **sections: Any) -> tuple[TrialResult, toys.Kept]:
+    trial = toys.trial(checkpoint={"every_steps": 1, "keep": 100}, **sections)
+    outbox = toys.Kept()
+    return train(trial.model_copy(update={"checkpoints": str(folder), "resume": resume}), rank=Rank(),
+                 outbox=outbox), outbox  # fmt: skip
+
+
+def judged(values: list[float], *, direction: Any = "min", **options: Any) -> list[bool]:
+    stopping, stopped = EarlyStopping(Options(**options), direction=direction), []
+    for step, value in enumerate(values, start=1):
+        stopping.judge({"validation/loss": value}, step=step)
+        stopped.append(stopping.has_stopped)
+    return stopped
+
+
+def test_patience_counts_evaluations_in_a_row() -> None:
+    assert judged([3, 2, 2, 1, 1, 2], patience=2) == [False, False, False, False, False, True]
+    assert judged([1, 2, 2, 3, 3], direction="max", patience=1) == [False, False, True, False, True]
+
+
+def test_an_improvement_of_min_delta_is_none() -> None:
+    assert judged([3, 2, 2], min_delta=1.0, patience=2) == [False, False, True]
+    assert judged([3, 1.9, 0.8], min_delta=1.0, patience=1) == [False] * 3
+
+
+def test_a_nan_is_no_improvement() -> None:
+    assert judged([math.nan, 2, math.nan, 1], patience=1) == [True, False, True, False]
+
+
+def test_training_ends_and_says_why(tmp_path: Path) -> None:
+    result, kept = run(tmp_path, train=UNTIL_FLAT)
+
+    losses = kept.series("validation/loss")
+    best = losses[-3]
+    assert result.steps == 3 * len(losses) < 60
+    assert result.epochs == len(losses)
+    assert all(best - value <= 0.02 for value in losses[-2:])
+    assert result.stopped_early == (
+        f"validation/loss has not improved on {best:.4g} of step {result.steps - 6} in 2 evaluations"
+    )
+    assert result.whole_training == 22 * len(losses)
+    assert len(kept.series("train/loss")) == result.steps
+
+
+def test_a_resumed_training_ends_at_the_same_step(tmp_path: Path) -> None:
+    whole, expected = run(tmp_path / "whole", train=UNTIL_FLAT)
+    for step in (1, whole.steps - 4, whole.steps - 1, whole.steps):
+        folder = tmp_path / str(step)
+        for name in map(folder_name, range(1, step + 1)):
+            shutil.copytree(tmp_path / "whole" / name, folder / name)
+        result, kept = run(folder, resume=True, train=UNTIL_FLAT)
+
+        assert result.stopped_early == whole.stopped_early
+        assert result.steps == whole.steps
+        assert [p for p in kept.points("validation/loss") if p.step > step] == [
+            p for p in expected.points("validation/loss") if p.step > step
+        ]
+
+
+def test_more_patience_goes_on_from_the_end(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path / "patient", train=UNTIL_FLAT | {"early_stopping": {"patience": 4, "min_delta": 0.02}})
+    first, _ = run(tmp_path / "short", train=UNTIL_FLAT)
+    again, _ = run(tmp_path / "short", resume=True,
+                   train=UNTIL_FLAT | {"early_stopping": {"patience": 4, "min_delta": 0.02}})  # fmt: skip
+
+    assert first.steps < again.steps == whole.steps
+    assert again.metrics == whole.metrics
+
+
+def test_a_curve_of_the_last_evaluation_is_kept(tmp_path: Path) -> None:
+    roc = {"_target_": "torchmetrics.classification.MulticlassROC", "num_classes": 3}
+    _, kept = run(
+        tmp_path, metrics={"roc": roc}, data={"_target_": "toys.classification"},
+        model={"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
+        loss={"_target_": "torch.nn.CrossEntropyLoss"},
+        train={"epochs": 9, "early_stopping": {"patience": 1, "min_delta": 9.0}},
+    )  # fmt: skip
+
+    assert len(kept.series("validation/loss")) == 2
+    assert "metrics/roc.csv" in kept.files
+
+
+def test_without_a_validation_set_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"train\.early_stopping: follows validation/loss, but there is no"):
+        run(tmp_path, train=UNTIL_FLAT, data={"_target_": "toys.regression", "validation": 0})
