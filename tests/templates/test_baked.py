@@ -251,7 +251,7 @@ def test_two_workers_find_a_package_that_is_not_installed(tmp_path: Path) -> Non
     project = bake(tmp_path / "churn", data="own", model="own")
     line = ("pytest", "-q", "-p", "no:cacheprovider", "tests/test_training.py")
 
-    assert "2 passed" in succeed(project.folder, *line, PYTHONPATH=str(REPOSITORY))
+    assert "3 passed" in succeed(project.folder, *line, PYTHONPATH=str(REPOSITORY))
 
 
 def test_example_images_are_written_for_a_folder_of_images(baked: tuple[Baked, ...], tmp_path: Path) -> None:
