@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import model_validator
 
 from pipeline.config.values import Frozen
+from pipeline.wording import figure
 
 
 class Spread(Frozen):
@@ -134,6 +135,55 @@ class Held(Frozen):
     """Groups of the sharded model, e.g. "12 x Block, the rest"; empty if every rank holds all of it."""
 
 
+class Spike(Frozen):
+    """A report interval in which gradient exchange took several times its median."""
+
+    first_step: int
+    """First step of the interval, counted from 1."""
+    last_step: int
+    ms: float
+    """Milliseconds of the exchange in a step."""
+    median_ms: float
+    """Median of the intervals before."""
+    rank: int
+    """The rank that all others waited for, or else that whose exchange took longest."""
+    node: str
+    """Node of that rank."""
+    is_late: bool
+    """True if the other ranks waited for that rank; False if the exchange itself took longer, on all ranks."""
+    lost_s: float
+    """Seconds that the interval's exchanges took beyond the median."""
+
+    @property
+    def sentence(self) -> str:
+        """The spike in words, e.g. "gradient exchange took 310 ms in steps 41 to 50, 12 times its median, ..."."""
+        where = f"rank {self.rank} on {self.node}"
+        why = f"the other ranks waited for {where}" if self.is_late else f"on all ranks, longest on {where}"
+        return (
+            f"gradient exchange took {figure(self.ms, digits=3)} ms a step in steps {self.first_step} to "
+            f"{self.last_step}, {figure(self.ms / self.median_ms, digits=2)} times its median of "
+            f"{figure(self.median_ms, digits=3)} ms: {why}"
+        )
+
+
+class Communication(Frozen):
+    """Gradient exchange during a training, as DDP times it: from the first bucket sent to the last received.
+
+    The exchange overlaps the backward pass; the part that does not is `StepParts.exposed_communication_ms`.
+    """
+
+    ms: float
+    """Milliseconds in a step, on the rank that waited for no other."""
+    share: float
+    """Fraction of the steps' time."""
+    spikes: int = 0
+    """Report intervals in which it took more than three times its median."""
+    lost_s: float = 0.0
+    """Seconds that these took beyond the median."""
+    worst: Spike | None = None
+    """The spike that cost most time."""
+
+
 class TrialResult(Frozen):
     """Measurements of a trial, sent by rank 0 at its end."""
 
@@ -159,6 +209,8 @@ class TrialResult(Frozen):
     other_cores: float | None = None
     """Cores of rank 0's machine that other processes used during these slots, those of the run itself included."""
     parts: StepParts
+    communication: Communication | None = None
+    """Gradient exchange while it trained; None with one process, and where the strategy doesn't time it."""
     peak_memory_mb: tuple[float, ...]
     """Per device on GPUs (allocated), per process on CPU (resident), in rank order; empty if the devices also held
     another trial."""

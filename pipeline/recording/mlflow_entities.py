@@ -15,6 +15,7 @@ _CUT = " ... [cut]"
 _FIGURES = {
     "speedup", "speedup_low", "speedup_high", "speedup_pairs", "efficiency", "samples_per_second", "step_ms",
     "time/compute_ms", "time/exposed_communication_ms", "time/data_wait_ms", "time/rest_ms", "time/compile_s",
+    "time/communication_ms", "time/communication_share",
     "time_to_first_step_s", "memory/peak_mb", "gpu_utilization", "largest_loss_difference", "goodput",
 }  # fmt: skip
 """Metrics that have one value for a whole run."""
@@ -101,6 +102,8 @@ def figures(event: Finished) -> Iterator[Point]:
         "time/exposed_communication_ms": result.parts.exposed_communication_ms,
         "time/data_wait_ms": result.parts.data_wait_ms,
         "time/rest_ms": result.parts.rest_ms,
+        "time/communication_ms": result.communication.ms if result.communication else None,
+        "time/communication_share": result.communication.share if result.communication else None,
         "time/compile_s": result.compile_s,
         "time_to_first_step_s": event.time_to_first_step_s,
         "memory/peak_mb": max(result.peak_memory_mb, default=None),

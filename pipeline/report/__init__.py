@@ -16,7 +16,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Role, Scaling, Trial
-from pipeline.protocol.trial_result import Held, Spread, StepParts, TrialResult
+from pipeline.protocol.trial_result import Communication, Held, Spread, StepParts, TrialResult
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -83,6 +83,7 @@ class Row(Frozen):
     """Confidence level of the interval."""
     efficiency: float | None = None
     """Speedup over the ratio of devices, 1 is linear; None if no speedup can be claimed."""
+    communication: Communication | None = None
     peak_memory_mb: tuple[float, ...]
     held: Held | None = None
     gpus: tuple[str, ...] = ()
@@ -124,6 +125,7 @@ class Row(Frozen):
             confidence=trial.experiment.measure.interval,
             step_ms=_over([result.step_ms for result in results]),
             parts=_parts_of(results),
+            communication=results[0].communication,
             peak_memory_mb=tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
             gpu_utilization=tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
             time_to_first_step_s=median(waits) if waits else None,

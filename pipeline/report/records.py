@@ -7,6 +7,7 @@ from pydantic import ConfigDict
 
 from pipeline.config.values import Frozen
 from pipeline.protocol.trial import Role, Scaling
+from pipeline.protocol.trial_result import Communication
 from pipeline.report import Advice, Row, Unmeasured
 
 _LEADING = ("title", "samples_per_second", "speedup", "efficiency", "same_training")
@@ -51,6 +52,8 @@ class CellRecord(Frozen):
     step_ms: float | None = None
     exposed_communication_ms: float | None = None
     data_wait_ms: float | None = None
+    communication: Communication | None = None
+    """Gradient exchange while it trained, overlap included, with its spikes; None where it wasn't timed."""
     peak_memory_mb: tuple[float, ...] | None = None
     """Peak memory of each device."""
     time_to_first_step_s: float | None = None
@@ -85,6 +88,7 @@ class CellRecord(Frozen):
             spread=Range(low=rate.low, high=rate.high),
             slots=entry.repeats if len(entry.repeats) > 1 else None,
             step_ms=entry.step_ms.median,
+            communication=entry.communication,
             gpus=entry.gpus or None,
             gpu_utilization=entry.gpu_utilization or None,
             ranks_ms=entry.parts.ranks_ms,
@@ -162,6 +166,7 @@ def _flat(row: Row) -> dict[str, Any]:
         "repeats",
         "coupling",
         "gpus",
+        "communication",
     }
     times = row.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"})
     record: dict[str, Any] = {}

@@ -137,6 +137,7 @@ class Report(Frozen):
         return (
             ("Final metrics", tuple(filter(None, [self.outcome]))),
             ("Wall clock", (self.goodput.sentence,) if self.goodput else ()),
+            ("Gradient exchange", () if self.is_comparison else tuple(summary.exchange(self.main))),
             ("Caveats", numbered(self.remarks)),
             ("Advice", numbered(summary.advised(self.advice))),
         )

@@ -7,6 +7,7 @@ from itertools import groupby
 from pipeline.planning.plan import TRAIN_ONLY
 from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
 from pipeline.report.tables import amount, low_to_high, rate, times
+from pipeline.wording import counted, duration
 
 BUSY = 0.2
 """Cores used by other processes from which they are mentioned."""
@@ -89,6 +90,17 @@ def outcome(row: Row) -> str:
     if row.peak_memory_mb:
         parts.append(f"peak memory {low_to_high(row.peak_memory_mb)} MB")
     return ", ".join(parts)
+
+
+def exchange(row: Row) -> Iterator[str]:
+    """Yield how long gradients were exchanged while a row trained, and the spikes."""
+    if (measured := row.communication) is None:
+        return
+    exposed = row.parts.exposed_communication_ms
+    waited = "" if exposed is None else f"; the step waits {amount(exposed)} ms for it"
+    yield f"{amount(measured.ms)} ms in each step, {measured.share:.0%} of its time, also beside computing{waited}"
+    if measured.worst is not None:
+        yield f"{counted(measured.spikes, 'spike')}, which cost {duration(measured.lost_s)}: {measured.worst.sentence}"
 
 
 def advised(advice: Sequence[Advice]) -> tuple[str, ...]:

@@ -105,6 +105,13 @@ class Strategy(ABC):
         """Return a context in which backward exchanges no gradients, for all micro-batches of a step but the last."""
         return nullcontext()
 
+    def exchange_ms(self, wrapped: nn.Module) -> float | None:
+        """Return the mean milliseconds of a step's gradient exchange on this rank since the last call.
+
+        None if the strategy doesn't time it, or no step was timed. Doesn't wait for the device.
+        """
+        return None
+
     def state_dict(self) -> Mapping[str, Any] | None:
         """Return rank-local strategy state to checkpoint (numbers, strings, tensors), or None.
 

@@ -48,6 +48,11 @@ class Options(Section):
     """Steps with all-reduced gradients before local SGD begins; required with local_sgd_period."""
 
 
+_TIMED_EVERY = {"cpu": 10, "cuda": 100}
+"""Steps of which torch times one. On a GPU, where it waits for the step before, that is torch's default."""
+_TIMED_AT_FIRST = 10
+"""First steps, which torch times all."""
+
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -59,6 +64,8 @@ class Strategy(base.Strategy):
     needs_process_group = True
     _knows_graph = False
     _powersgd: PowerSGDState | None = None
+    _exchanged = (0, 0.0)
+    """Steps that torch had timed at the last call of `exchange_ms`, and nanoseconds of their mean exchange."""
 
     @override
     @classmethod
@@ -89,6 +96,7 @@ class Strategy(base.Strategy):
             # The buffers of rank 0 are evaluated and saved either way; local SGD is for slow links.
             forward_sync_buffers=options.local_sgd_period is None,
         )
+        wrapped._set_ddp_runtime_logging_sample_rate(_TIMED_EVERY[self.device.type])  # type: ignore[no-untyped-call]
         if options.communication_hook != "none":
             self._powersgd, hook = _hook(options, device=self.device)
             wrapped.register_comm_hook(self._powersgd, hook)
@@ -119,6 +127,19 @@ class Strategy(base.Strategy):
         return cast(AbstractContextManager[None], cast(DistributedDataParallel, wrapped).no_sync())
 
     @override
+    def exchange_ms(self, wrapped: nn.Module) -> float | None:
+        if self.world_size == 1:
+            return None
+        ddp = cast(DistributedDataParallel, wrapped)
+        logged: Mapping[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        steps, mean_ns = int(logged.get("iteration", 0)), float(logged.get("avg_backward_comm_time", 0))
+        timed = timed_of(steps, every=_TIMED_EVERY[self.device.type])
+        (timed_before, mean_before), self._exchanged = self._exchanged, (timed, mean_ns)
+        if timed == timed_before:
+            return None
+        return (timed * mean_ns - timed_before * mean_before) / (timed - timed_before) / 1e6
+
+    @override
     def state_dict(self) -> Mapping[str, Any] | None:
         """Return PowerSGD's state by bucket: rank-local error feedback and the shared low-rank factors."""
         if (state := self._powersgd) is None:
@@ -144,6 +165,11 @@ class Strategy(base.Strategy):
         generator = saved["generator"]
         keys = generator["keys"].numpy().astype("uint32")
         state.rng.set_state(("MT19937", keys, *generator["rest"]))
+
+
+def timed_of(steps: int, *, every: int) -> int:
+    """Return how many of the first steps torch has timed."""
+    return steps if steps <= _TIMED_AT_FIRST else _TIMED_AT_FIRST + steps // every - _TIMED_AT_FIRST // every
 
 
 def _refuse_sparse(model: nn.Module, options: Options) -> None:

@@ -99,6 +99,7 @@ def _result(context: TrainContext, meter: Meter) -> TrialResult:
         samples_per_second=windows([lap.samples_per_second for lap in steady]),
         step_ms=windows([lap.step_ms for lap in steady]),
         parts=waits(context, laps=steady),
+        communication=meter.communication.result,
         peak_memory_mb=reporting.peak_memory_mb(context),
         held=reporting.held(context),
         gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=context.rank))),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pipeline.protocol.events import Metrics, Outbox, Phase, Point
 from pipeline.protocol.trial import Measurement
 from pipeline.training.clock import Clock, DataWait, Lap
+from pipeline.training.communication import CommunicationMeter
 from pipeline.training.context import TrainContext
 from pipeline.training.nonfinite import Finiteness
 from pipeline.training.step import StepResult
@@ -60,6 +61,7 @@ class Meter:
         context = self.context
         self.trial, self.rank = context.trial, context.rank
         self.cadence, self.gauge, self.waits = Cadence(context), GpuGauge(context.gpus), DataWait(context.device)
+        self.communication = CommunicationMeter(context, self.outbox)
         self.finiteness = Finiteness(trial=context.trial, rank=context.rank, order=context.order, outbox=self.outbox)
 
     def add(self, result: StepResult, *, samples: int) -> None:
@@ -83,10 +85,11 @@ class Meter:
         flags = [self.outbox.stop_asked, self.clock.has_compiled, lap.step_ms]
         steps = len(self._losses)
         own = torch.stack(self._losses).reshape(steps, -1).T  # the loss, and logs if there are any
-        ranks = self._of_all_ranks(torch.cat([own.flatten(), *self._divisors(), own.new_tensor([*flags, *waits])]))
+        alone = [self.communication.own_ms(), *waits]
+        ranks = self._of_all_ranks(torch.cat([own.flatten(), *self._divisors(), own.new_tensor([*flags, *alone])]))
         # Gathered, since the rounding of an all-reduce would depend on how many steps are reported together.
         slowest = float(ranks[:, -len(waits) :].amax(0).mean())
-        *sums, stop_asked, has_compiled, step_ms = ranks[:, : -len(waits)].sum(0).tolist()
+        *sums, stop_asked, has_compiled, step_ms = ranks[:, : -len(alone)].sum(0).tolist()
         means = [sums[first : first + steps] for first in range(0, own.numel(), steps)]
         losses, *logs = [_divided(values, sums[own.numel() :]) for values in means]
         lap = replace(lap, data_wait_ms=slowest, own_wait_ms=mean(waits))
@@ -107,6 +110,7 @@ class Meter:
         points.append(Point("throughput/samples_per_second", step, lap.samples_per_second))
         points.append(Point("time/step_ms", step, lap.step_ms))
         points.append(Point("time/window_data_wait_ms", step, lap.data_wait_ms))
+        points += self.communication.record(ranks[:, -len(alone)].tolist(), lap=lap, step=step)
         if self.trial.is_elastic:
             points.append(Point("throughput/workers", step, self.rank.world_size))
         if self.trial.experiment.train.on_nonfinite == "skip":
