@@ -20,7 +20,7 @@ MOST_METRICS = 4
 _SPANS = 30
 """Parts of a training, one of which is the span of the moving average."""
 _FEW, _MOST_DOTS, _MOST_PAUSES = 12, 40, 150
-WIDE_RANGE, _MANY_DECADES = 30.0, 1e3
+_WIDE_RANGE, _MANY_DECADES = 30.0, 1e3
 """Ratios of the largest to the smallest value from which an axis is logarithmic, and has ticks at powers of 10 only."""
 _GAP = 0.05
 """Pause from which two windows are drawn apart, relative to a window."""
@@ -194,7 +194,7 @@ def _line(axes: Axes, *, series: Series, color: str) -> None:
 def scaled(axes: Axes, values: Sequence[float]) -> None:
     """Make the vertical axis logarithmic if the values have a wide range."""
     finite = [value for value in values if math.isfinite(value)]
-    if min(finite) > 0 and max(finite) > WIDE_RANGE * min(finite):
+    if min(finite) > 0 and max(finite) > _WIDE_RANGE * min(finite):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1,) if max(finite) > _MANY_DECADES * min(finite) else (1, 3)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))

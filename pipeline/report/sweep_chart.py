@@ -10,11 +10,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from pipeline.report.curves import lay_out
 from pipeline.report.palette import LIGHT
-from pipeline.report.panels import WIDE_RANGE, Panel, scaled
+from pipeline.report.panels import Panel, scaled
 from pipeline.report.picture import Canvas, Key, fitted, tick_text
 from pipeline.report.swept import Swept, SweptTrial, short_names, shown
 
 _BETTER = {"min": "lower", "max": "higher"}
+_MANY_DECADES = 1e3  # ratio of the values from which an axis has ticks at powers of 10 only
 _LABELS = 250.0  # points that the labels of a parameter without an order share
 
 
@@ -74,9 +75,9 @@ def _placed(axes: Axes, values: Sequence[object], *, has_log: bool) -> Sequence[
     if len(numbers) < len(values):
         return _side_by_side(axes, values)
     low, high = min(numbers), max(numbers)
-    if low > 0 and high > low and (has_log or high > WIDE_RANGE * low):
+    if has_log and high > low > 0:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1,) if high >= 10 * low else (1, 2, 5), numticks=6))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1,) if high > _MANY_DECADES * low else (1, 3), numticks=9))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
         axes.xaxis.set_minor_locator(NullLocator())
     return numbers

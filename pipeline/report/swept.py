@@ -56,7 +56,7 @@ class Swept(Frozen):
     run: str
     """Id of the sweep's run."""
     log_scaled: tuple[str, ...] = ()
-    """Keys whose values are drawn with a uniform logarithm."""
+    """Keys whose values are spread over orders of magnitude: drawn with a uniform logarithm, or listed so."""
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.sweep.sweep_report import best_of
+from pipeline.commands.sweep.sweep_report import _is_logarithmic, best_of
+from pipeline.config.sweep import Parameter
 from pipeline.report.swept import SweptTrial
 
 
@@ -38,3 +39,18 @@ def test_the_best_has_the_smallest_or_the_largest_value(given: list[SweptTrial],
 
 def test_there_is_none_where_none_was_measured() -> None:
     assert best_of(trials(None, math.nan), "min") is None
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"log_uniform": [0.001, 0.01]}, True),
+        ({"uniform": [0.0, 0.95]}, False),
+        ({"grid": [0.001, 0.01, 0.1]}, True),
+        ({"choice": [32, 64, 128]}, False),
+        ({"choice": [1, "auto", 1000]}, False),
+        ({"choice": [[32], [64, 64]]}, False),
+    ],
+)
+def test_values_over_orders_of_magnitude_have_a_logarithmic_axis(values: dict[str, Any], expected: bool) -> None:
+    assert _is_logarithmic(Parameter.model_validate(values)) == expected

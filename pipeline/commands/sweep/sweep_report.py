@@ -14,10 +14,14 @@ from pipeline.commands.sweep.journals import Follower, Unmeasurable, model_of, s
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.config.load import ExperimentFile
 from pipeline.config.overrides import override
+from pipeline.config.sweep import Parameter
 from pipeline.config.values import Direction
 from pipeline.protocol.events import ModelSaved, Tagged
 from pipeline.recording.folder import id_of
 from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial, figure
+
+_WIDE_RANGE = 30
+"""Ratio of the largest to the smallest listed value from which a picture's axis is logarithmic."""
 
 
 def trial(sweep: Path, suggestion: Record, *, metric: str) -> SweptTrial:
@@ -93,8 +97,18 @@ def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Se
         best=best.number if best else None,
         command=_command(file, best, overrides=overrides) if best else (),
         run=id_of(folder),
-        log_scaled=tuple(key for key, one in sweep.parameters.items() if one.log_uniform or one.int_log_uniform),
+        log_scaled=tuple(key for key, one in sweep.parameters.items() if _is_logarithmic(one)),
     )
+
+
+def _is_logarithmic(parameter: Parameter) -> bool:
+    """Return True for numbers that are drawn with a uniform logarithm, or listed over orders of magnitude."""
+    listed = parameter.grid or parameter.choice or ()
+    numbers = [
+        value for value in listed if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    ]
+    is_wide = len(numbers) == len(listed) > 0 and max(numbers) > _WIDE_RANGE * min(numbers)
+    return is_wide or bool(parameter.log_uniform or parameter.int_log_uniform)
 
 
 def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]) -> tuple[str, ...]:
