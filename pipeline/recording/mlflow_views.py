@@ -33,7 +33,7 @@ _MOST_METRICS = 8  # more need scrolling
 _MOST_PARAMETERS = 6
 _SECTIONS = ("train", "validation", "", "throughput", "time", "wall_clock", "memory")
 """Prefixes of metrics, in the order of the sections of charts; without one MLflow calls them Model metrics."""
-_UNPREFIXED, _SYSTEM = "Model metrics", "System metrics"
+_UNPREFIXED, _SYSTEM, _SWEEP = "Model metrics", "System metrics", "sweep"
 
 
 def save_runs_view(client: "MlflowClient", experiment_id: str, *, params: Mapping[str, str], created_ms: int) -> None:
@@ -78,14 +78,14 @@ def save_trials_view(
     run_name = {**_ALWAYS, "attributes.`Run Name`": 330}
     widths = {**run_name, **first, **names, "tags.`stopped_early`": 240, "duration": _DURATION_WIDTH}
     parallel = {
-        "type": "PARALLEL", "uuid": "parallel", "metricSectionId": "sweep", "isGenerated": False, "deleted": False,
+        "type": "PARALLEL", "uuid": "parallel", "metricSectionId": _SWEEP, "isGenerated": False, "deleted": False,
         "runsCountToCompare": 100, "selectedParams": varied, "selectedMetrics": [metric], "showAllRuns": True,
     }  # fmt: skip
     section = metric.rpartition("/")[0]
     others = [name for name in _SECTIONS if name != section]
     state = (
         _columns_state(widths)
-        | _charts_state(("sweep", section, *others), charts=[parallel])
+        | _charts_state((_SWEEP, section, *others), charts=[parallel])
         | {"searchFilter": f"tags.sweep = '{sweep}'", "runsHiddenMode": "FIRST_20_RUNS"}
     )
     if (order := directions.get(params.get("sweep.metric", "")) or _order(params)) is not None:
@@ -155,7 +155,14 @@ def _charts_state(sections: Sequence[str], *, charts: Iterable[Mapping[str, Any]
         "isAccordionReordered": True,  # else MLflow sorts the sections by name
         "compareRunCharts": list(charts),
         "compareRunSections": [
-            {"uuid": name, "name": name, "display": name != _SYSTEM, "isReordered": False} for name in names
+            {
+                "uuid": name,
+                "name": name,
+                "display": name != _SYSTEM,
+                "isReordered": False,
+                "columns": 1 if name == _SWEEP else 3,  # in a third of the width the names of the axes overlap
+            }
+            for name in names
         ],
     }
 
