@@ -86,8 +86,8 @@ class Sheet:
     def title(self, name: str, *, below: str = "") -> None:
         """Write the name of the run, however long, and a line below it."""
         size = min(15.0, 15 * 60 / len(name or " "))
-        self.text(name, x=14, y=22, size=size - self._canvas.text, bold=True)
-        self.text(fitted(below, width=self._canvas.width - 28, size=9), x=14, y=37, size=-1, color=LIGHT["muted"])
+        self.text(name, x=EDGE, y=22, size=size - self._canvas.text, bold=True)
+        self.text(fitted(below, width=self._canvas.inner, size=9), x=EDGE, y=37, size=-1, color=LIGHT["muted"])
 
     def axes(self, *, left: float, top: float, width: float, height: float) -> Axes:
         """Add axes without a frame."""
