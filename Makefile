@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 COMPOSE := docker compose --file docker/compose.yaml
 EXPERIMENT ?= experiments/resnet.yaml
+RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 GATE := lint unit contract replay journeys
 REST := integration faults cluster docs templates fuzz docker browser
@@ -13,10 +14,10 @@ REST := integration faults cluster docs templates fuzz docker browser
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-run: $(STAMP)  ## Install, then run the main experiment: ResNet-18, two DDP workers under Ray, with its measured speedup
+run: $(RUNS)  ## Install, then run the main experiment: ResNet-18, two DDP workers under Ray, with its measured speedup
 	$(BIN)/pipeline run experiments/resnet.yaml
 
-ui: $(STAMP)  ## Browse the results in the MLflow UI on loopback
+ui: $(RUNS)  ## Browse the results in the MLflow UI on loopback
 	$(BIN)/pipeline ui
 
 test: $(STAMP)  ## Everything that a change must pass, in five minutes on two cores: lint, unit, contract, replay, journeys
@@ -73,15 +74,22 @@ schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors 
 docs: $(STAMP)  ## Build the documentation as a site, site/index.html; a broken link or a forgotten page is an error
 	$(BIN)/mkdocs build --strict
 
-install: $(STAMP)  ## Create .venv with the pinned versions
+install: $(RUNS)  ## Create .venv with the pinned versions of what running needs; the other targets add what they need
 
 clean:  ## Remove the environment and the caches; runs and results stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # One command with torch named first and pinned: a range would let pip fetch another build of it.
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable
+
+$(RUNS): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) .
+	touch $(RUNS)
+
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
-	touch $(STAMP)
+	$(INSTALL) '.[dev]'
+	touch $(STAMP) $(RUNS)
 
 .PHONY: help run ui lint test test-all test-the-tests test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema docs install clean

@@ -5,6 +5,7 @@ Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel 
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -21,6 +22,10 @@ from pipeline.config.values import NotNegative, Section
 from pipeline.errors import ExperimentError
 from pipeline.strategies import base
 from pipeline.strategies._local_sgd import LocalSGD
+
+_DDP = signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "broadcast_buffers"  # before torch 2.13
+"""Argument of DDP that is false with local SGD, which is for slow links: rank 0's buffers are evaluated and saved."""
 
 
 class Options(Section):
@@ -86,6 +91,7 @@ class Strategy(base.Strategy):
         _refuse_sparse(model, options)
         if options.sync_batch_norm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        buffers: dict[str, Any] = {} if options.local_sgd_period is None else {_SYNC_BUFFERS: False}
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
@@ -93,8 +99,7 @@ class Strategy(base.Strategy):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
-            # The buffers of rank 0 are evaluated and saved either way; local SGD is for slow links.
-            forward_sync_buffers=options.local_sgd_period is None,
+            **buffers,
         )
         wrapped._set_ddp_runtime_logging_sample_rate(_TIMED_EVERY[self.device.type])  # type: ignore[no-untyped-call]
         if options.communication_hook != "none":
