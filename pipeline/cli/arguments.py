@@ -55,6 +55,10 @@ Baseline = Annotated[
 TrainOnly = Annotated[
     bool, typer.Option("--train-only", help="Train without measuring: no baseline, no parts of a step, no advice.")
 ]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick", help="Train 2 steps, evaluate and save once, to see whether the experiment works."),
+]
 AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Continue even if the experiment has changed.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without running it.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the output of workers and of Ray.")]

@@ -1,5 +1,6 @@
 """Commands that run and measure an experiment on this machine or on a Ray cluster."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from pipeline.cli.arguments import (
     FileArgument,
     Json,
     Overrides,
+    Quick,
     Quiet,
     Resume,
     Scaling,
@@ -41,6 +43,7 @@ def run(
     dry_run: DryRun = False,
     baseline: Baseline = True,
     train_only: TrainOnly = False,
+    quick: Quick = False,
     resume: Resume = None,
     allow_changed: AllowChanged = False,
     as_json: Json = False,
@@ -52,7 +55,8 @@ def run(
     given = with_address(overrides, address)
     with opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal):
         if dry_run:
-            _print_plan(experiment, with_baseline=baseline, train_only=train_only, as_json=as_json, quiet=quiet)
+            extent = {"with_baseline": baseline, "train_only": train_only, "quick": quick}
+            _print_plan(experiment, extent=extent, as_json=as_json, quiet=quiet)
             return
         with head_start(experiment, verbose=verbose, tracked=True):
             from pipeline.commands import run as runner
@@ -62,6 +66,7 @@ def run(
                 experiment,
                 with_baseline=baseline,
                 train_only=train_only,
+                quick=quick,
                 verbose=verbose,
                 terminal=terminal,
                 show=lambda report, folder: typer.echo(run_json(report, folder)) if as_json else None,
@@ -70,9 +75,7 @@ def run(
             )
 
 
-def _print_plan(
-    experiment: "ExperimentFile", *, with_baseline: bool, train_only: bool, as_json: bool, quiet: bool
-) -> None:
+def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_json: bool, quiet: bool) -> None:
     """Print the plan of a run; a download of its data shows its progress."""
     import rich.console
 
@@ -83,7 +86,7 @@ def _print_plan(
         from pipeline.commands import run as runner
 
     with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
-        plan = runner.dry_run(experiment, with_baseline=with_baseline, train_only=train_only, as_json=as_json)
+        plan = runner.dry_run(experiment, **extent, as_json=as_json)
     stages.end()
     typer.echo(plan)
 

@@ -148,10 +148,10 @@ def too_small(trial: Trial, *, samples: int) -> str:
     train, measure = trial.experiment.train, trial.experiment.measure
     if samples < train.global_batch_size:
         return f"an epoch has {samples:,} samples, fewer than the global batch of {train.global_batch_size:,}"
-    steps = train.epochs * -(-samples // train.global_batch_size)
+    steps = train.steps_of(-(-samples // train.global_batch_size))
     if steps < (needed := measure.warmup_steps + measure.steps):
         return (
-            f"{samples:,} samples make {steps} steps of {train.global_batch_size:,} in {train.epochs} epochs; a "
-            f"measurement needs {needed}, measure.warmup_steps + measure.steps: lower those, or raise train.epochs"
+            f"{samples:,} samples make {steps} steps of {train.global_batch_size:,} in {train.length}; a measurement "
+            f"needs {needed}, measure.warmup_steps + measure.steps: lower those, or train for longer"
         )
     return ""

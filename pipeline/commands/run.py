@@ -30,6 +30,7 @@ def run(
     verbose: bool,
     terminal: Terminal,
     train_only: bool = False,
+    quick: bool = False,
     show: Callable[[Report, Path], None] | None = None,
     resume: str | None = None,
     allow_changed: bool = False,
@@ -43,6 +44,7 @@ def run(
         verbose: True to show the workers' output.
         terminal: shows progress, warnings and the report.
         train_only: True to measure nothing: no baseline, no parts of a step.
+        quick: True to train two steps only, and to measure nothing.
         show: gets the report and the folder of the run, e.g. to print it as JSON.
         resume: the run to resume, see `pipeline.driver.resume.earlier`; None starts a new one.
         allow_changed: True if the experiment of the resumed run may differ.
@@ -52,12 +54,14 @@ def run(
         PipelineError: ready to be shown.
     """
     if outer_rank():  # rank 0 is the driver
-        follow(_as_started(make(file, with_baseline=with_baseline, train_only=train_only)))
+        follow(_as_started(make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)))
         return
+    if quick and resume is not None:
+        raise UsageError("--quick starts a run of two steps, so it can't resume one; remove --quick or --resume")
     earlier = recovery.earlier(file, resume) if resume is not None else None
     changes = recovery.changes(file, earlier, allowed=allow_changed) if earlier else []
     left_out = recovery.left_out(file, earlier) if earlier else {}
-    plan = _as_started(make(file, with_baseline=with_baseline, train_only=train_only))
+    plan = _as_started(make(file, with_baseline=with_baseline, train_only=train_only, quick=quick))
     notes = (*plan.notes, *changes, *map(_stays_left_out, left_out.values()))
     plan = plan.model_copy(update={"notes": notes})
     folder = earlier.folder if earlier else None
@@ -90,23 +94,30 @@ def options_of(*, with_baseline: bool, train_only: bool) -> Iterator[str]:
         yield "--no-baseline"
 
 
-def make(file: ExperimentFile, *, with_baseline: bool, train_only: bool = False) -> Plan:
+def make(file: ExperimentFile, *, with_baseline: bool, train_only: bool = False, quick: bool = False) -> Plan:
     """Check the file and plan the trials; for the errors see `planning`."""
     with planning(file) as (allowed, resources):
         if file.experiment.checkpoint.directory is not None:
             Storage(file.experiment.checkpoint.directory)  # tells whether there is such a protocol
         return make_plan(
-            file.experiment, resources, allowed=allowed, with_baseline=with_baseline, train_only=train_only
+            file.experiment,
+            resources,
+            allowed=allowed,
+            with_baseline=with_baseline,
+            train_only=train_only,
+            quick=quick,
         )
 
 
-def dry_run(file: ExperimentFile, *, with_baseline: bool, train_only: bool = False, as_json: bool = False) -> str:
+def dry_run(
+    file: ExperimentFile, *, with_baseline: bool, train_only: bool = False, quick: bool = False, as_json: bool = False
+) -> str:
     """Describe the plan in words or as JSON; load the data to count its samples, start nothing.
 
     Raises:
         PipelineError: as far as `run` would raise it before it starts anything.
     """
-    plan = make(file, with_baseline=with_baseline, train_only=train_only)
+    plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)
     sizes = None
     if not file.experiment.is_streamed:
         with explained(file):

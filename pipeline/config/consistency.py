@@ -17,6 +17,10 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("loss", "missing; write a loss, or a task that computes it")
     if experiment.loss is not None and experiment.task is not None:
         yield Problem("loss", "both loss and task are given; a task brings its own loss, remove one")
+    if train.epochs is None and train.steps is None:
+        yield Problem("train.epochs", "missing; write the passes over the training set, or train.steps")
+    if train.epochs is not None and train.steps is not None:
+        yield Problem("train.steps", "both epochs and steps are given; remove one (train.epochs=null in an override)")
     if train.global_batch_size < parallel.workers:
         yield Problem(
             "train.global_batch_size",
@@ -138,6 +142,9 @@ def _swept(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("sweep.metric", f"is {sweep.metric}, which isn't measured{hint}")
     for key, message in misused(sweep):
         yield Problem(f"sweep.{key}", message)
+    if experiment.train.epochs is None:
+        yield Problem("train.steps", "is given, but a sweep compares trials by epochs; write train.epochs instead")
+        return
     varied = sweep.parameters.get("train.epochs")
     epochs = max([experiment.train.epochs, *(n for n in (varied.candidates if varied else ()) if isinstance(n, int))])
     if sweep.asha is not None and sweep.asha.grace_epochs >= epochs:

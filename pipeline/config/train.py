@@ -69,8 +69,10 @@ class LearningRateScaling(Section):
 class Train(Section):
     """Length and method of training."""
 
-    epochs: Positive
-    """Passes over the training set."""
+    epochs: Positive | None = None
+    """Passes over the training set. Required unless ``steps`` is given."""
+    steps: Positive | None = None
+    """Optimizer steps, in place of ``epochs``; the last epoch may be incomplete."""
     global_batch_size: Positive
     """Samples of one optimizer step over all workers, independent of their number."""
     gradient_accumulation: Positive = 1
@@ -111,6 +113,15 @@ class Train(Section):
     ema: Annotated[Ema | None, SWITCH, OR_BOOLEAN] = None
     """Exponential moving average of the weights, evaluated and logged in their place: true for the defaults, or a
     section."""
+
+    def steps_of(self, steps_per_epoch: int) -> int:
+        """Return the optimizer steps of a training."""
+        return self.steps or steps_per_epoch * (self.epochs or 0)
+
+    @property
+    def length(self) -> str:
+        """Length in words, e.g. "10 epochs" or "500 steps"."""
+        return f"{self.steps:,} steps" if self.steps else f"{self.epochs} epochs"
 
     @property
     def extras(self) -> tuple[str, ...]:

@@ -8,16 +8,17 @@ from pipeline.config.train import Train
 from pipeline.errors import UsageError
 from pipeline.recording.folder import RunState
 from pipeline.training.checkpoints.storage import Storage, address_of
-from pipeline.wording import counted
 
-LENGTHS = ("train.epochs", "train.early_stopping")
+LENGTHS = ("train.epochs", "train.steps", "train.early_stopping")
 """Prefixes of keys that say how long a run trains."""
 
 
 def is_longer(now: Train, before: Train) -> bool:
-    """Return True if a training goes on where an earlier one has ended: more epochs, or later early stopping."""
-    more = now.epochs > before.epochs
-    return more or (now.epochs == before.epochs and now.early_stopping != before.early_stopping)
+    """Return True if a training continues an earlier one: more epochs or steps, or other early stopping."""
+    length, earlier = ((train.epochs or 0, train.steps or 0) for train in (now, before))
+    if length == earlier:
+        return now.early_stopping != before.early_stopping
+    return all(own >= old for own, old in zip(length, earlier, strict=True))
 
 
 def refuse_finished(file: ExperimentFile, state: RunState) -> None:
@@ -28,8 +29,8 @@ def refuse_finished(file: ExperimentFile, state: RunState) -> None:
     """
     if not is_longer(file.experiment.train, state.experiment.train):
         raise UsageError(
-            f"--resume: {state.folder} has finished; start a new run without --resume, or write a train.epochs above "
-            f"{state.experiment.train.epochs} to continue it"
+            f"--resume: {state.folder} has finished; start a new run without --resume, or train for more than "
+            f"{state.experiment.train.length} to continue it, e.g. with a larger train.epochs"
         )
     address = address_of(file.experiment.checkpoint.directory, run=state.folder)
     if not Storage(address).folders():
@@ -39,18 +40,24 @@ def refuse_finished(file: ExperimentFile, state: RunState) -> None:
 def differences(file: ExperimentFile, state: RunState) -> Iterator[str]:
     """Yield what makes a continued run differ from one that was as long from the start."""
     now, before = file.experiment.train, state.experiment.train
-    if now.epochs == before.epochs:
+    if now.length == before.length:
         return
-    length = counted(before.epochs, "epoch")
     for key, value in flatten(file.experiment).items():
         if "${total_steps}" in value:
             yield (
-                f"{key} is {value}: steps up to the checkpoint used the {length} of before, so the run differs from "
-                f"one of {now.epochs} epochs from the start"
+                f"{key} is {value}: steps up to the checkpoint used the {before.length} of before, so the run differs "
+                f"from one of {now.length} from the start"
             )
     follows = now.early_stopping is not None or "ReduceLROnPlateau" in str(file.experiment.scheduler)
-    if follows and state.status == "FINISHED" and before.epochs % now.evaluate_every_epochs:
+    if follows and state.status == "FINISHED" and not _evaluates_there(now, before):
         yield (
-            f"epoch {before.epochs} was evaluated as the last one, and counts for what follows the metric; a run of "
-            f"{now.epochs} epochs from the start would not have evaluated it"
+            f"the end after {before.length} was evaluated as the last step, and counts for what follows the metric; a "
+            f"run of {now.length} from the start need not evaluate it"
         )
+
+
+def _evaluates_there(now: Train, before: Train) -> bool:
+    """Return True if a longer training surely evaluates where the earlier one has ended."""
+    if now.evaluate_every_steps is not None:
+        return before.steps is not None and before.steps % now.evaluate_every_steps == 0
+    return before.epochs is not None and before.epochs % now.evaluate_every_epochs == 0

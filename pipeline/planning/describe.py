@@ -21,11 +21,11 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
     """Describe a plan in lines; ``sizes`` is None if only Ray can count the rows."""
     train = plan.experiment.train
     batches = f"{train.global_batch_size} samples each, {train.precision}"
-    data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.epochs} epochs, {batches}"
+    data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.length}, {batches}"
     if sizes is not None:
         data = f"{sizes.train_samples} training samples, {sizes.validation_samples} validation samples"
-        total = sizes.steps_per_epoch * train.epochs
-        steps = f"{sizes.steps_per_epoch} per epoch, {total} in {train.epochs} epochs, {batches}"
+        whole = train.length if train.steps else f"{train.steps_of(sizes.steps_per_epoch)} in {train.length}"
+        steps = f"{sizes.steps_per_epoch} per epoch, {whole}, {batches}"
     lines = [
         f"experiment   {plan.experiment.name}, seed {plan.experiment.seed}",
         f"machine      {plan.resources.summary}",
@@ -54,6 +54,7 @@ def record(plan: Plan, sizes: DataSizes | None) -> str:
             "machine": plan.resources.summary,
             **(sizes._asdict() if sizes is not None else dict.fromkeys(DataSizes._fields)),
             "epochs": plan.experiment.train.epochs,
+            "steps": plan.experiment.train.steps,
             "global_batch_size": plan.experiment.train.global_batch_size,
             "tracking": without_credentials(plan.experiment.tracking.uri),
             "trials": [{"max_steps": None} | trial.model_dump(mode="json", include=fields) for trial in plan.measured],

@@ -9,7 +9,7 @@ from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.values import Frozen
 from pipeline.planning.layout import Planner
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Baseline, Reference, Training, Trial
+from pipeline.protocol.trial import QUICK_STEPS, Baseline, Reference, Training, Trial
 
 
 class Plan(Frozen):
@@ -37,6 +37,15 @@ class Plan(Frozen):
 
 TRAIN_ONLY = "--train-only: no baseline, so no speedup; no parts of a step, so no advice"
 """Note on a run that only trains."""
+QUICK = f"--quick: {QUICK_STEPS} steps, an evaluation and a checkpoint; the model is not trained"
+"""Note on a run that only tries whether the experiment works."""
+
+
+def restriction(trial: Trial) -> str:
+    """Return the note on a training that measures nothing; empty for other trials."""
+    if not isinstance(trial, Training) or not trial.train_only:
+        return ""
+    return QUICK if trial.is_quick else TRAIN_ONLY
 
 
 def make_plan(
@@ -46,8 +55,11 @@ def make_plan(
     allowed: tuple[str, ...] = (),
     with_baseline: bool = True,
     train_only: bool = False,
+    quick: bool = False,
 ) -> Plan:
     """Plan the trials of ``pipeline run``; with ``train_only`` nothing is measured beside or after the training.
+
+    With ``quick`` the training ends after two steps, and nothing is measured either.
 
     The baseline gets the same cores for its one worker that each worker of the main trial has, so that N workers have
     N times the cores. On CPU a reference shows what one process with all those cores does. Both are measured in turn
@@ -61,7 +73,8 @@ def make_plan(
     planner = Planner(experiment, resources, allowed)
     parallel = experiment.parallel
     own = Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)
-    main = planner.trial(Training, own, train_only=train_only)
+    train_only = train_only or quick
+    main = planner.trial(Training, own, train_only=train_only, is_quick=quick)
     others: list[Baseline | Reference] = []
     has_baseline = False
     if with_baseline and not train_only:
@@ -98,8 +111,8 @@ def same_work(one: Trial, other: Trial) -> bool:
 
 
 def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]:
-    if main.train_only:
-        yield TRAIN_ONLY
+    if note := restriction(main):
+        yield note
     if main.device == "cpu" and main.experiment.parallel.device == "auto":
         yield "no GPU here: workers compute on CPU"
     if main.workers < (most := main.experiment.parallel.workers):

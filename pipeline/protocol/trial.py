@@ -16,6 +16,8 @@ from pipeline.config.values import Frozen
 
 Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning"]
 Scaling = Literal["strong", "weak"]
+QUICK_STEPS = 2
+"""Optimizer steps of ``pipeline run --quick``."""
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
@@ -141,18 +143,24 @@ class Training(Trial):
     """Measurements that rank 0 makes after the training, in turn with the training's own steps."""
     train_only: bool = False
     """True to measure nothing once the training is over: neither parts of a step nor unused parameters."""
+    is_quick: bool = False
+    """True to end after `QUICK_STEPS`, to see whether the experiment works."""
     exports: bool = False
     """True to export the trained model for the tracking store."""
 
     @property
     @override
     def purpose(self) -> str:
+        length = self.experiment.train.length
+        if self.is_quick:
+            return f"trains {QUICK_STEPS} steps of {length}, evaluates, and saves a checkpoint"
         if self.train_only:
-            return f"trains {self.experiment.train.epochs} epochs"
-        return (
-            f"trains {self.experiment.train.epochs} epochs; measures throughput, waiting for gradients and data, "
-            "peak memory"
-        )
+            return f"trains {length}"
+        return f"trains {length}; measures throughput, waiting for gradients and data, peak memory"
+
+    @override
+    def steps_of(self, total: int) -> int:
+        return min(QUICK_STEPS, total) if self.is_quick else total
 
     @property
     @override

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.values import Frozen
+from pipeline.planning.plan import restriction
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Role, Training, Trial
 from pipeline.report import Advice, Row, Unmeasured, records, tables
@@ -80,8 +81,8 @@ class Report(Frozen):
         )
         left_out = (f"{trial} did not finish; it is left out." for trial in missing)
         extras = (f"All trials use {extra}." for extra in next(iter(once.values())).experiment.train.extras)
-        train_only = any(isinstance(trial, Training) and trial.train_only for trial in once.values())
-        told = summary.remarks(rows, main=report.main, train_only=train_only)
+        restricted = next(filter(None, map(restriction, once.values())), "")
+        told = summary.remarks(rows, main=report.main, restricted=restricted)
         return report.model_copy(update={"remarks": (*left_out, *told, *extras)})
 
     @property

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
-from pipeline.planning.plan import TRAIN_ONLY
 from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
 from pipeline.report.tables import amount, low_to_high, rate, times
 from pipeline.wording import counted, duration
@@ -112,23 +111,23 @@ def _merit(row: Row) -> tuple[bool, bool, float]:
     return row.speedup is not None, row.scaling == "strong", row.speedup or 0.0
 
 
-def remarks(rows: Sequence[Row], *, main: Row, train_only: bool = False) -> Iterator[str]:
+def remarks(rows: Sequence[Row], *, main: Row, restricted: str = "") -> Iterator[str]:
     """Yield the caveats of the figures, if there are any; that on the loss of the main row is the first.
 
     Args:
         rows: all measured rows, the baseline first.
         main: row that the result is about.
-        train_only: True if nothing was to be measured.
+        restricted: note on a training that measures nothing; empty if something was to be measured.
     """
     baseline = rows[0]
     yield from _losses(rows, main=main)
-    if train_only:
-        yield f"{TRAIN_ONLY}."
+    if restricted:
+        yield f"{restricted}."
     elif baseline.role != "baseline":
         yield "There is no baseline measurement."
     elif main.measures_again(baseline):
         yield f"The main trial and its baseline are both {main.title}."
-    if not train_only and all(row.parts.sum_ms is None for row in rows):
+    if not restricted and all(row.parts.sum_ms is None for row in rows):
         yield "The parts of a step could not be measured."
     if any(row.is_one_replica_dp for row in rows):
         yield "dp with fewer than two GPUs is one replica: nothing runs in parallel."

@@ -95,7 +95,7 @@ def _streamed(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
 def runtime(trial: Trial, *, order: SampleOrder, rank: Rank) -> Mapping[str, int]:
     """Return the values of ${total_steps}, ${steps_per_epoch} and ${world_size}."""
     return {
-        "total_steps": order.steps_per_epoch * trial.experiment.train.epochs,
+        "total_steps": trial.experiment.train.steps_of(order.steps_per_epoch),
         "steps_per_epoch": order.steps_per_epoch,
         "world_size": rank.world_size,
     }

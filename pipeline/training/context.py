@@ -120,7 +120,7 @@ class TrainContext:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole training; a measurement takes fewer."""
-        return self.order.steps_per_epoch * self.experiment.train.epochs
+        return self.experiment.train.steps_of(self.order.steps_per_epoch)
 
     @cached_property
     def steps(self) -> int:

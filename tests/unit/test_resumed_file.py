@@ -100,7 +100,9 @@ def test_a_finished_run_goes_on_for_more_epochs_alone() -> None:
     longer.refuse_finished(now(), finished())
     assert resume.changes(now(), finished(), allowed=False) == ["train.epochs was 4, is 6"]
     for epochs in (4, 3):
-        with pytest.raises(UsageError, match=r"has finished; start a new run without .* above 4 to continue"):
+        with pytest.raises(
+            UsageError, match=r"has finished; start a new run without .* more than 4 epochs to continue"
+        ):
             longer.refuse_finished(now(epochs=epochs), finished())
 
 
@@ -123,7 +125,7 @@ def test_what_differs_from_a_run_of_that_length_is_told() -> None:
 
     text = FILE.replace("epochs: 4,", "epochs: 4, evaluate_every_epochs: 3, early_stopping: true,")
     (_, told) = resume.changes(now(text), finished(text), allowed=False)
-    assert told.startswith("epoch 4 was evaluated as the last one")
+    assert told.startswith("the end after 4 epochs was evaluated as the last step")
 
 
 def test_early_stopping_that_has_more_patience_goes_on() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeline.config.schema import Measure
 from pipeline.errors import Stopped
 from pipeline.protocol.events import Finished, Warned
-from pipeline.protocol.trial import Baseline, Rank, Reference, Training
+from pipeline.protocol.trial import Baseline, Rank, Reference, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training import loop, turns
 from pipeline.training.loop import train
@@ -113,7 +113,7 @@ def compared(*beside: type[Baseline | Reference], own: dict[str, Any] | None = N
         kind.model_validate(
             {
                 **trial.model_dump(
-                    exclude={"role", "compared_with", "experiment", "checkpoints", "left_out", "resume", "train_only"}
+                    exclude={"role", "experiment", *(Training.model_fields.keys() - Trial.model_fields.keys())}
                 ),
                 "experiment": toys.experiment(measure=MEASURE, **{**sections, **(own or {} if not index else {})}),
                 "name": kind.model_fields["role"].default,

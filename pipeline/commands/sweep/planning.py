@@ -82,7 +82,7 @@ def make(file: ExperimentFile) -> SweepPlan:
         concurrent=concurrent,
         seed=seed,
         suggestions=suggestions,
-        epochs=max(varied.candidates) if varied else file.experiment.train.epochs,
+        epochs=max(varied.candidates) if varied else file.experiment.train.epochs or 0,
         logs_models=_LOG_MODEL in file.places.entries and file.experiment.tracking.log_model,
         plan=one.model_copy(update={"command": "sweep", "experiment": file.experiment}),
     )

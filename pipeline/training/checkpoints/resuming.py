@@ -184,4 +184,4 @@ def _settings(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
 def _length(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the settings that determine the length of a schedule."""
     train, grows = experiment["train"], "${total_steps}" in str(experiment.get("scheduler"))
-    return train.get("epochs") if grows else None, train.get("scheduler_interval")
+    return (train.get("epochs"), train.get("steps")) if grows else None, train.get("scheduler_interval")

@@ -1,0 +1,103 @@
+"""A training has as many steps as it is told, in steps or epochs, or two to see whether it works."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import toys
+
+from pipeline.config.load import load
+from pipeline.errors import ExperimentError
+from pipeline.protocol.events import CheckpointSaved
+from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial_result import TrialResult
+from pipeline.training import loop
+from pipeline.training.loop import train
+
+STEPS = {"epochs": None, "steps": 5}
+"""Of three in an epoch."""
+FILE = """\
+name: long
+model: {_target_: torch.nn.Linear, in_features: 4, out_features: 2}
+data: {_target_: pipeline.data.digits}
+loss: {_target_: torch.nn.CrossEntropyLoss}
+optimizer: {_target_: torch.optim.SGD, lr: 0.1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
+
+
+def run(
+    folder: Path, *, resume: bool = False, is_quick: bool = False, **sections: Any
+) -> tuple[TrialResult, toys.Kept]:
+    update = {"checkpoints": str(folder), "resume": resume, "is_quick": is_quick}
+    kept = toys.Kept()
+    return train(toys.trial(**sections).model_copy(update=update), rank=Rank(), outbox=kept), kept
+
+
+def test_a_length_in_steps_ends_within_an_epoch(tmp_path: Path) -> None:
+    cosine = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "${total_steps}"}
+    whole, expected = run(tmp_path / "epochs", train={"epochs": 2}, scheduler=cosine | {"T_max": 5})
+    result, kept = run(tmp_path / "steps", train=STEPS, scheduler=cosine)
+
+    assert (whole.steps, result.steps, result.epochs) == (6, 5, 2)
+    assert kept.series("train/loss") == expected.series("train/loss")[:5]
+    assert kept.series("train/learning_rate") == expected.series("train/learning_rate")[:5]
+    assert [point.step for point in kept.points("validation/loss")] == [3, 5]
+    assert result.whole_training == 22 + 8 + 8
+
+
+def test_a_length_in_steps_is_continued_within_an_epoch(tmp_path: Path) -> None:
+    sections = {
+        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.05},
+        "scheduler": {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.9},
+    }
+    train: dict[str, Any] = {"epochs": None, "scheduler_interval": "epoch"}
+    _, expected = run(tmp_path / "whole", train=train | {"steps": 10}, **sections)
+    run(tmp_path / "first", train=train | {"steps": 5}, **sections)
+    result, kept = run(tmp_path / "first", resume=True, train=train | {"steps": 10}, **sections)
+
+    assert result.steps == 10
+    for name in ("train/loss", "train/learning_rate"):
+        assert [p for p in kept.points(name) if p.step > 5] == [p for p in expected.points(name) if p.step > 5]
+    assert kept.series("validation/loss")[-1] == expected.series("validation/loss")[-1]
+
+
+def test_two_steps_tell_whether_it_works(tmp_path: Path) -> None:
+    cosine = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "${total_steps}"}
+    _, whole = run(tmp_path / "whole", scheduler=cosine)
+    result, kept = run(tmp_path / "quick", is_quick=True, scheduler=cosine)
+
+    assert result.steps == 2
+    assert kept.series("train/learning_rate") == whole.series("train/learning_rate")[:2], "the schedule stays"
+    assert [point.step for point in kept.points("validation/loss")] == [2]
+    assert [event.step for event in kept.events if isinstance(event, CheckpointSaved)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("", "6: train.epochs: missing; write the passes over the training set, or train.steps"),
+        (", epochs: 2, steps: 3", "6: train.steps: both epochs and steps are given; remove one"),
+    ],
+)
+def test_a_length_that_is_missing_or_given_twice_is_refused(tmp_path: Path, train: str, message: str) -> None:
+    path = tmp_path / "long.yaml"
+    path.write_text(f"{FILE}train: {{global_batch_size: 16{train}}}\n")
+
+    with pytest.raises(ExperimentError) as raised:
+        load(path)
+    assert message in str(raised.value)
+
+
+def test_a_sweep_needs_epochs(tmp_path: Path) -> None:
+    path = tmp_path / "long.yaml"
+    sweep = "sweep: {parameters: {optimizer.lr: {choice: [0.1, 0.2]}}}\n"
+    path.write_text(f"{FILE}train: {{global_batch_size: 16, steps: 9}}\n{sweep}")
+
+    with pytest.raises(ExperimentError, match="is given, but a sweep compares trials by epochs"):
+        load(path)
