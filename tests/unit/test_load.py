@@ -221,7 +221,7 @@ e.yaml:8: optimizer.c: is '${x', an incomplete ${...}; close its brackets, or wr
 e.yaml:8: optimizer.d: has no value (???); write one
 e.yaml:9: epochs: unknown key; did you mean train.epochs?
 e.yaml:10: train.global_batch_size: missing; samples of one optimizer step over all workers, independent of their number
-e.yaml:11: train.epochs: is -1 (an integer); write an integer greater than 0
+e.yaml:11: train.epochs: is -1 (an integer); write an integer greater than 0 or null
 e.yaml:12: train.batchsize: unknown key; did you mean global_batch_size?
 e.yaml:13: train.clip_grad_norm: ${total_steps} is only known once the data is loaded; \
 it may stand in the arguments of scheduler, optimizer and other components
@@ -350,7 +350,7 @@ class TestOverrides:
         ("override", "expected"),
         [
             ("train.epoch=3", "train.epoch: unknown key; did you mean epochs?"),
-            ("train.epochs=abc", "train.epochs: is 'abc' (a string); write an integer greater than 0"),
+            ("train.epochs=abc", "train.epochs: is 'abc' (a string); write an integer greater than 0 or null"),
             ("name.x=1", "name.x: name is 'good' (a string); nothing can be set inside it"),
             ("compare.x=1", "compare.x: compare has no entry x; it has 2, counted from 0"),
             ("model={a: 1, a: 2}", "model.a: given twice, first in line 1; remove one of them"),
