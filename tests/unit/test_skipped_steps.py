@@ -24,7 +24,7 @@ def weights(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...] = (), 
     monkeypatch.setattr(
         loop.reporting,
         "model",
-        lambda context, _: kept.append(_result(context)),
+        lambda context, *_, **__: kept.append(_result(context)),
     )
     trial = toys.trial(
         model={"_target_": "toys.batch_norm_net"},
