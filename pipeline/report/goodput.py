@@ -90,16 +90,20 @@ class WallClock:
         self._saved_at = 0.0  # after the last report; 0 if there is no checkpoint of it
         self._resumed = self._reached = 0
         self._has_reported = self._is_under_way = self._is_over = False
+        self._ended: dict[Use, float] | None = None  # the account of a training that is over, until it has new steps
         for event in events:
             self.receive(event)
 
     @property
     def goodput(self) -> Goodput | None:
         """The account so far; None if no step was reported."""
-        return Goodput(seconds=dict(self._seconds)) if self._seconds["steps"] else None
+        seconds = self._seconds if self._ended is None else self._ended
+        return Goodput(seconds=dict(seconds)) if seconds.get("steps") else None
 
     def receive(self, event: AnyEvent) -> None:
         """Account for the time up to an event."""
+        if self._is_over and isinstance(event, RunOpened):
+            self._reopen(at=event.time)
         if self._is_over:
             return
         match event:
@@ -123,6 +127,8 @@ class WallClock:
                 end = event.time if isinstance(event, Trained) else self._saved_at
                 self._spend("saving" if self._has_reported else "start", until=end)
                 self._is_over = True
+                if self._ended is not None:
+                    self._seconds = defaultdict(float, self._ended)
             case Metrics():
                 self._report(event)
             case Resumed():
@@ -148,7 +154,7 @@ class WallClock:
             waited_s = steps * values.get(_DATA_WAIT, 0.0) / 1000
             self._spend("input", until=min(event.time, (self._until or 0.0) + waited_s))
             self._spend("steps", until=event.time)
-            self._has_reported, self._reached = True, max(self._reached, event.step)
+            self._has_reported, self._reached, self._ended = True, max(self._reached, event.step), None
 
     def _spend_between(self, *, until: float) -> None:
         """Account for the time before the steps of a window: a start, repeated steps, or a checkpoint."""
@@ -159,6 +165,15 @@ class WallClock:
             self._spend("start", until=min(until, self._first_step))
             self._spend("redone", until=until)
         self._spend("start", until=until)
+
+    def _reopen(self, *, at: float) -> None:
+        """Run the clock again after the training's end, for the steps that continue it; without any, nothing is added.
+
+        What lies between is no stop: the training was over.
+        """
+        self._ended = dict(self._seconds)
+        self._is_over = self._is_under_way = False
+        self._until = at
 
     def _end_attempt(self, *, at: float) -> None:
         """Account for the end of the attempt before, if there was one, and for the pause after it."""

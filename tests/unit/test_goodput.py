@@ -146,6 +146,27 @@ def test_without_a_report_there_is_no_goodput(events: tuple[AnyEvent, ...]) -> N
     assert WallClock("main", events).goodput is None
 
 
+FIRST = (opened(0), launched(2), FirstStep(time=9), window(20, step=10, new=10, ms=1000), trained(21))
+
+
+def test_a_finished_training_that_is_continued_has_the_time_of_both_without_the_pause() -> None:
+    """The pause is no stop, as the training was over."""
+    more = (
+        opened(DAY),
+        launched(DAY + 2),
+        Resumed(time=DAY + 3, step=10, epoch=1, checkpoint="c"),
+        window(DAY + 15, step=20, new=10, ms=1000),
+    )
+    assert seconds(*FIRST) == {"start": 10, "steps": 10, "saving": 1}
+    assert seconds(*FIRST, *more, trained(DAY + 17)) == {"start": 15, "steps": 20, "saving": 3}
+
+
+def test_a_finished_training_that_is_only_measured_again_has_the_time_that_it_had() -> None:
+    again = (opened(DAY), launched(DAY + 2), Resumed(time=DAY + 3, step=10, epoch=1, checkpoint="c"))
+    assert seconds(*FIRST, *again) == seconds(*FIRST)
+    assert seconds(*FIRST, *again, trained(DAY + 17)) == seconds(*FIRST)
+
+
 def test_percents_add_up_to_a_hundred_and_are_told_in_one_sentence() -> None:
     goodput = Goodput(seconds={"steps": 200.4, "start": 33.4, "input": 33.4, "saving": 32.8, "evaluation": 0.4})
     assert goodput.sentence == (
