@@ -114,16 +114,24 @@ def test_twenty_thousand_points_of_a_killed_driver_are_sent(store: Store, tmp_pa
 
 
 def test_events_that_mlflow_refuses_take_no_others_with_them(store: Store, tmp_path: Path) -> None:
-    first, second = (opened(store, params={"train.epochs": epochs}) for epochs in ("2", "3"))
-    events = [first, second, metrics(0), metrics(1), RunClosed(time=1.7e9, status="FINISHED")]
+    refused = opened(store, params={"data/../path": "x"})  # MLflow's stores may take a name for a path
+    events = [opened(store), refused, metrics(0), metrics(1), RunClosed(time=1.7e9, status="FINISHED")]
     told: list[str] = []
     outcome = sync(journaled(tmp_path / "refused", events), warn=told.append)
     assert outcome.delivered
     assert outcome.message.startswith("MLflow refused 1 event, kept in ")
     assert len(told) == 1
-    assert "train.epochs" in told[0]
+    assert "data/../path" in told[0]
     (run,) = store.runs("made")
     assert len(store.series(run, "train/loss")) == 2
+
+
+def test_parameters_that_a_resumed_run_has_changed_become_tags(store: Store, tmp_path: Path) -> None:
+    first, second = (opened(store, params={"train.epochs": epochs}) for epochs in ("2", "3"))
+    sync(journaled(tmp_path / "longer", [first, second, RunClosed(time=1.7e9, status="FINISHED")]), warn=pytest.fail)
+    (run,) = store.runs("made")
+    assert run.data.params["train.epochs"] == "2"
+    assert run.data.tags["changed.train.epochs"] == "3"
 
 
 def test_what_mlflow_has_no_room_for_is_cut_and_renamed(store: Store, tmp_path: Path) -> None:
