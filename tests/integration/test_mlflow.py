@@ -277,7 +277,7 @@ def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
     view = json.loads(client.get_experiment(outcome.experiment_id).tags["mlflow.sharedViewState.speedups"])
     columns = json.loads(view["state"])["selectedColumns"]
     assert (view["name"], view["createdAt"]) == ("Speedups", int(T0 * 1000))
-    assert {"tags.`strategy`", "metrics.`speedup`", "metrics.`validation/accuracy`"} <= set(columns)
+    assert {"tags.`strategy`", "tags.`speedup`", "metrics.`validation/accuracy`"} <= set(columns)
 
     before = contents(store, outcome)
     for _ in range(2):

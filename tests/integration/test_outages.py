@@ -386,7 +386,7 @@ def test_a_password_is_in_no_file_and_sync_takes_it_from_the_environment(
         training.set_step()
     proxy.fault = ""
 
-    assert "send them with: pipeline sync" in run.shown
+    assert "send the rest with: pipeline sync" in run.shown
     texts = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
     assert run.folder / journal.FILE_NAME in texts
     assert [path for path, text in texts.items() if SECRET.encode() in text] == []
@@ -454,7 +454,7 @@ def test_the_end_of_a_run_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path, m
         begin = time.monotonic()
 
     assert time.monotonic() - begin < 10  # two, and a request takes 20
-    run.assert_told_once("waiting until MLflow has everything", f"send them with: pipeline sync {run.folder}")
+    run.assert_told_once("waiting until MLflow has everything", f"send the rest with: pipeline sync {run.folder}")
     proxy.fault = ""
     assert sync(run.folder, warn=[].append).delivered
     assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
@@ -476,7 +476,7 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_hangs(proxy: Proxy, project: Path
 
     (folder,) = tmp_path.iterdir()
     assert process.returncode == 130, stdout + stderr
-    assert f"send them with: pipeline sync {folder}" in stdout, stdout
+    assert f"send the rest with: pipeline sync {folder}" in stdout, stdout
     assert "Traceback" not in stdout + stderr
     assert isinstance(journal.ending(folder / journal.FILE_NAME), RunClosed)
     proxy.fault = ""
