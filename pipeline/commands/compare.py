@@ -12,6 +12,7 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.terminal import Terminal
 from pipeline.report import Row, Unmeasured
 from pipeline.report.report import Report
+from pipeline.wording import counted
 
 NOT_REACHED = "the comparison ended before it was measured"
 
@@ -151,7 +152,7 @@ def too_small(trial: Trial, *, samples: int) -> str:
     steps = train.steps_of(-(-samples // train.global_batch_size))
     if steps < (needed := measure.warmup_steps + measure.steps):
         return (
-            f"{samples:,} samples make {steps} steps of {train.global_batch_size:,} in {train.length}; a measurement "
-            f"needs {needed}, measure.warmup_steps + measure.steps: lower those, or train for longer"
+            f"{samples:,} samples make {counted(steps, 'step')} of {train.global_batch_size:,} in {train.length}; "
+            f"a measurement needs {needed}, measure.warmup_steps + measure.steps: lower those, or train for longer"
         )
     return ""

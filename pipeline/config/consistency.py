@@ -7,7 +7,7 @@ from pipeline.config.reported import name_problems, source_of
 from pipeline.config.schema import Experiment, followed
 from pipeline.config.sweep import misused
 from pipeline.errors import Problem
-from pipeline.wording import did_you_mean
+from pipeline.wording import counted, did_you_mean
 
 
 def contradictions(experiment: Experiment) -> Iterator[Problem]:
@@ -149,6 +149,7 @@ def _swept(experiment: Experiment) -> Iterator[Problem]:
     epochs = max([experiment.train.epochs, *(n for n in (varied.candidates if varied else ()) if isinstance(n, int))])
     if sweep.asha is not None and sweep.asha.grace_epochs >= epochs:
         message = (
-            f"is {sweep.asha.grace_epochs}, but trials have {epochs} epochs, so that none is stopped early; write fewer"
+            f"is {sweep.asha.grace_epochs}, but trials have {counted(epochs, 'epoch')}, so that none is stopped early; "
+            "write fewer"
         )
         yield Problem("sweep.asha.grace_epochs", message)

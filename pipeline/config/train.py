@@ -121,7 +121,7 @@ class Train(Section):
     @property
     def length(self) -> str:
         """Length in words, e.g. "10 epochs" or "500 steps"."""
-        return f"{self.steps:,} steps" if self.steps else f"{self.epochs} epochs"
+        return counted(self.steps, "step", spec=",") if self.steps else counted(self.epochs or 0, "epoch")
 
     @property
     def extras(self) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
     ("arguments", "told"),
     [
         (["train.global_batch_size=60"], "an epoch has 50 samples, fewer than the global batch of 60"),
-        (["train.epochs=1"], "50 samples make 4 steps of 16 in 1 epochs; a measurement needs 8"),
+        (["train.epochs=1"], "50 samples make 4 steps of 16 in 1 epoch; a measurement needs 8"),
     ],
 )
 def test_too_few_samples(command: Any, arguments: list[str], told: str) -> None:

@@ -39,6 +39,14 @@ def run(
     return train(toys.trial(**sections).model_copy(update=update), rank=Rank(), outbox=kept), kept
 
 
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [({"epochs": 1}, "1 epoch"), ({"epochs": 2}, "2 epochs"), (STEPS | {"steps": 1}, "1 step"), (STEPS, "5 steps")],
+)
+def test_a_length_has_words(sections: dict[str, Any], words: str) -> None:
+    assert toys.experiment(train=sections).train.length == words
+
+
 def test_a_length_in_steps_ends_within_an_epoch(tmp_path: Path) -> None:
     cosine = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "${total_steps}"}
     whole, expected = run(tmp_path / "epochs", train={"epochs": 2}, scheduler=cosine | {"T_max": 5})
