@@ -131,7 +131,7 @@ class Invocation:
             streams=self.plan.experiment.is_streamed,
             verbose=self.verbose,
         )
-        stages.begin(f"starting {parallel.launcher}")
+        stages.begin("preparing the workers")
         with kind(session) as launcher:
             yield partial(execute, launcher=launcher, recorder=self.recorder, file=self.file)
 

@@ -35,6 +35,7 @@ from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
+from pipeline.system import stages
 from pipeline.system.process import environment
 from pipeline.training.checkpoints.storage import address_of
 from pipeline.wording import counted, first_line
@@ -67,6 +68,7 @@ class Launcher(base.Launcher):
             ResourceError: no cluster answers, or the code can't be sent.
         """
         session, is_joined = self.session, self._address is not None
+        stages.begin("connecting to Ray" if is_joined else "starting Ray")
         package = to_send(session.parallel, joined=is_joined)
         self._untracked = tuple(map(str, package.untracked_code)) if package else ()
         with ExitStack() as stack:

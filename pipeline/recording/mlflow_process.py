@@ -107,7 +107,7 @@ class Writer:
         events = self._batch + len(self.feed)
         trouble = self._delivery.trouble or ("" if is_done else "the run stopped waiting")
         return WriterReply(
-            waiting=self._delivery.waiting(events) or "the end of the run",
+            waiting=self._delivery.waiting(events) or "final status",
             outcome=TrackingOutcome.of(self._delivery, trouble=trouble, waiting=events),
             is_done=is_done,
         )

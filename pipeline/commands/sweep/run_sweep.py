@@ -85,7 +85,7 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
     searcher = _searcher(plan, invocation)  # before Ray is started: Optuna may be missing
     halt = Halt()
     display = SweepDisplay(plan, invocation, halt)
-    stages.begin("starting ray")
+    stages.begin("starting Ray")
     try:
         with (
             started(LocalRayRequest(), verbose=job.verbose),
