@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 _TAG = "mlflow.sharedViewState."
 VIEW_TAG = f"{_TAG}{VIEW}"
 """Tag of an experiment that has the view of its runs."""
-_ALWAYS = {"0": 50, "attributes.`Run Name`": 275, "runDateAndNestInfo": 145}
+_ALWAYS = {"0": 50, "attributes.`Run Name`": 330, "runDateAndNestInfo": 145}
 """Widths in pixels of the columns that can't be hidden."""
 _TAGS = {"strategy": 75, "launcher": 90, "world_size": 85, "speedup": 215}
-_METRICS = {"samples_per_second": 150}
-_LOSSES = {"validation/loss": 110, "train/loss": 100}
-_METRIC_WIDTH, _PARAM_WIDTH, _DURATION_WIDTH = 135, 110, 80
+_METRIC_WIDTH, _PARAM_WIDTH, _DURATION_WIDTH = 165, 150, 80  # MLflow shows all digits of a metric
+_LOSSES = ("validation/loss", "train/loss")
 _METRIC_KEY = "metrics."  # prefix of the experiment's metrics among its flattened parameters
 _PARAMETER = re.compile(rf"sweep\.parameters\.(.+)\.(?:{'|'.join(Parameter.model_fields)})(?:\[.*)?")
 _MOST_METRICS = 8  # more need scrolling
@@ -74,9 +73,8 @@ def save_trials_view(
     metric = mlflow_name(params.get("sweep.metric", "validation/loss"))
     varied = list(varied_params(params))
     first = {f"params.`{name}`": _PARAM_WIDTH for name in varied} | {f"metrics.`{metric}`": _METRIC_WIDTH}
-    names = {f"metrics.`{name}`": width for name, width in _metric_widths(params).items()}
-    run_name = {**_ALWAYS, "attributes.`Run Name`": 330}
-    widths = {**run_name, **first, **names, "tags.`stopped_early`": 240, "duration": _DURATION_WIDTH}
+    metrics = {f"metrics.`{name}`": _METRIC_WIDTH for name in _metric_names(params)}
+    widths = {**_ALWAYS, **first, **metrics, "tags.`stopped_early`": 240, "duration": _DURATION_WIDTH}
     parallel = {
         "type": "PARALLEL", "uuid": "parallel", "metricSectionId": _SWEEP, "isGenerated": False, "deleted": False,
         "runsCountToCompare": 100, "selectedParams": varied, "selectedMetrics": [metric], "showAllRuns": True,
@@ -96,7 +94,8 @@ def save_trials_view(
 def columns(params: Mapping[str, str]) -> dict[str, int]:
     """Return the widths of the columns of runs, from left to right; MLflow hides columns without values."""
     tags = {f"tags.`{name}`": width for name, width in _TAGS.items()}
-    metrics = {f"metrics.`{name}`": width for name, width in {**_metric_widths(params), **_METRICS}.items()}
+    names = [*_metric_names(params), "samples_per_second"]
+    metrics = {f"metrics.`{name}`": _METRIC_WIDTH for name in names}
     return {**_ALWAYS, **tags, **metrics, "duration": _DURATION_WIDTH}
 
 
@@ -126,9 +125,10 @@ def varied_params(params: Mapping[str, str]) -> Iterator[str]:
         yield mlflow_name(f"{key}._target_" if is_component else key)
 
 
-def _metric_widths(params: Mapping[str, str]) -> dict[str, int]:
+def _metric_names(params: Mapping[str, str]) -> list[str]:
     named = (name.removeprefix(_METRIC_KEY).partition(".")[0] for name in params if name.startswith(_METRIC_KEY))
-    return {f"validation/{name}": _METRIC_WIDTH for name in list(dict.fromkeys(named))[:_MOST_METRICS]} | _LOSSES
+    validated = [f"validation/{name}" for name in list(dict.fromkeys(named))[:_MOST_METRICS]]
+    return list(dict.fromkeys([*validated, *_LOSSES]))
 
 
 def _order(params: Mapping[str, str]) -> str | None:

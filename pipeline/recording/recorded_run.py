@@ -15,7 +15,7 @@ from pipeline.config.uris import without_credentials
 from pipeline.config.values import Direction
 from pipeline.errors import PipelineError
 from pipeline.planning.plan import Plan
-from pipeline.protocol.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened
+from pipeline.protocol.events import AnyEvent, ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.trial import Status, Training, Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import Console
@@ -43,6 +43,8 @@ class Membership:
     """Returns why the trial was interrupted; empty if unknown."""
     logs_model: bool
     """True if the trial logs its model to the tracking store itself."""
+    admit: Callable[[AnyEvent], AnyEvent | None] | None = None
+    """Filter of the trial's events, see `Recorder`; None admits all."""
 
 
 class Log(io.TextIOBase):
@@ -105,7 +107,7 @@ def recorded(
         if warning:
             warn(warning)
         consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(_console(log)))]
-        with closing(Recorder(folder, subscribers=consoles)) as recorder:
+        with closing(Recorder(folder, subscribers=consoles, admit=member.admit if member else None)) as recorder:
             files = describe(plan.experiment, folder)
             own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
             tracker = None

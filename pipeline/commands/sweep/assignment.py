@@ -13,6 +13,9 @@ from pipeline.config.values import Frozen
 RECORD_NAME = "trial.json"
 """Name of a `Record` in a trial's folder."""
 
+PROCEED = "proceed"
+"""Line that a trial's process reads when the scheduler lets the trial continue after an evaluation."""
+
 AFTER_GRACE_S = 15.0
 """Seconds beyond ``parallel.grace_s`` that a trial has to close its journal and send the rest to the tracking store."""
 
@@ -66,6 +69,8 @@ class TrialJob(Frozen):
     """True if each trial sends its model to the tracking store; otherwise the sweep sends the best model."""
     grace_s: float
     """Seconds that a trial has to write its checkpoint when it is stopped."""
+    stops_early: bool
+    """True if a scheduler decides after each evaluation whether the trial continues."""
     verbose: bool
     variables: tuple[str, ...]
     """Names of the user's environment variables, to which Ray adds some."""
@@ -87,6 +92,8 @@ class Assignment(Frozen):
     record: Record
     config_hash: str = ""
     """Hash of the experiment as the sweep read it; the file may have changed since."""
+    evaluated_step: int = 0
+    """Step of the last evaluation of an earlier session, 0 without one."""
 
 
 def folder_name(number: int) -> str:
