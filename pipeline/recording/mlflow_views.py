@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _TAG = "mlflow.sharedViewState."
 VIEW_TAG = f"{_TAG}{VIEW}"
 """Tag of an experiment that has the view of its runs."""
-_ALWAYS = {"0": 50, "attributes.`Run Name`": 330, "runDateAndNestInfo": 145}
+_ALWAYS = {"0": 50, "attributes.`Run Name`": 310, "runDateAndNestInfo": 145}
 """Widths in pixels of the columns that can't be hidden."""
 _TAGS = {"strategy": 75, "launcher": 90, "world_size": 85, "speedup": 215}
-_METRIC_WIDTH, _PARAM_WIDTH, _DURATION_WIDTH = 165, 150, 80  # MLflow shows all digits of a metric
+_METRIC_WIDTH, _PARAM_WIDTH, _DURATION_WIDTH = 150, 150, 80  # MLflow shows all digits of a metric
 _LOSSES = ("validation/loss", "train/loss")
 _METRIC_KEY = "metrics."  # prefix of the experiment's metrics among its flattened parameters
 _PARAMETER = re.compile(rf"sweep\.parameters\.(.+)\.(?:{'|'.join(Parameter.model_fields)})(?:\[.*)?")

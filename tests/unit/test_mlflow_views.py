@@ -50,7 +50,7 @@ def test_the_columns_of_runs_show_what_ran_and_what_came_out() -> None:
         "tags.`strategy`", "tags.`launcher`", "tags.`world_size`", "tags.`speedup`", "metrics.`validation/accuracy`",
         "metrics.`validation/loss`", "metrics.`train/loss`", "metrics.`samples_per_second`", "duration",
     ]  # fmt: skip
-    assert sum(columns(PARAMS).values()) < 1600  # beside MLflow's menu, in a window of 1920 pixels
+    assert sum(columns(PARAMS).values()) < 1660  # beside MLflow's menu, in a window of 1920 pixels
 
 
 def test_charts_of_training_and_validation_come_first() -> None:
