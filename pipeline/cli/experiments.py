@@ -221,7 +221,7 @@ def predict(
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Predict speedup and efficiency on more workers than there are, from a few seconds of measurement."""
+    """Predict the speedup on more workers than there are, from a few seconds of measurement; no outputs of a model."""
     with opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
         from pipeline.report.link import parse
 

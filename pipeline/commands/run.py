@@ -121,8 +121,9 @@ def dry_run(
     sizes = None
     if not file.experiment.is_streamed:
         with explained(file):
-            train, validation = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
-        sizes = DataSizes(train, validation, preflight.steps_per_epoch(file.experiment, train_samples=train))
+            train, validation, test = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
+        steps = preflight.steps_per_epoch(file.experiment, train_samples=train)
+        sizes = DataSizes(train, validation, steps, test)
     if file.bases:
         extends = f"{file.path} extends {', which extends '.join(map(str, file.bases))}"
         plan = plan.model_copy(update={"notes": (extends, *plan.notes)})

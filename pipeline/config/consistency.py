@@ -38,6 +38,8 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
         if source_of(metric, experiment.metrics) is None:
             known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
             yield Problem(key, f"is {metric}, which isn't measured; choose one of {known}")
+    if experiment.checkpoint.best is not None and not experiment.checkpoint.keep:
+        yield Problem("checkpoint.best", "needs a checkpoint, but checkpoint.keep is 0; write checkpoint.keep: 1")
     yield from _swept(experiment)
     yield from _only_for_ray(parallel)
     yield from _against_local_sgd(experiment)

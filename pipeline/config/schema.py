@@ -49,7 +49,8 @@ class Checkpoint(Section):
     keep: NotNegative = 2
     """Newest checkpoints to keep; 0 saves none, so that training can't be resumed."""
     best: Annotated[str, Field(pattern=r"^validation/.")] | None = None
-    """A metric such as validation/accuracy. The checkpoint with its best value is kept, too."""
+    """A metric such as validation/accuracy. The checkpoint with its best value is kept, too, and its weights are the
+    result: saved, logged to MLflow, and evaluated on the test set."""
     mode: Mode = "auto"
     """Direction of ``best``: min if small values are good, max if large ones are; auto: by torchmetrics'
     higher_is_better, and min for validation/loss. auto is an error for metrics that don't have it."""
@@ -133,8 +134,8 @@ class Experiment(Section):
     model: Component
     """Any callable that returns a torch.nn.Module."""
     data: Component
-    """Any callable that returns a training and a validation dataset (map-style; the second may be None), or
-    pipeline.data.streamed."""
+    """Any callable that returns a training and a validation dataset (map-style; the second may be None), and a test
+    dataset if there is one, which is evaluated once, at the end; or pipeline.data.streamed."""
     loader: Loader = Loader()
     loss: Component | None = None
     """Any callable (outputs, targets) -> scalar mean over the samples, or a loss of torch (docs/losses.md). Required

@@ -97,8 +97,8 @@ def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
     return _direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
 
 
-def dataset_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[int, int]:
-    """Load the data; return the numbers of training and validation samples.
+def dataset_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[int, int, int]:
+    """Load the data; return the numbers of training, validation and test samples.
 
     Raises:
         ExperimentError: the data can't be loaded, or is empty.
@@ -106,9 +106,11 @@ def dataset_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[
     with undisturbed():
         from pipeline.training import loader, parts
 
-    train, validation = parts.data(experiment, allowed=allowed)
+    train, *held_out = parts.data(experiment, allowed=allowed)
     samples = loader.length(train, what="training")
-    return samples, 0 if validation is None else loader.length(validation, what="validation")
+    named = zip(("validation", "test"), held_out, strict=True)
+    validation, test = (0 if one is None else loader.length(one, what=name) for name, one in named)
+    return samples, validation, test
 
 
 def steps_per_epoch(experiment: Experiment, *, train_samples: int) -> int:

@@ -15,6 +15,7 @@ class DataSizes(NamedTuple):
     train_samples: int
     validation_samples: int
     steps_per_epoch: int
+    test_samples: int = 0
 
 
 def describe(plan: Plan, sizes: DataSizes | None) -> str:
@@ -24,6 +25,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
     data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.length}, {batches}"
     if sizes is not None:
         data = f"{sizes.train_samples} training samples, {sizes.validation_samples} validation samples"
+        data += f", {sizes.test_samples} test samples" if sizes.test_samples else ""
         whole = train.length if train.steps else f"{train.steps_of(sizes.steps_per_epoch)} in {train.length}"
         steps = f"{sizes.steps_per_epoch} per epoch, {whole}, {batches}"
     lines = [
@@ -33,6 +35,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         f"steps        {steps}",
         *([f"training     {', '.join(train.extras)}"] if train.extras else []),
         *([f"stops early  {train.early_stopping.condition}"] if train.early_stopping is not None else []),
+        *([f"result       weights with the best {best}"] if (best := plan.experiment.checkpoint.best) else []),
         f"tracking     {plan.experiment.tracking.uri}",
         "",
         "trials, in this order:",

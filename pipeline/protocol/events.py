@@ -272,6 +272,8 @@ class ModelSaved(Event):
     store gets the weights only."""
     run: str = ""
     """Id of the trial that trained the model, if a sweep sends it; otherwise empty."""
+    step: int | None = None
+    """Step of the weights if ``checkpoint.best`` chose it; None: the last."""
 
 
 class ModelExported(Event):

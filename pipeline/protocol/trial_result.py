@@ -184,6 +184,22 @@ class Communication(Frozen):
     """The spike that cost most time."""
 
 
+class Best(Frozen):
+    """Step whose weights are the result of a training: that with the best value of ``checkpoint.best``."""
+
+    metric: str
+    value: float
+    step: int
+    """Optimizer steps done."""
+    epoch: int
+    """Epochs done."""
+    metrics: Mapping[str, float] = {}
+    """Validation metrics at this step."""
+
+    def __str__(self) -> str:
+        return f"weights of step {self.step:,} (epoch {self.epoch}), the best {self.metric}"
+
+
 class TrialResult(Frozen):
     """Measurements of a trial, sent by rank 0 at its end."""
 
@@ -232,7 +248,9 @@ class TrialResult(Frozen):
     losses: tuple[float, ...] = ()
     """Losses of the first steps, as many as a measurement has; equal losses mean the same training."""
     metrics: Mapping[str, float] = {}
-    """The last value of each metric of the training, e.g. "validation/accuracy"."""
+    """The last value of each metric of the training, e.g. "validation/accuracy"; of the best step if there is one."""
+    best: Best | None = None
+    """Step that the result's weights and validation metrics are from, if ``checkpoint.best`` chose it."""
     costs: Costs | None = None
     """Set by a `Probe` only."""
 

@@ -93,10 +93,11 @@ def _waiting(event: TrialOpened, trial: Trial | None) -> str:
 def _finished(event: Finished) -> str:
     result, ready = event.result, event.time_to_first_step_s
     reached = figures({**result.metrics, "throughput/samples_per_second": result.samples_per_second.median})
+    best = [] if result.best is None else [str(result.best)]
     compiled = [] if result.compile_s is None else [f"compiled in {result.compile_s:.1f} s"]
     first = [] if ready is None else [f"first step after {ready:.1f} s"]
     stopped = [f"stopped early: {result.stopped_early}"] if result.stopped_early else []
-    return ", ".join([f"done, {result.steps:,} steps", *stopped, *reached, *compiled, *first])
+    return ", ".join([f"done, {result.steps:,} steps", *stopped, *reached, *best, *compiled, *first])
 
 
 class Printable(Protocol):

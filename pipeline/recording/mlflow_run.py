@@ -168,6 +168,9 @@ class MlflowRun:
         if event.result.repeat:
             return
         self._add(event, entities.figures(event))
+        if (best := event.result.best) is not None:
+            tags = {"best_step": str(best.step), "best_metric": best.metric, "best_value": f"{best.value:.6g}"}
+            self._describe(self._run(event), tags=tags)
         if event.trial in self._children:
             self._flush()  # before the run ends, here and below: no finished run may lack metrics
             self._runs.end(self._run(event), event, status="FINISHED")

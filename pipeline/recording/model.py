@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NAME = "model"
 _NOTE_TAG = "mlflow.note.content"
-_REACHED = "validation/"
+_REACHED = ("validation/", "test/")
 _log = logging.getLogger(__name__)
 
 
@@ -79,7 +79,7 @@ def _log_model(
             client.finalize_logged_model(logged.model_id, "FAILED")
             return
         client.log_model_artifacts(logged.model_id, str(path))
-        _describe(client, logged, path=path, inputs=found.inputs)
+        _describe(client, logged, path=path, inputs=found.inputs, step=saved.step)
     client.finalize_logged_model(logged.model_id, "READY")
 
 
@@ -100,7 +100,9 @@ def _create(client: "MlflowClient", run_id: str) -> "LoggedModel":
     return logged
 
 
-def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, inputs: "np.ndarray[Any, Any]") -> None:
+def _describe(
+    client: "MlflowClient", logged: "LoggedModel", *, path: Path, inputs: "np.ndarray[Any, Any]", step: int | None
+) -> None:
     """Write the description on the model's page in MLflow: origin, code to load it, signature, metrics. Idempotent.
 
     Args:
@@ -108,6 +110,7 @@ def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, inpu
         logged: the logged model, with its files uploaded.
         path: local folder of the model's files.
         inputs: a small batch of its inputs.
+        step: step of the weights; None for the last.
 
     Raises:
         Exception: whatever MLflow's store raises.
@@ -115,26 +118,27 @@ def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, inpu
     from mlflow.models import Model
 
     run = client.get_run(logged.source_run_id)
-    client.log_batch(run.info.run_id, metrics=list(_figures(client, run, logged)), synchronous=True)
+    client.log_batch(run.info.run_id, metrics=list(_figures(client, run, logged, step=step)), synchronous=True)
     uri = without_credentials(client.tracking_uri)
-    parts = [_what(run, path), _code(logged, uri=uri, inputs=inputs), _table(Model.load(path).signature)]
+    parts = [_what(run, path, step=step), _code(logged, uri=uri, inputs=inputs), _table(Model.load(path).signature)]
     client.set_logged_model_tags(logged.model_id, {_NOTE_TAG: "\n\n".join(filter(None, parts))})
 
 
-def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel") -> "Iterator[Metric]":
-    """Yield the last validation metrics of the run as metrics of the model."""
+def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel", *, step: int | None) -> "Iterator[Metric]":
+    """Yield the run's validation and test metrics at a step, by default the last, as metrics of the model."""
     from mlflow.entities import Metric
 
     for name in run.data.metrics:
         if name.startswith(_REACHED):
-            last = max(
-                client.get_metric_history(run.info.run_id, name), key=lambda point: (point.step, point.timestamp)
-            )
+            history = client.get_metric_history(run.info.run_id, name)
+            known = [point for point in history if step is None or point.step <= step] or history
+            last = max(known, key=lambda point: (point.step, point.timestamp))
             yield Metric(name, last.value, last.timestamp, last.step, model_id=logged.model_id)
 
 
-def _what(run: "Run", path: Path) -> str:
-    source = f"`{run.data.params.get('model._target_', 'The model')}`, trained by {run.info.run_name}."
+def _what(run: "Run", path: Path, *, step: int | None) -> str:
+    at = "" if step is None else f", with the best weights, those of step {step:,}"
+    source = f"`{run.data.params.get('model._target_', 'The model')}`, trained by {run.info.run_name}{at}."
     if (path / PROGRAM).exists():
         return f"{source} An exported program of torch.export."
     return f"{source} A pickle: loading it runs code, and needs the packages that it was trained with."

@@ -10,7 +10,7 @@ from pipeline.config.values import Direction
 from pipeline.protocol.events import AnyEvent, FirstStep, Heartbeat, Metrics, Phase, Resumed, Started, Trained
 from pipeline.wording import figure
 
-VALIDATION = "validation/"
+VALIDATION, TEST = "validation/", "test/"
 LOSS, THROUGHPUT = "train/loss", "throughput/samples_per_second"
 _DONE = frozenset((Phase.REPORTING, Phase.EVALUATING, Phase.SAVING, Phase.ENDED))
 """Phases of a rank that has finished its current step."""
@@ -196,12 +196,12 @@ class TrialProgress:
 
 
 def figures(values: Mapping[str, float]) -> Iterator[str]:
-    """Yield the loss, the throughput, the validation metrics and a task's logs, e.g. "loss 0.31"."""
+    """Yield the loss, the throughput, validation and test metrics and a task's logs, e.g. "loss 0.31"."""
     if LOSS in values:
         yield f"loss {figure(values[LOSS])}"
     if THROUGHPUT in values:
         yield f"{figure(values[THROUGHPUT])} samples/s"
-    yield from (f"{name} {figure(value)}" for name, value in values.items() if name.startswith(VALIDATION))
+    yield from (f"{name} {figure(value)}" for name, value in values.items() if name.startswith((VALIDATION, TEST)))
     yield from _logs(values)
 
 

@@ -16,7 +16,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Role, Scaling, Trial
-from pipeline.protocol.trial_result import Communication, Held, Spread, StepParts, TrialResult
+from pipeline.protocol.trial_result import Best, Communication, Held, Spread, StepParts, TrialResult
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -106,7 +106,8 @@ class Row(Frozen):
     loss_tolerance: float
     """Difference that rounding can explain."""
     metrics: Mapping[str, float] = {}
-    """Last value of each metric of the training."""
+    """Last value of each metric of the training; see `TrialResult`, also for the next field."""
+    best: Best | None = None
 
     @classmethod
     def of(cls, trial: Trial, ends: Sequence[Finished]) -> "Row":
@@ -146,6 +147,7 @@ class Row(Frozen):
                     "coupling",
                     "losses",
                     "metrics",
+                    "best",
                 }
             ),
         )

@@ -7,7 +7,7 @@ from pydantic import ConfigDict
 
 from pipeline.config.values import Frozen
 from pipeline.protocol.trial import Role, Scaling
-from pipeline.protocol.trial_result import Communication
+from pipeline.protocol.trial_result import Best, Communication
 from pipeline.report import Advice, Row, Unmeasured
 
 _LEADING = ("title", "samples_per_second", "speedup", "efficiency", "same_training")
@@ -132,6 +132,8 @@ class RunRecord(Frozen):
     """One process with all cores, if it was measured."""
     metrics: Mapping[str, float]
     """Last value of each metric of the training."""
+    best: Best | None = None
+    """Step that weights and validation metrics are from, if ``checkpoint.best`` chose it."""
     goodput: Mapping[str, float] | None = None
     """Shares of the wall clock by MLflow's names: ``goodput``, and ``wall_clock/`` for the rest; None if unknown."""
     remarks: tuple[str, ...]

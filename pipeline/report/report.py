@@ -199,6 +199,7 @@ def run_json(report: Report, folder: Path) -> str:
         baseline=cells[first.trial] if first.role == "baseline" else None,
         references=tuple(cells[row.trial] for row in report.rows if row.role == "reference"),
         metrics=report.main.metrics,
+        best=report.main.best,
         goodput=report.goodput.figures if report.goodput else None,
         **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks")},
     )

@@ -77,9 +77,11 @@ def _placed(row: Row) -> str:
 
 def outcome(row: Row) -> str:
     """Return final metrics and costs of a training: time to the first step, compile time, peak memory."""
-    reached = {name: value for name, value in row.metrics.items() if name.startswith("validation/")}
+    reached = {name: value for name, value in row.metrics.items() if name.startswith(("validation/", "test/"))}
     reached = reached or {name: value for name, value in row.metrics.items() if name == _LOSS}
     parts = [f"{name} {value:.4g}" for name, value in reached.items()]
+    if row.best is not None:
+        parts.append(str(row.best))
     if row.trained_at is not None:
         parts.append(f"trained at {amount(row.trained_at)} samples/s")
     if row.time_to_first_step_s is not None:

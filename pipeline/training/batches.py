@@ -5,7 +5,7 @@ Apart from the loaders, which know of no ranks, and from `TrainContext`, which h
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -26,6 +26,10 @@ MicroBatches = Iterator[tuple[MicroBatch, Any]]
 _MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
+Split = Literal["validation", "test"]
+"""Held-out set that can be evaluated."""
+
+
 class Source(NamedTuple):
     """The data of a rank."""
 
@@ -37,10 +41,12 @@ class Source(NamedTuple):
     """First sample or schema, which tells the data from other data of the same size."""
     datasets: "Datasets | None" = None
     """Datasets behind the loaders; None for streams."""
+    test: BatchLoader | None = None
+    test_samples: int = 0
 
 
-Datasets = tuple[Any, Any]
-"""Training and validation set; None in place of a validation set that there isn't."""
+Datasets = tuple[Any, Any, Any]
+"""Training, validation and test set; None in place of a set that there isn't."""
 
 
 def open_source(trial: Trial, *, rank: Rank, device: torch.device, datasets: Datasets | None = None) -> Source:
@@ -57,9 +63,10 @@ def open_source(trial: Trial, *, rank: Rank, device: torch.device, datasets: Dat
 
 
 def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device) -> Source:
-    experiment, (train, validation) = trial.experiment, datasets
+    experiment, (train, validation, test) = trial.experiment, datasets
     samples = length(train, what="training")
     validation_samples = length(validation, what="validation") if validation is not None else 0
+    test_samples = length(test, what="test") if test is not None else 0
     order = SampleOrder(samples=samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed)
     known, own = runtime(trial, order=order, rank=rank), experiment.loader.collate
     collate = components.build(own, key="loader.collate", allowed=trial.allowed, runtime=known) if own else None
@@ -69,9 +76,14 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
 
     train_loader = loader(train)
     validation_loader = loader(validation) if validation is not None else None
-    held_out = {"validation": (validation_loader, validation_samples)} if validation_loader is not None else {}
-    rank_equality.check_data({"training": (train_loader, samples), **held_out}, rank=rank)
-    return Source(train_loader, validation_loader, order, validation_samples, train_loader.read([0]), datasets)
+    test_loader = loader(test) if test is not None else None
+    held_out = {"validation": (validation_loader, validation_samples), "test": (test_loader, test_samples)}
+    there = {name: (loader, size) for name, (loader, size) in held_out.items() if loader is not None}
+    rank_equality.check_data({"training": (train_loader, samples), **there}, rank=rank)
+    first = train_loader.read([0])
+    return Source(
+        train_loader, validation_loader, order, validation_samples, first, datasets, test_loader, test_samples
+    )
 
 
 def _streamed(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
@@ -126,7 +138,7 @@ class Batches:
 
     @property
     def datasets(self) -> Datasets | None:
-        """Training and validation set; None for streams."""
+        """Training, validation and test set; None for streams."""
         return self._source.datasets
 
     @property
@@ -137,7 +149,21 @@ class Batches:
     @property
     def has_validation(self) -> bool:
         """True if there is a validation set."""
-        return self._source.validation is not None
+        return self.has("validation")
+
+    def has(self, split: Split) -> bool:
+        """Return True if there is a set of this name."""
+        return self._held_out(split)[0] is not None
+
+    def size(self, split: Split) -> int:
+        """Return the number of samples of a set; 0 without it."""
+        return self._held_out(split)[1]
+
+    def _held_out(self, split: Split) -> tuple[BatchLoader | StreamLoader | None, int]:
+        source = self._source
+        if split == "test":
+            return source.test, source.test_samples
+        return source.validation, source.validation_samples
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -176,17 +202,19 @@ class Batches:
         """Read the data of training micro-batches; on a GPU the next one is copied ahead."""
         return self._ahead(self._source.train.batches(micro_batches))
 
-    def validation(self) -> MicroBatches:
-        """Yield this rank's part of the validation set, of which there must be one."""
-        assert self._source.validation is not None
-        micro_batches = self._evaluation(self.rank.rank)
+    def evaluation(self, split: Split = "validation") -> MicroBatches:
+        """Yield this rank's part of a set, which there must be."""
+        loader, samples = self._held_out(split)
+        assert loader is not None
+        micro_batches = self._evaluation(self.rank.rank, samples=samples)
         if isinstance(self._strategy, Sharded):
-            micro_batches = padded_evaluation(micro_batches, self._evaluation(0))
-        return self._ahead(self._source.validation.batches(micro_batches))
+            micro_batches = padded_evaluation(micro_batches, self._evaluation(0, samples=samples))
+        return self._ahead(loader.batches(micro_batches))
 
     def validation_sample(self) -> Any:
         """Return a batch as large as those of evaluation, on the CPU; of a stream, rows that have arrived."""
-        return self.read(next(self._evaluation(0)).indices, validation=not self.order.is_stream)
+        first = next(self._evaluation(0, samples=self.validation_samples))
+        return self.read(first.indices, validation=not self.order.is_stream)
 
     @property
     def _accumulation(self) -> int:
@@ -197,8 +225,8 @@ class Batches:
             batches = _without_ignored(batches, self._task)
         return prefetched(batches, place=self.placed, device=self._device)
 
-    def _evaluation(self, rank: int) -> Iterator[MicroBatch]:
-        world_size, samples, parts = self.rank.world_size, self.validation_samples, self._accumulation
+    def _evaluation(self, rank: int, *, samples: int) -> Iterator[MicroBatch]:
+        world_size, parts = self.rank.world_size, self._accumulation
         return self.order.evaluation_micro_batches(samples, rank=rank, world_size=world_size, accumulation=parts)
 
 
@@ -212,5 +240,6 @@ def _without_ignored(batches: MicroBatches, task: Supervised) -> MicroBatches:
 def _digest(source: Source, *, declaration: str) -> str:
     """Return a short hash of the declaration, the sizes and the first sample."""
     first = apply_to_collection(source.first, torch.Tensor, torch.Tensor.tolist)  # large tensors have shortened texts
-    parts = (declaration, source.order.samples, source.validation_samples, first)
+    sizes = (source.order.samples, source.validation_samples, *([source.test_samples] if source.test else []))
+    parts = (declaration, *sizes, first)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

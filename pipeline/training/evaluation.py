@@ -18,6 +18,7 @@ from pipeline.protocol.events import Phase
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Measurement
 from pipeline.training import learned
+from pipeline.training.batches import Split
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
@@ -59,12 +60,12 @@ def prepare(context: TrainContext) -> None:
         raise ExperimentError(problems)
 
 
-def evaluate(context: TrainContext, *, show: Show | None = None) -> dict[str, float]:
-    """Compute loss and metrics over the validation set, by name ("validation/loss"); empty without one. Collective.
+def evaluate(context: TrainContext, *, split: Split = "validation", show: Show | None = None) -> dict[str, float]:
+    """Compute loss and metrics over a split, by name ("validation/loss"); empty without it. Collective.
 
     ``show`` receives the curves, on all ranks.
     """
-    if not context.batches.has_validation:
+    if not context.batches.has(split):
         return {}
     mark(Phase.EVALUATING)
     with resulting_weights(context):
@@ -73,7 +74,7 @@ def evaluate(context: TrainContext, *, show: Show | None = None) -> dict[str, fl
         if context.learned is not None:
             learned.take_from_first(context.learned, rank=context.rank, buffers_only=True)
         with learned.evaluating(context.learned):
-            sums = _over_own_samples(context, module)
+            sums = _over_own_samples(context, module, split=split)
     if context.rank.world_size > 1:
         mark(Phase.WAITING)
         dist.all_reduce(sums)
@@ -82,11 +83,11 @@ def evaluate(context: TrainContext, *, show: Show | None = None) -> dict[str, fl
     if context.gives_weight:
         means = [total / weight if weight else math.nan for total in means]  # the mean of an empty set
     names = ("loss", *(context.log_names or ()))
-    values = {f"{PREFIX}{name}": mean for name, mean in zip(names, means, strict=True)}
+    values = {f"{split}/{name}": mean for name, mean in zip(names, means, strict=True)}
     if (collection := context.metrics) is not None:
         merge_lists(collection, rank=context.rank)
         readings = read(collection.compute(), dict(collection.items(copy_state=False)))
-        values.update({f"{PREFIX}{name}": value for name, value in readings.values.items()})
+        values.update({f"{split}/{name}": value for name, value in readings.values.items()})
         for name, curve in readings.curves.items():
             if show is not None:
                 show(name, curve)
@@ -136,16 +137,16 @@ def full_state_dict(context: TrainContext) -> Mapping[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _over_own_samples(context: TrainContext, module: torch.nn.Module) -> torch.Tensor:
-    """Evaluate this rank's samples, update the metrics, and return sums, shape (2 + logs,), float64, on the device.
+def _over_own_samples(context: TrainContext, module: torch.nn.Module, *, split: Split) -> torch.Tensor:
+    """Evaluate this rank's samples of a split, and update the metrics.
 
-    The sums are those of weights, of weighted losses and of weighted logs. Without weights all but the first are this
-    rank's share of the mean over all samples. Collective.
+    Returns sums, shape (2 + logs,), float64, on the device: those of weights, of weighted losses and of weighted logs.
+    Without weights all but the first are this rank's share of the mean over all samples. Collective.
     """
     total: torch.Tensor | None = None
-    samples, world_size = context.batches.validation_samples, context.rank.world_size
+    samples, world_size = context.batches.size(split), context.rank.world_size
     with ProgressReporter("evaluating", total=samples, unit="samples", silent=not context.rank.is_first) as progress:
-        for micro_batch, batch in context.batches.validation():
+        for micro_batch, batch in context.batches.evaluation(split):
             output = forward(context, module, batch)
             if micro_batch.weight:
                 value = with_loss(output.loss.double(), output, names=context.log_names or ())

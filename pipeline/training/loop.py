@@ -18,7 +18,7 @@ from pipeline.errors import Stopped
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import Measurement, Probe, Rank, Training, Trial
-from pipeline.protocol.trial_result import TrialResult
+from pipeline.protocol.trial_result import Best, TrialResult
 from pipeline.training import logs, reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
@@ -75,14 +75,28 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
             if context.is_over(meter.step):
                 break
             train_epoch(context, epoch=epoch, start=start, meter=meter, manager=manager)
+        best = manager.load_best() if is_training else None
     with TemporaryDirectory() as folder:
         if isinstance(trial, Training):
             meter.finiteness.summarize()
-            reporting.model(context, outbox, folder=Path(folder))
-        result = measured(context, _result(context, meter), laps=clock.steady, outbox=outbox)
+            evaluate_test(context, meter=meter, best=best)
+            reporting.model(context, outbox, folder=Path(folder), best=best)
+        result = _result(context, meter)
+        if best is not None:
+            result = result.model_copy(update={"best": best, "metrics": {**result.metrics, **best.metrics}})
+        result = measured(context, result, laps=clock.steady, outbox=outbox)
         if isinstance(trial, Training):  # last, as it takes memory, which the result tells, and may fail
             reporting.exported_model(trial, outbox, folder=Path(folder))
     return result
+
+
+def evaluate_test(context: TrainContext, *, meter: Meter, best: Best | None) -> None:
+    """Evaluate the test set, if there is one, with the weights of the result. Collective."""
+    step = best.step if best else meter.step
+    epoch = math.ceil(step / context.order.steps_per_epoch)
+    show = partial(reporting.curve, context=context, outbox=meter.outbox)
+    values = evaluate(context, split="test", show=lambda name, curve: show(f"test {name}", curve))
+    meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch)
 
 
 def _result(context: TrainContext, meter: Meter) -> TrialResult:

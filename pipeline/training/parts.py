@@ -31,18 +31,19 @@ Create = Callable[..., Any]
 """Function that builds a component, given its key: `pipeline.config.components.build` with the rest filled in."""
 
 
-def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any]:
-    """Build the training set, and the validation set or None."""
+def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any, Any]:
+    """Build the training set, the validation set or None, and the test set or None."""
     seed_all(mix(experiment.seed, "data"))
     splits = components.build(experiment.data, key="data", allowed=allowed)
-    if not isinstance(splits, tuple) or len(splits) != 2:
+    if not isinstance(splits, tuple) or len(splits) not in (2, 3):
         kind = f"tuple of {len(splits)}" if isinstance(splits, tuple) else type(splits).__name__
         raise ExperimentError.of(
             "data",
             f"{experiment.data.target} returned a {kind}; "
-            "it must return a pair: training set, validation set (or None)",
+            "it must return a tuple: training set, validation set (or None) and, if there is one, test set",
         )
-    return splits
+    train, validation, *rest = splits
+    return train, validation, rest[0] if rest else None
 
 
 def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn.Module:

@@ -24,7 +24,7 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Training
-from pipeline.protocol.trial_result import Held
+from pipeline.protocol.trial_result import Best, Held
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import full_state_dict, resulting_weights
@@ -147,8 +147,11 @@ def coupling_layers(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(type(module).__name__.removeprefix("FSDP") for module in coupled))
 
 
-def model(context: TrainContext, outbox: Outbox, *, folder: Path) -> None:
-    """Send the trained weights, and an example input for the model's signature; keep both in ``folder``. Collective."""
+def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | None = None) -> None:
+    """Send the trained weights, and an example input for the model's signature; keep both in ``folder``. Collective.
+
+    ``best`` is the step that the weights are of; None for the last.
+    """
     weights, example = folder / WEIGHTS, folder / _EXAMPLE
     weights.parent.mkdir()
     beside = "model/loss.pt" if context.experiment.task is None else "model/task.pt"
@@ -171,7 +174,8 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path) -> None:
         torch.save(inputs, example)
         outbox.file(example, _EXAMPLE)
     place = "" if inputs is None else _EXAMPLE
-    outbox.event(ModelSaved(trial=context.trial.name, weights=WEIGHTS, example=place))
+    step = best.step if best else None
+    outbox.event(ModelSaved(trial=context.trial.name, weights=WEIGHTS, example=place, step=step))
 
 
 def exported_model(trial: Training, outbox: Outbox, *, folder: Path) -> None:

@@ -99,8 +99,12 @@ def poisoned_validation() -> tuple[Dataset[Any], Dataset[Any]]:
     return _regression(SAMPLES, seed=0), TensorDataset(inputs, targets)
 
 
-def triple() -> tuple[Dataset[Any], ...]:
-    return (_regression(8, seed=0),) * 3
+def with_test(samples: int = SAMPLES) -> tuple[Dataset[Any], ...]:
+    return (*regression(), _regression(samples, seed=2))
+
+
+def quadruple() -> tuple[Dataset[Any], ...]:
+    return (_regression(8, seed=0),) * 4
 
 
 def classification(validation: int = 11) -> tuple[Dataset[Any], Dataset[Any]]:

@@ -111,7 +111,7 @@ def test_evaluation_takes_batches_of_the_size_that_training_has(
     """A whole share at once may not fit, which would show after a whole epoch."""
     context = build(toys.trial(train={"gradient_accumulation": accumulation}), rank=Rank())
     context.batches.rank = Rank(world_size=world_size)
-    draws = [draw for draw, _ in context.batches.validation()]
+    draws = [draw for draw, _ in context.batches.evaluation()]
 
     assert max(len(draw.indices) for draw in draws) == largest
     assert sum(len(draw.indices) for draw in draws) == 10 // world_size

@@ -129,14 +129,14 @@ class TestCheckedAhead:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["e.yaml", "pyproject.toml"]
 
     def test_data_that_is_no_pair(self, read: Any) -> None:
-        file = read("", "data._target_=toys.triple")
-        said = "e.yaml:3: data: toys.triple returned a tuple of 3; it must return a pair"
+        file = read("", "data._target_=toys.quadruple")
+        said = "e.yaml:3: data: toys.quadruple returned a tuple of 4; it must return a tuple: training"
         assert refused(lambda: preflight.check(file, with_data=True))[0].startswith(said)
         assert refused(lambda: runner.dry_run(file, with_baseline=False))[0].startswith(said)
 
     def test_data_may_be_elsewhere(self, read: Any) -> None:
         read()
-        Path("e.yaml").write_text(FILE.replace("toys.regression", "toys.triple"))
+        Path("e.yaml").write_text(FILE.replace("toys.regression", "toys.quadruple"))
         assert CliRunner().invoke(cli.app, ["check", "e.yaml"]).exit_code == 2
         assert CliRunner().invoke(cli.app, ["check", "--no-data", "e.yaml"]).exit_code == 0
 

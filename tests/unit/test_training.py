@@ -420,7 +420,7 @@ def test_a_large_batch_is_not_listed_whole() -> None:
         ({"model": {"_target_": "torch.nn.Identity"}}, "model", "torch.nn.Identity has no trainable parameters"),
         ({"model": {"_target_": "toys.frozen_net"}}, "model", "toys.frozen_net has no trainable parameters"),
         ({"model": {"_target_": "toys.not_a_model"}}, "model", "returned a dict; it must return a torch.nn.Module"),
-        ({"data": {"_target_": "toys.one_set"}}, "data", "returned a Plain; it must return a pair"),
+        ({"data": {"_target_": "toys.one_set"}}, "data", "returned a Plain; it must return a tuple"),
         ({"data": {"_target_": "toys.singles"}}, "data", "a batch has 1 parts, not (inputs, targets)"),
         ({"data": {"_target_": "toys.empty"}}, "data", "the training set is empty"),
         ({"data": {"_target_": "toys.sized_stream"}}, "data", "the training set is a SizedStream"),

@@ -6,15 +6,17 @@ from typing import Self
 
 import torch.distributed as dist
 
+from pipeline.config.reported import PREFIX
 from pipeline.config.values import Direction
 from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol.events import AnyEvent, Outbox, Resumed, Warned
 from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.trial_result import Best
 from pipeline.training.build import device_of
 from pipeline.training.checkpoints import rank_state, resuming
 from pipeline.training.checkpoints.manifest import describe, folder_name
 from pipeline.training.checkpoints.resuming import Overrides
-from pipeline.training.checkpoints.state import State, is_sharded, restore, snapshot, view
+from pipeline.training.checkpoints.state import State, is_sharded, restore, restore_weights, snapshot, view
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob
 from pipeline.training.collectives import from_first
@@ -108,7 +110,7 @@ class CheckpointManager:
         overrides.apply(self._context, manifest=manifest, warn=self._warn)
         self._meter.restore(found.state.values["meter"], is_over=self._context.is_over(manifest.step))
         if self._writer is not None:
-            self._writer.complete = [*found.older, manifest]
+            self._writer.complete = [one.rated_by(self._options.best) for one in (*found.older, manifest)]
         trial, place = self._context.trial.name, self._storage.place(manifest.name)
         self._send(Resumed(trial=trial, step=manifest.step, epoch=manifest.epoch, checkpoint=place))
         order = self._context.order
@@ -162,6 +164,25 @@ class CheckpointManager:
         blocked = time.perf_counter() - began
         manifest = describe(self._context, step=step, metric=metric)
         self._writer.start(CheckpointJob(state=state, manifest=manifest, began=began, blocked_s=blocked))
+
+    def load_best(self) -> Best | None:
+        """Load the weights with the best value of ``checkpoint.best``; None without one. Collective."""
+        context, key, storage = self._context, self._options.best, self._storage
+        if key is None or storage is None:
+            return None
+        self.wait()
+        manifest = from_first(lambda: self._writer.best if self._writer else None, rank=context.rank)
+        if manifest is None or manifest.metric is None:
+            self._warn(f"no checkpoint has a value of {key}: the result has the weights of the last step")
+            return None
+        state = resuming.chosen(context, storage, manifest)
+        if isinstance(state, str):
+            place = storage.place(manifest.name)
+            self._warn(f"{place}, the best checkpoint, can't be used: {state}; the result has the last step's weights")
+            return None
+        restore_weights(context, state)
+        values = {name: value for name, value in state.values["meter"]["latest"].items() if name.startswith(PREFIX)}
+        return Best(metric=key, value=manifest.metric, step=manifest.step, epoch=manifest.epoch, metrics=values)
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written. Collective."""

@@ -61,6 +61,8 @@ class Manifest(Frozen):
     data_digest: str
     metric: float | None = None
     """The value of ``checkpoint.best`` at this step, if it was evaluated here."""
+    metric_name: str | None = None
+    """Name of the metric; None in checkpoints of earlier versions, and without a value."""
     files: tuple[StoredFile, ...]
     digest: str = Field(default="", repr=False)
     """SHA-256 of all other fields."""
@@ -75,6 +77,10 @@ class Manifest(Frozen):
         """Total size of the files, in MiB."""
         return sum(file.size for file in self.files) / 2**20
 
+    def rated_by(self, name: str | None) -> "Manifest":
+        """Return it without its value if that is of another metric, which can't be compared."""
+        return self if self.metric_name in (None, name) else self.model_copy(update={"metric": None})
+
     def sealed(self) -> "Manifest":
         """Return a copy with its digest."""
         return self.model_copy(update={"digest": self._digest()})
@@ -84,7 +90,8 @@ class Manifest(Frozen):
         return self.digest == self._digest()
 
     def _digest(self) -> str:
-        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
+        unknown = {"metric_name"} if self.metric_name is None else set()  # to earlier versions, whose digests lack it
+        return hashlib.sha256(self.model_dump_json(exclude={"digest", *unknown}).encode()).hexdigest()
 
 
 def parse(content: bytes) -> Manifest | None:
@@ -137,6 +144,7 @@ def describe(context: "TrainContext", *, step: int, metric: float | None) -> Man
         experiment=trained(context.experiment),
         data_digest=context.batches.digest,
         metric=metric,
+        metric_name=None if metric is None else context.experiment.checkpoint.best,
         files=(),
     )
 

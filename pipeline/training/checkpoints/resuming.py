@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.training.checkpoints import files
-from pipeline.training.checkpoints.manifest import Manifest, entries, trained, verify
+from pipeline.training.checkpoints.manifest import Entry, Manifest, entries, trained, verify
 from pipeline.training.checkpoints.state import State, is_sharded
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import from_first, tensors_from_first
@@ -45,28 +46,46 @@ def newest(context: TrainContext, storage: Storage, *, warn: Warn) -> Found | No
         TrainingError: the storage can't be read.
     """
     states: list[State] = []
-
-    def choose() -> tuple[Manifest, tuple[Manifest, ...]] | None:
-        def read(folder: Path) -> None:
-            if not is_sharded(context):  # reading shards is collective, and this runs on rank 0 alone
-                states.append(files.read(context, folder))
-
-        return _choose(storage, warn=warn, use=read)
-
-    chosen = from_first(choose, rank=context.rank)
-    if chosen is None:
+    found = from_first(lambda: _choose(storage, warn=warn, use=_reader(context, states)), rank=context.rank)
+    if found is None:
         return None
-    manifest, older = chosen
+    manifest, older = found
     _check(context, manifest)
     if manifest.data_digest != context.batches.digest:
         warn(f"the data has changed since {manifest.name} was saved: its arguments, sizes or first sample differ")
     return Found(manifest=manifest, older=older, state=_shared(context, storage, manifest, states))
 
 
+def chosen(context: TrainContext, storage: Storage, manifest: Manifest) -> State | str:
+    """Read the state of one checkpoint; return its damage instead if it can't be used. Collective.
+
+    Raises:
+        TrainingError: the storage can't be read.
+    """
+    states: list[State] = []
+
+    def read() -> str:
+        with _readable(storage):
+            return verify(storage, Entry(manifest.name, manifest), use=_reader(context, states)) or ""
+
+    damage = from_first(read, rank=context.rank)
+    return damage or _shared(context, storage, manifest, states)
+
+
+def _reader(context: TrainContext, states: list[State]) -> Callable[[Path], None]:
+    """Return a function for rank 0 that adds the state in a folder to ``states``, unless it is sharded."""
+
+    def read(folder: Path) -> None:
+        if not is_sharded(context):  # reading shards is collective, and this runs on rank 0 alone
+            states.append(files.read(context, folder))
+
+    return read
+
+
 def _choose(
     storage: Storage, *, warn: Warn, use: Callable[[Path], None]
 ) -> tuple[Manifest, tuple[Manifest, ...]] | None:
-    try:
+    with _readable(storage):
         found = entries(storage)
         for number, entry in enumerate(found):
             damage = verify(storage, entry, use=use)
@@ -74,14 +93,21 @@ def _choose(
                 older = tuple(other.manifest for other in found[number + 1 :] if other.manifest is not None)
                 return entry.manifest, older
             warn(f"{storage.place(entry.name)} can't be used: {damage}; trying the previous checkpoint")
+    return None
+
+
+@contextmanager
+def _readable(storage: Storage) -> Iterator[None]:
+    """Convert the errors of a storage, which may raise anything."""
+    try:
+        yield
     except PipelineError:
         raise  # already has a message for the user
-    except Exception as error:  # a storage may raise anything
+    except Exception as error:
         raise TrainingError(
             f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}; "
             "resume when they can, or train from the beginning without --resume"
         ) from error
-    return None
 
 
 def _shared(context: TrainContext, storage: Storage, manifest: Manifest, states: list[State]) -> State:

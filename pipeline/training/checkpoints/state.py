@@ -15,6 +15,7 @@ from pipeline.errors import ExperimentError
 from pipeline.training.checkpoints.encoding import Json, join, split
 from pipeline.training.context import TrainContext
 from pipeline.training.learned import PREFIX, kept, trainable
+from pipeline.training.optimizers import has_modes
 
 _IMPLEMENTATION = ("fused", "foreach")
 """Settings of an optimizer that select its implementation, which the strategy decides on resuming."""
@@ -70,9 +71,7 @@ def restore(context: TrainContext, state: State) -> None:
         ExperimentError: model, optimizer or scheduler don't match those of the checkpoint.
     """
     parts = join(state.values, state.tensors)
-    _load("model", context.model, parts["model"])
-    _load_buffers(context.model, parts.get("buffers") or {})  # older checkpoints have none
-    _load_learned(context, parts.get("task"))
+    _load_weights(context, parts)
     _load("optimizer", context.optimizer, _numbered(context, parts["optimizer"]))
     if (context.scheduler is None) != (parts["scheduler"] is None):
         raise ExperimentError.of("scheduler", "is in only one of experiment and checkpoint; make them the same")
@@ -82,6 +81,24 @@ def restore(context: TrainContext, state: State) -> None:
         _load("scaler", context.scaler, parts["scaler"])
     if context.early_stopping is not None and (counted := parts.get("early_stopping")):
         context.early_stopping.load_state_dict(counted)
+
+
+def restore_weights(context: TrainContext, state: State) -> None:
+    """Load what a result consists of: weights, buffers, averages, and the optimizer if it keeps weights of its own.
+
+    Raises:
+        ExperimentError: the model doesn't match that of the checkpoint.
+    """
+    parts = join(state.values, state.tensors)
+    _load_weights(context, parts)
+    if has_modes(context.optimizer):
+        _load("optimizer", context.optimizer, _numbered(context, parts["optimizer"]))
+
+
+def _load_weights(context: TrainContext, parts: Mapping[str, Any]) -> None:
+    _load("model", context.model, parts["model"])
+    _load_buffers(context.model, parts.get("buffers") or {})  # older checkpoints have none
+    _load_learned(context, parts.get("task"))
     if context.averages is not None:
         context.averages.load(parts.get("averages") or context.model.state_dict())  # saved by a run without averages
 

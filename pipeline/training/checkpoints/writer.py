@@ -15,7 +15,7 @@ from pipeline.config.values import Direction
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.training.checkpoints import files
-from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, StoredFile, kept, step_of
+from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, StoredFile, best, kept, step_of
 from pipeline.training.checkpoints.state import State
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import on_all_ranks
@@ -77,6 +77,11 @@ class AsyncCheckpointWriter:
         self._thread.submit(int).result()
         self._pending: Future[None] | None = None
         self._in_trouble = False
+
+    @property
+    def best(self) -> Manifest | None:
+        """Manifest of the checkpoint with the best value of ``checkpoint.best``; None without values."""
+        return best(self.complete, self._direction) if self._direction else None
 
     def start(self, job: CheckpointJob) -> None:
         """Write a checkpoint in the background. Call `wait` first."""

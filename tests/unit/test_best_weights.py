@@ -1,0 +1,146 @@
+"""The result of a training: the weights of its best checkpoint, told as such, and their value on the test set."""
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import torch
+import toys
+
+from pipeline.config.consistency import contradictions
+from pipeline.errors import ExperimentError
+from pipeline.protocol.events import Finished, ModelSaved, Warned
+from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial_result import TrialResult
+from pipeline.recording.console import _finished
+from pipeline.report import Row, sentences
+from pipeline.training import loop
+from pipeline.training.checkpoints.manifest import Manifest, folder_name
+from pipeline.training.loop import train
+
+HIGHEST_LOSS = {"best": "validation/loss", "mode": "max", "keep": 1}
+"""Of a training that learns, this is the first epoch's."""
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
+
+
+def run(folder: Path, *, resume: bool = False, **sections: Any) -> tuple[TrialResult, toys.Kept]:
+    sections["train"] = {"epochs": 3, **sections.get("train", {})}
+    trial = toys.trial(**{"checkpoint": HIGHEST_LOSS, **sections})
+    outbox = toys.Kept()
+    trial = trial.model_copy(update={"checkpoints": str(folder), "resume": resume})
+    return train(trial, rank=Rank(), outbox=outbox), outbox
+
+
+def weights(outbox: toys.Kept) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = outbox.files["model/weights.pt"]
+    return found
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {"train": {"ema": {"decay": 0.5}}}, {"model": {"_target_": "toys.batch_norm_net"}}],
+    ids=["plain", "averaged", "with buffers"],
+)
+def test_the_result_is_that_of_the_best_step(tmp_path: Path, sections: dict[str, Any]) -> None:
+    result, outbox = run(tmp_path / "long", **sections)
+    short = {**sections, "train": {**sections.get("train", {}), "epochs": 1}}
+    first, of_first = run(tmp_path / "short", **short, checkpoint={})
+
+    assert equal(weights(outbox), weights(of_first))
+    assert result.best is not None
+    assert (result.best.metric, result.best.step, result.best.epoch) == ("validation/loss", 3, 1)
+    assert result.metrics["validation/loss"] == result.best.value == first.metrics["validation/loss"]
+    assert result.metrics["train/loss"] == outbox.series("train/loss")[-1]
+    assert [event.step for event in outbox.events if isinstance(event, ModelSaved)] == [3]
+
+
+def test_without_best_it_is_the_last(tmp_path: Path) -> None:
+    result, outbox = run(tmp_path / "one", checkpoint={})
+    _, other = run(tmp_path / "other")
+
+    assert result.best is None
+    assert outbox.series("train/loss") == other.series("train/loss")
+    assert not equal(weights(outbox), weights(other))
+    assert [event.step for event in outbox.events if isinstance(event, ModelSaved)] == [None]
+
+
+def test_a_resumed_training_knows_the_best_of_before(tmp_path: Path) -> None:
+    _, outbox = run(tmp_path, checkpoint={**HIGHEST_LOSS, "keep": 3})
+    shutil.rmtree(tmp_path / folder_name(9))
+    result, resumed = run(tmp_path, resume=True)
+    again, _ = run(tmp_path, resume=True)
+
+    assert equal(weights(resumed), weights(outbox))
+    assert result.best == again.best
+    assert result.best is not None
+    assert result.best.step == 3
+
+
+def test_a_damaged_best_checkpoint_is_told(tmp_path: Path) -> None:
+    run(tmp_path)
+    (tmp_path / folder_name(3) / "state.safetensors").write_bytes(b"")
+    result, outbox = run(tmp_path, resume=True)
+
+    assert result.best is None
+    said = [event.message for event in outbox.events if isinstance(event, Warned)]
+    assert any("the best checkpoint, can't be used: state.safetensors has 0 bytes" in each for each in said)
+
+
+def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
+    accuracy = {"error": {"_target_": "torchmetrics.regression.MeanAbsoluteError"}}
+    run(tmp_path, metrics=accuracy)
+    result, _ = run(tmp_path, resume=True, metrics=accuracy, checkpoint={"best": "validation/error", "keep": 3})
+
+    assert result.best is None  # the only value is that of before
+
+
+def test_a_manifest_of_before_is_whole() -> None:
+    made = Manifest(
+        step=1, epoch=1, steps_per_epoch=1, global_batch_size=1, world_size=1, time=0.0, versions={}, experiment={},
+        data_digest="", metric=0.5, files=(),
+    )  # fmt: skip
+    without = made.model_dump_json(exclude={"metric_name", "digest"})
+
+    assert made.sealed().digest == hashlib.sha256(without.encode()).hexdigest()
+    assert made.model_copy(update={"metric_name": "validation/loss"}).sealed().digest != made.sealed().digest
+
+
+def test_it_is_said_with_its_metric(tmp_path: Path) -> None:
+    result, _ = run(tmp_path, data={"_target_": "toys.with_test"})
+    finished = Finished(result=result)
+
+    assert "weights of step 3 (epoch 1), the best validation/loss" in _finished(finished)
+    told = sentences.outcome(Row.of(toys.trial(), [finished]))
+    assert "weights of step 3 (epoch 1), the best validation/loss" in told
+    assert f"test/loss {result.metrics['test/loss']:.4g}" in told
+
+
+def test_the_test_set_is_evaluated_once_with_the_resulting_weights(tmp_path: Path) -> None:
+    """As a training of one epoch evaluates the same samples as its validation set."""
+    result, outbox = run(tmp_path / "best", data={"_target_": "toys.with_test"})
+    one = {"data": {"_target_": "toys.with_test"}, "train": {"epochs": 1}, "checkpoint": {}}
+    _, of_first = run(tmp_path / "first", **one)
+
+    assert outbox.series("test/loss") == of_first.series("test/loss") == [result.metrics["test/loss"]]
+    assert outbox.points("test/loss")[0].step == 3
+
+
+def test_best_needs_checkpoints() -> None:
+    (problem,) = contradictions(toys.experiment(checkpoint={"best": "validation/loss", "keep": 0}))
+    assert str(problem) == "checkpoint.best: needs a checkpoint, but checkpoint.keep is 0; write checkpoint.keep: 1"
+
+
+def test_best_needs_a_validation_set(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match="there is no validation set; remove it"):
+        run(tmp_path, data={"_target_": "toys.regression", "validation": 0})
