@@ -172,11 +172,12 @@ def _flat(row: Row) -> dict[str, Any]:
     }
     times = row.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"})
     record: dict[str, Any] = {}
-    for name, value in row.model_dump(mode="json", exclude=listed | {"held"}).items():
+    for name, value in row.model_dump(mode="json", exclude=listed | {"held", "best"}).items():
         if isinstance(value, dict):  # a spread
             record |= {name: value["median"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
         else:
             record[name] = value
     held = row.held.mb if row.held else ()
     peaks = {"peak_memory_mb": max(row.peak_memory_mb, default=None), "held_mb": max(held, default=None)}
-    return record | times | peaks | {"same_training": row.same_training} | dict(row.metrics)
+    best = {} if row.best is None else {"best_step": row.best.step}
+    return record | times | peaks | best | {"same_training": row.same_training} | dict(row.metrics)

@@ -16,7 +16,7 @@ from pipeline.protocol.events import Finished, ModelSaved, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.console import _finished
-from pipeline.report import Row, sentences
+from pipeline.report.report import Report
 from pipeline.training import loop
 from pipeline.training.checkpoints.manifest import Manifest, folder_name
 from pipeline.training.loop import train
@@ -121,7 +121,10 @@ def test_it_is_said_with_its_metric(tmp_path: Path) -> None:
     finished = Finished(result=result)
 
     assert "weights of step 3 (epoch 1), the best validation/loss" in _finished(finished)
-    told = sentences.outcome(Row.of(toys.trial(), [finished]))
+    report = Report.of([toys.trial()], [finished], hardware="")
+    told = report.outcome
+    assert report.table()["best_step"] == [3]
+    assert Report.model_validate_json(report.to_json()) == report
     assert "weights of step 3 (epoch 1), the best validation/loss" in told
     assert f"test/loss {result.metrics['test/loss']:.4g}" in told
 
