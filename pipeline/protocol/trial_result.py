@@ -192,7 +192,7 @@ class Best(Frozen):
     step: int
     """Optimizer steps done."""
     epoch: int
-    """Epochs done."""
+    """Epoch of this step, counted from 1."""
     metrics: Mapping[str, float] = {}
     """Validation metrics at this step."""
 

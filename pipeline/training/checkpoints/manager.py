@@ -1,5 +1,6 @@
 """The checkpoint manager that the loop calls: decides when to save, starts the writer, and resumes."""
 
+import math
 import time
 from types import TracebackType
 from typing import Self
@@ -182,7 +183,8 @@ class CheckpointManager:
             return None
         restore_weights(context, state)
         values = {name: value for name, value in state.values["meter"]["latest"].items() if name.startswith(PREFIX)}
-        return Best(metric=key, value=manifest.metric, step=manifest.step, epoch=manifest.epoch, metrics=values)
+        epoch = math.ceil(manifest.step / manifest.steps_per_epoch)
+        return Best(metric=key, value=manifest.metric, step=manifest.step, epoch=epoch, metrics=values)
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written. Collective."""
