@@ -154,8 +154,9 @@ def assert_all_is_there(uri: str, folder: Path, *, status: Status = "FINISHED", 
     expected: dict[str, list[tuple[int, float]]] = {}
     for event in events:
         figures = tuple(entities.figures(event)) if isinstance(event, Finished) else ()
-        for point in event.points if isinstance(event, Metrics | SystemMetrics) else figures:
-            expected.setdefault(point.name, []).append((point.step, point.value))
+        points = event.points if isinstance(event, Metrics | SystemMetrics) else figures
+        for metric in entities.metrics(points, timestamp=entities.milliseconds(event)):
+            expected.setdefault(metric.key, []).append((metric.step, metric.value))
     if steps:
         assert [step for step, _ in expected["train/loss"]] == list(range(1, steps + 1))
     for name, points in expected.items():
