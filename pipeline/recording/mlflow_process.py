@@ -69,7 +69,7 @@ class Writer:
     Args:
         task: the journal and the store.
         warn: called when an outage begins and when it ends.
-        opened: called by the thread that works, once the store has the run.
+        opened: called by the thread that works, once the store has the run, unless the run has ended by then.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class Writer:
             self._batch = 0
             if not self._is_open and self._delivery.run.run_id:
                 self._is_open = True
-                self._opened()
+                if not self.closing.is_set():
+                    self._opened()
             has_ended = bool(batch) and isinstance(batch[-1], RunClosed)
             if monotonic() >= self._upload_at and not self._delivery.upload():
                 self._upload_at = monotonic() + _UPLOAD_PAUSE_S  # metrics don't wait for files

@@ -16,6 +16,7 @@ from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
 from pipeline.recording import journal as journals
 from pipeline.recording.mlflow import MlflowSubscriber
+from pipeline.recording.mlflow_process import Writer, WriterTask
 from pipeline.recording.sync import sync
 
 Journal = Callable[[str], Recording]
@@ -74,6 +75,21 @@ def test_a_writer_that_dies_takes_no_results_with_it(store: Store, journal: Jour
     assert "they wait in" in told[0]
     assert sync(folder, warn=pytest.fail).delivered
     assert [run.info.status for run in store.runs("lab")] == ["FINISHED"]
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_only_a_writer_beside_training_is_told_to_step_back(store: Store, tmp_path: Path, has_ended: bool) -> None:
+    """A short training ends before the store has its run; from then on its user waits for the writer."""
+    folder = journaled(tmp_path / "short", [opened(store), RunClosed(time=1.7e9, status="FINISHED")])
+    told: list[str] = []
+    task = WriterTask(folder=folder, log=folder / "log.txt", uri="", known=0, environment=())
+    writer = Writer(task, warn=told.append, opened=lambda: told.append("opened"))
+    writer.feed.end()
+    if has_ended:
+        writer.closing.set()
+    writer.work()
+    assert writer.reply().is_done
+    assert told == ([] if has_ended else ["opened"])
 
 
 def test_an_end_that_the_journal_has_no_room_for_is_written_all_the_same(store: Store, journal: Journal) -> None:
