@@ -20,6 +20,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = project(tmp_path / "project", tracked=True)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "lab", raising=False)  # that of another test: it would be looked for there
     return folder
 
 
