@@ -14,6 +14,7 @@ from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import BatchCandidate, BatchSizes
 from pipeline.report import is_clear
 from pipeline.report.tables import ReportTable, amount
+from pipeline.wording import counted
 
 FILE_NAME = "tuning.json"
 """File name of a `TunedReport` in a run's folder."""
@@ -96,16 +97,17 @@ class TunedReport(Frozen):
     @property
     def verdict(self) -> str:
         """Recommended size in one line."""
-        size = f"{self.title}: {self.tuned.recommended:,} samples per device"
-        return f"{size}, the smallest batch within 5% of the best throughput"
+        size = counted(self.tuned.recommended, "sample", spec=",")
+        return f"{self.title}: {size} per device, the smallest batch within 5% of the best throughput"
 
     @property
     def blocks(self) -> tuple[tuple[str, ...], ...]:
         """Lines below the table: the largest size, the reason for the change, and lines for the experiment file."""
         if self.tuned.largest_that_fits is not None:
-            largest = f"Largest that fits: {self.tuned.largest_that_fits:,} samples."
+            largest = f"Largest that fits: {counted(self.tuned.largest_that_fits, 'sample', spec=',')}."
         else:
-            largest = f"At least {self.tuned.candidates[-1].batch_size:,} samples fit: memory never ran out."
+            tried = counted(self.tuned.candidates[-1].batch_size, "sample", spec=",")
+            largest = f"Largest that fits: at least {tried}; memory never ran out."
         advice = [("Advice", *self.tuned.change)] if self.tuned.change else []
         return (largest, self.reason), *advice
 

@@ -81,11 +81,11 @@ def test_the_table_fits_a_terminal(tune: Callable[..., Tuned], command: Command,
     assert tuned.ended.stderr == ""
     table, _, place = tuned.ended.stdout.partition("lab: batch size per device")[2].partition("\nrun      ")
     assert max(map(len, table.splitlines())) <= 80
-    assert "At least 4 samples fit: memory never ran out." in table
+    assert "Largest that fits: at least 4 samples; memory never ran out." in table
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # the tracking store isn't touched
     again = command("show", "latest", "--directory", f"{tmp_path}/runs")
     assert again.stdout == f"lab: batch size per device{table}\nrun      {place}"
-    document = json.loads(command("show", place.strip(), "--json").stdout)
+    document = json.loads(command("show", place.splitlines()[0], "--json").stdout)
     assert document["candidates"][-1]["batch_size"] == 4
 
 

@@ -14,7 +14,7 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import BatchSizesFound, Failed
 from pipeline.protocol.trial import Rank, Tuning
 from pipeline.protocol.trial_result import BatchCandidate, BatchSizes, Spread
-from pipeline.report.tuned import BatchAdvice, advise_batch
+from pipeline.report.tuned import BatchAdvice, Tuned, TunedReport, advise_batch
 from pipeline.training import bench
 from pipeline.training.batch_size import CLOSE, Search, find, outcome
 from pipeline.training.bench import TrialBench
@@ -383,6 +383,23 @@ def advised(
         candidates=tuple(candidates), largest_that_fits=largest, recommended=recommended, train_samples=1000
     )
     return advise_batch(made, sizes, recommended=recommended)
+
+
+@pytest.mark.parametrize(
+    ("most", "largest"),
+    [
+        (None, "Largest that fits: at least 1 sample; memory never ran out."),
+        (1, "Largest that fits: 1 sample."),
+        (2000, "Largest that fits: 2,000 samples."),
+    ],
+)
+def test_the_largest_size_is_counted(most: int | None, largest: str) -> None:
+    only = BatchCandidate(batch_size=1, fits=True)
+    tuned = Tuned(candidates=(only,), largest_that_fits=most, recommended=1, workers=1, global_batch_size=1, change=())
+    told = TunedReport(tuned=tuned, name="lab", title="single", hardware="", replicas=1, declared=1, reason="")
+
+    assert told.blocks[0][0] == largest
+    assert told.verdict == "single: 1 sample per device, the smallest batch within 5% of the best throughput"
 
 
 def test_the_right_size_is_left_alone() -> None:
