@@ -87,7 +87,8 @@ def test_only_a_writer_beside_training_is_told_to_step_back(store: Store, tmp_pa
     writer.feed.end()
     if has_ended:
         writer.closing.set()
-    writer.work()
+    with closing(writer.feed):
+        writer.work()
     assert writer.reply().is_done
     assert told == ([] if has_ended else ["opened"])
 
