@@ -89,7 +89,7 @@ def test_only_a_writer_beside_training_is_told_to_step_back(store: Store, tmp_pa
         writer.closing.set()
     with closing(writer.feed):
         writer.work()
-    assert writer.reply().is_done
+        assert writer.reply().is_done
     assert told == ([] if has_ended else ["opened"])
 
 
