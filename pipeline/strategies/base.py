@@ -121,7 +121,17 @@ class Strategy(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; called after a backward pass of the same model."""
-        raise NotImplementedError(f"{type(self).__qualname__} has a state_dict; resuming needs load_state_dict, too")
+        raise NotImplementedError  # a class with a state has its own, see __init_subclass__
+
+    def __init_subclass__(cls) -> None:
+        """Refuse a class that saves a state which it can't restore, before it trains for hours.
+
+        Raises:
+            TypeError: it has `state_dict` without `load_state_dict`.
+        """
+        super().__init_subclass__()
+        if cls.state_dict is not Strategy.state_dict and cls.load_state_dict is Strategy.load_state_dict:
+            raise TypeError(f"{cls.__qualname__} has a state_dict; resuming needs load_state_dict, too")
 
 
 class Sharded(Strategy):

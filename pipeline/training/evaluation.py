@@ -1,5 +1,6 @@
 """Validation that counts each sample exactly once, at any world size."""
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ from pipeline.training.weighting import weighted
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
+
+_log = logging.getLogger(__name__)
 
 Show = Callable[[str, Curve], None]
 """Receives the metric's name and its curve."""
@@ -205,5 +208,5 @@ def _computed(metric: "Metric") -> Iterator[Any]:
     """Yield the metric's result, if it can be computed from one batch."""
     try:
         yield metric.compute()
-    except Exception:  # noqa: BLE001 - e.g. R2Score needs two samples
-        return
+    except Exception as error:  # noqa: BLE001 - e.g. R2Score needs two samples; the first evaluation raises what remains
+        _log.warning("%s can't be computed from one batch, so it isn't checked", type(metric).__name__, exc_info=error)

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from pipeline import registry
+from pipeline.strategies.base import Strategy
 
 
 @pytest.fixture
@@ -55,3 +57,14 @@ def test_built_in_names_cannot_be_taken() -> None:
 def test_unknown_names(name: str) -> None:
     with pytest.raises(KeyError):
         registry.load("strategies", name)
+
+
+def test_a_strategy_whose_state_could_not_be_restored_is_refused_where_it_is_written() -> None:
+    with pytest.raises(TypeError, match=r"Forgetful has a state_dict; resuming needs load_state_dict, too"):
+
+        class Forgetful(Strategy):
+            def wrap(self, model: nn.Module) -> nn.Module:
+                return model
+
+            def state_dict(self) -> dict[str, int]:
+                return {"step": 1}
