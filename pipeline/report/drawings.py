@@ -24,9 +24,9 @@ class Picture(NamedTuple):
     """File name of the PNG."""
     draw: Draw
     label: str
-    """What the picture shows: its heading, and its description for screen readers."""
+    """Heading, and description for screen readers."""
     caption: str = ""
-    """How to read it."""
+    """Explanation below the picture."""
 
     def saved(self, folder: Path) -> Drawn:
         """Save the picture as PNG and return it for the page."""

@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
 
     svg: str
     label: str
-    """What it shows: its heading, and its description for screen readers."""
+    """Heading, and description for screen readers."""
     caption: str = ""
 
 

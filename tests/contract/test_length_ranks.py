@@ -1,4 +1,4 @@
-"""Where a training ends doesn't depend on the number of workers, nor on a resume with another number of them."""
+"""Last step of a training: the same with any number of workers, also resumed with another number."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def _both(rank: Rank, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process reached, then what several did, from the beginning and from a checkpoint of the one."""
+    """Results of one process, and of several from the beginning and from a checkpoint of the one."""
     root = tmp_path_factory.mktemp("length")
     alone = root / "1"
     alone.mkdir()

@@ -85,7 +85,7 @@ def with_program(recorded: Recording) -> Path:
 
 
 def contents(store: Store, *, lab: Path) -> list[str]:
-    """What the store has of each run, its models by status and files instead of ids that MLflow has drawn."""
+    """Contents of the store by run; models by status and files, as MLflow draws their ids."""
     (experiment,) = [each for each in store.client.search_experiments() if each.name != "Default"]
     models = store.client.search_logged_models([experiment.experiment_id])
     found: list[Any] = [(model.name, model.status.value) for model in models]

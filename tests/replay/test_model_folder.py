@@ -20,7 +20,7 @@ from pipeline.recording.sync import sync
 from pipeline.training.loop import train
 
 OWN = {"model_id", "model_uuid", "utc_time_created", "model_size_bytes", "artifact_path", "run_id"}
-"""What differs between two equal models."""
+"""Fields that differ between equal models."""
 
 
 class InFolder(toys.Kept):

@@ -90,7 +90,7 @@ def test_python_is_formatted_and_clean(baked: tuple[Baked, ...]) -> None:
 
 
 PROVIDED = {"pipeline", "conftest"}
-"""What `make install` brings from elsewhere, and a module beside the tests."""
+"""Modules that no dependency of the project provides: installed by `make install`, or beside the tests."""
 CALLED = {"pillow": "PIL", "scikit-learn": "sklearn"}
 
 

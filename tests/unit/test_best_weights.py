@@ -22,7 +22,7 @@ from pipeline.training.checkpoints.manifest import Manifest, folder_name
 from pipeline.training.loop import train
 
 HIGHEST_LOSS = {"best": "validation/loss", "mode": "max", "keep": 1}
-"""Of a training that learns, this is the first epoch's."""
+"""Options that make the first epoch of a training that learns its best."""
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def test_it_is_said_with_its_metric(tmp_path: Path) -> None:
 
 
 def test_the_test_set_is_evaluated_once_with_the_resulting_weights(tmp_path: Path) -> None:
-    """As a training of one epoch evaluates the same samples as its validation set."""
+    """Compare with a training of one epoch that has the same samples as its validation set."""
     result, outbox = run(tmp_path / "best", data={"_target_": "toys.with_test"})
     one = {"data": {"_target_": "toys.with_test"}, "train": {"epochs": 1}, "checkpoint": {}}
     _, of_first = run(tmp_path / "first", **one)

@@ -1,4 +1,4 @@
-"""What a trial records while Ray Tune decides whether it continues: its table and MLflow's show the same value."""
+"""Evaluations of a trial while Ray Tune decides: the sweep's table and MLflow's show the same value."""
 
 import threading
 from pathlib import Path

@@ -156,7 +156,7 @@ def test_a_dict_extends_a_file_of_the_working_directory() -> None:
 
 
 def test_what_is_sent_to_a_cluster_is_whole() -> None:
-    """As one text for a ConfigMap, with the names of the variables that it reads, and as files that git tracks."""
+    """Check both forms: one text for a ConfigMap with the variables that it reads, and files that git tracks."""
     file = read("extends: base.yaml\nname: e\n", "seed=3")
     request = Request(file=file, overrides=("seed=3",))
     Path("sent.yaml").write_text(request.text)

@@ -16,7 +16,7 @@ from pipeline.training import loop
 from pipeline.training.loop import train
 
 STEPS = {"epochs": None, "steps": 5}
-"""Of three in an epoch."""
+"""Two steps more than the three of an epoch."""
 FILE = """\
 name: long
 model: {_target_: torch.nn.Linear, in_features: 4, out_features: 2}

@@ -146,7 +146,7 @@ def test_a_training_resumed_after_any_step_is_the_same(
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_a_finished_training_goes_on_as_one_that_was_as_long_from_the_start(tmp_path: Path, interval: str) -> None:
-    """Where the schedule of learning rates doesn't depend on the length."""
+    """Use a schedule of learning rates that doesn't depend on the length."""
     sections = {
         "model": {"_target_": "toys.rich_net"}, "data": {"_target_": "toys.augmented"},
         "optimizer": OPTIMIZERS["AdamW"],
