@@ -233,6 +233,8 @@ class TrialResult(Frozen):
     held: Held | None = None
     gpus: tuple[str, ...] = ()
     """Name of each GPU in rank order, e.g. "NVIDIA A100-SXM4-40GB"; empty on CPU."""
+    has_tf32: bool = False
+    """True if each GPU has tensor cores for TF32."""
     matmul_precision: str = "highest"
     """Precision of fp32 matrix products, see ``train.matmul_precision``."""
     gpu_utilization: tuple[float, ...] = ()

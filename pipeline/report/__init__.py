@@ -87,6 +87,7 @@ class Row(Frozen):
     peak_memory_mb: tuple[float, ...]
     held: Held | None = None
     gpus: tuple[str, ...] = ()
+    has_tf32: bool = False
     matmul_precision: str = "highest"
     gpu_utilization: tuple[float, ...] = ()
     gradient_mb: float
@@ -140,6 +141,7 @@ class Row(Frozen):
                     "other_cores",
                     "held",
                     "gpus",
+                    "has_tf32",
                     "matmul_precision",
                     "compile_s",
                     "gradient_mb",

@@ -118,6 +118,7 @@ def _result(context: TrainContext, meter: Meter) -> TrialResult:
         held=reporting.held(context),
         gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=context.rank))),
         gpus=reporting.gpus(context),
+        has_tf32=reporting.has_tf32(context),
         matmul_precision=torch.get_float32_matmul_precision(),
         compile_s=reporting.compile_s(context),
         gradient_mb=reporting.gradient_mb(context.whole),

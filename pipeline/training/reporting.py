@@ -38,6 +38,8 @@ from pipeline.wording import counted
 _EXAMPLE = "model/example.pt"
 _PROGRAM, _SAMPLES = "model/model.pt2", "model/example.npz"
 _log = logging.getLogger(__name__)
+_TF32 = (8, 0)
+"""First compute capability with TF32, Ampere's: CUDA C++ Programming Guide, "Compute Capabilities"."""
 MUCH = 0.2
 """Share of the initial weights in the averages from which a warning is due."""
 
@@ -127,6 +129,13 @@ def gpus(context: TrainContext) -> tuple[str, ...]:
     """Gather the names of all GPUs, in rank order; none on CPU. Collective."""
     own = [torch.cuda.get_device_name(device) for device in context.gpus]
     return tuple(name for names in gather(own, rank=context.rank) for name in names)
+
+
+def has_tf32(context: TrainContext) -> bool:
+    """Return True if each GPU has tensor cores for TF32, from compute capability 8.0 on. Collective."""
+    own = [torch.cuda.get_device_capability(device) >= _TF32 for device in context.gpus]
+    found = [each for ranks in gather(own, rank=context.rank) for each in ranks]
+    return bool(found) and all(found)
 
 
 def gradient_mb(model: nn.Module) -> float:
