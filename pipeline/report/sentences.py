@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
-from pipeline.report.tables import amount, low_to_high, rate, times
+from pipeline.report.tables import amount, is_wide, low_to_high, rate, times
 from pipeline.wording import counted, duration
 
 BUSY = 0.2
@@ -66,7 +66,7 @@ def _fastest(main: Row, rows: Sequence[Row]) -> Iterator[str]:
         yield f"fastest here: {name}"
     elif is_clear(ratio) and len(others) > 1:
         yield "fastest here"
-    elif ratio.size > 1 and top.role != "baseline":
+    elif ratio.size > 1 and not is_wide(ratio) and top.role != "baseline":
         yield f"equally fast here: {name}"
 
 
@@ -234,6 +234,9 @@ def _all_cores(main: Row, reference: Row) -> str:
     ratio = main.throughput_over(reference)
     does = f"One process with all {reference.devices} does {rate(reference.samples_per_second)} samples/s"
     separate = "Data parallelism pays when devices are separate."
+    if not is_clear(ratio) and is_wide(ratio):
+        compared = f"{main.title} does {times(ratio, confidence=main.confidence)} of that"
+        return f"{does}, and {compared}: too noisy to say which is faster on this machine. {separate}"
     if not is_clear(ratio):
         return f"{does}: on this machine it and {main.title} are equally fast within the noise. {separate}"
     remark = f"{does}: on this machine {main.title} is {times(ratio, confidence=main.confidence)} that."

@@ -310,13 +310,17 @@ def test_what_is_resolved_needs_no_remark() -> None:
 
 
 def test_one_process_with_all_cores_is_told_apart_beyond_the_noise_only() -> None:
-    def said(rate: float) -> str:
-        slots = {"baseline": in_turn(100), "main": in_turn(190, noise=0.05), "reference": in_turn(rate)}
+    def said(rate: float, *, noise: float = 0.05) -> str:
+        slots = {"baseline": in_turn(100), "main": in_turn(190, noise=noise), "reference": in_turn(rate)}
         ends = [finished(name, spread(each[0]), slots=each) for name, each in slots.items()]
         return Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE).remarks[0]
 
     assert said(150).endswith("on this machine ddp x 2 is 1.27x (95%: 1.20x to 1.34x) that.")
     assert "equally fast within the noise" in said(185)
+    assert re.search(
+        r", and ddp x 2 does 0\.\d\dx to \d\.\d\dx \(95%\) of that: too noisy to say which is faster",
+        said(185, noise=0.9),
+    )
     assert said(250).endswith("0.76x (95%: 0.72x to 0.80x) that. Data parallelism pays when devices are separate.")
 
 

@@ -4,11 +4,13 @@ A trial trains on while Ray Tune decides. Without this a trial that is stopped w
 in MLflow which the sweep doesn't count, so that its table and MLflow's would differ.
 """
 
+import logging
 import threading
 
 from pipeline.config.reported import PREFIX
 from pipeline.protocol.events import AnyEvent, Metrics
 
+_log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 """Longest wait for a decision: when the sweep is interrupted, none comes."""
 
@@ -43,7 +45,10 @@ class Decisions:
         """Return the event, an evaluation after the decision on the one before; None if nothing of it counts."""
         if not isinstance(event, Metrics) or not any(point.name.startswith(PREFIX) for point in event.points):
             return event
-        self._decided.wait(self._patience_s)
+        if not self._decided.wait(self._patience_s):
+            _log.warning(
+                "recorded an evaluation while the scheduler decides on the one before, for %g s", self._patience_s
+            )
         if self._stops:
             others = tuple(point for point in event.points if not point.name.startswith(PREFIX))
             return event.model_copy(update={"points": others}) if others else None
