@@ -75,14 +75,8 @@ def make_plan(
     own = Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)
     train_only = train_only or quick
     main = planner.trial(Training, own, train_only=train_only, is_quick=quick)
-    others: list[Baseline | Reference] = []
-    has_baseline = False
-    if with_baseline and not train_only:
-        baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
-        if has_baseline := not same_work(baseline, main):
-            others.append(baseline)
-        if main.device == "cpu" and main.workers > 1 and resources.nodes == 1:
-            others.append(planner.reference())
+    with_baseline = with_baseline and not train_only
+    others = list(_compared(main, planner=planner, experiment=experiment, resources=resources)) if with_baseline else []
     measure = experiment.measure
     first_steps = {"max_steps": measure.warmup_steps + measure.steps}  # for their losses; slots have their own steps
     beside = tuple(trial.model_copy(update=first_steps) for trial in others if _runs_beside(trial, main=main))
@@ -93,8 +87,21 @@ def make_plan(
             *(trial for trial in others if not _runs_beside(trial, main=main)),
             main.model_copy(update={"compared_with": beside}),
         ),
-        notes=tuple(_notes(main, has_baseline=has_baseline, wanted=with_baseline and not train_only)),
+        notes=tuple(
+            _notes(main, has_baseline=any(isinstance(each, Baseline) for each in others), wanted=with_baseline)
+        ),
     )
+
+
+def _compared(
+    main: Training, *, planner: Planner, experiment: Experiment, resources: Resources
+) -> Iterator[Baseline | Reference]:
+    """Yield the baseline, unless it is the training itself, and on CPU one process with all cores."""
+    baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
+    if not same_work(baseline, main):
+        yield baseline
+    if main.device == "cpu" and main.workers > 1 and resources.nodes == 1:
+        yield planner.reference()
 
 
 def _runs_beside(trial: Trial, *, main: Trial) -> bool:

@@ -3,7 +3,7 @@
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -102,52 +102,59 @@ def recorded(
     uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None
     folder = folder or (member.folder if member else create(plan))
-    with explained(folder), closing(Log(folder / LOG_NAME)) as log, _logging_to(log):
+    with explained(folder), ExitStack() as stack:
+        log = stack.enter_context(closing(Log(folder / LOG_NAME)))
+        stack.enter_context(_logging_to(log))
         warn = _teller(terminal.warnings)
         if warning:
             warn(warning)
         consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(_console(log)))]
-        with closing(Recorder(folder, subscribers=consoles, admit=member.admit if member else None)) as recorder:
-            files = describe(plan.experiment, folder)
-            own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
-            tracker = None
+        recorder = Recorder(folder, subscribers=consoles, admit=member.admit if member else None)
+        stack.enter_context(closing(recorder))
+        files = describe(plan.experiment, folder)
+        own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
+        tracker = _subscribe_mlflow(recorder, folder=folder, uri=uri, terminal=terminal, warn=warn) if tracked else None
+        stack.callback(flush, tracker, recorder, terminal=terminal, uri=uri, warn=warn)
+        for each in own:
+            stack.callback(each.close)
+        stack.enter_context(_closed_by_status(recorder, member=member, warn=warn))
+        for console in consoles:
+            stack.callback(console.close)
+        opened = _opened(plan, folder, uri=uri, member=member)
+        recorder.receive(opened.model_copy(update={"file": source, "directions": directions or {}}))
+        for name in files:
+            artifact(name, recorder)
+        with explained(folder):
+            yield recorder
 
-            def opened_in_mlflow(outcome: TrackingOutcome) -> None:
-                recorder.tracking = outcome
-                terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True)
 
-            if tracked:
-                tracker = MlflowSubscriber(
-                    folder=folder,
-                    log=folder / LOG_NAME,
-                    warn=warn,
-                    uri=uri,
-                    known=recorder.known,
-                    opened=opened_in_mlflow,
-                )
-                recorder.subscribe(tracker)
-            status: Status = "FINISHED"
-            message = ""
-            try:
-                opened = _opened(plan, folder, uri=uri, member=member)
-                known = {"file": source, "directions": directions or {}}
-                recorder.receive(opened.model_copy(update=known))
-                for name in files:
-                    artifact(name, recorder)
-                with explained(folder):
-                    yield recorder
-            except BaseException as error:
-                status, message = _status(error, interruption=member.interruption() if member else "")
-                raise
-            finally:
-                for console in consoles:
-                    console.close()
-                try:
-                    _close(recorder, status=status, message=message, warn=warn)
-                finally:
-                    for each in own:
-                        each.close()
-                    flush(tracker, recorder, terminal=terminal, uri=uri, warn=warn)
+def _subscribe_mlflow(
+    recorder: Recorder, *, folder: Path, uri: str, terminal: Terminal, warn: Callable[[str], None]
+) -> MlflowSubscriber:
+    """Send the run's events to MLflow, and print the run's address as soon as MLflow has it."""
+
+    def opened(outcome: TrackingOutcome) -> None:
+        recorder.tracking = outcome
+        terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True)
+
+    log = folder / LOG_NAME
+    tracker = MlflowSubscriber(folder=folder, log=log, warn=warn, uri=uri, known=recorder.known, opened=opened)
+    recorder.subscribe(tracker)
+    return tracker
+
+
+@contextmanager
+def _closed_by_status(recorder: Recorder, *, member: Membership | None, warn: Callable[[str], None]) -> Iterator[None]:
+    """Record the end of the run, with the status in which the block ends."""
+    status: Status = "FINISHED"
+    message = ""
+    try:
+        yield
+    except BaseException as error:
+        status, message = _status(error, interruption=member.interruption() if member else "")
+        raise
+    finally:
+        _close(recorder, status=status, message=message, warn=warn)
 
 
 def open_trial(trial: Trial, recorder: Recorder) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
@@ -107,19 +107,23 @@ class Meter:
         first = step - len(losses) + 1
         count = self.finiteness.trusted(losses, first=first)
         points = [Point(name, first + i, column[i]) for name, column in columns.items() for i in range(count)]
-        points.append(Point("throughput/samples_per_second", step, lap.samples_per_second))
-        points.append(Point("time/step_ms", step, lap.step_ms))
-        points.append(Point("time/window_data_wait_ms", step, lap.data_wait_ms))
+        points += self._of_window(lap, step=step)
         points += self.communication.record(ranks[:, -len(alone)].tolist(), lap=lap, step=step)
-        if self.trial.is_elastic:
-            points.append(Point("throughput/workers", step, self.rank.world_size))
-        if self.trial.experiment.train.on_nonfinite == "skip":
-            points.append(Point(SKIPPED, step, self._skipped_before + len(self.finiteness.skipped)))
         self.send(points, step=step, epoch=epoch)
         norms = columns.get("train/gradient_norm", [])
         self.finiteness.judge(losses, norms=norms, own=own[0], first=first)
         if isinstance(self.trial, Measurement):  # its windows are short, and reporting would be a large part of them
             self.clock.resume()
+
+    def _of_window(self, lap: Lap, *, step: int) -> Iterator[Point]:
+        """Yield what is reported once for the steps since the last report."""
+        yield Point("throughput/samples_per_second", step, lap.samples_per_second)
+        yield Point("time/step_ms", step, lap.step_ms)
+        yield Point("time/window_data_wait_ms", step, lap.data_wait_ms)
+        if self.trial.is_elastic:
+            yield Point("throughput/workers", step, self.rank.world_size)
+        if self.trial.experiment.train.on_nonfinite == "skip":
+            yield Point(SKIPPED, step, self._skipped_before + len(self.finiteness.skipped))
 
     def _of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
         """Gather each rank's values, shape (ranks, values), in double precision on the CPU."""

@@ -426,7 +426,7 @@ def test_values_and_keys(tree: Any, flow: bool) -> None:
     outcome(written(tree, flow=flow))
 
 
-@settings(max_examples=examples(600), deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=SLOW)
 @given(broken_bytes())
 def test_bytes(content: bytes) -> None:
     outcome(content)

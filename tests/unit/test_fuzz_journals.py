@@ -184,7 +184,7 @@ def everything(folder: Path = Path()) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@settings(deadline=None, max_examples=damage.examples(150), suppress_health_check=SLOW)
+@settings(deadline=None, max_examples=damage.examples(100), suppress_health_check=SLOW)
 @given(journals, reports, damaged(ENVIRONMENT))
 def test_looking_back(lines: bytes, damaged_report: bytes, environment: bytes) -> None:
     shutil.rmtree("runs", ignore_errors=True)

@@ -13,6 +13,10 @@ import time
 from contextlib import closing
 from datetime import timedelta
 from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _SIZES = tuple(4096 * 4**i for i in range(7))  # bytes: 4 KiB to 16 MiB
 _SECONDS_PER_SIZE = 0.25
@@ -69,34 +73,43 @@ def measure(rank: int, *, world_size: int, init_method: str, address: str, backe
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
-
-    def exchange(size: int) -> float:
-        tensor = torch.zeros(size // 4, device=device)
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(tensor)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    def slowest(seconds: list[float]) -> list[float]:
-        times = torch.tensor(seconds, dtype=torch.float64, device=device)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        return list(map(float, times))
-
-    measured = []
+    measured: list[tuple[int, float]] = []
     try:
         for size in _SIZES:
-            exchange(size)  # warm-up: connections and buffers
-            (about,) = slowest([exchange(size)])
+            _exchange(size, device=device)  # warm-up: connections and buffers
+            (about,) = _slowest([_exchange(size, device=device)], device=device)
             rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(_SECONDS_PER_SIZE / about)))
-            times = slowest([exchange(size) for _ in range(rounds)])
+            times = _slowest([_exchange(size, device=device) for _ in range(rounds)], device=device)
             measured.append((size, 1e3 * median(times)))
             if about > _TOO_SLOW_S and len(measured) >= 3:
                 break
     finally:
         dist.destroy_process_group()
     return json.dumps(measured)
+
+
+def _exchange(size: int, *, device: "torch.device") -> float:
+    """Return the seconds of an all-reduce of ``size`` bytes on this rank. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.zeros(size // 4, device=device)
+    dist.barrier()
+    start = time.perf_counter()
+    dist.all_reduce(tensor)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: list[float], *, device: "torch.device") -> list[float]:
+    """Return the longest of all ranks' times, element by element. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    times = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return list(map(float, times))
 
 
 if __name__ == "__main__":
