@@ -16,7 +16,7 @@ from pipeline.protocol.events import WEIGHTS
 from pipeline.recording import runs
 from pipeline.recording.folder import EXPERIMENT_NAME
 from pipeline.system.imports import importable
-from pipeline.training.export import trained_model
+from pipeline.training.exported_model import trained_model
 
 
 @dataclass(frozen=True)

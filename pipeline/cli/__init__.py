@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.cli import completion, experiments, jobs, projects, results
+from pipeline.cli import completion, experiments, jobs, projects, results, weights
 from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, terminate
@@ -78,6 +78,8 @@ _VERBS: Mapping[str, Callable[..., None]] = {
     "sweep": experiments.sweep,
     "tune-batch": experiments.tune_batch,
     "predict": experiments.predict,
+    "evaluate": weights.evaluate,
+    "export": weights.export,
     "list": results.list_,
     "show": results.show,
     "diff": results.diff,

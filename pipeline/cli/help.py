@@ -29,6 +29,16 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "pipeline predict experiments/resnet.yaml --link 25Gbit,20us",
         ),
     },
+    "Use the trained model": {
+        "evaluate": (
+            "pipeline evaluate latest",
+            "pipeline evaluate latest --checkpoint last parallel.launcher=torchrun parallel.workers=2",
+        ),
+        "export": (
+            "pipeline export latest --to model",
+            "pipeline export latest --to model --format torch-export --checkpoint best",
+        ),
+    },
     "Look at results": {
         "list": ("pipeline list", "pipeline list --sort validation/accuracy"),
         "show": ("pipeline show latest", "pipeline show latest --json"),

@@ -77,10 +77,11 @@ def show(
     import rich.console
 
     from pipeline.commands.history import running
+    from pipeline.commands.history.evaluations import evaluations
     from pipeline.commands.history.run_result import result_of
     from pipeline.recording.console import print_report, print_verdict
     from pipeline.recording.outcome import places_of
-    from pipeline.recording.terminal import linked
+    from pipeline.recording.terminal import headed, linked
 
     console = rich.console.Console(highlight=False)
     summary = _found(run, directory)
@@ -105,6 +106,8 @@ def show(
         print_report(result.report, stdout=console)
         if result.command:
             console.print(result.command, markup=False, soft_wrap=True)
+    if added := [*evaluations(summary.folder)]:
+        console.print("", headed(["Evaluated later", *added], width=console.width), "", sep="\n")
     console.print(linked(places_of(summary.folder)), soft_wrap=True)
     if result is not None:
         print_verdict(result.report, stdout=console)

@@ -212,6 +212,7 @@ def invoked(
     folder: Path | None = None,
     member: Membership | None = None,
     again: Sequence[str] = (),
+    adds: bool = False,
 ) -> Iterator[Invocation]:
     """Print a plan's notes and record what happens inside; for the other arguments see `recorded`.
 
@@ -230,6 +231,7 @@ def invoked(
             member=member,
             source=file.source,
             directions=directions,
+            adds=adds,
         ) as recorder:
             results = _Results(recorder.earlier)
             clock = WallClock(plan.main.name, read(recorder.folder / FILE_NAME))

@@ -88,6 +88,17 @@ def directions(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str,
     return found if direction is None else {best: direction, **found}
 
 
+def best_direction(experiment: Experiment, *, allowed: tuple[str, ...]) -> Direction:
+    """Resolve ``checkpoint.mode`` of an experiment that has ``checkpoint.best``.
+
+    Raises:
+        ExperimentError: it is ``auto``, and the metric doesn't know whether small or large values are good.
+    """
+    options, key = experiment.checkpoint, "checkpoint.best"
+    assert options.best is not None
+    return _direction(options.best, options.mode, key=key, judges=judges(experiment, allowed=allowed))
+
+
 def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
     """Resolve ``sweep.mode``.
 

@@ -102,6 +102,15 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
     return [*notes, _NEW_ORDER] if any(key.startswith(_ORDERING) for key in changed) else notes
 
 
+def altered(file: ExperimentFile, state: RunState) -> list[str]:
+    """Describe what has changed in the experiment since the run and may change what is computed."""
+    return [
+        f"{key} was {_value(before)}, is {_value(after)}"
+        for key, (before, after) in _changed(file, state).items()
+        if not key.startswith((*_HOW_NOT_WHAT, "name"))
+    ]
+
+
 def check_same(file: ExperimentFile, state: RunState, *, may_change: tuple[str, ...], remedy: str) -> None:
     """Check that the experiment has changed only in keys with certain prefixes since the run.
 

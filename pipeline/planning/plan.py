@@ -15,7 +15,7 @@ from pipeline.protocol.trial import QUICK_STEPS, Baseline, Reference, Training, 
 class Plan(Frozen):
     """Trials of a command, in order."""
 
-    command: Literal["run", "compare", "predict", "tune-batch", "sweep"] = "run"
+    command: Literal["run", "compare", "predict", "tune-batch", "sweep", "evaluate"] = "run"
     experiment: Experiment
     resources: Resources
     trials: tuple[Trial, ...]

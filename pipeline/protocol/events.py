@@ -13,13 +13,16 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from pipeline.config.values import Direction, Frozen
 from pipeline.errors import Problem
-from pipeline.protocol.trial import Rank, Role, Status
+from pipeline.protocol.trial import Rank, Role, Split, Status
 from pipeline.protocol.trial_result import BatchSizes, TrialResult
+from pipeline.wording import counted
 
 STOPPED_EARLY = "stopped early by ASHA"
 """Beginning of the closing message of a trial that ASHA stopped."""
 WEIGHTS = "model/weights.pt"
 """Path of the trained weights inside a run's folder."""
+EXAMPLE = "model/example.pt"
+"""Path of a small batch of model inputs inside a run's folder."""
 Origin = Literal["rank", "lost_peer", "peer_timeout"]
 """Origin of a rank's failure: the rank itself, a peer whose connection broke, or a peer that did not answer."""
 
@@ -253,6 +256,38 @@ class BatchSizesFound(Event):
     sizes: BatchSizes
 
 
+class Evaluated(Event):
+    """End of the evaluation of a checkpoint on rank 0."""
+
+    kind: Literal["evaluated"] = "evaluated"
+    split: Split
+    samples: int
+    """Samples of the evaluated set."""
+    step: int
+    """Optimizer steps of the weights."""
+    epoch: int
+    """Epoch of this step, counted from 1."""
+    best: str = ""
+    """Metric whose best value the checkpoint has, if it was chosen for that; otherwise empty."""
+    checkpoint: str
+    """Path or address of the checkpoint's folder."""
+    values: Mapping[str, float]
+    """Loss and metrics by reported name, e.g. "test/accuracy"."""
+    changes: tuple[str, ...] = ()
+    """Differences from the experiment that was trained which may change the values."""
+
+    @property
+    def weights(self) -> str:
+        """Weights in words, e.g. "weights of step 46 (epoch 2), the best validation/accuracy"."""
+        best = f", the best {self.best}" if self.best else ""
+        return f"weights of step {self.step:,} (epoch {self.epoch}){best}"
+
+    @property
+    def subject(self) -> str:
+        """Set and weights in words, e.g. "test set, 97 samples: weights of step 46 (epoch 2)"."""
+        return f"{self.split} set, {counted(self.samples, 'sample', spec=',')}: {self.weights}"
+
+
 class ArtifactSaved(Event):
     """File of the run's folder that belongs to the results."""
 
@@ -283,7 +318,7 @@ class ModelExported(Event):
     program: str
     """Path of the program inside the run's folder. The file is removed once the tracking store has it."""
     samples: str
-    """Path of an .npz file with an example of inputs and outputs; see `pipeline.training.export`."""
+    """Path of an .npz file with an example of inputs and outputs; see `pipeline.training.exported_model`."""
     torch: str
     """Version of torch that exported it."""
 
@@ -354,6 +389,7 @@ AnyEvent = Annotated[
     | Trained
     | Finished
     | BatchSizesFound
+    | Evaluated
     | ArtifactSaved
     | ModelSaved
     | ModelExported

@@ -14,7 +14,9 @@ from typing_extensions import override
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 
-Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning"]
+Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning", "evaluation"]
+Split = Literal["validation", "test"]
+"""Held-out set that can be evaluated."""
 Scaling = Literal["strong", "weak"]
 QUICK_STEPS = 2
 """Optimizer steps of ``pipeline run --quick``."""
@@ -207,9 +209,32 @@ class Tuning(Measurement):
     """The largest batch of one device to try; None goes as far as memory or data allow."""
 
 
+class Evaluation(Trial):
+    """The evaluation of a checkpoint on a held-out set, without training."""
+
+    role: Literal["evaluation"] = "evaluation"
+    checkpoints: str = ""
+    """Absolute folder, or fsspec address, of the checkpoints."""
+    step: int = 0
+    """Step of the checkpoint."""
+    best: str = ""
+    """Metric whose best value the checkpoint has; empty if it was chosen for another reason."""
+    split: Split | None = None
+    """Set to evaluate; None: the test set if there is one, else the validation set."""
+    changes: tuple[str, ...] = ()
+    """Differences from the experiment that was trained which may change the values."""
+
+    @property
+    @override
+    def purpose(self) -> str:
+        return f"evaluates the weights of step {self.step:,} on the {self.split or 'test'} set"
+
+
+EVALUATION: str = Evaluation.model_fields["role"].default
+"""Name of the trial that evaluates a checkpoint."""
 ROLES: Mapping[str, type[Trial]] = {
     kind.model_fields["role"].default: kind
-    for kind in (Training, Baseline, Reference, CellMeasurement, Probe, Tuning)
+    for kind in (Training, Baseline, Reference, CellMeasurement, Probe, Tuning, Evaluation)
 }  # fmt: skip
 """Classes of trials by role."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
-from pipeline.protocol.events import AnyEvent, BatchSizesFound, Failed, Finished, Started, Trained
+from pipeline.protocol.events import AnyEvent, BatchSizesFound, Evaluated, Failed, Finished, Started, Trained
 from pipeline.protocol.trial_result import BatchSizes
 
 
@@ -17,6 +17,8 @@ class Outcome:
     finished: Finished | None = None
     batch_sizes: BatchSizes | None = None
     """Result of a trial whose role is tuning, in place of ``finished``."""
+    evaluated: Evaluated | None = None
+    """Result of the evaluation of a checkpoint, in place of ``finished``."""
     failures: tuple[Failed, ...] = ()
     """Failures that ranks reported, in the order of their arrival."""
     losses: Mapping[int, str] = field(default_factory=dict)
@@ -37,6 +39,8 @@ class Outcome:
                 return replace(self, finished=event)
             case BatchSizesFound():
                 return replace(self, batch_sizes=event.sizes)
+            case Evaluated():
+                return replace(self, evaluated=event)
             case Failed():
                 return replace(self, failures=(*self.failures, event))
         return self
@@ -44,7 +48,7 @@ class Outcome:
     @property
     def has_ended(self) -> bool:
         """True if rank 0 has sent its result."""
-        return self.finished is not None or self.batch_sizes is not None
+        return self.finished is not None or self.batch_sizes is not None or self.evaluated is not None
 
     @property
     def has_failed(self) -> bool:

@@ -11,7 +11,7 @@ import rich.console
 from pipeline.config.values import Direction
 from pipeline.protocol import events
 from pipeline.protocol.events import AnyEvent, Finished, RunOpened, TrialOpened
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Evaluation, Training, Trial
 from pipeline.recording.display import Lines, LiveDisplay, Shown
 from pipeline.recording.notebook import NotebookDisplay
 from pipeline.recording.outlook import Schedule
@@ -50,6 +50,9 @@ class Console:
                 self.close()
                 self._schedule.update(event)
                 write(self._stdout, f"{self._label}: {_finished(event)}")
+            case events.Evaluated():
+                self.close()
+                write(self._stdout, f"{self._label}: {', '.join(figures(event.values))}")
             case events.Failed() | events.RunClosed():
                 self.close()
             case _ if self._display and isinstance(event, Shown):
@@ -58,7 +61,7 @@ class Console:
 
     def _title(self, event: TrialOpened) -> str:
         """Label a trial by its role in a run, by its number in a comparison."""
-        if any(isinstance(trial, Training) for trial in self._trials.values()):
+        if any(isinstance(trial, Training | Evaluation) for trial in self._trials.values()):
             return f"{event.trial}: {event.title}"
         number, total = self._schedule.place
         return f"[{number}/{total}] {event.title}"

@@ -15,7 +15,7 @@ from pipeline.config.summary import to_yaml
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.plan import Plan
-from pipeline.protocol.events import RunOpened
+from pipeline.protocol.events import RunClosed, RunOpened
 from pipeline.protocol.trial import Status
 from pipeline.recording import journal, provenance
 
@@ -118,6 +118,11 @@ def read_state(folder: Path) -> RunState:
     status: Status | Literal["RUNNING"] = "RUNNING" if journal.is_open(path) else end.status if end else "KILLED"
     experiment = load(folder / EXPERIMENT_NAME).experiment
     return RunState(folder=folder, experiment=experiment, opened=opened, status=status)
+
+
+def killed(*, at: float) -> RunClosed:
+    """Return the end of a run whose driver was killed, at the time of its last event."""
+    return RunClosed(time=at, status="KILLED", message="The driver was killed before it could end the run.")
 
 
 @contextmanager

@@ -21,6 +21,7 @@ FILE_NAME = "events.jsonl"
 _LOOKS, _LOOK_S = 5, 0.05
 _FEED_S = 0.25
 _CHUNK = 2**20
+_OPENED, _CLOSED = b'"kind":"run_opened"', b'"kind":"run_closed"'
 
 
 class Journal:
@@ -213,9 +214,17 @@ def opened(path: Path) -> RunOpened | None:
 
 
 def ending(path: Path) -> RunClosed | None:
-    """Return the event that ended the run; None if it is running or its driver was killed. Reads only the last line."""
-    event = _parsed(_last_line(path)[1])
-    return event if isinstance(event, RunClosed) else None
+    """Return the event that ended the run; None if it is running or its driver was killed.
+
+    It is the last line, unless an addition to the ended run, such as an evaluation, was killed.
+    """
+    line = _last_line(path)[1]
+    if line and not line.endswith(b"\n"):
+        return None
+    event = _parsed(line)
+    if event is None or isinstance(event, RunClosed):
+        return event
+    return _last_closed(path)
 
 
 def is_open(path: Path) -> bool:
@@ -256,6 +265,17 @@ def _last_line(path: Path) -> tuple[int, bytes]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = content.rfind(b"\n", 0, len(content) - 1) + 1
         return start, content[start:]
+
+
+def _last_closed(path: Path) -> RunClosed | None:
+    """Return the last end of a run; None if the run was opened again after it."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        mark = content.rfind(_CLOSED)
+        if mark < 0 or content.rfind(_OPENED) > mark:
+            return None
+        start = content.rfind(b"\n", 0, mark) + 1
+        event = _parsed(content[start : content.find(b"\n", mark) + 1])
+    return event if isinstance(event, RunClosed) else None
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipeline.protocol.events import (
     AnyEvent,
     ArtifactSaved,
+    Evaluated,
     Event,
     Failed,
     Finished,
@@ -24,6 +25,7 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.protocol.links import Page, completed
+from pipeline.protocol.trial import EVALUATION
 from pipeline.recording import mlflow_entities as entities
 from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
 from pipeline.recording.mlflow_views import save_runs_view, save_trials_view, shared_params
@@ -138,7 +140,7 @@ class MlflowRun:
 
     @_write.register
     def _(self, event: TrialOpened) -> None:
-        if event.repeat:
+        if event.repeat or event.trial == EVALUATION:  # whose values are the run's own
             return
         if event.role == "main":
             self._describe(self.run_id, params=event.params, tags=event.tags)
@@ -176,7 +178,15 @@ class MlflowRun:
             self._runs.end(self._run(event), event, status="FINISHED")
 
     @_write.register
+    def _(self, event: Evaluated) -> None:
+        self._add(event, [Point(name, event.step, value) for name, value in event.values.items()])
+        tags = {"evaluated": event.subject, "evaluated_changes": "; ".join(event.changes) or "none"}
+        self._describe(self._run(event), tags=tags)
+
+    @_write.register
     def _(self, event: Failed) -> None:
+        if event.trial == EVALUATION:  # the run itself hasn't failed
+            return
         message = f"rank {event.rank.rank} on {event.rank.node}: {event.error.partition(chr(10))[0]}"
         self._describe(self._run(event), tags={ERROR_TAG: self._errors.setdefault(event.trial, message)})
 

@@ -112,7 +112,7 @@ class Module:
         import torch
 
         from pipeline.config.targets import allowed_packages
-        from pipeline.training.export import trained_model
+        from pipeline.training.exported_model import trained_model
 
         experiment = Experiment.model_validate(yaml.safe_load((folder / "experiment.yaml").read_text()))
         weights: Mapping[str, torch.Tensor] = torch.load(folder / event.weights, map_location="cpu", weights_only=True)
@@ -130,7 +130,7 @@ class Module:
         import mlflow.pytorch
         from mlflow.models import infer_signature
 
-        from pipeline.training.export import predicted
+        from pipeline.training.exported_model import predicted
 
         def save(serialization_format: str) -> None:
             mlflow.pytorch.save_model(

@@ -2,6 +2,7 @@
 
 import io
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from pipeline.protocol.events import AnyEvent, ArtifactSaved, RunClosed, RunOpen
 from pipeline.protocol.trial import Status, Training, Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import Console
-from pipeline.recording.folder import create, describe, explained, id_of, sweep_of
+from pipeline.recording.folder import create, describe, explained, id_of, killed, sweep_of
+from pipeline.recording.journal import FILE_NAME, ending, read
 from pipeline.recording.mlflow import MlflowSubscriber, flush
 from pipeline.recording.outcome import TrackingOutcome, link_of
 from pipeline.recording.recorder import Recorder
@@ -82,6 +84,7 @@ def recorded(
     member: Membership | None = None,
     source: str = "",
     directions: Mapping[str, Direction] | None = None,
+    adds: bool = False,
 ) -> Iterator[Recorder]:
     """Open a run and yield its recorder; close the run with the status in which the block ends.
 
@@ -93,6 +96,7 @@ def recorded(
         member: role of the run in a sweep, if it is a trial.
         source: path of the experiment file, by which ``--resume`` finds the run.
         directions: directions in which validation metrics are better, by reported name, the main metric first.
+        adds: True to add to a run that has ended, in ``folder``, and keeps its status, duration and description.
 
     Raises:
         ResourceError: the run's folder or the tracking store can't be written, now or later.
@@ -111,17 +115,19 @@ def recorded(
         consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(_console(log)))]
         recorder = Recorder(folder, subscribers=consoles, admit=member.admit if member else None)
         stack.enter_context(closing(recorder))
-        files = describe(plan.experiment, folder)
+        end = _end_of(folder) if adds else None
+        files = () if adds else describe(plan.experiment, folder)
         own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
         tracker = _subscribe_mlflow(recorder, folder=folder, uri=uri, terminal=terminal, warn=warn) if tracked else None
         stack.callback(flush, tracker, recorder, terminal=terminal, uri=uri, warn=warn)
         for each in own:
             stack.callback(each.close)
-        stack.enter_context(_closed_by_status(recorder, member=member, warn=warn))
+        stack.enter_context(_closed_by_status(recorder, end=end, member=member, warn=warn))
         for console in consoles:
             stack.callback(console.close)
-        opened = _opened(plan, folder, uri=uri, member=member)
-        recorder.receive(opened.model_copy(update={"file": source, "directions": directions or {}}))
+        if not adds:
+            opened = _opened(plan, folder, uri=uri, member=member)
+            recorder.receive(opened.model_copy(update={"file": source, "directions": directions or {}}))
         for name in files:
             artifact(name, recorder)
         with explained(folder):
@@ -144,8 +150,10 @@ def _subscribe_mlflow(
 
 
 @contextmanager
-def _closed_by_status(recorder: Recorder, *, member: Membership | None, warn: Callable[[str], None]) -> Iterator[None]:
-    """Record the end of the run, with the status in which the block ends."""
+def _closed_by_status(
+    recorder: Recorder, *, end: RunClosed | None, member: Membership | None, warn: Callable[[str], None]
+) -> Iterator[None]:
+    """Record the end of the run: ``end`` once more, or else one with the status in which the block ends."""
     status: Status = "FINISHED"
     message = ""
     try:
@@ -154,7 +162,8 @@ def _closed_by_status(recorder: Recorder, *, member: Membership | None, warn: Ca
         status, message = _status(error, interruption=member.interruption() if member else "")
         raise
     finally:
-        _close(recorder, status=status, message=message, warn=warn)
+        own = RunClosed(status=status, message=message, summary=recorder.summary)
+        _close(recorder, end=end or own, has_failed=status != "FINISHED", warn=warn)
 
 
 def open_trial(trial: Trial, recorder: Recorder) -> None:
@@ -212,7 +221,16 @@ def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) ->
     )
 
 
-def _close(recorder: Recorder, *, status: Status, message: str, warn: Callable[[str], None]) -> None:
+def _end_of(folder: Path) -> RunClosed:
+    """Return the end of a run that has ended, which is recorded again after an addition."""
+    path = folder / FILE_NAME
+    if (end := ending(path)) is not None:
+        return end
+    (last,) = deque(read(path), maxlen=1)
+    return killed(at=last.time)
+
+
+def _close(recorder: Recorder, *, end: RunClosed, has_failed: bool, warn: Callable[[str], None]) -> None:
     """Record the end of the run.
 
     Raises:
@@ -222,9 +240,9 @@ def _close(recorder: Recorder, *, status: Status, message: str, warn: Callable[[
         try:
             artifact(LOG_NAME, recorder)
         finally:
-            recorder.receive(RunClosed(status=status, message=message, summary=recorder.summary))
+            recorder.receive(end)
     except OSError as error:
-        if status == "FINISHED":
+        if not has_failed:
             raise
         warn(f"the end of the run is not recorded in {error.filename}: {error.strerror}")
 

@@ -12,7 +12,7 @@ from pipeline.protocol.events import AnyEvent, ModelSaved, RunClosed, RunOpened,
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording import journal
 from pipeline.recording.delivery import Delivery, batches, persist, quiet
-from pipeline.recording.folder import trials_of
+from pipeline.recording.folder import killed, trials_of
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import check_store, run_link, with_credentials
 
@@ -71,7 +71,8 @@ def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callabl
     except ResourceError as error:
         raise ResourceError(f"{error}\nor send it to another store: pipeline sync {folder} --to URI") from error
     delivery = Delivery(folder=folder, warn=warn, uri=uri)
-    _deliver(delivery, filter(wanted, _ended_once(path, last=last)), count=count)
+    end = journal.ending(path) or killed(at=last.time)
+    _deliver(delivery, filter(wanted, _ended_once(path, end=end)), count=count)
     elsewhere = "" if uri == with_credentials(opened.tracking_uri) else without_credentials(uri)
     outcome = TrackingOutcome.of(delivery, trouble=delivery.trouble, waiting=count, uri=elsewhere)
     known = TrackingOutcome.kept(folder)
@@ -96,10 +97,7 @@ def _deliver(delivery: Delivery, events: Iterable[AnyEvent], *, count: int) -> N
         persist(delivery.upload, ending=ending)
 
 
-def _ended_once(path: Path, *, last: AnyEvent) -> Iterator[AnyEvent]:
-    """Yield the events of a run with a single end, after ``last``, the last event: a run may be resumed or killed."""
+def _ended_once(path: Path, *, end: RunClosed) -> Iterator[AnyEvent]:
+    """Yield the events of a run with a single end: a run may be resumed."""
     yield from (event for event in journal.read(path) if not isinstance(event, RunClosed))
-    if isinstance(last, RunClosed):
-        yield last
-    else:
-        yield RunClosed(time=last.time, status="KILLED", message="The driver was killed before it could end the run.")
+    yield end

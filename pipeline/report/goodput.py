@@ -25,6 +25,7 @@ from pipeline.protocol.events import (
     Trained,
     TrialOpened,
 )
+from pipeline.protocol.trial import EVALUATION
 from pipeline.wording import duration
 
 Use = Literal["steps", "start", "input", "evaluation", "saving", "redone", "stopped"]
@@ -113,6 +114,8 @@ class WallClock:
             case TrialOpened() if event.trial == self._trial:
                 self._end_attempt(at=event.time)
                 self._is_under_way, self._sign = True, event.time
+            case TrialOpened() if event.trial == EVALUATION:
+                pass  # of a checkpoint, while the training doesn't run
             case TrialOpened():  # a measurement before the training
                 self._spend("start", until=event.time)
                 self._until = None

@@ -5,7 +5,7 @@ Apart from the loaders, which know of no ranks, and from `TrainContext`, which h
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial import Rank, Split, Trial
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training import parts, rank_equality
@@ -24,10 +24,6 @@ from pipeline.training.stream import RowStream, StreamLoader, received
 MicroBatches = Iterator[tuple[MicroBatch, Any]]
 """A rank's micro-batches with their data, in order."""
 _MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-
-
-Split = Literal["validation", "test"]
-"""Held-out set that can be evaluated."""
 
 
 class Source(NamedTuple):

@@ -17,9 +17,8 @@ from pipeline.config.schema import followed
 from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import Phase
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Measurement
+from pipeline.protocol.trial import Measurement, Split
 from pipeline.training import learned
-from pipeline.training.batches import Split
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipeline.protocol.events import (
+    EXAMPLE,
     WEIGHTS,
     ArtifactSaved,
     FirstStep,
@@ -28,14 +29,13 @@ from pipeline.protocol.trial_result import Best, Held
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import full_state_dict, resulting_weights
-from pipeline.training.export import export, trained_model
+from pipeline.training.exported_model import export, trained_model
 from pipeline.training.learned import kept, trainable
 from pipeline.training.loader import to_device
 from pipeline.training.metrics import Curve
 from pipeline.training.norms import local
 from pipeline.wording import counted
 
-_EXAMPLE = "model/example.pt"
 _PROGRAM, _SAMPLES = "model/model.pt2", "model/example.npz"
 _log = logging.getLogger(__name__)
 _TF32 = (8, 0)
@@ -161,7 +161,7 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | N
 
     ``best`` is the step that the weights are of; None for the last.
     """
-    weights, example = folder / WEIGHTS, folder / _EXAMPLE
+    weights, example = folder / WEIGHTS, folder / EXAMPLE
     weights.parent.mkdir()
     beside = "model/loss.pt" if context.experiment.task is None else "model/task.pt"
     with resulting_weights(context):
@@ -178,11 +178,11 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | N
         return
     if trainable(context.learned):
         outbox.event(ArtifactSaved(trial=context.trial.name, path=beside))
-    inputs = _example(context)
+    inputs = example_of(context)
     if inputs is not None:
         torch.save(inputs, example)
-        outbox.file(example, _EXAMPLE)
-    place = "" if inputs is None else _EXAMPLE
+        outbox.file(example, EXAMPLE)
+    place = "" if inputs is None else EXAMPLE
     step = best.step if best else None
     outbox.event(ModelSaved(trial=context.trial.name, weights=WEIGHTS, example=place, step=step))
 
@@ -192,7 +192,7 @@ def exported_model(trial: Training, outbox: Outbox, *, folder: Path) -> None:
 
     A model that can't be exported is left to the process that writes to MLflow, which warns of it.
     """
-    weights, example, program, samples = (folder / name for name in (WEIGHTS, _EXAMPLE, _PROGRAM, _SAMPLES))
+    weights, example, program, samples = (folder / name for name in (WEIGHTS, EXAMPLE, _PROGRAM, _SAMPLES))
     if not trial.exports or not example.exists():
         return
     try:
@@ -227,7 +227,7 @@ def _save_learned(context: TrainContext, path: Path) -> None:
         torch.save({name: value.detach().cpu() for name, value in kept(context.learned).items()}, path)
 
 
-def _example(context: TrainContext) -> torch.Tensor | None:
+def example_of(context: TrainContext) -> torch.Tensor | None:
     """Return the inputs of two training samples; None unless a batch's inputs are a single tensor."""
     batch = context.batches.read(list(range(min(2, context.order.samples))))
     inputs = batch[0] if isinstance(batch, tuple | list) and batch else None

@@ -26,13 +26,23 @@ from pipeline.config.train import Train
 from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.events import AnyEvent, BatchSizesFound, Failed, Finished, Heartbeat, Outbox, event_to_json
+from pipeline.protocol.events import (
+    AnyEvent,
+    BatchSizesFound,
+    Evaluated,
+    Failed,
+    Finished,
+    Heartbeat,
+    Outbox,
+    event_to_json,
+)
 from pipeline.protocol.progress import told_to
-from pipeline.protocol.trial import Rank, Training, Trial, Tuning, trial_from_json
+from pipeline.protocol.trial import Evaluation, Rank, Training, Trial, Tuning, trial_from_json
 from pipeline.system import allocator
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
 from pipeline.training.loop import train
+from pipeline.training.restored import evaluate_checkpoint
 from pipeline.training.watch import Watchdog
 from pipeline.worker import rendezvous
 from pipeline.worker.system_metrics import system_sampled
@@ -100,12 +110,14 @@ def rank_from_environment() -> Rank:
     )
 
 
-def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | BatchSizesFound:
+def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | BatchSizesFound | Evaluated:
     """Run the trial and return its result."""
     if isinstance(trial, Tuning):
         sizes = batch_size.find(trial, rank=rank)
         return BatchSizesFound(trial=trial.name, sizes=sizes)
     with compilation.explained(trial.experiment.train.compile):
+        if isinstance(trial, Evaluation):
+            return evaluate_checkpoint(trial, rank=rank, outbox=outbox)
         result = train(trial, rank=rank, outbox=outbox)
     return Finished(trial=trial.name, result=result)
 

@@ -177,3 +177,10 @@ def test_percents_add_up_to_a_hundred_and_are_told_in_one_sentence() -> None:
     assert set(goodput.figures) == {
         "goodput", *(f"wall_clock/{use}" for use in ("start", "input", "evaluation", "saving", "redone", "stopped"))
     }  # fmt: skip
+
+
+def test_an_evaluation_between_two_sessions_takes_no_time_of_the_training() -> None:
+    before = (opened(0), launched(2), FirstStep(time=9), window(20, step=10, new=10, ms=1000), saved(20.5, step=10))
+    evaluation = launched(500, trial="evaluation")
+    after = (opened(1000), launched(1001), FirstStep(time=1003), window(1014, step=20, new=10, ms=1000), trained(1015))
+    assert seconds(*before, evaluation, *after) == seconds(*before, *after)

@@ -167,6 +167,16 @@ def entries(storage: Storage) -> list[Entry]:
     return [Entry(name, _manifest(storage, name)) for name in names]
 
 
+def entry_of(storage: Storage, step: int) -> Entry:
+    """Return the checkpoint of a step, with a manifest if it is complete.
+
+    Raises:
+        OSError: the storage can't be read (or the file system's own exception).
+    """
+    name = folder_name(step)
+    return Entry(name, _manifest(storage, name))
+
+
 def verify(storage: Storage, entry: Entry, *, use: Callable[[Path], object] = lambda _: None) -> str | None:
     """Describe the damage of a checkpoint; None if it is intact. Reads all of its files.
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,22 @@ from pipeline.config.schema import Experiment
 
 
 def trained_model(
-    experiment: Experiment, weights: Mapping[str, torch.Tensor], *, allowed: tuple[str, ...]
+    experiment: Experiment,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    allowed: tuple[str, ...],
+    runtime: Mapping[str, int] = MappingProxyType({}),
 ) -> nn.Module:
     """Build the model again, without what a strategy has added, with these weights: on the CPU, in evaluation mode.
+
+    ``runtime`` has the values of ``${total_steps}`` and the like, by name.
 
     Raises:
         ExperimentError: the model's component can't be built in this process.
         RuntimeError: the weights belong to another model.
     """
     with torch.random.fork_rng(devices=()):
-        module: nn.Module = build(experiment.model, key="model", allowed=allowed, runtime={})
+        module: nn.Module = build(experiment.model, key="model", allowed=allowed, runtime=runtime)
     precision = next((value.dtype for value in weights.values() if value.is_floating_point()), None)
     module.to(device="cpu", dtype=precision).load_state_dict(weights)
     return module.eval()
@@ -55,7 +62,27 @@ def export(module: nn.Module, example: torch.Tensor, *, program: Path, samples: 
     named = {f"outputs.{name}": value for name, value in outputs.items()} if isinstance(outputs, dict) else {}
     if isinstance(outputs, np.ndarray):
         named["outputs"] = outputs
+    write_program(module, example, program)
+    np.savez(samples, inputs=example.numpy(), **named)
+
+
+def write_program(module: nn.Module, example: torch.Tensor, program: Path) -> None:
+    """Write the model as a program of torch.export for batches of any size; for arguments and errors see `export`."""
     with warnings.catch_warnings(action="ignore"):  # nothing that a user can act on
         exported = torch.export.export(module, (example,), dynamic_shapes=({0: Dim.AUTO},))
         torch.export.save(exported, program)
-    np.savez(samples, inputs=example.numpy(), **named)
+
+
+def write_onnx(module: nn.Module, example: torch.Tensor, path: Path) -> None:
+    """Write the model in ONNX for batches of any size; needs the packages onnx and onnxscript. See `export`."""
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(
+            module,
+            (example,),
+            path,
+            dynamo=True,
+            dynamic_shapes=({0: Dim.AUTO},),
+            input_names=["inputs"],
+            external_data=False,
+            verbose=False,
+        )

@@ -1,0 +1,116 @@
+"""Commands that use the weights of a training: evaluate, export."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.filesize import decimal
+
+from pipeline.cli.arguments import Json, Overrides, Quiet, Verbose, head_start, opened
+from pipeline.cli.results import Directory, RunArgument
+from pipeline.system import stages
+
+CheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="best|last|STEP",
+        show_default=False,
+        help="Checkpoint; default: the best if the experiment has checkpoint.best, else the last.",
+    ),
+]
+
+
+class SplitName(StrEnum):
+    """Held-out set."""
+
+    test = "test"
+    validation = "validation"
+
+
+class FormatName(StrEnum):
+    """Format of an exported model."""
+
+    safetensors = "safetensors"
+    torch_export = "torch-export"
+    onnx = "onnx"
+
+
+def evaluate(
+    run: RunArgument,
+    overrides: Overrides = None,
+    *,
+    checkpoint: CheckpointOption = None,
+    split: Annotated[
+        SplitName | None,
+        typer.Option(
+            "--split",
+            show_default=False,
+            help="Set; default: the test set if the data has one, else the validation set.",
+        ),
+    ] = None,
+    directory: Directory = Path("runs"),
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Evaluate a checkpoint of a run that has ended: loss and metrics on the test set, with any number of workers."""
+    from pipeline.recording import runs
+
+    folder = runs.find(run, directory)
+    with (
+        opened(folder / "experiment.yaml", overrides or (), as_json=as_json, quiet=quiet) as (experiment, terminal),
+        head_start(experiment, verbose=verbose, tracked=True),
+    ):
+        from pipeline.commands.evaluate import evaluate
+
+        evaluate(
+            experiment,
+            folder=folder,
+            checkpoint=checkpoint,
+            split=split.value if split is not None else None,
+            verbose=verbose,
+            terminal=terminal,
+            show=lambda report: typer.echo(report.model_dump_json(indent=2)) if as_json else None,
+        )
+
+
+def export(
+    run: RunArgument,
+    *,
+    to: Annotated[
+        Path, typer.Option("--to", metavar="FOLDER", show_default=False, help="Folder for the files; must be empty.")
+    ],
+    form: Annotated[
+        FormatName,
+        typer.Option(
+            "--format",
+            help="safetensors needs the model's class to load it, torch-export only torch, onnx only its runtime.",
+        ),
+    ] = FormatName.safetensors,
+    checkpoint: CheckpointOption = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into a folder that is not empty; replaces an earlier export.")
+    ] = False,
+    directory: Directory = Path("runs"),
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Export the trained model of a run: weights or a program, with a script that loads it without this project."""
+    from pipeline.commands import export as exporting
+    from pipeline.recording import runs
+
+    folder = runs.find(run, directory)
+    exporting.refuse(form=form.value, to=to, force=force)
+    with opened(folder / "experiment.yaml", as_json=as_json, quiet=quiet) as (experiment, terminal):
+        stages.begin("importing torch")
+        exported = exporting.export(experiment, folder=folder, to=to, form=form.value, checkpoint=checkpoint)
+        stages.end()
+    if as_json:
+        typer.echo(exported.model_dump_json(indent=2))
+        return
+    terminal.progress.print(f"{exported.title}, in {to}:", markup=False, soft_wrap=True)
+    for path in sorted(to.iterdir()):
+        terminal.progress.print(f"  {path.name:<20} {decimal(path.stat().st_size)}", markup=False, soft_wrap=True)
+    terminal.result.print(f"python {to / exporting.LOADER}", markup=False, soft_wrap=True)

@@ -1,0 +1,83 @@
+"""``load.py`` of an exported model: a script of a few lines that loads it without this project."""
+
+from collections.abc import Sequence
+
+_SAFETENSORS = """\
+import json
+from pathlib import Path
+from pkgutil import resolve_name
+
+from safetensors.torch import load_file
+
+FOLDER = Path(__file__).parent
+
+
+def build(value):
+    if isinstance(value, dict):
+        arguments = {name: build(inner) for name, inner in value.items() if name != "_target_"}
+        return resolve_name(value["_target_"])(**arguments) if "_target_" in value else arguments
+    return [build(inner) for inner in value] if isinstance(value, list) else value
+
+
+model = build(json.loads((FOLDER / "model.json").read_text())["model"])CAST
+model.load_state_dict(load_file(FOLDER / "model.safetensors"))
+model.eval()
+"""
+_TORCH_EXPORT = """\
+from pathlib import Path
+
+import torch
+
+model = torch.export.load(Path(__file__).parent / "model.pt2").module()
+"""
+_ONNX = """\
+from pathlib import Path
+
+import onnxruntime
+
+session = onnxruntime.InferenceSession(Path(__file__).parent / "model.onnx")
+
+
+def model(inputs):
+    return session.run(None, {"inputs": inputs})[0]
+"""
+_BODIES = {"safetensors": _SAFETENSORS, "torch-export": _TORCH_EXPORT, "onnx": _ONNX}
+
+
+def loader_script(
+    form: str, *, title: str, target: str, is_double: bool, shape: Sequence[int] | None, dtype: str
+) -> str:
+    """Return the text of the script.
+
+    Args:
+        form: format of the model.
+        title: model in words, for the docstring.
+        target: class or function that builds the model.
+        is_double: True for weights in fp64.
+        shape: shape of a batch of inputs; None if they aren't a single tensor.
+        dtype: their type, e.g. "float32".
+    """
+    body = _BODIES[form].replace("CAST", ".double()" if is_double else "")
+    opening = f'"""{title}, written by pipeline export: `from load import model`."""\n\n{_needs(form, target)}'
+    return f"{opening}{body}{_call(form, shape=shape, dtype=dtype)}"
+
+
+def _needs(form: str, target: str) -> str:
+    """Return the comment on what loading the model needs."""
+    if form != "safetensors":
+        return f"# Needs {'torch' if form == 'torch-export' else 'onnxruntime'} only, and no class of the model.\n"
+    if target.startswith("pipeline."):
+        return (
+            f"# Needs torch, safetensors and {target}, which is ddp-pipeline's own.\n"
+            "# pipeline export --format torch-export writes a model that needs no class.\n"
+        )
+    return f"# Needs torch, safetensors and {target}, and not ddp-pipeline.\n"
+
+
+def _call(form: str, *, shape: Sequence[int] | None, dtype: str) -> str:
+    """Return the lines that call the model with zeros if the script is run."""
+    if shape is None:
+        return ""
+    module = "numpy" if form == "onnx" else "torch"
+    zeros = f"{module}.zeros({tuple(shape)}, dtype={module}.{dtype})"
+    return f'\nif __name__ == "__main__":\n    import {module}\n\n    print(model({zeros}))\n'

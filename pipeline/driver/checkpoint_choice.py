@@ -1,0 +1,107 @@
+"""``--checkpoint``: the checkpoint of a run that is evaluated or exported."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.config.load import ExperimentFile
+from pipeline.driver import preflight
+from pipeline.errors import UsageError
+from pipeline.recording.folder import RunState, id_of
+from pipeline.training.checkpoints.manifest import Manifest, best, entries, step_of
+from pipeline.training.checkpoints.storage import Storage, address_of
+
+BEST, LAST = "best", "last"
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint of a run."""
+
+    address: str
+    """Folder, or fsspec address, of the run's checkpoints."""
+    manifest: Manifest
+    best: str = ""
+    """Metric whose best value it has, if it was chosen for that; otherwise empty."""
+
+
+def ended_training(state: RunState, *, command: str) -> None:
+    """Refuse a run that goes on, and one that has no training.
+
+    Raises:
+        UsageError: it is running, or it is a comparison, a sweep or another command's.
+    """
+    role, name = state.opened.tags.get("role", "main"), id_of(state.folder)
+    if role == "sweep":
+        raise UsageError(f"{name} is a sweep; name one of its trials: pipeline {command} {name}/trial-001")
+    if role != "main":
+        raise UsageError(f"{name} is a run of pipeline {role}, which trains no model; name one of pipeline run")
+    if state.status == "RUNNING":
+        raise UsageError(f"{name} is still running; pipeline {command} needs a training that has ended")
+
+
+def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: tuple[str, ...]) -> Checkpoint:
+    """Choose a complete checkpoint of a run.
+
+    Args:
+        file: the experiment of the run.
+        folder: the run's folder.
+        wanted: best, last or a step; None: the best if the experiment has ``checkpoint.best``, else the last.
+        allowed: packages that a ``_target_`` may name.
+
+    Raises:
+        UsageError: there is no such checkpoint.
+        ExperimentError: the metric of ``checkpoint.best`` doesn't know which direction is better.
+        ResourceError: the storage can't be read.
+    """
+    options, name = file.experiment.checkpoint, id_of(folder)
+    address = address_of(options.directory, run=folder)
+    manifests = _manifests(Storage(address))
+    if not manifests:
+        why = "checkpoint.keep is 0" if not options.keep else "the training ended before its first one"
+        raise UsageError(f"{name}: no complete checkpoint in {address}: {why}")
+    if wanted is None:
+        wanted = BEST if options.best is not None and _rated(manifests, options.best) else LAST
+    if wanted == LAST:
+        return Checkpoint(address, manifests[0])
+    if wanted == BEST:
+        return _best(file, manifests, name=name, address=address, allowed=allowed)
+    step = int(wanted) if wanted.isascii() and wanted.isdecimal() else step_of(wanted)
+    if step is None:
+        raise UsageError(f"--checkpoint {wanted}: write best, last, or a step: {_steps(manifests)}")
+    found = next((one for one in manifests if one.step == step), None)
+    if found is None:
+        raise UsageError(f"--checkpoint {wanted}: {name} kept no checkpoint of step {step}, only {_steps(manifests)}")
+    return Checkpoint(address, found)
+
+
+def _manifests(storage: Storage) -> list[Manifest]:
+    """Return the manifests of all complete checkpoints, newest first."""
+    try:
+        return [entry.manifest for entry in entries(storage) if entry.manifest is not None]
+    except Exception as error:  # a file system may raise anything
+        raise UsageError(
+            f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _rated(manifests: Sequence[Manifest], metric: str) -> list[Manifest]:
+    """Return the checkpoints that have a value of a metric."""
+    return [one for one in (each.rated_by(metric) for each in manifests) if one.metric is not None]
+
+
+def _best(
+    file: ExperimentFile, manifests: Sequence[Manifest], *, name: str, address: str, allowed: tuple[str, ...]
+) -> Checkpoint:
+    metric = file.experiment.checkpoint.best
+    others = f"write --checkpoint last, or a step: {_steps(manifests)}"
+    if metric is None:
+        raise UsageError(f"--checkpoint best: {name} was trained without checkpoint.best; {others}")
+    direction = preflight.best_direction(file.experiment, allowed=allowed)
+    found = best(_rated(manifests, metric), direction)
+    if found is None:
+        raise UsageError(f"--checkpoint best: no checkpoint of {name} has a value of {metric}; {others}")
+    return Checkpoint(address, found, best=metric)
+
+
+def _steps(manifests: Sequence[Manifest]) -> str:
+    return ", ".join(str(step) for step in sorted(one.step for one in manifests))

@@ -1,0 +1,130 @@
+"""A trained model on its way out of the project: weights, example inputs, and the files of each format."""
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pipeline.config.schema import Experiment
+from pipeline.errors import PipelineError, TrainingError, UsageError
+from pipeline.protocol.events import EXAMPLE, WEIGHTS
+from pipeline.protocol.trial import Evaluation, Rank
+from pipeline.training.batches import runtime
+from pipeline.training.exported_model import trained_model, write_onnx, write_program
+from pipeline.training.reporting import example_of
+from pipeline.training.restored import epoch_of, restored, whole_weights
+from pipeline.wording import first_line
+
+FILES: Mapping[str, str] = {
+    "safetensors": "model.safetensors",
+    "torch-export": "model.pt2",
+    "onnx": "model.onnx",
+}
+"""File names of the model by format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortableModel:
+    """Weights of a training, and what is needed to build the model around them."""
+
+    experiment: Experiment
+    allowed: tuple[str, ...]
+    weights: Mapping[str, Tensor]
+    example: Tensor | None
+    """Inputs of two samples; None if the model's inputs are not a single tensor."""
+    runtime: Mapping[str, int]
+    """Values of ``${total_steps}`` and the like, by name."""
+    epoch: int
+    """Epoch of the weights, counted from 1."""
+
+    def module(self) -> nn.Module:
+        """Build the model on the CPU, in evaluation mode.
+
+        Raises:
+            ExperimentError: its component can't be built.
+            UsageError: the weights belong to another model.
+        """
+        try:
+            return trained_model(self.experiment, self.weights, allowed=self.allowed, runtime=self.runtime)
+        except RuntimeError as error:
+            said = " ".join(str(error).split())[:300]
+            raise UsageError(
+                f"the weights don't fit {self.experiment.model.target}: {said}; use the code that it was trained with"
+            ) from error
+
+
+def of_checkpoint(trial: Evaluation) -> PortableModel:
+    """Read the weights of a checkpoint in this process, and example inputs from the experiment's data.
+
+    Raises:
+        ExperimentError: the experiment can't be built, or its model doesn't match the checkpoint's.
+        TrainingError: the checkpoint is damaged, or code of the experiment raised.
+    """
+    rank = Rank()
+    try:
+        context, manifest = restored(trial, rank=rank)
+        example = example_of(context)
+    except PipelineError:
+        raise
+    except Exception as error:  # user code may raise anything
+        raise TrainingError(f"{type(error).__name__}: {error}", traceback.format_exc()) from error
+    known = runtime(trial, order=context.order, rank=Rank(world_size=manifest.world_size))
+    return PortableModel(
+        experiment=trial.experiment,
+        allowed=trial.allowed,
+        weights=whole_weights(context),
+        example=example,
+        runtime=known,
+        epoch=epoch_of(manifest),
+    )
+
+
+def of_result(
+    folder: Path, experiment: Experiment, *, allowed: tuple[str, ...], runtime: Mapping[str, int], epoch: int
+) -> PortableModel:
+    """Read the weights that a training left in its run's folder, and the example inputs beside them, if any.
+
+    Raises:
+        UsageError: a file is damaged.
+    """
+    weights, example = folder / WEIGHTS, folder / EXAMPLE
+    try:
+        tensors: Mapping[str, Tensor] = torch.load(weights, map_location="cpu", weights_only=True)
+        inputs = torch.load(example, map_location="cpu", weights_only=True) if example.exists() else None
+    except Exception as error:  # whatever torch raises for a damaged file
+        raise UsageError(f"{weights} can't be read: {first_line(error)}; write --checkpoint last") from error
+    return PortableModel(
+        experiment=experiment, allowed=allowed, weights=tensors, example=inputs, runtime=runtime, epoch=epoch
+    )
+
+
+def write_model(model: PortableModel, form: str, folder: Path) -> None:
+    """Write the model in one of the formats of `FILES`.
+
+    Raises:
+        ExperimentError: the model can't be built.
+        UsageError: the model can't have this format.
+        OSError: the file can't be written.
+    """
+    module, path = model.module(), folder / FILES[form]
+    if form == "safetensors":  # which refuses tensors that share memory, such as tied weights
+        save_file({name: tensor.detach().clone().contiguous() for name, tensor in model.weights.items()}, path)
+        return
+    if model.example is None:
+        raise UsageError(
+            f"--format {form}: it needs example inputs, and the batches of this data don't begin with a single tensor; "
+            "write --format safetensors"
+        )
+    try:
+        (write_program if form == "torch-export" else write_onnx)(module, model.example, path)
+    except OSError:
+        raise
+    except Exception as error:  # whatever torch can't trace in a user's model
+        raise UsageError(
+            f"--format {form}: torch can't trace {model.experiment.model.target}: {first_line(error)}; "
+            "write --format safetensors"
+        ) from error

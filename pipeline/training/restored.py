@@ -1,0 +1,100 @@
+"""A rank with the weights of a checkpoint: built without training, to evaluate or export them."""
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from pipeline.errors import ExperimentError, TrainingError
+from pipeline.protocol.events import Evaluated, Outbox
+from pipeline.protocol.trial import Evaluation, Rank, Split
+from pipeline.training import reporting
+from pipeline.training.build import build
+from pipeline.training.checkpoints import resuming
+from pipeline.training.checkpoints.manifest import Manifest, entry_of
+from pipeline.training.checkpoints.state import restore_weights
+from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.collectives import from_first
+from pipeline.training.context import TrainContext
+from pipeline.training.evaluation import evaluate, full_state_dict, prepare, resulting_weights
+
+
+def restored(trial: Evaluation, *, rank: Rank) -> tuple[TrainContext, Manifest]:
+    """Build a rank's context with the weights of the trial's checkpoint. Collective.
+
+    Raises:
+        ExperimentError: the experiment can't be built, or its model doesn't match the checkpoint's.
+        TrainingError: the checkpoint is damaged, or can't be read.
+    """
+    context = build(trial, rank=rank)
+    storage = Storage(trial.checkpoints)
+    manifest = from_first(lambda: _manifest(storage, trial.step), rank=rank)
+    state = resuming.chosen(context, storage, manifest)
+    if isinstance(state, str):
+        place = storage.place(manifest.name)
+        raise TrainingError(f"{place} can't be used: {state}; write --checkpoint with another step")
+    restore_weights(context, state)
+    return context, manifest
+
+
+def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Evaluated:
+    """Evaluate the weights of the trial's checkpoint. Collective; all ranks return the same values.
+
+    Raises:
+        ExperimentError: there is no such set, or the experiment can't be built or evaluated.
+        TrainingError: the checkpoint can't be used.
+    """
+    context, manifest = restored(trial, rank=rank)
+    split = _split(context, trial.split)
+    if not context.order.is_stream:  # of which no rows have arrived yet
+        prepare(context)
+    values = evaluate(
+        context,
+        split=split,
+        show=lambda name, curve: reporting.curve(f"{split} {name}", curve, context=context, outbox=outbox),
+    )
+    return Evaluated(
+        trial=trial.name,
+        split=split,
+        samples=context.batches.size(split),
+        step=manifest.step,
+        epoch=epoch_of(manifest),
+        best=trial.best,
+        checkpoint=Storage(trial.checkpoints).place(manifest.name),
+        values=values,
+        changes=trial.changes,
+    )
+
+
+def whole_weights(context: TrainContext) -> Mapping[str, Tensor]:
+    """Return a copy of the resulting weights on the CPU by name, on rank 0; ignored elsewhere. Collective."""
+    with resulting_weights(context):
+        return {name: value.detach().to("cpu", copy=True) for name, value in full_state_dict(context).items()}
+
+
+def epoch_of(manifest: Manifest) -> int:
+    """Return the epoch of a checkpoint's step, counted from 1."""
+    return math.ceil(manifest.step / manifest.steps_per_epoch)
+
+
+def _manifest(storage: Storage, step: int) -> Manifest:
+    manifest = entry_of(storage, step).manifest
+    if manifest is None:
+        raise TrainingError(f"{storage.address} has no complete checkpoint of step {step} any more")
+    return manifest
+
+
+def _split(context: TrainContext, wanted: Split | None) -> Split:
+    """Return the set to evaluate.
+
+    Raises:
+        ExperimentError: the data has no such set.
+    """
+    splits: tuple[Split, ...] = ("test", "validation") if wanted is None else (wanted,)
+    for split in splits:
+        if context.batches.has(split):
+            return split
+    there = "write --split validation" if context.batches.has("validation") else "there is nothing to evaluate"
+    if wanted == "validation" and context.batches.has("test"):
+        there = "write --split test"
+    raise ExperimentError.of("data", f"has no {wanted or 'test or validation'} set; {there}")

@@ -1,0 +1,120 @@
+"""``pipeline evaluate`` and ``pipeline export`` as users call them: terminal, journal, MLflow, `list` and `show`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recordings import Recording, Store, written_here
+from toy_runs import toy_run
+
+from pipeline.protocol.events import Evaluated
+from pipeline.recording import journal as journals
+from pipeline.recording.folder import read_state
+from pipeline.recording.sync import sync
+
+BEST = {"best": "validation/loss", "mode": "max", "keep": 1}
+
+
+@pytest.fixture
+def there(command: Any, lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The command in the lab, writing to MLflow in this process."""
+    monkeypatch.chdir(lab)
+
+    def run(*words: str) -> Any:
+        with written_here():
+            return command(*words)
+
+    return run
+
+
+def last(folder: Path) -> Evaluated:
+    return [e for e in journals.read(folder / journals.FILE_NAME) if isinstance(e, Evaluated)][-1]
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "KILLED", None])
+def test_a_run_gets_the_values_and_stays_what_it_was(
+    there: Callable[..., Any], lab: Path, store: Store, status: Any
+) -> None:
+    folder = toy_run(lab, status=status, checkpoint=BEST, data={"_target_": "toys.with_test"}, train={"epochs": 3},
+                     tracking={"log_model": False})  # fmt: skip
+    assert sync(folder, warn=pytest.fail).delivered
+    (before,) = store.runs("toy")
+    listed = json.loads(there("list", "--json").stdout)
+
+    ended = there("evaluate", "latest", "--json")
+    assert ended.code == 0, ended.output
+    result = json.loads(ended.stdout)
+    assert (result["run"], result["split"], result["step"], result["best"]) == (
+        folder.name,
+        "test",
+        3,
+        "validation/loss",
+    )
+    assert result["values"] == last(folder).values
+
+    other = there("evaluate", folder.name, "seed=4", "--checkpoint", "last", "--split", "validation")
+    assert other.code == 0, other.output
+    assert "note: evaluated with another experiment than was trained: seed was 3, is 4" in other.stdout
+    assert "\nValidation set, 10 samples: weights of step 9 (epoch 3)\n" in other.stdout
+    assert other.stdout.splitlines()[-1].startswith("validation/loss ")
+
+    (after,) = store.runs("toy")  # no child
+    assert (
+        store.series(after, "test/loss") == [(3, result["values"]["test/loss"])] * 2
+    )  # at the training's end, and now
+    assert store.series(after, "validation/loss")[-1][0] == 9
+    assert after.data.tags["evaluated"] == "validation set, 10 samples: weights of step 9 (epoch 3)"
+    assert after.data.tags["evaluated_changes"] == "seed was 3, is 4"
+    assert (after.info.status, after.info.end_time) == (before.info.status, before.info.end_time)
+    assert read_state(folder).status == (status or "KILLED")
+    (record,) = json.loads(there("list", "--json").stdout)
+    ended_of_killed = {"ended", "seconds", "message"} if status is None else set()
+    assert {**record, **dict.fromkeys(ended_of_killed)} == {**listed[0], **dict.fromkeys(ended_of_killed)}
+    shown = there("show", "latest").stdout
+    assert "Evaluated later\n" in shown
+    assert f"test/loss {result['values']['test/loss']:.4g}: test set, 22 samples: weights of step 3" in shown
+    assert "(seed was 3, is 4)" in shown
+
+    contents = store.contents("toy")
+    assert sync(folder, warn=pytest.fail).delivered
+    assert store.contents("toy") == contents
+
+
+def test_an_evaluation_that_fails_is_no_failure_of_the_run(there: Callable[..., Any], lab: Path, store: Store) -> None:
+    folder = toy_run(lab, tracking={"log_model": False})
+    ended = there("evaluate", "latest", "--split", "test", "--quiet")
+    assert ended.code == 2
+    assert "experiment.yaml" in ended.stderr
+    assert "data: has no test set; write --split validation" in ended.stderr
+    assert read_state(folder).status == "FINISHED"
+    (run,) = store.runs("toy")
+    assert (run.info.status, run.data.tags.get("error")) == ("FINISHED", None)
+    assert there("evaluate", "latest", "--checkpoint", "5", "--quiet").stderr.endswith(" of step 5, only 3, 6\n")
+
+
+def test_recorded_runs_of_before_say_what_they_have(
+    there: Callable[..., Any], journal: Callable[[str], Recording]
+) -> None:
+    finished, sweep = journal("finished"), journal("sweep")
+    assert "no complete checkpoint" in there("evaluate", finished.folder.name).stderr
+    assert "is a sweep; name one of its trials" in there("evaluate", sweep.folder.name).stderr
+
+
+@pytest.mark.parametrize("words", [(), ("--json",), ("--quiet",)])
+def test_export_says_what_it_has_written(there: Callable[..., Any], lab: Path, words: tuple[str, ...]) -> None:
+    folder = toy_run(lab)
+    ended = there("export", "latest", "--to", "out", *words)
+    assert ended.code == 0, ended.output
+    if words == ("--json",):
+        assert json.loads(ended.stdout) == json.loads((lab / "out" / "model.json").read_text())
+        return
+    lines = ended.stdout.splitlines()
+    assert lines[-1] == "python out/load.py"
+    assert len(lines) == (1 if words else 6)
+    if not words:
+        assert lines[0] == f"torch.nn.Linear of run {folder.name}, weights of step 6 (epoch 2), in out:"
+    again = there("export", "latest", "--to", "out")
+    assert (again.code, again.stdout) == (2, "")
+    assert "--to out: is not empty" in again.stderr

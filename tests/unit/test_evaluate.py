@@ -1,0 +1,238 @@
+"""``pipeline evaluate``: which checkpoint and set, its values, what it tells, and a run that stays what it was."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+from toy_runs import T0, toy_run
+
+from pipeline.commands import evaluate as evaluating
+from pipeline.commands.history.evaluations import evaluations
+from pipeline.config.load import ExperimentFile, load
+from pipeline.config.targets import BUILT_IN
+from pipeline.driver.checkpoint_choice import Checkpoint, choose, ended_training
+from pipeline.errors import ExperimentError, TrainingError, UsageError
+from pipeline.protocol.events import Evaluated, Metrics, RunClosed, RunOpened, TrialOpened, Warned
+from pipeline.protocol.trial import EVALUATION, Evaluation, Rank, Trial
+from pipeline.recording import journal
+from pipeline.recording.folder import read_state
+from pipeline.recording.recorder import Recorder
+from pipeline.recording.run_summary import summarized
+from pipeline.report.evaluated import EvaluationReport
+from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.restored import evaluate_checkpoint
+
+ERROR = "metrics={error: {_target_: torchmetrics.regression.MeanAbsoluteError}}"
+HIGHEST = {"best": "validation/loss", "mode": "max", "keep": 2}
+"""Options that make the first epoch of a training that learns its best."""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of three epochs, to steps 3, 6 and 9: the first is the best, the last two are kept."""
+    lab: Path = tmp_path_factory.mktemp("lab")
+    toy_run(lab, checkpoint=HIGHEST, data={"_target_": "toys.with_test"}, train={"epochs": 3})
+    return lab
+
+
+@pytest.fixture
+def run(lab: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(lab)
+    (folder,) = (lab / "runs").iterdir()
+    return folder
+
+
+def opened(folder: Path, *overrides: str) -> ExperimentFile:
+    return load(folder / "experiment.yaml", overrides)
+
+
+def chosen(folder: Path, wanted: str | None, *overrides: str) -> Checkpoint:
+    return choose(opened(folder, *overrides), folder=folder, wanted=wanted, allowed=BUILT_IN)
+
+
+def evaluated(folder: Path, step: int, **more: Any) -> Evaluated:
+    experiment = more.pop("experiment", opened(folder).experiment)
+    shared = {name: getattr(toys.trial(), name) for name in Trial.model_fields if name != "role"}
+    shared |= {"name": EVALUATION, "experiment": experiment}
+    trial = Evaluation(**shared, checkpoints=str(folder / "checkpoints"), step=step, **more)
+    return evaluate_checkpoint(trial, rank=Rank(), outbox=toys.Kept())
+
+
+def trained_values(folder: Path, name: str) -> dict[int, float]:
+    events = (event for event in journal.read(folder / journal.FILE_NAME) if isinstance(event, Metrics))
+    return {point.step: point.value for event in events for point in event.points if point.name == name}
+
+
+# Which checkpoint
+
+
+def test_the_result_is_the_default(run: Path) -> None:
+    assert chosen(run, None).manifest.step == chosen(run, "best").manifest.step == 3
+    assert chosen(run, None).best == "validation/loss"
+    assert (chosen(run, "last").manifest.step, chosen(run, "last").best) == (9, "")
+    assert chosen(run, None, "checkpoint.best=null").manifest.step == 9
+    assert chosen(run, "6").manifest.step == chosen(run, folder_name(6)).manifest.step == 6
+
+
+@pytest.mark.parametrize(
+    ("wanted", "overrides", "said"),
+    [
+        ("5", (), "--checkpoint 5: {run} kept no checkpoint of step 5, only 3, 6, 9"),
+        ("newest", (), "--checkpoint newest: write best, last, or a step: 3, 6, 9"),
+        ("best", ("checkpoint.best=null",), "without checkpoint.best; write --checkpoint last, or a step: 3, 6, 9"),
+        (
+            "best",
+            ("checkpoint.best=validation/error", ERROR),
+            "has a value of validation/error; write --checkpoint last",
+        ),
+        (None, ("checkpoint.directory=nowhere",), "no complete checkpoint in "),
+        (None, ("checkpoint.directory=nowhere", "checkpoint.keep=0", "checkpoint.best=null"), "checkpoint.keep is 0"),
+    ],
+)
+def test_a_checkpoint_that_there_is_not(run: Path, wanted: str | None, overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        chosen(run, wanted, *overrides)
+    assert said.format(run=run.name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        ("sweep", "pipeline evaluate 20260301-000000-x/trial-001"),
+        ("compare", "a run of pipeline compare, which trains"),
+    ],
+)
+def test_what_has_no_training_is_refused(run: Path, role: str, said: str) -> None:
+    state = read_state(run)
+    other = state.opened.model_copy(update={"tags": {"role": role}})
+    with pytest.raises(UsageError, match=said):
+        ended_training(
+            state.model_copy(update={"folder": Path("20260301-000000-x"), "opened": other}), command="evaluate"
+        )
+
+
+def test_a_run_that_goes_on_is_refused(run: Path) -> None:
+    with closing(journal.Journal(run / journal.FILE_NAME)), pytest.raises(UsageError, match="is still running"):
+        ended_training(read_state(run), command="evaluate")
+
+
+# Its values
+
+
+def test_the_values_are_those_of_the_training(run: Path) -> None:
+    found = {step: evaluated(run, step, split="validation").values for step in (3, 6, 9)}
+    assert {step: values["validation/loss"] for step, values in found.items()} == trained_values(run, "validation/loss")
+    best = evaluated(run, 3, best="validation/loss")
+    assert dict(best.values) == {"test/loss": trained_values(run, "test/loss")[3]}
+    assert best.subject == "test set, 22 samples: weights of step 3 (epoch 1), the best validation/loss"
+    assert best.checkpoint == str(run / "checkpoints" / folder_name(3))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"ema": {"decay": 0.5}}},
+        {"model": {"_target_": "toys.batch_norm_net"}},
+        {"loss": {"_target_": "toys.Uncertain"}},
+        {"task": {"_target_": "toys.Logged"}, "loss": None},
+        {"metrics": {"error": {"_target_": "torchmetrics.regression.MeanAbsoluteError"}}},
+    ],
+    ids=["averaged", "buffers", "learned loss", "logs", "metrics"],
+)
+def test_all_that_a_result_consists_of_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, **sections)
+    values = evaluated(folder, 6).values
+    assert values == {name: trained_values(folder, name)[6] for name in values}
+    assert "validation/loss" in values
+
+
+def test_data_without_that_set_is_refused(run: Path) -> None:
+    two = opened(run, "data._target_=toys.regression").experiment
+    assert evaluated(run, 9, experiment=two).split == "validation"
+    with pytest.raises(ExperimentError, match="data: has no test set; write --split validation"):
+        evaluated(run, 9, experiment=two, split="test")
+    with pytest.raises(ExperimentError, match="data: has no test or validation set; there is nothing to evaluate"):
+        evaluated(run, 9, experiment=opened(run, "data={_target_: toys.regression, validation: 0}").experiment)
+
+
+def test_a_model_that_does_not_match_is_told(run: Path) -> None:
+    with pytest.raises(ExperimentError, match="model: doesn't match the one in the checkpoint"):
+        evaluated(run, 6, experiment=opened(run, "model={_target_: toys.wide_net}").experiment)
+
+
+# What is told
+
+
+def test_changes_of_what_is_evaluated_are_told(run: Path) -> None:
+    state = read_state(run)
+    file = opened(run, "data={_target_: toys.regression}", "train.log_every_steps=7", "parallel.timeout_s=99")
+    plan = evaluating.make(file, state=state, checkpoint="6", split=None)
+    (trial,) = plan.trials
+    assert isinstance(trial, Evaluation)
+    assert (trial.step, trial.split, trial.best) == (6, None, "")
+    assert trial.changes == (
+        "data._target_ was toys.with_test, is toys.regression", "train.log_every_steps was 10, is 7"
+    )  # fmt: skip
+    assert [note.partition(": ")[2] for note in plan.notes] == list(trial.changes)
+
+
+def test_the_report_says_which_set_it_is(run: Path) -> None:
+    found = evaluated(run, 9, split="validation", changes=("seed was 3, is 4",))
+    report = EvaluationReport.of(found, run=run.name, trial=toys.trial(), has_choice=False)
+    assert report.opening == (
+        "Validation set, 10 samples: weights of step 9 (epoch 3)",
+        "The data has no test set, so this is the validation set.",
+        "Not the experiment that was trained: seed was 3, is 4.",
+    )
+    assert [row[0] for row in report.tables[0].rows] == ["validation/loss"]
+    assert report.verdict.endswith(": validation set, 10 samples: weights of step 9 (epoch 3)")
+    chosen_by_hand = EvaluationReport.of(found, run=run.name, trial=toys.trial(), has_choice=True)
+    assert len(chosen_by_hand.opening) == 2
+
+
+# The run stays what it was
+
+
+def added(folder: Path, end: RunClosed | None) -> Iterator[Any]:
+    """Events that an evaluation adds."""
+    opened = TrialOpened(time=T0 + 900, trial=EVALUATION, role="evaluation", title="single", tags={}, params={})
+    done = Evaluated(
+        time=T0 + 901, trial=EVALUATION, split="test", samples=5, step=3, epoch=1, checkpoint="c",
+        values={"test/loss": 0.5},
+    )  # fmt: skip
+    yield from (opened, done, *([end] if end else []))
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_status_and_the_duration_stay(run: Path, tmp_path: Path, is_killed: bool) -> None:
+    folder = tmp_path / "20260101-000000-toy-bbbb"
+    folder.mkdir()
+    (folder / journal.FILE_NAME).write_bytes((run / journal.FILE_NAME).read_bytes())
+    path = folder / journal.FILE_NAME
+    before, end = summarized(folder), journal.ending(path)
+    assert end is not None
+    with closing(Recorder(folder, subscribers=[])) as recorder:
+        for event in added(folder, None if is_killed else end):
+            recorder.receive(event)
+    assert summarized(folder) == before
+    assert journal.ending(path) == end
+    assert next(evaluations(folder)).endswith("test/loss 0.5: test set, 5 samples: weights of step 3 (epoch 1)")
+    with closing(Recorder(folder, subscribers=[])) as recorder:  # continued, and killed
+        begun = next(event for event in journal.read(path) if isinstance(event, RunOpened))
+        recorder.receive(begun.model_copy(update={"time": T0 + 2000}))
+        recorder.receive(Warned(message="trained further"))
+    assert journal.ending(path) is None
+
+
+def test_a_damaged_checkpoint_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path)
+    (folder / "checkpoints" / folder_name(6) / "state.safetensors").write_bytes(b"")
+    with pytest.raises(TrainingError, match=r"state.safetensors has 0 bytes .*; write --checkpoint with another step"):
+        evaluated(folder, 6)

@@ -1,0 +1,184 @@
+"""``pipeline export``: files of a trained model, and a script that loads them where ``pipeline`` can't be imported."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy_runs import toy_run
+
+from pipeline.commands import export as exporting
+from pipeline.commands.export import Exported, export, refuse
+from pipeline.commands.loader_script import loader_script
+from pipeline.config.load import load
+from pipeline.errors import ResourceError, UsageError
+
+BEST = {"best": "validation/loss", "mode": "max", "keep": 2}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run whose best step is 3 of 9."""
+    lab: Path = tmp_path_factory.mktemp("lab")
+    toy_run(lab, checkpoint=BEST, train={"epochs": 3})
+    return lab
+
+
+@pytest.fixture
+def run(lab: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(lab)
+    return next((lab / "runs").iterdir())
+
+
+def exported(run: Path, to: Path, form: Any = "safetensors", *, checkpoint: str | None = None, **more: Any) -> Exported:
+    file = load(run / "experiment.yaml", more.pop("overrides", ()))
+    return export(file, folder=run, to=to, form=form, checkpoint=checkpoint)
+
+
+def test_the_weights_are_those_of_the_result(run: Path, tmp_path: Path) -> None:
+    """Without a choice they are read from the run's folder, with one from a checkpoint: they are the same."""
+    found = exported(run, tmp_path / "result")
+    of_checkpoint = exported(run, tmp_path / "best", checkpoint="best")
+    last = exported(run, tmp_path / "last", checkpoint="last")
+
+    assert found.weights.step == of_checkpoint.weights.step == 3
+    assert found.weights.best == of_checkpoint.weights.best == "validation/loss"
+    assert found.weights.metrics == of_checkpoint.weights.metrics
+    assert (last.weights.step, last.weights.epoch, last.weights.best) == (9, 3, "")
+    tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("result", "best", "last")]
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+    assert not torch.equal(tensors[0]["weight"], tensors[2]["weight"])
+    assert tensors[0]["weight"].dtype == torch.float64
+
+
+def test_the_files_describe_themselves(run: Path, tmp_path: Path) -> None:
+    found = exported(run, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "experiment.yaml", "load.py", "model.json", "model.safetensors"
+    ]  # fmt: skip
+    about = json.loads((tmp_path / "out" / "model.json").read_text())
+    assert about == found.model_dump(mode="json")
+    assert (about["run"], about["weights"]["step"]) == (run.name, 3)
+    assert about["inputs"] == {"shape": [None, 3], "dtype": "float64"}
+    assert about["model"] == {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1}
+    assert load(tmp_path / "out" / "experiment.yaml").experiment == load(run / "experiment.yaml").experiment
+    assert (tmp_path / "out" / "load.py").read_text().count("\n") < 32
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch-export"])
+def test_averaged_weights_and_an_interrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(
+        tmp_path, status="KILLED", train={"ema": {"decay": 0.5}}, model={"_target_": "toys.batch_norm_net"}
+    )
+    found = exported(folder, tmp_path / "out", form)
+    expected = torch.load(folder / "model" / "weights.pt")  # of the same step, the averages
+    assert found.weights.step == 6
+    if form == "safetensors":
+        tensors = load_file(tmp_path / "out" / "model.safetensors")
+    else:
+        tensors = torch.export.load(tmp_path / "out" / "model.pt2").state_dict
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
+
+
+def test_run_time_values_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, model={"_target_": "toys.Branches", "depth": 1, "width": "${total_steps}"})
+    assert exported(folder, tmp_path / "one").model["width"] == 6
+    assert exported(folder, tmp_path / "two", checkpoint="last").model["width"] == 6
+    assert load_file(tmp_path / "one" / "model.safetensors")["first.weight"].shape == (6, 3)
+
+
+# What can't work
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(UsageError, match="is not empty; name another folder, or add --force"):
+        refuse(form="safetensors", to=tmp_path, force=False)
+    with pytest.raises(UsageError, match="is a file; name a folder"):
+        refuse(form="safetensors", to=tmp_path / "mine.txt", force=True)
+    refuse(form="safetensors", to=tmp_path, force=True)
+    refuse(form="safetensors", to=tmp_path / "new", force=False)
+
+
+def test_onnx_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="--format onnx needs onnx and onnxscript: pip install onnx onnxscript"):
+        refuse(form="onnx", to=tmp_path, force=False)
+
+
+def test_force_replaces_an_earlier_export_and_nothing_else(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    exported(run, tmp_path, "torch-export")
+    exported(run, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "experiment.yaml", "load.py", "mine.txt", "model.json", "model.safetensors"
+    ]  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_written(run: Path) -> None:
+    with pytest.raises(ResourceError, match="--to /proc/model can't be written"):
+        exported(run, Path("/proc/model"))
+
+
+def test_weights_of_other_code_are_told(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"the weights don't fit toys.wide_net: .*; use the code that it was trained"):
+        exported(run, tmp_path / "out", overrides=["model={_target_: toys.wide_net}"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.export
+def test_a_model_that_cannot_be_traced_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, model={"_target_": "toys.Undecided", "in_features": 3, "out_features": 1})
+    with pytest.raises(UsageError, match=r"torch can't trace toys.Undecided: .*; write --format safetensors"):
+        exported(folder, tmp_path / "out", "torch-export")
+
+
+def test_inputs_that_are_no_single_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
+    assert exported(folder, tmp_path / "out").inputs is None
+    with pytest.raises(UsageError, match="--format torch-export: it needs example inputs"):
+        exported(folder, tmp_path / "program", "torch-export")
+
+
+def test_a_secret_is_not_written(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="model: its arguments refer to HF_TOKEN, a secret"):
+        exported(run, tmp_path / "out", overrides=["model.token=${oc.env:HF_TOKEN}"])
+
+
+def test_the_command_refuses_before_anything_is_loaded(command: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    ended = command("export", "nowhere", "--to", str(tmp_path))
+    assert ended.code == 2
+    assert "nowhere: no such run in runs" in ended.stderr
+
+
+# The script
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("pipeline.models.MLP", "which is ddp-pipeline's own.\n# pipeline export --format torch-export writes a model"),
+        ("mine.Net", "# Needs torch, safetensors and mine.Net, and not ddp-pipeline.\n"),
+    ],
+)
+def test_the_script_says_what_it_needs(target: str, said: str) -> None:
+    text = loader_script("safetensors", title="It", target=target, is_double=False, shape=(2, 3), dtype="float32")
+    assert said in text
+    compile(text, "load.py", "exec")
+    assert "print(model(torch.zeros((2, 3), dtype=torch.float32)))" in text
+    assert ".double()" not in text
+
+
+def test_the_script_of_onnx_is_right() -> None:
+    text = loader_script("onnx", title="It", target="mine.Net", is_double=False, shape=(2,), dtype="float32")
+    compile(text, "load.py", "exec")
+    assert "print(model(numpy.zeros((2,), dtype=numpy.float32)))" in text
