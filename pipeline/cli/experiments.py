@@ -29,6 +29,7 @@ from pipeline.cli.arguments import (
     with_address,
 )
 from pipeline.cli.results import Directory, RunArgument
+from pipeline.errors import UsageError
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 
@@ -205,7 +206,7 @@ def predict(
     overrides: Overrides = None,
     *,
     workers: Annotated[
-        int, typer.Option(min=1, max=1024, metavar="N", help="Largest number of workers to predict.")
+        int, typer.Option(min=1, max=1024, metavar="N", help="Largest number of workers to predict the speedup of.")
     ] = 64,
     link: Annotated[
         str | None,
@@ -221,7 +222,8 @@ def predict(
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Predict the speedup on more workers than there are, from a few seconds of measurement; no outputs of a model."""
+    """Predict the speedup on more workers than there are. For the outputs of a trained model: evaluate, export."""
+    _refuse_run(file)
     with opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
         from pipeline.report.link import parse
 
@@ -238,6 +240,26 @@ def predict(
                 terminal=terminal,
                 show=lambda forecast: typer.echo(forecast.model_dump_json(indent=2)) if as_json else None,
             )
+
+
+def _refuse_run(file: str) -> None:
+    """Refuse a run in place of an experiment file: elsewhere, to predict is to compute a model's outputs.
+
+    Raises:
+        UsageError: says which commands use a trained model.
+    """
+    from pipeline.recording import runs
+
+    if Path(file).is_file():
+        return
+    try:
+        run = runs.find(file, Path("runs")).name
+    except UsageError:
+        return
+    raise UsageError(
+        f"{file} is a run; pipeline predict takes an experiment file, whose speedup it predicts. The model of a run is "
+        f"used by pipeline evaluate {run}, and by pipeline export {run} --to FOLDER"
+    )
 
 
 def sweep(

@@ -1,4 +1,4 @@
-"""``pipeline predict``: scaling calculated from measurements of one worker and of a link."""
+"""``pipeline predict``: the predicted speedup, calculated from measurements of one worker and of a link."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -39,7 +39,7 @@ def predict(
     terminal: Terminal,
     show: Callable[[Forecast], None],
 ) -> None:
-    """Measure the parts of a step, and predict its scaling up to ``workers``.
+    """Measure the parts of a step, and predict the speedup up to ``workers``.
 
     Args:
         file: the experiment.
@@ -71,14 +71,14 @@ def make_plan(experiment: Experiment, resources: Resources, *, allowed: tuple[st
     """Plan a probe of one worker and, unless the link is given, one of several workers that measures the link.
 
     Raises:
-        ExperimentError: the options can't be predicted.
+        ExperimentError: there is no prediction for the options.
         ResourceError: the link isn't given, and there is no room for two workers to measure it.
     """
     options = _options(experiment)
     if options.communication_hook not in _HALVED:
         raise ExperimentError.of(
             "parallel.options.communication_hook",
-            f"is {options.communication_hook}, whose bytes and time can't be predicted; predict none, fp16 or bf16",
+            f"is {options.communication_hook}, with which no speedup can be predicted; write none, fp16 or bf16",
         )
     together = 0 if link else _room(experiment, resources)
     planner = Planner(experiment, resources, allowed, workers=together or None)
@@ -152,7 +152,7 @@ def _forecast(invocation: Invocation, *, link: Link | None, workers: int, scalin
     plan, results = invocation.plan, invocation.results
     alone, together = results["alone"], results.get("together")
     if alone.costs is None:
-        raise TrainingError("nothing can be predicted: what a prediction needs could not be measured, see the warning")
+        raise TrainingError("no speedup can be predicted: what that needs could not be measured, see the warning")
     workload = workload_of(plan.experiment, alone, together, device=plan.main.device)
     if together is not None and together.costs is not None:
         measured = together.costs
