@@ -9,6 +9,17 @@ from pipeline.config.sweep import misused
 from pipeline.errors import Problem
 from pipeline.wording import counted, did_you_mean
 
+OWN_TAGS = frozenset(
+    (
+        *("role", "strategy", "launcher", "world_size", "device", "devices", "cpus_per_worker", "config_hash"),
+        *("hardware", "user", "python", "git_commit", "git_dirty", "sweep", "speedup", "error", "trials", "best"),
+        *("best_run", "best_run_id", "best_step", "best_metric", "best_value", "stopped_early"),
+        *("evaluated", "evaluated_changes"),
+    )
+)
+"""Names of tags that runs in MLflow get in any case."""
+_RESERVED = ("mlflow.", "pipeline.", "best.", "changed.")
+
 
 def contradictions(experiment: Experiment) -> Iterator[Problem]:
     """Find all keys that contradict each other."""
@@ -40,6 +51,10 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(key, f"is {metric}, which isn't measured; choose one of {known}")
     if experiment.checkpoint.best is not None and not experiment.checkpoint.keep:
         yield Problem("checkpoint.best", "needs a checkpoint, but checkpoint.keep is 0; write checkpoint.keep: 1")
+    if experiment.tracking.register_model is not None and not experiment.tracking.log_model:
+        message = "registers a logged model, but tracking.log_model is false; write true, or remove this key"
+        yield Problem("tracking.register_model", message)
+    yield from _taken_tags(experiment)
     yield from _swept(experiment)
     yield from _only_for_ray(parallel)
     yield from _against_local_sgd(experiment)
@@ -64,6 +79,13 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
             "train.gradient_accumulation",
             f"is {train.gradient_accumulation}, but each worker has {share} samples per step; use at most {share}",
         )
+
+
+def _taken_tags(experiment: Experiment) -> Iterator[Problem]:
+    """Find tags whose names this project or MLflow gives to its own."""
+    for name in experiment.tracking.tags:
+        if name in OWN_TAGS or name.startswith(_RESERVED):
+            yield Problem(f"tracking.tags.{name}", "is a tag that pipeline or MLflow writes; choose another name")
 
 
 def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:

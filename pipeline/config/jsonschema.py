@@ -158,11 +158,12 @@ class Shape:
     def follow(self, schema: Schema) -> Schema:
         """Follow a schema's reference and drop its "or null"; its own description and default stay.
 
-        The "or boolean" of a section that can be switched on and off is dropped, too.
+        The "or boolean" of a section that can be switched on and off is dropped, too, and the "or string" of a section
+        that can be written as its name.
         """
         choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
         if any("$ref" in choice for choice in choices):
-            choices = [choice for choice in choices if choice.get("type") != "boolean"]
+            choices = [choice for choice in choices if choice.get("type") not in ("boolean", "string")]
         inner = choices[0] if len(choices) == 1 else schema
         if "$ref" in inner:
             inner = self.root["$defs"][inner["$ref"].rpartition("/")[2]]

@@ -13,6 +13,8 @@ from pipeline.config.sweep import Sweep
 from pipeline.config.train import Train
 from pipeline.config.uris import problem_of, without_credentials
 from pipeline.config.values import (
+    NAMED,
+    OR_NAME,
     Component,
     Mode,
     NotNegative,
@@ -93,6 +95,22 @@ class Measure(Section):
         return self.warmup_steps + self.steps * self.windows
 
 
+class RegisteredModel(Section):
+    """Model of MLflow's registry, of which the trained model becomes a new version."""
+
+    name: Annotated[str, Field(pattern=r"^[^\s/:'\"]([^/:'\"]*[^\s/:'\"])?$", max_length=250)]
+    """Name of the registered model, which is made if there is none; without slash, colon and quotes."""
+    alias: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=250)] | None = None
+    """Alias that the version gets, e.g. champion: letters, digits, dash and underscore."""
+
+    @field_validator("alias")
+    @classmethod
+    def _is_free(cls, alias: str | None) -> str | None:
+        if alias is not None and (alias.lower() == "latest" or (alias[0] in "vV" and alias[1:].isdecimal())):
+            raise ValueError("MLflow keeps this word for versions; write another alias")
+        return alias
+
+
 class Tracking(Section):
     """Destinations of results: MLflow, a folder for each run, and trackers of your own."""
 
@@ -104,6 +122,13 @@ class Tracking(Section):
     """Folder that gets one folder for each run, with its journal, logs and report."""
     log_model: bool = True
     """Log the trained model to MLflow; its weights are in the run's folder in any case."""
+    register_model: Annotated[RegisteredModel | None, NAMED, OR_NAME] = None
+    """Registered model that gets the trained model of a finished run as a version, once: its name, or a section with
+    an alias. The best trial of a sweep is registered, not every trial."""
+    run_name: Annotated[str, Field(min_length=1, max_length=250)] | None = None
+    """Name of the run in MLflow; default: the name of its folder. Trials of a sweep have names of their own."""
+    tags: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./ -]*$", max_length=250)], str] = {}
+    """Tags of the run in MLflow, e.g. {team: vision}, beside those of this project, whose names are taken."""
     trackers: tuple[Component, ...] = ()
     """Trackers of your own beside MLflow; each is built with the run's folder and receives every event."""
 

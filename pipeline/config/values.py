@@ -111,6 +111,18 @@ def _or_boolean(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"type": "boolean"}, *schema["anyOf"]]
 
 
+def _named(value: object) -> object:
+    """Replace a string by a section with this name."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _or_name(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"type": "string"}, *schema["anyOf"]]
+
+
+NAMED = BeforeValidator(_named)
+"""Validator of a section that may also be its ``name`` alone."""
+OR_NAME = Field(json_schema_extra=_or_name)
 SWITCH = BeforeValidator(_switched)
 """Validator of a section that may also be ``true`` (its defaults) or ``false`` (none)."""
 OR_BOOLEAN = Field(json_schema_extra=_or_boolean)

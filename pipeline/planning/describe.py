@@ -3,6 +3,7 @@
 import json
 from typing import NamedTuple
 
+from pipeline.config.schema import RegisteredModel
 from pipeline.config.uris import without_credentials
 from pipeline.planning.plan import Plan
 from pipeline.protocol.trial import Training, Trial
@@ -37,6 +38,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         *([f"stops early  {train.early_stopping.condition}"] if train.early_stopping is not None else []),
         *([f"result       weights with the best {best}"] if (best := plan.experiment.checkpoint.best) else []),
         f"tracking     {plan.experiment.tracking.uri}",
+        *([f"registers    {_registered(to)}"] if (to := plan.experiment.tracking.register_model) is not None else []),
         "",
         "trials, in this order:",
     ]
@@ -45,6 +47,11 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         lines += [f"  {line}" for line in _describe_turns(plan.main)]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def _registered(model: RegisteredModel) -> str:
+    alias = f" with alias {model.alias}" if model.alias else ""
+    return f"the trained model as a version of {model.name}{alias}"
 
 
 def record(plan: Plan, sizes: DataSizes | None) -> str:

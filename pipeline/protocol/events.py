@@ -57,7 +57,7 @@ class RunOpened(Event):
     sweep: str = ""
     """Id of the sweep, for a run that is a trial of it; otherwise empty."""
     title: str = ""
-    """Title of a trial in a sweep, e.g. "trial 3: optimizer.lr=0.01"; otherwise empty."""
+    """Title of a trial in a sweep, e.g. "trial 3: optimizer.lr=0.01", or ``tracking.run_name``; otherwise empty."""
     logs_model: bool = True
     """True if the run sends its models to the tracking store; false for trials whose sweep sends the best model."""
     file: str = ""
@@ -309,6 +309,10 @@ class ModelSaved(Event):
     """Id of the trial that trained the model, if a sweep sends it; otherwise empty."""
     step: int | None = None
     """Step of the weights if ``checkpoint.best`` chose it; None: the last."""
+    registered: str = ""
+    """Name of the registered model that gets a version once the run has finished; empty: none."""
+    alias: str = ""
+    """Alias of that version; empty: none."""
 
 
 class ModelExported(Event):

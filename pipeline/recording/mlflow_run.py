@@ -30,6 +30,7 @@ from pipeline.recording import mlflow_entities as entities
 from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
 from pipeline.recording.mlflow_views import save_runs_view, save_trials_view, shared_params
 from pipeline.recording.model import log_model
+from pipeline.recording.registration import register
 from pipeline.recording.store import artifact_root, create_store, run_page, runs_link, sweep_view
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class MlflowRun:
         self._errors: dict[str, str] = {}
         self._logs_model = True
         self._models: list[ModelSaved] = []
+        self._is_member = self._has_finished = False
         self._exported: ModelExported | None = None
         self._points: dict[str, list[Metric]] = {}
 
@@ -114,6 +116,9 @@ class MlflowRun:
             log_model(self._client, event, self._exported, run_id=run_id, folder=folder, warn=self._warn)
         else:
             self._client.log_artifact(run_id, str(folder / event.weights), str(PurePosixPath(event.weights).parent))
+        is_due = event.registered and (event.run or not self._is_member)
+        if is_due and self._has_finished and event == self._models[-1]:
+            register(self._client, event, run_id=run_id, warn=self._warn)
 
     @singledispatchmethod
     def _write(self, event: Event) -> None:
@@ -133,7 +138,7 @@ class MlflowRun:
             tags |= {"mlflow.parentRunId": self._runs.of(event.sweep, trial=MAIN), "sweep": event.sweep}
         self.run_id = self._runs.open(event, trial=MAIN, title=event.title or event.run, tags=tags)
         self._errors = {}
-        self._logs_model = event.logs_model
+        self._logs_model, self._is_member = event.logs_model, bool(event.sweep)
         is_sweep = event.tags.get("role") == "sweep"
         self._describe(self.run_id, params=shared_params(event.params) if is_sweep else event.params)
         self._save_views(event)
@@ -215,6 +220,7 @@ class MlflowRun:
     @_write.register
     def _(self, event: RunClosed) -> None:
         self._flush()
+        self._has_finished = event.status == "FINISHED"
         self.uploads.extend(model for model in self._models if model not in self.uploads)
         if note := "\n\n".join(part for part in (event.message, completed(event.summary, self._page)) if part):
             self._describe(self.run_id, tags={"mlflow.note.content": note})

@@ -40,7 +40,7 @@ def log_model(
     Raises:
         Exception: whatever MLflow's store raises; the call may be repeated.
     """
-    logged = _logged(client, run_id)
+    logged = logged_model(client, run_id)
     if logged is None or logged.status.value != "READY":
         _log_model(client, saved, exported, logged=logged, run_id=run_id, folder=folder, warn=warn)
     if exported is not None:
@@ -83,8 +83,8 @@ def _log_model(
     client.finalize_logged_model(logged.model_id, "READY")
 
 
-def _logged(client: "MlflowClient", run_id: str) -> "LoggedModel | None":
-    """Return the model that an earlier attempt created, if any."""
+def logged_model(client: "MlflowClient", run_id: str) -> "LoggedModel | None":
+    """Return the logged model of a run, which may be incomplete; None without one."""
     run = client.get_run(run_id)
     outputs = run.outputs.model_outputs if run.outputs else []
     return client.get_logged_model(outputs[-1].model_id) if outputs else None

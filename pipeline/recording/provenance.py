@@ -36,6 +36,7 @@ def run_tags(plan: Plan) -> dict[str, str]:
     """Return the tags of the main run."""
     commit = git("rev-parse", "HEAD")
     return {
+        **plan.experiment.tracking.tags,
         **(trial_tags(plan.main) if plan.command in ("run", "sweep") else {}),  # a sweep's trials are all placed alike
         **({"role": plan.command} if plan.command != "run" else {}),
         "config_hash": config_hash(plan.experiment),

@@ -209,7 +209,7 @@ def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) ->
     return RunOpened(
         run=id_of(folder),
         sweep=sweep_of(folder),
-        title=member.title if member else "",
+        title=member.title if member else experiment.tracking.run_name or "",
         logs_model=member is None or member.logs_model,
         tracking_uri=without_credentials(uri),
         tracking_experiment=experiment.tracking.experiment or experiment.name,

@@ -184,7 +184,9 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | N
         outbox.file(example, EXAMPLE)
     place = "" if inputs is None else EXAMPLE
     step = best.step if best else None
-    outbox.event(ModelSaved(trial=context.trial.name, weights=WEIGHTS, example=place, step=step))
+    to = context.experiment.tracking.register_model
+    registry = {"registered": to.name, "alias": to.alias or ""} if to is not None else {}
+    outbox.event(ModelSaved(trial=context.trial.name, weights=WEIGHTS, example=place, step=step, **registry))
 
 
 def exported_model(trial: Training, outbox: Outbox, *, folder: Path) -> None:

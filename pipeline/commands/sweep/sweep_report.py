@@ -120,9 +120,9 @@ def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]
 
 
 def _model_of_best(swept: Swept, folder: Path, *, plan: SweepPlan) -> ModelSaved | None:
-    """Return the best trial's model to send to the store; None if trials send theirs, or none is to be sent."""
-    best = swept.trial(swept.best)
-    if best is None or plan.logs_models or not plan.plan.experiment.tracking.log_model:
+    """Return the best trial's model to send to the store, or to register; None if there is neither to do."""
+    best, tracking = swept.trial(swept.best), plan.plan.experiment.tracking
+    if best is None or not tracking.log_model or (plan.logs_models and tracking.register_model is None):
         return None
     saved = model_of(folder / folder_name(best.number))
     return saved.model_copy(update={"time": time(), "run": best.run}) if saved is not None else None

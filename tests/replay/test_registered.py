@@ -1,0 +1,92 @@
+"""``tracking.register_model``: one version in MLflow's registry for each finished run, with its alias."""
+
+from pathlib import Path
+from typing import Any
+
+import mlflow.pytorch
+import pytest
+import torch
+from mlflow import MlflowClient
+from recordings import Store
+from toy_runs import toy_run
+
+from pipeline.recording import delivery
+from pipeline.recording.sync import sync
+
+CHAMPION = {"register_model": {"name": "toys", "alias": "champion"}}
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "_PAUSES_S", (0.0,))
+
+
+def made(lab: Path, letter: str, **more: Any) -> Path:
+    return toy_run(lab, name=f"20260101-000000-toy-{letter * 4}", exports=True, **{"tracking": CHAMPION, **more})
+
+
+def versions(store: Store) -> dict[str, list[str]]:
+    """The runs of all versions with the aliases of each."""
+    found = store.client.search_model_versions("name = 'toys'")
+    return {version.run_id: list(store.client.get_model_version("toys", version.version).aliases) for version in found}
+
+
+def test_each_run_is_registered_once_and_keeps_no_alias_that_was_given_on(
+    lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = made(lab, "a"), made(lab, "b")
+    (one, other) = (sync(folder, warn=pytest.fail).run_id for folder in (first, second))
+    assert versions(store) == {one: [], other: ["champion"]}
+    version = store.client.get_model_version_by_alias("toys", "champion")
+    assert (int(version.version), version.run_id, version.status) == (2, other, "READY")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
+    loaded = mlflow.pytorch.load_model("models:/toys@champion")
+    weights = torch.load(second / "model" / "weights.pt")
+    assert loaded.state_dict().keys() == weights.keys()
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in weights.items())
+
+    for folder in (first, second, first):
+        assert sync(folder, warn=pytest.fail).delivered
+    assert versions(store) == {one: [], other: ["champion"]}
+
+
+def test_an_answer_that_is_lost_makes_no_second_version(
+    lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, lost = MlflowClient.create_model_version, []
+
+    def without_answer(*arguments: Any, **options: Any) -> Any:
+        version = create(*arguments, **options)
+        if lost:
+            return version
+        lost.append(version)
+        raise ConnectionError("no answer")
+
+    monkeypatch.setattr(MlflowClient, "create_model_version", without_answer)
+    warned: list[str] = []
+    outcome = sync(made(lab, "a"), warn=warned.append)
+    assert outcome.delivered
+    assert len(lost) == 1
+    assert versions(store) == {outcome.run_id: ["champion"]}
+    assert warned[0].partition(" (")[0].endswith("doesn't accept files")
+
+
+@pytest.mark.parametrize("status", ["KILLED", "FAILED"])
+def test_only_a_finished_run_is_registered(lab: Path, store: Store, status: Any) -> None:
+    assert sync(made(lab, "a", status=status), warn=pytest.fail).delivered
+    assert versions(store) == {}
+
+
+def test_a_model_that_is_not_logged_is_told(lab: Path, store: Store) -> None:
+    warned: list[str] = []
+    folder = made(lab, "a", data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
+    assert sync(folder, warn=warned.append).delivered
+    assert warned == ["tracking.register_model: toys gets no version, since the model isn't logged to MLflow"]
+    assert versions(store) == {}
+
+
+def test_name_and_tags_of_the_run(lab: Path, store: Store) -> None:
+    run = sync(toy_run(lab, tracking={"run_name": "baseline 3", "tags": {"team": "vision"}, "log_model": False}),
+               warn=pytest.fail).run_id  # fmt: skip
+    found = store.client.get_run(run)
+    assert (found.info.run_name, found.data.tags["team"], found.data.tags["role"]) == ("baseline 3", "vision", "main")

@@ -1,0 +1,83 @@
+"""``tracking.register_model``, ``run_name`` and ``tags``: their forms, their mistakes, and what a plan says of them."""
+
+from typing import Any
+
+import pytest
+import toys
+
+from pipeline.config.consistency import OWN_TAGS, contradictions
+from pipeline.config.load import from_mapping
+from pipeline.config.summary import to_yaml
+from pipeline.errors import ExperimentError
+from pipeline.planning.describe import describe
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import ModelSaved
+from pipeline.recording import provenance
+
+
+def tracked(**tracking: Any) -> Any:
+    return toys.experiment(parallel={"launcher": "inprocess"}, tracking=tracking)
+
+
+def problems(**tracking: Any) -> str:
+    with pytest.raises(ExperimentError) as caught:
+        from_mapping({**toys.experiment().model_dump(mode="json"), "tracking": tracking})
+    return str(caught.value)
+
+
+def test_a_name_alone_is_a_section_with_this_name() -> None:
+    short, long = tracked(register_model="digits"), tracked(register_model={"name": "digits"})
+    assert short == long
+    assert short.tracking.register_model.alias is None
+    assert "register_model:\n    name: digits\n    alias: null\n" in to_yaml(short)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("a/b", "tracking.register_model: is 'a/b' (a string); write"),
+        ({"name": "a:b"}, "tracking.register_model.name: is 'a:b' (a string); write name of the registered model"),
+        ({"name": "a", "alias": "latest"}, "tracking.register_model.alias: is 'latest' (a string); MLflow keeps this"),
+        ({"name": "a", "alias": "v3"}, "MLflow keeps this word for versions; write another alias"),
+        ({"name": "a", "alias": "the best"}, "tracking.register_model.alias: is 'the best' (a string); write alias"),
+        ({"alias": "champion"}, "tracking.register_model.name: missing; "),
+        (3, "tracking.register_model: is 3 (an integer); write a mapping, its keys are name, alias"),
+    ],
+)
+def test_what_mlflow_would_refuse_is_refused_at_once(given: Any, said: str) -> None:
+    assert said in problems(register_model=given)
+
+
+def test_a_model_that_is_not_logged_cannot_be_registered() -> None:
+    (problem,) = contradictions(tracked(register_model="digits", log_model=False))
+    assert str(problem) == (
+        "tracking.register_model: registers a logged model, but tracking.log_model is false; "
+        "write true, or remove this key"
+    )
+
+
+def test_the_plan_says_what_is_registered() -> None:
+    experiment = tracked(register_model={"name": "digits", "alias": "champion"})
+    plan = make_plan(experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
+    assert "registers    the trained model as a version of digits with alias champion\n" in describe(plan, None)
+
+
+def test_the_saved_model_tells_where_it_is_registered() -> None:
+    _, outbox = toys.trained(tracking={"register_model": {"name": "digits", "alias": "champion"}})
+    (saved,) = (event for event in outbox.events if isinstance(event, ModelSaved))
+    assert (saved.registered, saved.alias) == ("digits", "champion")
+
+
+@pytest.mark.parametrize("name", ["role", "mlflow.runName", "pipeline.run", "best.lr"])
+def test_tags_that_are_taken(name: str) -> None:
+    (problem,) = contradictions(tracked(tags={name: "mine"}))
+    assert str(problem).endswith(": is a tag that pipeline or MLflow writes; choose another name")
+
+
+def test_tags_are_those_of_the_run_and_never_replace_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "git", lambda *_: "")
+    plan = make_plan(tracked(tags={"team": "vision"}), Resources(cpus=2, memory_mb=4096), with_baseline=False)
+    tags = provenance.run_tags(plan)
+    assert tags["team"] == "vision"
+    assert tags.keys() - {"team"} <= OWN_TAGS
