@@ -32,7 +32,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Use the trained model": {
         "evaluate": (
             "pipeline evaluate latest",
-            "pipeline evaluate latest --checkpoint last parallel.launcher=torchrun parallel.workers=2",
+            "pipeline evaluate latest --checkpoint last parallel.workers=1",
         ),
         "export": (
             "pipeline export latest --to model",

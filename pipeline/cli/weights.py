@@ -86,7 +86,8 @@ def export(
         FormatName,
         typer.Option(
             "--format",
-            help="safetensors needs the model's class to load it, torch-export only torch, onnx only its runtime.",
+            metavar="FORMAT",
+            help="safetensors, loaded with the model's class; torch-export, loaded with torch alone; or onnx.",
         ),
     ] = FormatName.safetensors,
     checkpoint: CheckpointOption = None,

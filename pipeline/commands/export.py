@@ -276,7 +276,7 @@ def _texts(exported: Exported, experiment: Experiment, *, target: str) -> dict[s
     shape = (2, *(size or 1 for size in exported.inputs.shape[1:])) if exported.inputs else None
     script = loader_script(
         exported.format,
-        title=exported.title,
+        origin=f"Run {exported.run}, {exported.weights}",
         target=target,
         is_double=exported.precision == "fp64",
         shape=shape,

@@ -45,21 +45,21 @@ _BODIES = {"safetensors": _SAFETENSORS, "torch-export": _TORCH_EXPORT, "onnx": _
 
 
 def loader_script(
-    form: str, *, title: str, target: str, is_double: bool, shape: Sequence[int] | None, dtype: str
+    form: str, *, origin: str, target: str, is_double: bool, shape: Sequence[int] | None, dtype: str
 ) -> str:
     """Return the text of the script.
 
     Args:
         form: format of the model.
-        title: model in words, for the docstring.
+        origin: run and weights in words, for the docstring.
         target: class or function that builds the model.
         is_double: True for weights in fp64.
         shape: shape of a batch of inputs; None if they aren't a single tensor.
         dtype: their type, e.g. "float32".
     """
     body = _BODIES[form].replace("CAST", ".double()" if is_double else "")
-    opening = f'"""{title}, written by pipeline export: `from load import model`."""\n\n{_needs(form, target)}'
-    return f"{opening}{body}{_call(form, shape=shape, dtype=dtype)}"
+    opening = f'"""{target}, written by pipeline export: `from load import model`.\n\n{origin}.\n"""\n'
+    return f"{opening}\n{_needs(form, target)}{body}{_call(form, shape=shape, dtype=dtype)}"
 
 
 def _needs(form: str, target: str) -> str:
@@ -80,4 +80,5 @@ def _call(form: str, *, shape: Sequence[int] | None, dtype: str) -> str:
         return ""
     module = "numpy" if form == "onnx" else "torch"
     zeros = f"{module}.zeros({tuple(shape)}, dtype={module}.{dtype})"
-    return f'\nif __name__ == "__main__":\n    import {module}\n\n    print(model({zeros}))\n'
+    imported = "" if form == "torch-export" else f"    import {module}\n\n"
+    return f'\nif __name__ == "__main__":\n{imported}    print(model({zeros}))\n'

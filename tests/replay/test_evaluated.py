@@ -80,6 +80,10 @@ def test_a_run_gets_the_values_and_stays_what_it_was(
     contents = store.contents("toy")
     assert sync(folder, warn=pytest.fail).delivered
     assert store.contents("toy") == contents
+    if status == "KILLED":
+        resumed = there("run", str(folder / "experiment.yaml"), "--train-only", "--resume", folder.name)
+        assert resumed.code == 0, resumed.output
+        assert read_state(folder).status == "FINISHED"
 
 
 def test_an_evaluation_that_fails_is_no_failure_of_the_run(there: Callable[..., Any], lab: Path, store: Store) -> None:
@@ -100,6 +104,9 @@ def test_recorded_runs_of_before_say_what_they_have(
     finished, sweep = journal("finished"), journal("sweep")
     assert "no complete checkpoint" in there("evaluate", finished.folder.name).stderr
     assert "is a sweep; name one of its trials" in there("evaluate", sweep.folder.name).stderr
+    predicted = there("predict", finished.folder.name)  # elsewhere, the word means a model's outputs
+    assert predicted.code == 2
+    assert f"pipeline evaluate {finished.folder.name}, and by pipeline export" in predicted.stderr
 
 
 @pytest.mark.parametrize("words", [(), ("--json",), ("--quiet",)])

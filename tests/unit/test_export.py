@@ -65,7 +65,7 @@ def test_the_files_describe_themselves(run: Path, tmp_path: Path) -> None:
     assert about["inputs"] == {"shape": [None, 3], "dtype": "float64"}
     assert about["model"] == {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1}
     assert load(tmp_path / "out" / "experiment.yaml").experiment == load(run / "experiment.yaml").experiment
-    assert (tmp_path / "out" / "load.py").read_text().count("\n") < 32
+    assert (tmp_path / "out" / "load.py").read_text().count("\n") < 36
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch-export"])
@@ -171,7 +171,7 @@ def test_the_command_refuses_before_anything_is_loaded(command: Callable[..., An
     ],
 )
 def test_the_script_says_what_it_needs(target: str, said: str) -> None:
-    text = loader_script("safetensors", title="It", target=target, is_double=False, shape=(2, 3), dtype="float32")
+    text = loader_script("safetensors", origin="It", target=target, is_double=False, shape=(2, 3), dtype="float32")
     assert said in text
     compile(text, "load.py", "exec")
     assert "print(model(torch.zeros((2, 3), dtype=torch.float32)))" in text
@@ -179,6 +179,6 @@ def test_the_script_says_what_it_needs(target: str, said: str) -> None:
 
 
 def test_the_script_of_onnx_is_right() -> None:
-    text = loader_script("onnx", title="It", target="mine.Net", is_double=False, shape=(2,), dtype="float32")
+    text = loader_script("onnx", origin="It", target="mine.Net", is_double=False, shape=(2,), dtype="float32")
     compile(text, "load.py", "exec")
     assert "print(model(numpy.zeros((2,), dtype=numpy.float32)))" in text
