@@ -100,6 +100,7 @@ def export(
 ) -> None:
     """Export the trained model of a run: weights or a program, with a script that loads it without this project."""
     from pipeline.commands import export as exporting
+    from pipeline.commands.exported_files import LOADER
     from pipeline.recording import runs
 
     folder = runs.find(run, directory)
@@ -114,4 +115,4 @@ def export(
     terminal.progress.print(f"{exported.title}, in {to}:", markup=False, soft_wrap=True)
     for path in sorted(to.iterdir()):
         terminal.progress.print(f"  {path.name:<20} {decimal(path.stat().st_size)}", markup=False, soft_wrap=True)
-    terminal.result.print(f"python {to / exporting.LOADER}", markup=False, soft_wrap=True)
+    terminal.result.print(f"python {to / LOADER}", markup=False, soft_wrap=True)

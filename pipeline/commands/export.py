@@ -1,26 +1,20 @@
 """``pipeline export``: a trained model as files that other programs load without this project."""
 
-import json
 import os
-import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-from pipeline.commands.loader_script import loader_script
+from pipeline.commands.exported_files import Exported, Form, Weights, described, write_files
 from pipeline.config import deferred
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment
-from pipeline.config.summary import to_yaml
-from pipeline.config.values import Frozen
 from pipeline.driver import preflight
 from pipeline.driver.checkpoint_choice import choose, ended_training
 from pipeline.driver.execute import explained
-from pipeline.errors import ResourceError, UsageError
-from pipeline.protocol.events import WEIGHTS, Finished, Started
+from pipeline.errors import UsageError
+from pipeline.protocol.events import EXAMPLE, WEIGHTS, Finished, Started
 from pipeline.protocol.trial import Evaluation
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording import journal
@@ -32,58 +26,8 @@ from pipeline.training.checkpoints.storage import Storage, address_of
 if TYPE_CHECKING:
     from pipeline.training.portable import PortableModel
 
-Form = Literal["safetensors", "torch-export", "onnx"]
 _PACKAGES: Mapping[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxscript")}
 """Packages that a format needs beside those of this project."""
-DESCRIPTION, LOADER, EXPERIMENT = "model.json", "load.py", "experiment.yaml"
-
-
-class Weights(Frozen):
-    """Origin of exported weights."""
-
-    step: int
-    """Optimizer steps of the weights."""
-    epoch: int
-    """Epoch of this step, counted from 1."""
-    best: str = ""
-    """Metric whose best value they have, if they were chosen for that; otherwise empty."""
-    metrics: Mapping[str, float] = {}
-    """Known metrics of these weights by reported name."""
-
-    def __str__(self) -> str:
-        best = f", the best {self.best}" if self.best else ""
-        return f"weights of step {self.step:,} (epoch {self.epoch}){best}"
-
-
-class Inputs(Frozen):
-    """Inputs of an exported model."""
-
-    shape: tuple[int | None, ...]
-    """Shape of a batch; None is a dimension of any size, the first one."""
-    dtype: str
-
-
-class Exported(Frozen):
-    """Description of an exported model: ``model.json``, and the result of the command."""
-
-    run: str
-    """Id of the run."""
-    experiment: str
-    format: Form
-    weights: Weights
-    inputs: Inputs | None
-    """Inputs of the model; None if they are not a single tensor."""
-    precision: str
-    """``train.precision`` of the training."""
-    model: Mapping[str, Any]
-    """Component that builds the model, as in the experiment."""
-    torch: str
-    """Version of torch that wrote it."""
-
-    @property
-    def title(self) -> str:
-        """Model, run and weights in words."""
-        return f"{self.model['_target_']} of run {self.run}, {self.weights}"
 
 
 def refuse(*, form: Form, to: Path, force: bool) -> None:
@@ -123,9 +67,9 @@ def export(file: ExperimentFile, *, folder: Path, to: Path, form: Form, checkpoi
     with explained(file):
         allowed = preflight.check(file)
         weights, model = _loaded(file, state=state, checkpoint=checkpoint, allowed=allowed)
-        described = _described(file.experiment, model, run=id_of(folder), form=form, weights=weights)
-        _write(described, model, experiment=file.experiment, to=to)
-    return described
+        exported = described(file.experiment, model, run=id_of(folder), form=form, weights=weights)
+        write_files(exported, model, experiment=file.experiment, to=to)
+    return exported
 
 
 def _loaded(
@@ -135,7 +79,7 @@ def _loaded(
     with undisturbed():
         from pipeline.training import portable
 
-    if checkpoint is None and (ended := _result(state, has_checkpoints=_has_checkpoints(file, state))) is not None:
+    if checkpoint is None and (ended := _result(file, state)) is not None:
         stages.begin("reading the weights")
         result, started = ended
         weights = _of_result(result)
@@ -157,22 +101,28 @@ def _loaded(
     return Weights(step=manifest.step, epoch=model.epoch, best=chosen.best, metrics=metrics), model
 
 
-def _has_checkpoints(file: ExperimentFile, state: RunState) -> bool:
-    return bool(Storage(address_of(file.experiment.checkpoint.directory, run=state.folder)).folders())
-
-
-def _result(state: RunState, *, has_checkpoints: bool) -> tuple[TrialResult, Started] | None:
+def _result(file: ExperimentFile, state: RunState) -> tuple[TrialResult, Started] | None:
     """Return the result of a finished run whose folder has its weights; None if a checkpoint has to be read.
 
     The weights alone don't tell the model's inputs, but they are all that is left of a run without checkpoints.
     """
     if state.status != "FINISHED" or not (state.folder / WEIGHTS).is_file():
         return None
+    if not (state.folder / EXAMPLE).is_file() and _has_checkpoints(file, state):
+        return None
     events = list(journal.marked(state.folder / journal.FILE_NAME, "started", "finished"))
     ends = [event.result for event in events if isinstance(event, Finished) and event.trial == "main"]
     starts = [event for event in events if isinstance(event, Started) and event.trial == "main"]
-    has_example = (state.folder / "model" / "example.pt").is_file()
-    return (ends[-1], starts[-1]) if ends and starts and (has_example or not has_checkpoints) else None
+    return (ends[-1], starts[-1]) if ends and starts else None
+
+
+def _has_checkpoints(file: ExperimentFile, state: RunState) -> bool:
+    """Return False if the run has no checkpoints; True also if they can't be read, which `choose` then tells."""
+    storage = Storage(address_of(file.experiment.checkpoint.directory, run=state.folder))
+    try:
+        return bool(storage.folders())
+    except Exception:  # noqa: BLE001 - a file system may raise anything
+        return True
 
 
 def _of_result(result: TrialResult) -> Weights:
@@ -214,73 +164,3 @@ def _refuse_secrets(experiment: Experiment) -> None:
         raise UsageError(
             f"model: its arguments refer to {found[0]}, a secret, which is written into no file; remove it"
         )
-
-
-def _described(experiment: Experiment, model: "PortableModel", *, run: str, form: Form, weights: Weights) -> Exported:
-    import torch
-
-    example = model.example
-    inputs = None
-    if example is not None:
-        inputs = Inputs(shape=(None, *example.shape[1:]), dtype=str(example.dtype).removeprefix("torch."))
-    return Exported(
-        run=run,
-        experiment=experiment.name,
-        format=form,
-        weights=weights,
-        inputs=inputs,
-        precision=experiment.train.precision,
-        model=_filled(experiment.model.model_dump(mode="json"), model.runtime),
-        torch=torch.__version__,
-    )
-
-
-def _filled(value: Any, known: Mapping[str, int]) -> Any:
-    """Replace run-time values such as ``${total_steps}`` by their numbers."""
-    if isinstance(value, str):
-        return deferred.fill_in(value, known, key="model")
-    if isinstance(value, Mapping):
-        return {name: _filled(inner, known) for name, inner in value.items()}
-    return [_filled(inner, known) for inner in value] if isinstance(value, Sequence) else value
-
-
-def _write(exported: Exported, model: "PortableModel", *, experiment: Experiment, to: Path) -> None:
-    """Write all files; those of an earlier export in the folder are replaced together.
-
-    Raises:
-        ResourceError: the folder can't be written.
-    """
-    from pipeline.training.portable import FILES, write_model
-
-    stages.begin("exporting the model")
-    is_new = not to.exists()
-    try:
-        to.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".export-", dir=to) as folder:
-            write_model(model, exported.format, Path(folder))
-            for name, text in _texts(exported, experiment, target=experiment.model.target).items():
-                (Path(folder) / name).write_text(text, encoding="utf-8")
-            for name in FILES.values():
-                (to / name).unlink(missing_ok=True)
-            for path in Path(folder).iterdir():
-                shutil.move(path, to / path.name)
-    except OSError as error:
-        raise ResourceError(f"--to {to} can't be written: {error.strerror or error}; name another folder") from error
-    finally:
-        if is_new:
-            with suppress(OSError):  # it has the files
-                to.rmdir()
-
-
-def _texts(exported: Exported, experiment: Experiment, *, target: str) -> dict[str, str]:
-    shape = (2, *(size or 1 for size in exported.inputs.shape[1:])) if exported.inputs else None
-    script = loader_script(
-        exported.format,
-        origin=f"Run {exported.run}, {exported.weights}",
-        target=target,
-        is_double=exported.precision == "fp64",
-        shape=shape,
-        dtype=exported.inputs.dtype if exported.inputs else "",
-    )
-    about = json.dumps(exported.model_dump(mode="json"), indent=1)
-    return {DESCRIPTION: f"{about}\n", LOADER: script, EXPERIMENT: to_yaml(experiment)}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import preflight
-from pipeline.errors import UsageError
+from pipeline.errors import ResourceError, UsageError
 from pipeline.recording.folder import RunState, id_of
 from pipeline.training.checkpoints.manifest import Manifest, best, entries, step_of
 from pipeline.training.checkpoints.storage import Storage, address_of
@@ -79,7 +79,7 @@ def _manifests(storage: Storage) -> list[Manifest]:
     try:
         return [entry.manifest for entry in entries(storage) if entry.manifest is not None]
     except Exception as error:  # a file system may raise anything
-        raise UsageError(
+        raise ResourceError(
             f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}"
         ) from error
 

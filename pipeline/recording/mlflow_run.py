@@ -6,6 +6,7 @@ from functools import singledispatchmethod
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from pipeline.config.consistency import OWN_TAGS
 from pipeline.protocol.events import (
     AnyEvent,
     ArtifactSaved,
@@ -140,7 +141,9 @@ class MlflowRun:
         self._errors = {}
         self._logs_model, self._is_member = event.logs_model, bool(event.sweep)
         is_sweep = event.tags.get("role") == "sweep"
-        self._describe(self.run_id, params=shared_params(event.params) if is_sweep else event.params)
+        params = shared_params(event.params) if is_sweep else event.params
+        named = {name: value for name, value in event.tags.items() if name not in OWN_TAGS}  # perhaps new ones
+        self._describe(self.run_id, params=params, tags=named)
         self._save_views(event)
 
     @_write.register

@@ -59,3 +59,8 @@ def test_the_best_weights_and_their_test_loss_are_those_of_one_process(
     later = evaluated(tmp_path, rank=Rank(), strategy="single", of="single-1", step=expected["step"])
     assert later == expected["values"][:2]
     on_ranks(_as_one, tmp_path, expected, strategies, folder=tmp_path, world_size=world_size)
+    for strategy in strategies:  # as one process exports it, whatever has saved it
+        later = evaluated(
+            tmp_path, rank=Rank(), strategy="single", of=f"{strategy}-{world_size}", step=expected["step"]
+        )
+        assert later == pytest.approx(expected["values"][:2], abs=1e-12)

@@ -10,7 +10,9 @@ from mlflow import MlflowClient
 from recordings import Store
 from toy_runs import toy_run
 
+from pipeline.protocol.events import RunClosed
 from pipeline.recording import delivery
+from pipeline.recording import journal as journals
 from pipeline.recording.sync import sync
 
 CHAMPION = {"register_model": {"name": "toys", "alias": "champion"}}
@@ -86,7 +88,17 @@ def test_a_model_that_is_not_logged_is_told(lab: Path, store: Store) -> None:
 
 
 def test_name_and_tags_of_the_run(lab: Path, store: Store) -> None:
-    run = sync(toy_run(lab, tracking={"run_name": "baseline 3", "tags": {"team": "vision"}, "log_model": False}),
-               warn=pytest.fail).run_id  # fmt: skip
+    tracking = {"run_name": "baseline 3", "tags": {"team": "vision"}, "log_model": False}
+    folder = toy_run(lab, tracking=tracking)
+    opened = journals.opened(folder / journals.FILE_NAME)
+    assert opened is not None
+    run = sync(folder, warn=pytest.fail).run_id
     found = store.client.get_run(run)
     assert (found.info.run_name, found.data.tags["team"], found.data.tags["role"]) == ("baseline 3", "vision", "main")
+    again = opened.model_copy(update={"time": opened.time + 900, "tags": {**opened.tags, "team": "speech"}})
+    journal = journals.Journal(folder / journals.FILE_NAME)
+    for event in (again, RunClosed(status="FINISHED")):
+        journal.append(event)
+    journal.close()
+    sync(folder, warn=pytest.fail)
+    assert store.client.get_run(run).data.tags["team"] == "speech"

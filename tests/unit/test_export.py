@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from toy_runs import toy_run
 
 from pipeline.commands import export as exporting
-from pipeline.commands.export import Exported, export, refuse
+from pipeline.commands.export import export, refuse
+from pipeline.commands.exported_files import Exported
 from pipeline.commands.loader_script import loader_script
 from pipeline.config.load import load
 from pipeline.errors import ResourceError, UsageError

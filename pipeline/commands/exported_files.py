@@ -1,0 +1,142 @@
+"""Files of an exported model: ``model.json``, which describes it, the model, ``load.py`` and the experiment."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.commands.loader_script import loader_script
+from pipeline.config import deferred
+from pipeline.config.schema import Experiment
+from pipeline.config.summary import to_yaml
+from pipeline.config.values import Frozen
+from pipeline.errors import ResourceError
+from pipeline.system import stages
+
+if TYPE_CHECKING:
+    from pipeline.training.portable import PortableModel
+
+Form = Literal["safetensors", "torch-export", "onnx"]
+DESCRIPTION, LOADER, EXPERIMENT = "model.json", "load.py", "experiment.yaml"
+
+
+class Weights(Frozen):
+    """Origin of exported weights."""
+
+    step: int
+    """Optimizer steps of the weights."""
+    epoch: int
+    """Epoch of this step, counted from 1."""
+    best: str = ""
+    """Metric whose best value they have, if they were chosen for that; otherwise empty."""
+    metrics: Mapping[str, float] = {}
+    """Known metrics of these weights by reported name."""
+
+    def __str__(self) -> str:
+        best = f", the best {self.best}" if self.best else ""
+        return f"weights of step {self.step:,} (epoch {self.epoch}){best}"
+
+
+class Inputs(Frozen):
+    """Inputs of an exported model."""
+
+    shape: tuple[int | None, ...]
+    """Shape of a batch; None is a dimension of any size, the first one."""
+    dtype: str
+
+
+class Exported(Frozen):
+    """Description of an exported model: ``model.json``, and the result of the command."""
+
+    run: str
+    """Id of the run."""
+    experiment: str
+    format: Form
+    weights: Weights
+    inputs: Inputs | None
+    """Inputs of the model; None if they are not a single tensor."""
+    precision: str
+    """``train.precision`` of the training."""
+    model: Mapping[str, Any]
+    """Component that builds the model, as in the experiment."""
+    torch: str
+    """Version of torch that wrote it."""
+
+    @property
+    def title(self) -> str:
+        """Model, run and weights in words."""
+        return f"{self.model['_target_']} of run {self.run}, {self.weights}"
+
+
+def described(experiment: Experiment, model: "PortableModel", *, run: str, form: Form, weights: Weights) -> Exported:
+    """Return the description of a model that is to be exported."""
+    import torch
+
+    example = model.example
+    inputs = None
+    if example is not None:
+        inputs = Inputs(shape=(None, *example.shape[1:]), dtype=str(example.dtype).removeprefix("torch."))
+    return Exported(
+        run=run,
+        experiment=experiment.name,
+        format=form,
+        weights=weights,
+        inputs=inputs,
+        precision=experiment.train.precision,
+        model=_filled(experiment.model.model_dump(mode="json"), model.runtime),
+        torch=torch.__version__,
+    )
+
+
+def _filled(value: Any, known: Mapping[str, int]) -> Any:
+    """Replace run-time values such as ``${total_steps}`` by their numbers."""
+    if isinstance(value, str):
+        return deferred.fill_in(value, known, key="model")
+    if isinstance(value, Mapping):
+        return {name: _filled(inner, known) for name, inner in value.items()}
+    return [_filled(inner, known) for inner in value] if isinstance(value, Sequence) else value
+
+
+def write_files(exported: Exported, model: "PortableModel", *, experiment: Experiment, to: Path) -> None:
+    """Write all files; those of an earlier export in the folder are replaced together.
+
+    Raises:
+        ResourceError: the folder can't be written.
+    """
+    from pipeline.training.portable import FILES, write_model
+
+    stages.begin("exporting the model")
+    is_new = not to.exists()
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".export-", dir=to) as folder:
+            write_model(model, exported.format, Path(folder))
+            for name, text in _texts(exported, experiment, target=experiment.model.target).items():
+                (Path(folder) / name).write_text(text, encoding="utf-8")
+            for name in FILES.values():
+                (to / name).unlink(missing_ok=True)
+            for path in Path(folder).iterdir():
+                shutil.move(path, to / path.name)
+    except OSError as error:
+        raise ResourceError(f"--to {to} can't be written: {error.strerror or error}; name another folder") from error
+    finally:
+        if is_new:
+            with suppress(OSError):  # it has the files
+                to.rmdir()
+
+
+def _texts(exported: Exported, experiment: Experiment, *, target: str) -> dict[str, str]:
+    shape = (2, *(size or 1 for size in exported.inputs.shape[1:])) if exported.inputs else None
+    script = loader_script(
+        exported.format,
+        origin=f"Run {exported.run}, {exported.weights}",
+        target=target,
+        is_double=exported.precision == "fp64",
+        shape=shape,
+        dtype=exported.inputs.dtype if exported.inputs else "",
+    )
+    about = json.dumps(exported.model_dump(mode="json"), indent=1)
+    return {DESCRIPTION: f"{about}\n", LOADER: script, EXPERIMENT: to_yaml(experiment)}
