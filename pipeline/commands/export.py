@@ -108,7 +108,8 @@ def _result(file: ExperimentFile, state: RunState) -> tuple[TrialResult, Started
     """
     if state.status != "FINISHED" or not (state.folder / WEIGHTS).is_file():
         return None
-    if not (state.folder / EXAMPLE).is_file() and _has_checkpoints(file, state):
+    knows_inputs = (state.folder / EXAMPLE).is_file()
+    if not knows_inputs and not file.experiment.is_streamed and _has_checkpoints(file, state):
         return None
     events = list(journal.marked(state.folder / journal.FILE_NAME, "started", "finished"))
     ends = [event.result for event in events if isinstance(event, Finished) and event.trial == "main"]

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from pipeline.commands.export import export, refuse
 from pipeline.commands.exported_files import Exported
 from pipeline.commands.loader_script import loader_script
 from pipeline.config.load import load
+from pipeline.config.targets import BUILT_IN
+from pipeline.driver import preflight
 from pipeline.errors import ResourceError, UsageError
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 2}
@@ -147,6 +151,20 @@ def test_inputs_that_are_no_single_tensor(tmp_path: Path, monkeypatch: pytest.Mo
     assert exported(folder, tmp_path / "out").inputs is None
     with pytest.raises(UsageError, match="--format torch-export: it needs example inputs"):
         exported(folder, tmp_path / "program", "torch-export")
+
+
+def test_of_streamed_data_only_the_result_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, tracking={"log_model": False})  # without example inputs
+    file = load(folder / "experiment.yaml")
+    assert exported(folder, tmp_path / "read").inputs is not None
+    data = file.experiment.data.model_copy(update={"target": "pipeline.data.streamed"})
+    streamed = replace(file, experiment=file.experiment.model_copy(update={"data": data}))
+    monkeypatch.setattr(preflight, "check", lambda file: BUILT_IN)
+    of_run = partial(export, streamed, folder=folder, form="safetensors")
+    assert of_run(to=tmp_path / "result", checkpoint=None).inputs is None
+    with pytest.raises(UsageError, match="only the result of a finished run can be exported; leave out --checkpoint"):
+        of_run(to=tmp_path / "last", checkpoint="last")
 
 
 def test_a_secret_is_not_written(run: Path, tmp_path: Path) -> None:
