@@ -226,9 +226,9 @@ FAULTS = (
     Fault(
         "a killed run is FINISHED in MLflow",
         "a killed driver's run ends as KILLED",
-        "pipeline/recording/sync.py",
-        '        yield RunClosed(time=last.time, status="KILLED",',
-        '        yield RunClosed(time=last.time, status="FINISHED",',
+        "pipeline/recording/folder.py",
+        '    return RunClosed(time=at, status="KILLED",',
+        '    return RunClosed(time=at, status="FINISHED",',
         ("tests/replay/test_sent.py::test_a_killed_run_ends_with_its_last_event_and_goes_on_when_it_is_resumed",),
     ),
     Fault(

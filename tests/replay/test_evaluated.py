@@ -13,6 +13,7 @@ from pipeline.protocol.events import Evaluated
 from pipeline.recording import journal as journals
 from pipeline.recording.folder import read_state
 from pipeline.recording.sync import sync
+from pipeline.training import restored
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 1}
 
@@ -96,6 +97,20 @@ def test_an_evaluation_that_fails_is_no_failure_of_the_run(there: Callable[..., 
     (run,) = store.runs("toy")
     assert (run.info.status, run.data.tags.get("error")) == ("FINISHED", None)
     assert there("evaluate", "latest", "--checkpoint", "5", "--quiet").stderr.endswith(" of step 5, only 3, 6\n")
+
+
+def test_an_evaluation_that_is_interrupted_leaves_the_run_finished(
+    there: Callable[..., Any], lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = toy_run(lab, tracking={"log_model": False})
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(restored, "evaluate", interrupted)
+    ended = there("evaluate", "latest")
+    assert (ended.code, ended.stderr) == (130, "error: interrupted\n")
+    assert read_state(folder).status == "FINISHED"
 
 
 def test_recorded_runs_of_before_say_what_they_have(

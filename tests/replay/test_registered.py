@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from recordings import Store
 from toy_runs import toy_run
 
-from pipeline.protocol.events import RunClosed
+from pipeline.protocol.events import ModelSaved, RunClosed
 from pipeline.recording import delivery
 from pipeline.recording import journal as journals
 from pipeline.recording.sync import sync
@@ -85,6 +85,24 @@ def test_a_model_that_is_not_logged_is_told(lab: Path, store: Store) -> None:
     assert sync(folder, warn=warned.append).delivered
     assert warned == ["tracking.register_model: toys gets no version, since the model isn't logged to MLflow"]
     assert versions(store) == {}
+
+
+def test_of_a_sweep_the_best_trial_is_registered(lab: Path, store: Store) -> None:
+    name = "20260101-000000-toy-ssss"
+    sweep = toy_run(lab, name=name, tracking={"log_model": False})
+    trial = toy_run(lab, name=f"{name}/trial-001", exports=True, tracking=CHAMPION)
+    assert sync(sweep, warn=pytest.fail).delivered
+    run = sync(trial, warn=pytest.fail).run_id
+    assert versions(store) == {}
+
+    (saved,) = (event for event in journals.read(trial / journals.FILE_NAME) if isinstance(event, ModelSaved))
+    journal = journals.Journal(sweep / journals.FILE_NAME)
+    for event in (saved.model_copy(update={"run": f"{name}/trial-001"}), RunClosed(status="FINISHED")):
+        journal.append(event)
+    journal.close()
+    for _ in range(2):
+        assert sync(sweep, warn=pytest.fail).delivered
+    assert versions(store) == {run: ["champion"]}
 
 
 def test_name_and_tags_of_the_run(lab: Path, store: Store) -> None:

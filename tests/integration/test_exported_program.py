@@ -1,0 +1,15 @@
+"""An exported program answers in a Python in which ``pipeline`` can't be imported, as the trained model does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from outside import answers
+
+
+def test_the_script_answers_without_pipeline_and_without_a_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outside, here = answers(tmp_path, "torch-export")
+    assert torch.allclose(outside, here, rtol=0, atol=1e-12)
