@@ -10,7 +10,7 @@ from pipeline.errors import ExperimentError, PipelineError, ResourceError, Train
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.terminal import Terminal
-from pipeline.report import Row, Unmeasured
+from pipeline.report import Row, Unmeasured, device
 from pipeline.report.report import Report
 from pipeline.wording import counted
 
@@ -141,6 +141,7 @@ def _figures(row: Row) -> dict[str, float | None]:
         "speedup_pairs": None if row.speedup is None else row.speedup_pairs,
         "efficiency": row.efficiency,
         "largest_loss_difference": row.largest_loss_difference,
+        **device.figures(row),
     }
 
 

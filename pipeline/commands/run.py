@@ -18,6 +18,7 @@ from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership
 from pipeline.recording.terminal import Terminal
+from pipeline.report import device
 from pipeline.report.report import Report
 from pipeline.system.process import outer_rank, outer_world_size
 from pipeline.training.checkpoints.storage import Storage, address_of
@@ -156,6 +157,8 @@ def report(invocation: Invocation, *, time_to_first_step_s: float | None = None)
     invocation.show(shown, summary=shown.markdown())
     invocation.log(dict(_figures(shown)), trial=plan.main.name, step=result.steps, epoch=result.epochs)
     for row in shown.rows:
+        if row != shown.main:
+            invocation.log(device.figures(row), trial=row.trial, step=row.steps, epoch=1)
         invocation.tag(row, trial=row.trial)
     invocation.save_report(shown)
     return shown
@@ -166,6 +169,7 @@ def _figures(result: Report) -> Iterator[tuple[str, float | None]]:
     if result.speedup is not None and result.efficiency is not None:
         yield from {"speedup": result.speedup, "efficiency": result.efficiency}.items()
         yield from ((name, getattr(result.main, name)) for name in ("speedup_low", "speedup_high", "speedup_pairs"))
+    yield from device.figures(result.main).items()
     if result.goodput is not None:
         yield from result.goodput.figures.items()
 

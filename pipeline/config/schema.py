@@ -88,6 +88,9 @@ class Measure(Section):
     """Timed windows; throughput is their median."""
     nvtx: bool = False
     """Mark step, input, forward, backward, exchange and optimizer as NVTX ranges, for NVIDIA Nsight Systems."""
+    price_per_device_hour: PositiveFloat | None = None
+    """Price of a GPU, or of a core on CPU, for an hour, in any currency: the report then says what the training costs
+    with each strategy."""
 
     @property
     def total_steps(self) -> int:

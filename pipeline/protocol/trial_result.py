@@ -184,6 +184,36 @@ class Communication(Frozen):
     """The spike that cost most time."""
 
 
+class Flops(Frozen):
+    """Floating-point operations of training, forward and backward: matrix products, convolutions and attention.
+
+    What activation checkpointing repeats doesn't count.
+    """
+
+    of_sample: Mapping[str, float]
+    """Operations for one sample by arithmetic: fp64, fp32, tf32, bf16, fp16."""
+    uncounted: tuple[str, ...] = ()
+    """Operators that multiply matrices, or may do so, and whose operations are not known, e.g. "aten::_cudnn_rnn"."""
+
+
+class Energy(Frozen):
+    """Energy that the GPUs of a training took, whatever ran on them, while this session trained."""
+
+    joules: float
+    samples: int
+    """Samples that it trained on; evaluation and checkpoints are part of the energy."""
+
+    @property
+    def kwh(self) -> float:
+        """The energy in kWh."""
+        return self.joules / 3.6e6
+
+    @property
+    def joules_per_sample(self) -> float:
+        """The energy for each sample in J."""
+        return self.joules / self.samples
+
+
 class Best(Frozen):
     """Step whose weights are the result of a training: that with the best value of ``checkpoint.best``."""
 
@@ -239,6 +269,10 @@ class TrialResult(Frozen):
     """Precision of fp32 matrix products, see ``train.matmul_precision``."""
     gpu_utilization: tuple[float, ...] = ()
     """Percent of the time in which a kernel ran, mean over the windows, per GPU in rank order; empty on CPU."""
+    flops: Flops | None = None
+    """Operations of training; None where they weren't counted."""
+    energy: Energy | None = None
+    """Energy of a training; None on CPU, and where the GPUs don't count it."""
     compile_s: float | None = None
     """Seconds that torch.compile took on the slowest rank, excluded from other figures; None if nothing is compiled."""
     gradient_mb: float

@@ -17,6 +17,7 @@ _FIGURES = {
     "time/compute_ms", "time/exposed_communication_ms", "time/data_wait_ms", "time/rest_ms", "time/compile_s",
     "time/communication_ms", "time/communication_share",
     "time_to_first_step_s", "memory/peak_mb", "gpu_utilization", "largest_loss_difference", "goodput",
+    "tflops", "mfu", "energy_kwh", "energy_j_per_sample", "cost",
 }  # fmt: skip
 """Metrics that have one value for a whole run."""
 _PEAK_OF_RANK = "memory/peak_mb_rank_"

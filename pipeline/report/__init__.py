@@ -16,7 +16,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Role, Scaling, Trial
-from pipeline.protocol.trial_result import Best, Communication, Held, Spread, StepParts, TrialResult
+from pipeline.protocol.trial_result import Best, Communication, Energy, Flops, Held, Spread, StepParts, TrialResult
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -90,6 +90,10 @@ class Row(Frozen):
     has_tf32: bool = False
     matmul_precision: str = "highest"
     gpu_utilization: tuple[float, ...] = ()
+    flops: Flops | None = None
+    energy: Energy | None = None
+    cost: float | None = None
+    """Price of the whole training on these devices; None without ``measure.price_per_device_hour``."""
     gradient_mb: float
     unused_parameters: int = 0
     coupling: tuple[str, ...] = ()
@@ -143,6 +147,8 @@ class Row(Frozen):
                     "gpus",
                     "has_tf32",
                     "matmul_precision",
+                    "flops",
+                    "energy",
                     "compile_s",
                     "gradient_mb",
                     "unused_parameters",

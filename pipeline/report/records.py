@@ -8,7 +8,7 @@ from pydantic import ConfigDict
 from pipeline.config.values import Frozen
 from pipeline.protocol.trial import Role, Scaling
 from pipeline.protocol.trial_result import Best, Communication
-from pipeline.report import Advice, Row, Unmeasured
+from pipeline.report import Advice, Row, Unmeasured, device
 
 _LEADING = ("title", "samples_per_second", "speedup", "efficiency", "same_training")
 """First columns of a table, visible without scrolling."""
@@ -71,6 +71,15 @@ class CellRecord(Frozen):
     """Precision of fp32 matrix products, see ``train.matmul_precision``."""
     gpu_utilization: tuple[float, ...] | None = None
     """Utilization of each GPU in percent; None on CPU."""
+    tflops: float | None = None
+    """TFLOP/s of all devices at this throughput."""
+    mfu: float | None = None
+    """Share of the devices' peak (model FLOPs utilization); None where the peak isn't known."""
+    energy_kwh: float | None = None
+    """Energy that the GPUs of a training took; None where they don't count it."""
+    energy_j_per_sample: float | None = None
+    cost: float | None = None
+    """Price of the whole training; None without ``measure.price_per_device_hour``."""
     unexplained_ms: float | None = None
     """Milliseconds of a step beyond the sum of its parts, negative if the sum is larger; 0 within noise."""
     ranks_ms: tuple[float, ...] | None = None
@@ -95,6 +104,7 @@ class CellRecord(Frozen):
             unexplained_ms=entry.unexplained_ms,
             **shared,
             **_relative(entry),
+            **device.figures(entry),
             **entry.model_dump(include=_AS_IN_ROW),
             **entry.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"}),
         )
@@ -169,6 +179,8 @@ def _flat(row: Row) -> dict[str, Any]:
         "coupling",
         "gpus",
         "communication",
+        "flops",
+        "energy",
     }
     times = row.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"})
     record: dict[str, Any] = {}
@@ -180,4 +192,6 @@ def _flat(row: Row) -> dict[str, Any]:
     held = row.held.mb if row.held else ()
     peaks = {"peak_memory_mb": max(row.peak_memory_mb, default=None), "held_mb": max(held, default=None)}
     best = {} if row.best is None else {"best_step": row.best.step}
-    return record | times | peaks | best | {"same_training": row.same_training} | dict(row.metrics)
+    return (
+        record | times | peaks | device.figures(row) | best | {"same_training": row.same_training} | dict(row.metrics)
+    )

@@ -8,7 +8,7 @@ from pipeline.config.values import Frozen
 from pipeline.planning.plan import restriction
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Role, Training, Trial
-from pipeline.report import Advice, Row, Unmeasured, records, tables
+from pipeline.report import Advice, Row, Unmeasured, device, records, tables
 from pipeline.report import sentences as summary
 from pipeline.report.goodput import Goodput
 from pipeline.report.tables import ReportTable
@@ -30,6 +30,8 @@ class Report(Frozen):
     remarks: tuple[str, ...] = ()
     """Caveats of the figures."""
     advice: tuple[Advice, ...] = ()
+    price_per_device_hour: float | None = None
+    """See ``measure.price_per_device_hour``."""
     goodput: Goodput | None = None
     """Use of the training's wall clock; None for a comparison, and in reports of before."""
     hardware: str
@@ -70,6 +72,8 @@ class Report(Frozen):
         rows = [entry for entry in entries if isinstance(entry, Row)]
         if rows[0].role == "baseline":
             rows = [rows[0], *(row.against(rows[0]) for row in rows[1:])]
+        price = next(iter(once.values())).experiment.measure.price_per_device_hour
+        rows = device.completed(rows, price=price)
         reasons = {cell.trial for cell in unmeasured}
         missing = [f"{name} ({trial.title})" for name, trial in once.items() if name not in {*ends, *reasons}]
         report = cls(
@@ -78,6 +82,7 @@ class Report(Frozen):
             unmeasured=tuple(entry for entry in entries if isinstance(entry, Unmeasured)),
             order=tuple(entry.trial for entry in entries),
             hardware=hardware,
+            price_per_device_hour=price,
         )
         left_out = (f"{trial} did not finish; it is left out." for trial in missing)
         extras = (f"All trials use {extra}." for extra in next(iter(once.values())).experiment.train.extras)
@@ -139,9 +144,16 @@ class Report(Frozen):
             ("Final metrics", tuple(filter(None, [self.outcome]))),
             ("Wall clock", (self.goodput.sentence,) if self.goodput else ()),
             ("Gradient exchange", () if self.is_comparison else tuple(summary.exchange(self.main))),
+            ("Devices", self.devices),
             ("Caveats", numbered(self.remarks)),
             ("Advice", numbered(summary.advised(self.advice))),
         )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Lines on the use of the devices: operations per second, utilization, energy, price."""
+        used = () if self.is_comparison else device.use(self.main)
+        return (*used, *device.costs(self.rows, price=self.price_per_device_hour))
 
     @property
     def tables(self) -> tuple[ReportTable, ...]:
@@ -166,8 +178,8 @@ class Report(Frozen):
 
     @property
     def resources(self) -> ReportTable:
-        """Memory and time to the first step."""
-        return tables.resources(self.rows)
+        """Memory, time to the first step and, in a comparison, operations per second."""
+        return tables.resources(self.rows, more=device.columns(self.rows) if self.is_comparison else ())
 
     def to_json(self) -> str:
         """Return the whole report as JSON; `Report.model_validate_json` reads it back."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
-from pipeline.report.tables import amount, is_wide, low_to_high, rate, times
+from pipeline.report.tables import amount, is_wide, low_to_high, placed, rate, times
 from pipeline.wording import counted, duration
 
 BUSY = 0.2
@@ -61,18 +61,13 @@ def _fastest(main: Row, rows: Sequence[Row]) -> Iterator[str]:
         return
     top = max(others, key=lambda row: row.samples_per_second.median)
     ratio = main.throughput_over(top)
-    name = f"{_placed(top)}, {rate(top.samples_per_second)} samples/s"
+    name = f"{placed(top)}, {rate(top.samples_per_second)} samples/s"
     if is_clear(ratio) and ratio.value < 1:
         yield f"fastest here: {name}"
     elif is_clear(ratio) and len(others) > 1:
         yield "fastest here"
     elif ratio.size > 1 and not is_wide(ratio) and top.role != "baseline":
         yield f"equally fast here: {name}"
-
-
-def _placed(row: Row) -> str:
-    """Return title and devices of a row, e.g. "single on 2 cores"."""
-    return f"{row.title.removesuffix(f', {row.devices}')} on {row.devices}"
 
 
 def outcome(row: Row) -> str:

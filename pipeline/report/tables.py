@@ -178,8 +178,8 @@ def _why(row: Row) -> str:
     return f"sending metrics takes a share of a step this short, or {busy}" if is_short else busy
 
 
-def resources(rows: Sequence[Row]) -> ReportTable:
-    """Build the table of memory, time to the first step and, if measured, GPU utilization.
+def resources(rows: Sequence[Row], *, more: Sequence[Column[Row]] = ()) -> ReportTable:
+    """Build the table of memory, time to the first step and, if measured, GPU utilization, with ``more`` columns.
 
     Trials that were measured inside another one have no row. Memory of weights, gradients and optimizer has a column if
     it differs between strategies.
@@ -192,6 +192,7 @@ def resources(rows: Sequence[Row]) -> ReportTable:
     ]
     if any(row.gpu_utilization for row in rows):
         columns.append(("GPU utilization, %", lambda row: low_to_high(row.gpu_utilization)))
+    columns += more
     held = [max(row.held.mb) for row in rows if row.held]
     if held and max(held) > UNEVEN * min(held):
         columns.insert(
@@ -229,6 +230,11 @@ def amount(value: float) -> str:
 def rate(spread: Spread) -> str:
     """Format the figure of a throughput or of a step."""
     return amount(spread.median)
+
+
+def placed(row: Row) -> str:
+    """Return title and devices of a row, e.g. "single on 2 cores"."""
+    return f"{row.title.removesuffix(f', {row.devices}')} on {row.devices}"
 
 
 def is_wide(estimate: Estimate) -> bool:

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from pipeline.errors import Stopped
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
-from pipeline.protocol.trial import Measurement, Probe, Rank, Training, Trial
+from pipeline.protocol.trial import CellMeasurement, Measurement, Probe, Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
-from pipeline.training import logs, reporting
+from pipeline.training import flops, logs, reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
@@ -81,7 +81,7 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
             meter.finiteness.summarize()
             evaluate_test(context, meter=meter, best=best)
             reporting.model(context, outbox, folder=Path(folder), best=best)
-        result = _result(context, meter)
+        result = _result(context, meter, start=start)
         if best is not None:
             result = result.model_copy(update={"best": best, "metrics": {**result.metrics, **best.metrics}})
         result = measured(context, result, laps=clock.steady, outbox=outbox)
@@ -99,8 +99,8 @@ def evaluate_test(context: TrainContext, *, meter: Meter, best: Best | None) -> 
     meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch)
 
 
-def _result(context: TrainContext, meter: Meter) -> TrialResult:
-    """Return what was measured while the trial ran. Collective."""
+def _result(context: TrainContext, meter: Meter, *, start: int) -> TrialResult:
+    """Return what was measured while the trial ran from step ``start`` on. Collective."""
     trial, steady = context.trial, meter.clock.steady
     windows = partial(spread, keeps_values=isinstance(trial, Probe))  # a prediction carries their noise on
     return TrialResult(
@@ -117,6 +117,7 @@ def _result(context: TrainContext, meter: Meter) -> TrialResult:
         peak_memory_mb=reporting.peak_memory_mb(context),
         held=reporting.held(context),
         gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=context.rank))),
+        energy=meter.energy.of(context.order.samples_in(meter.step) - context.order.samples_in(start)),
         gpus=reporting.gpus(context),
         has_tf32=reporting.has_tf32(context),
         matmul_precision=torch.get_float32_matmul_precision(),
@@ -137,6 +138,8 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
         return result
     if parts := afterwards.measure("the parts of a step", lambda: probe(context, laps=laps, known=result.parts)):
         more["parts"] = parts
+    if isinstance(trial, Training | CellMeasurement):  # those beside a training compute what it computes
+        more["flops"] = afterwards.measure("the operations of a step", lambda: flops.count(context, outbox))
     more["unused_parameters"] = afterwards.measure("unused parameters", lambda: unused_parameters(context)) or 0
     if isinstance(trial, Probe):
         more["costs"] = afterwards.measure("what a prediction needs", lambda: costs(context))

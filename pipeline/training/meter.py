@@ -15,6 +15,7 @@ from pipeline.protocol.trial import Measurement
 from pipeline.training.clock import Clock, DataWait, Lap
 from pipeline.training.communication import CommunicationMeter
 from pipeline.training.context import TrainContext
+from pipeline.training.energy import EnergyMeter
 from pipeline.training.nonfinite import Finiteness
 from pipeline.training.step import StepResult
 from pipeline.training.watch import mark
@@ -62,6 +63,7 @@ class Meter:
         self.trial, self.rank = context.trial, context.rank
         self.cadence, self.gauge, self.waits = Cadence(context), GpuGauge(context.gpus), DataWait(context.device)
         self.communication = CommunicationMeter(context, self.outbox)
+        self.energy = EnergyMeter(context)
         self.finiteness = Finiteness(trial=context.trial, rank=context.rank, order=context.order, outbox=self.outbox)
 
     def add(self, result: StepResult, *, samples: int) -> None:

@@ -38,7 +38,7 @@ from pipeline.wording import counted
 
 _PROGRAM, _SAMPLES = "model/model.pt2", "model/example.npz"
 _log = logging.getLogger(__name__)
-_TF32 = (8, 0)
+TF32_CAPABILITY = (8, 0)
 """First compute capability with TF32, Ampere's: CUDA C++ Programming Guide, "Compute Capabilities"."""
 MUCH = 0.2
 """Share of the initial weights in the averages from which a warning is due."""
@@ -133,7 +133,7 @@ def gpus(context: TrainContext) -> tuple[str, ...]:
 
 def has_tf32(context: TrainContext) -> bool:
     """Return True if each GPU has tensor cores for TF32, from compute capability 8.0 on. Collective."""
-    own = [torch.cuda.get_device_capability(device) >= _TF32 for device in context.gpus]
+    own = [torch.cuda.get_device_capability(device) >= TF32_CAPABILITY for device in context.gpus]
     found = [each for ranks in gather(own, rank=context.rank) for each in ranks]
     return bool(found) and all(found)
 

@@ -237,7 +237,7 @@ e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, dat
 optimizer, scheduler, train, checkpoint, parallel, compare, measure, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
 e.yaml:19: measure: is empty; write a mapping, its keys are pairs, budget_s, interval, warmup_steps, steps, \
-windows, nvtx
+windows, nvtx, price_per_device_hour
 command line: compare[7].workers=2: compare[7].workers: compare has no entry 7; it has 2, counted from 0
 command line: trian.epochs=3: trian: unknown key; did you mean train?
 command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean num_workers?"""
@@ -261,7 +261,7 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
             (
                 "measure: 3",
                 "measure: is 3 (an integer); write a mapping, its keys are pairs, budget_s, interval, warmup_steps, "
-                "steps, windows, nvtx",
+                "steps, windows, nvtx, price_per_device_hour",
             ),
             ("measure: {steps: true}", "measure.steps: is true (a boolean); write an integer greater than 0"),
             ("parallel: {options: []}", "parallel.options: is a list; write a mapping"),

@@ -1,0 +1,368 @@
+"""What the devices do for their money: operations counted by hand, shares of a peak, energy of a fake NVML, prices."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import samples
+import torch
+import toys
+from samples import BASELINE, HARDWARE, finished, spread
+from torch import Tensor, nn
+
+from pipeline.protocol.events import Warned
+from pipeline.protocol.trial import CellMeasurement, Rank
+from pipeline.protocol.trial_result import Energy, Flops
+from pipeline.report import Row, device
+from pipeline.report.peaks import peaks_of
+from pipeline.report.records import CellRecord, columns
+from pipeline.report.report import Report
+from pipeline.training import loop
+from pipeline.training.build import build
+from pipeline.training.energy import EnergyMeter
+from pipeline.training.flops import count
+
+A100 = "NVIDIA A100-SXM4-40GB"
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "probe", lambda *_, **__: samples.parts(step_ms=5.0))
+
+
+# Counting
+
+
+def counted(**sections: Any) -> tuple[Flops | None, list[str]]:
+    """Operations of an experiment, and the warnings."""
+    outbox = toys.Kept()
+    trial = toys.trial(**sections)
+    trial = trial.model_copy(update={"allowed": (*trial.allowed, "test_device")})
+    flops = count(build(trial, rank=Rank()), outbox)
+    return flops, [event.message for event in outbox.events if isinstance(event, Warned)]
+
+
+class Convolving(nn.Module):
+    """A convolution whose backward pass needs no gradient of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(1, 2, kernel_size=3, padding=1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs[:, None]).mean((1, 2))[:, None]
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        tokens = (inputs[:, None, :, None] * self.scale).expand(-1, 1, 3, 4)
+        return nn.functional.scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True).mean((1, 2, 3))[
+            :, None
+        ]
+
+
+class Hidden(nn.Module):
+    """Multiplies matrices in an operator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) + torch.ops.test_device.hidden(inputs)
+
+
+@torch.library.custom_op("test_device::hidden", mutates_args=())
+def hidden(inputs: Tensor) -> Tensor:
+    return inputs @ inputs.new_ones(3, 1)
+
+
+class Refuses(nn.Linear):
+    """Can't run under a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise RuntimeError("no mode here\nplease")
+        return super().forward(inputs)
+
+
+class TestCounting:
+    def test_a_linear_layer_multiplies_once_forward_and_once_for_its_weights(self) -> None:
+        flops, warnings = counted()
+        assert flops == Flops(of_sample={"fp64": 2 * 3 + 2 * 3})  # its input needs no gradient
+        assert warnings == []
+
+    def test_all_micro_batches_of_a_step_count(self) -> None:
+        assert counted(train={"gradient_accumulation": 3})[0] == counted()[0]
+
+    def test_each_operation_has_its_own_arithmetic(self) -> None:
+        precisions = {"fp32": {"fp32"}, "bf16": {"bf16"}}
+        for precision, names in precisions.items():
+            flops, _ = counted(train={"precision": precision})
+            assert flops is not None
+            assert set(flops.of_sample) == names
+
+    def test_a_convolution(self) -> None:
+        flops, _ = counted(model={"_target_": "test_device.Convolving"})
+        assert flops is not None
+        assert flops.of_sample["fp64"] == 2 * (
+            2 * 3 * 3 * 1 * 2
+        )  # forward and weights: 3 places, 3 taps, 1 to 2 channels
+
+    def test_attention_on_a_cpu(self) -> None:
+        flops, _ = counted(model={"_target_": "test_device.Attending"}, train={"precision": "fp32"})
+        assert flops is not None
+        products = 2 * 3 * 3 * 4  # of 3 queries and 3 keys of width 4
+        assert flops.of_sample == {"fp32": (2 + 5) * products}
+        assert flops.uncounted == ()
+
+    def test_what_is_recomputed_does_not_count(self) -> None:
+        model = {"_target_": "toys.Branches"}
+        plain, _ = counted(model=model, train={"precision": "fp32"})
+        again, _ = counted(model=model, train={"precision": "fp32", "activation_checkpointing": True})
+        assert plain == again
+        assert plain is not None
+
+    def test_operators_without_a_formula_are_named(self) -> None:
+        flops, warnings = counted(model={"_target_": "test_device.Hidden"})
+        assert flops == Flops(of_sample={"fp64": 12.0}, uncounted=("test_device::hidden",))
+        assert warnings == []
+
+    def test_a_model_that_can_not_be_counted_is_told_once(self) -> None:
+        flops, (warning,) = counted(model={"_target_": "test_device.Refuses"})
+        assert flops is None
+        assert warning == "the operations of a step could not be counted, so there are no FLOP/s: no mode here"
+
+    def test_nothing_of_the_training_changes(self) -> None:
+        context = build(toys.trial(model={"_target_": "toys.Branches"}, train={"precision": "fp32"}), rank=Rank())
+        before = {name: value.clone() for name, value in context.model.state_dict().items()}
+        assert count(context, toys.Kept()) is not None
+        after = context.model.state_dict()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        assert all(parameter.grad is None for parameter in context.model.parameters())
+
+    def test_trainings_and_cells_are_counted_once_and_train_only_is_not(self) -> None:
+        assert toys.trained()[0].flops is not None
+        assert toys.trained(max_steps=5, kind=CellMeasurement)[0].flops is not None
+        assert toys.trained(max_steps=5)[0].flops is None
+        alone = toys.trial().model_copy(update={"train_only": True})
+        assert loop.train(alone, rank=Rank(), outbox=toys.Kept()).flops is None
+
+
+# The peak
+
+
+@pytest.mark.parametrize(
+    ("gpu", "bf16"),
+    [
+        (A100, 312),
+        ("A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA L4", 121),
+        ("Tesla T4", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
+        ("", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_name(gpu: str, bf16: float | None) -> None:
+    assert peaks_of(gpu).get("bf16") == bf16
+
+
+def row(*, gpus: int = 2, gpu: str = A100, price: float | None = None, rate: float = 1000.0, **result: Any) -> Row:
+    trial = samples.trial("main", "main", strategy="ddp", workers=2, gpus=1 if gpus else 0)
+    end = finished("main", spread(rate), communication=0.0, gpus=(gpu,) * gpus, whole_training=3600_000, **result)
+    if price is not None:
+        measure = trial.experiment.measure.model_copy(update={"price_per_device_hour": price})
+        experiment = trial.experiment.model_copy(update={"measure": measure})
+        trial = trial.model_copy(update={"experiment": experiment})
+    return Report.of([trial], [end], hardware=HARDWARE).main
+
+
+def flops(**of_sample: float) -> Flops:
+    return Flops(of_sample=of_sample)
+
+
+class TestOperationsPerSecond:
+    def test_the_share_of_the_peak_of_all_devices(self) -> None:
+        one = row(flops=flops(bf16=62.4e9))
+        assert device.figures(one)["tflops"] == pytest.approx(62.4)
+        assert device.figures(one)["mfu"] == pytest.approx(0.1)
+        assert next(device.use(one)) == "62.4 TFLOP/s on 2 GPUs, 10% of their peak (MFU)"
+
+    def test_each_arithmetic_has_its_own_peak(self) -> None:
+        mixed = row(flops=flops(tf32=31.2e9, fp32=3.9e9))  # a tenth of the time each
+        assert device.figures(mixed)["mfu"] == pytest.approx(0.2)
+
+    def test_a_share_is_a_lower_bound_if_something_was_not_counted(self) -> None:
+        one = row(flops=Flops(of_sample={"bf16": 3e9}, uncounted=("mylib::scan",)))
+        assert next(device.use(one)) == (
+            "3 TFLOP/s on 2 GPUs, at least 0.5% of their peak (MFU); not counted: mylib::scan"
+        )
+
+    @pytest.mark.parametrize(("gpu", "name"), [("NVIDIA A10G", "bf16"), (A100, "complex64"), ("Tesla T4", "bf16")])
+    def test_there_is_no_guess(self, gpu: str, name: str) -> None:
+        one = row(gpu=gpu, flops=flops(**{name: 3e9}))
+        assert device.figures(one)["mfu"] is None
+        assert next(device.use(one)) == f"3 TFLOP/s on 2 GPUs, no MFU: the peak of {gpu} in {name} is not known"
+
+    def test_a_cpu_has_no_peak(self) -> None:
+        (sentence,) = device.use(row(gpus=0, flops=flops(fp32=14.2e6)))
+        assert sentence == "14.2 GFLOP/s on 2 cores"
+
+    def test_a_comparison_has_columns(self) -> None:
+        one = row(flops=flops(bf16=62.4e9))
+        assert [(name, text(one)) for name, text in device.columns([one])] == [("TFLOP/s", "62.4"), ("MFU", "10%")]
+        small = row(gpus=0, flops=flops(fp32=14.2e6))
+        assert [(name, text(small)) for name, text in device.columns([small])] == [("GFLOP/s", "14.2")]
+        assert device.columns([row()]) == []
+
+    def test_rows_that_counted_nothing_have_the_count_of_the_training(self) -> None:
+        ends = [finished("main", spread(190), flops=flops(fp32=1e9)), finished("baseline", spread(100))]
+        report = Report.of([samples.MAIN, BASELINE], ends, hardware=HARDWARE)
+        assert [device.figures(each)["tflops"] for each in report.rows] == [pytest.approx(0.1), pytest.approx(0.19)]
+
+
+class TestUtilization:
+    def told(self, busy: float, **result: Any) -> list[str]:
+        return list(device.use(row(gpu_utilization=(busy, busy), **result)))
+
+    def test_busy_gpus_need_no_verdict(self) -> None:
+        assert self.told(91.0) == []
+
+    def test_data_is_the_cause(self) -> None:
+        (sentence,) = self.told(71.0, data_wait=16.0)  # of a step of 64 ms
+        assert sentence == "GPUs are busy 71% of the time: waiting for data takes 25% of a step"
+
+    def test_forward_and_backward_are(self) -> None:
+        (sentence,) = self.told(40.0)
+        assert sentence.startswith("GPUs are busy 40% of the time: forward and backward leave them idle themselves")
+
+    def test_nothing_is_said_to_be_the_cause_that_was_not_measured(self) -> None:
+        end = finished("main", spread(1000.0), gpu_utilization=(40.0,), gpus=(A100,))
+        parts = end.result.parts.model_copy(update={"compute_ms": None, "rest_ms": None})
+        end = end.model_copy(update={"result": end.result.model_copy(update={"parts": parts})})
+        (sentence,) = device.use(Row.of(samples.MAIN, [end]))
+        assert sentence.endswith("the parts of a step, which would tell the cause, were not measured")
+
+
+# Energy
+
+
+class FakeNvml:
+    """Counters of GPUs in mJ by UUID, which grow by what they are told; a counter of None is not supported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **counters: int | None) -> None:
+        self.counters = counters
+        self.open = 0
+        for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetTotalEnergyConsumption"):
+            monkeypatch.setattr(pynvml, name, getattr(self, name))
+        ids = [SimpleNamespace(uuid=name.removeprefix("GPU_")) for name in counters]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", ids.__getitem__)
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid.replace("-", "_")
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        if (value := self.counters[handle]) is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return value
+
+
+def metered(gpus: list[int], *, is_training: bool = True) -> EnergyMeter:
+    trial = toys.trial() if is_training else toys.trial(max_steps=2)
+    return EnergyMeter(SimpleNamespace(trial=trial, rank=Rank(), gpus=gpus))  # type: ignore[arg-type]
+
+
+class TestEnergy:
+    def test_the_counters_differences_are_summed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        nvml = FakeNvml(monkeypatch, GPU_a=5_000, GPU_b=1_000)
+        meter = metered([0, 1])
+        nvml.counters = {"GPU_a": 9_000, "GPU_b": 1_500}
+        assert meter.of(90) == Energy(joules=4.5, samples=90)
+        assert meter.of(0) is None
+        assert nvml.open == 0
+
+    def test_one_gpu_without_a_counter_leaves_all_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        nvml = FakeNvml(monkeypatch, GPU_a=5_000, GPU_b=None)
+        assert metered([0, 1]).of(90) is None
+        assert nvml.open == 0
+
+    def test_only_trainings_read_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakeNvml(monkeypatch, GPU_a=5_000)
+        assert metered([0], is_training=False).of(90) is None
+
+    def test_without_gpus_there_is_none(self) -> None:
+        assert metered([]).of(90) is None
+        assert toys.trained()[0].energy is None
+
+    def test_the_report_says_what_a_sample_took(self) -> None:
+        (sentence,) = device.use(row(energy=Energy(joules=7.2e6, samples=3_600_000)))
+        assert sentence == "2 kWh, 2 J for a sample"
+        (sentence,) = device.use(row(energy=Energy(joules=3.6e5, samples=100_000)))
+        assert sentence == "0.1 kWh since it was resumed, for 100,000 samples, 3.6 J for a sample"
+
+
+# The price
+
+
+def reported(price: float | None, **more: Any) -> Report:
+    measure = BASELINE.experiment.measure.model_copy(update={"price_per_device_hour": price})
+    trials = [
+        trial.model_copy(update={"experiment": trial.experiment.model_copy(update={"measure": measure})})
+        for trial in (samples.MAIN, BASELINE)
+    ]
+    known = {"whole_training": 360_000, "start_s": None}
+    ends = [finished("main", spread(200), **known, **more), finished("baseline", spread(100), **known, **more)]
+    return Report.of(trials, ends, hardware=HARDWARE)
+
+
+class TestPrice:
+    def test_each_row_costs_its_device_hours(self) -> None:
+        report = reported(2.5)
+        assert [each.cost for each in report.rows] == [pytest.approx(2.5), pytest.approx(2.5)]
+        assert report.devices == (
+            "this training costs 2.5 with single on 1 core, 2.5 with ddp x 2 on 2 cores, at 2.5 for a core and an hour",
+        )
+
+    def test_its_start_is_paid_too(self) -> None:
+        rows = [row(price=1.0, rate=1000.0, start_s=start) for start in (0.0, 3600.0)]
+        assert [each.cost for each in rows] == [pytest.approx(2.0), pytest.approx(4.0)]
+
+    def test_there_is_none_without_a_price_or_a_time(self) -> None:
+        assert reported(None).devices == ()
+        assert row(price=None).cost is None
+        unknown = Report.of([samples.MAIN], [finished("main", spread(200))], hardware=HARDWARE)
+        assert unknown.main.cost is None
+
+    def test_programs_get_it(self) -> None:
+        report = reported(2.5, flops=flops(fp32=1e6))
+        record = CellRecord.of(report.main)
+        assert (record.cost, record.tflops, record.mfu) == (pytest.approx(2.5), pytest.approx(2e-4), None)
+        assert columns(report.entries)["cost"] == [pytest.approx(2.5)] * 2
+        again = Report.model_validate_json(report.to_json())
+        assert again.devices == report.devices
+
+    def test_people_read_it_in_every_form_of_the_report(self) -> None:
+        report = reported(2.5)
+        _, line = next(block for block in report.blocks if block[0] == "Devices")
+        assert line.startswith("this training costs")
+        assert line in report.markdown()
