@@ -11,6 +11,7 @@ import toys
 from samples import BASELINE, HARDWARE, finished, spread
 from torch import Tensor, nn
 
+from pipeline.commands.history.compared_figures import Figure, measured
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import CellMeasurement, Rank
 from pipeline.protocol.trial_result import Energy, Flops
@@ -360,6 +361,13 @@ class TestPrice:
         assert columns(report.entries)["cost"] == [pytest.approx(2.5)] * 2
         again = Report.model_validate_json(report.to_json())
         assert again.devices == report.devices
+
+    def test_two_runs_are_compared_by_it(self) -> None:
+        own = reported(2.5, energy=Energy(joules=30.0, samples=10)).main
+        known = dict(measured(own))
+        assert known["cost"] == Figure(pytest.approx(2.5), "min")
+        assert known["energy, J/sample"] == Figure(3.0, "min")
+        assert not {"cost", "energy, J/sample"} & dict(measured(reported(None).main)).keys()
 
     def test_people_read_it_in_every_form_of_the_report(self) -> None:
         report = reported(2.5)

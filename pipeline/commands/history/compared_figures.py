@@ -80,6 +80,10 @@ def measured(row: Row) -> Iterator[tuple[str, str | Figure]]:
     if row.peak_memory_mb:
         peak = max(row.peak_memory_mb)
         yield "peak memory, MB", Figure(peak, "min", (1 - _SAME_MEMORY) * peak, (1 + _SAME_MEMORY) * peak)
+    if row.energy is not None:
+        yield "energy, J/sample", Figure(row.energy.joules_per_sample, "min")
+    if row.cost is not None:
+        yield "cost", Figure(row.cost, "min")
     if row.time_to_first_step_s is not None:
         yield "time to first step, s", Figure(row.time_to_first_step_s)
 
