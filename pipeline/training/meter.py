@@ -236,9 +236,11 @@ class GpuGauge:
         """Sample the utilization: the share of the last fraction of a second in which a kernel ran."""
         if not self.devices:
             return
+        import pynvml  # only here: a machine without GPUs pays nothing
+
         try:
             self._readings.append([float(torch.cuda.utilization(device)) for device in self.devices])
-        except (RuntimeError, ModuleNotFoundError):  # NVML's errors are RuntimeErrors; MIG slices have no utilization
+        except (pynvml.NVMLError, RuntimeError):  # a part of a GPU (MIG) has no utilization
             self.devices = []
 
     def means(self) -> list[float]:

@@ -36,7 +36,7 @@ def test_losses_are_the_same_and_compiling_is_over_before_the_first_step(monkeyp
         compiled_s.append(setup.compiling.seconds)
         return taken(setup, stream, step=step)
 
-    _, plain = toys.trained(**STATIC, optimizer=MOMENTUM)
+    eager, plain = toys.trained(**STATIC, optimizer=MOMENTUM)
     taken = loop.optimizer_step
     monkeypatch.setattr(loop, "optimizer_step", step)
     result, outbox = toys.trained(**STATIC, optimizer=MOMENTUM, train={"compile": {"fullgraph": True}})
@@ -45,6 +45,7 @@ def test_losses_are_the_same_and_compiling_is_over_before_the_first_step(monkeyp
     assert len(set(plain.series("train/loss"))) == 6
     assert compiled_s[0] > 0
     assert set(compiled_s) == {compiled_s[0]}, "something was compiled during training"
+    assert result.flops == eager.flops is not None  # counted uncompiled
     assert result.compile_s == compiled_s[0], "something was compiled while parts of a step were measured"
     assert outbox.files["model/weights.pt"].keys() == plain.files["model/weights.pt"].keys()
 

@@ -23,6 +23,7 @@ from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.energy import EnergyMeter
 from pipeline.training.flops import count
+from pipeline.training.meter import GpuGauge
 
 A100 = "NVIDIA A100-SXM4-40GB"
 
@@ -83,6 +84,16 @@ def hidden(inputs: Tensor) -> Tensor:
     return inputs @ inputs.new_ones(3, 1)
 
 
+class Transforming(nn.Linear):
+    """Has a Fourier transform, which torch has no formula for, and a norm, which is no product."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(nn.functional.normalize(torch.fft.rfft(inputs, n=4).real))
+
+
 class Refuses(nn.Linear):
     """Can't run under a dispatch mode."""
 
@@ -136,6 +147,8 @@ class TestCounting:
         flops, warnings = counted(model={"_target_": "test_device.Hidden"})
         assert flops == Flops(of_sample={"fp64": 12.0}, uncounted=("test_device::hidden",))
         assert warnings == []
+        flops, _ = counted(model={"_target_": "test_device.Transforming"})
+        assert flops == Flops(of_sample={"fp64": 12.0}, uncounted=("aten::_fft_r2c",))
 
     def test_a_model_that_can_not_be_counted_is_told_once(self) -> None:
         flops, (warning,) = counted(model={"_target_": "test_device.Refuses"})
@@ -237,6 +250,23 @@ class TestOperationsPerSecond:
 
 
 class TestUtilization:
+    def test_it_is_the_mean_of_what_the_driver_says_at_each_report(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        readings = iter([40, 90, 60, 70])
+        monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(readings))
+        gauge = GpuGauge([0, 1])
+        gauge.read()
+        gauge.read()
+        assert gauge.means() == [50.0, 80.0]
+
+    def test_there_is_none_where_the_driver_does_not_say(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unsupported(device: int) -> int:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+        monkeypatch.setattr(torch.cuda, "utilization", unsupported)
+        gauge = GpuGauge([0])
+        gauge.read()
+        assert gauge.means() == []
+
     def told(self, busy: float, **result: Any) -> list[str]:
         return list(device.use(row(gpu_utilization=(busy, busy), **result)))
 
@@ -314,6 +344,10 @@ class TestEnergy:
     def test_without_gpus_there_is_none(self) -> None:
         assert metered([]).of(90) is None
         assert toys.trained()[0].energy is None
+
+    def test_a_training_has_that_of_the_samples_that_it_trained_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(EnergyMeter, "of", lambda self, samples: Energy(joules=1.0, samples=samples))
+        assert toys.trained()[0].energy == Energy(joules=1.0, samples=2 * toys.SAMPLES)
 
     def test_the_report_says_what_a_sample_took(self) -> None:
         (sentence,) = device.use(row(energy=Energy(joules=7.2e6, samples=3_600_000)))
