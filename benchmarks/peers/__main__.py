@@ -2,10 +2,11 @@
 
     python benchmarks/peers                                  # as many rounds as fit into 14 minutes, five at most
     python benchmarks/peers --rounds 1 --workloads mlp       # a part of it
+    python benchmarks/peers --only bare pipeline             # without the other libraries
     python benchmarks/peers --page                           # only the page, from the figures there are
 
-Needs the optional dependencies "bench". Writes results/peers.json and results/peers.md. Ends with 1 if a competitor
-trained something else than the others.
+The other libraries are the optional dependencies "bench". Writes results/peers.json and results/peers.md. Ends with 1
+if a competitor trained something else than the others.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -36,7 +38,9 @@ def main() -> int:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     if not arguments.page:
-        measured = measure(rows(arguments.workloads), rounds=arguments.rounds, minutes=arguments.minutes)
+        todo = rows(arguments.workloads, everyone=arguments.everyone)
+        chosen = [row for row in todo if row[0].name.startswith(tuple(arguments.only))]
+        measured = measure(chosen, rounds=arguments.rounds, minutes=arguments.minutes)
         (out / "peers.json").write_text(measured.model_dump_json(indent=1) + "\n")
     results = Results.model_validate_json((out / "peers.json").read_text())
     (out / "peers.md").write_text(page(results))
@@ -54,7 +58,7 @@ def measure(todo: list[Row], *, rounds: int, minutes: float) -> Results:
     machine = detect()
     results = Results(
         machine=f"{machine.processor}, {machine.summary}",
-        versions={name: version(name) for name in LIBRARIES},
+        versions={name: version(name) for name in LIBRARIES if find_spec(name)},
         rounds=0,
         busy=[],
         runs=[],
@@ -104,6 +108,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="at most")
     parser.add_argument("--minutes", type=float, default=14, help="no round is begun that would end later")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[""], help="competitors whose name begins so")
+    parser.add_argument("--everyone", action="store_true", help="all competitors in every workload, not only in mlp")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of peers.json and peers.md")
     parser.add_argument("--page", action="store_true", help="measure nothing")
     return parser.parse_args()

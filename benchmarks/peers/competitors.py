@@ -146,11 +146,15 @@ REFERENCE = {1: BARE.name, 2: DDP.name}
 """What ratios are relative to, by workers."""
 
 
-def rows(workloads: Sequence[str]) -> list[Row]:
-    """All rows, ours and others' in turn."""
+TRACKED = {INPROCESS.name: UNTRACKED.name, OURS_TORCHRUN.name: UNTRACKED_TORCHRUN.name}
+"""Ours with MLflow, and the same without, which tell what tracking costs."""
+
+
+def rows(workloads: Sequence[str], *, everyone: bool = False) -> list[Row]:
+    """All rows, ours and others' in turn; ``everyone`` takes part in each workload, not only in the shortest."""
     return [
         (competitor, workload, workers)
         for workload in workloads
-        for workers, those in (_OVERHEAD if workload == "mlp" else _EVERYWHERE).items()
+        for workers, those in (_OVERHEAD if everyone or workload == "mlp" else _EVERYWHERE).items()
         for competitor in those
     ]

@@ -1,13 +1,20 @@
 """``pipeline`` as ever, but without MLflow, to see what MLflow costs."""
 
 from contextlib import nullcontext
-from functools import partial
+from typing import Any
 
 from pipeline import cli
-from pipeline.commands import run
+from pipeline.commands import invocation
 from pipeline.recording import mlflow
 
+_recorded = invocation.recorded
+
+
+def _untracked(*given: Any, **more: Any) -> Any:
+    return _recorded(*given, **{**more, "tracked": False})
+
+
 if __name__ == "__main__":
-    run.recorded = partial(run.recorded, tracked=False)
+    invocation.recorded = _untracked
     mlflow.head_start = lambda _: nullcontext()
     cli.main()

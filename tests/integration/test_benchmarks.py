@@ -1,5 +1,6 @@
 """The benchmarks that need other machines or hours, in small: that they run, and that they measure equal work."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+
+from pipeline.protocol.estimates import Estimate
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WITHOUT = (
@@ -43,6 +46,37 @@ def test_a_thousand_ranks_lose_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "driver_scale_tracked.json").read_text())
     assert result["points"] == result["in_journal"] == result["in_store"] == 200_000
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "more_is_better", "less_is_better"),
+    [
+        (1.01, 1.2, "ahead", "behind"),
+        (0.5, 0.99, "behind", "ahead"),
+        (0.96, 1.04, "equal", "equal"),
+        (0.9, 1.02, "not resolved", "not resolved"),
+    ],
+)
+def test_an_interval_is_a_verdict(
+    low: float, high: float, more_is_better: str, less_is_better: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS / "peers")
+    verdict = importlib.import_module("page").verdict
+    ratio = Estimate(1.0, low, high, 5)
+    assert (verdict(ratio), verdict(ratio, is_less_better=True)) == (more_is_better, less_is_better)
+    assert verdict(ratio._replace(size=1)) == "-"
+
+
+@pytest.mark.timeout(300)
+def test_the_page_says_what_tracking_costs(tmp_path: Path) -> None:
+    only = ["--only", "bare loop", "pipeline, inprocess"]
+    command = [sys.executable, BENCHMARKS / "peers", "--rounds", "1", "--workloads", "mlp", *only, "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "peers.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("Tracking, pipeline, inprocess with MLflow")]
+    assert all(f"{what} x " in line for what in ("samples/s", "first step", "prompt"))
+    assert "| | first step, s | x bare | prompt, s | x bare | MB, all (PSS) | x bare |" in page
 
 
 @pytest.mark.timeout(900)
