@@ -91,6 +91,7 @@ def test_there_is_one_run_with_a_child_for_each_measurement(runs: dict[str, Run]
         "speedup",
         "efficiency",
         "goodput",
+        "tflops",
         "wall_clock/start",
         "wall_clock/saving",
         "time/window_data_wait_ms",
