@@ -14,6 +14,9 @@ from pipeline.training.order import MicroBatch
 from pipeline.training.step import forward_backward
 from pipeline.training.step_guard import Buffers
 
+HeldStep = list[tuple[MicroBatch, Any]]
+"""The micro-batches of one step, in memory."""
+
 
 def dry_run(context: TrainContext, *, with_last: bool = False) -> None:
     """Compute and discard the gradients of the first step, and of an epoch's last (``with_last``). Collective."""
@@ -79,7 +82,7 @@ def endless(context: TrainContext) -> MicroBatches:
         yield from context.batches.load(first_steps(full_batches, context.batches.micro_batches(epoch)))
 
 
-def held_step(context: TrainContext) -> list[tuple[MicroBatch, Any]]:
+def held_step(context: TrainContext) -> HeldStep:
     """Load the micro-batches of one step into memory.
 
     Loader processes are idle afterwards, and take no core from the next measurement.
@@ -87,7 +90,7 @@ def held_step(context: TrainContext) -> list[tuple[MicroBatch, Any]]:
     return list(context.batches.load(first_steps(1, context.batches.micro_batches(0))))
 
 
-def forget_local_steps(context: TrainContext, held: Iterable[tuple[MicroBatch, Any]]) -> None:
+def forget_local_steps(context: TrainContext, held: HeldStep) -> None:
     """Take a step with exchange after steps without, if ddp searches for unused parameters. Collective.
 
     DDP remembers the parameters that those steps used, and raises if the next exchange lacks a gradient of any of

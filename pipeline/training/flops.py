@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,14 +21,11 @@ from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.trial_result import Flops
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
-from pipeline.training.dry_run import forget_local_steps, held_step
-from pipeline.training.order import MicroBatch
+from pipeline.training.dry_run import HeldStep, forget_local_steps
 from pipeline.training.reporting import TF32_CAPABILITY
 from pipeline.training.step import forward_backward
 from pipeline.training.step_guard import Buffers
 from pipeline.wording import first_line
-
-Held = Sequence[tuple[MicroBatch, Any]]
 
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TORCHS_OWN = {"aten", "prim", "prims", "c10d", "c10d_functional", "_c10d_functional", "fsdp", "profiler"}
@@ -40,9 +36,8 @@ _PRODUCTS = re.compile(
 _aten = torch.ops.aten
 
 
-def count(context: TrainContext, outbox: Outbox) -> Flops | None:
+def count(context: TrainContext, held: HeldStep, *, outbox: Outbox) -> Flops | None:
     """Count the operations of one step; None, with a warning, if that fails on any rank. Collective."""
-    held = held_step(context)
     ranks = gather(_counted(context, held), rank=context.rank)
     if problems := [(rank, counted.problem) for rank, counted in enumerate(ranks) if counted.problem]:
         if context.rank.is_first:
@@ -84,7 +79,7 @@ class _Counted(NamedTuple):
     """Why it could not be counted."""
 
 
-def _counted(context: TrainContext, held: Held) -> _Counted:
+def _counted(context: TrainContext, held: HeldStep) -> _Counted:
     if context.strategy.devices == "all":  # DataParallel's threads would leave the counter
         context = replace(context, wrapped=context.model)
     counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)

@@ -5,7 +5,7 @@ Every rank runs this code on its share of each global batch, whichever launcher 
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from pipeline.training.clock import Clock, Lap
 from pipeline.training.collectives import from_first, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.costs import costs
-from pipeline.training.dry_run import compile_ahead
+from pipeline.training.dry_run import compile_ahead, held_step
 from pipeline.training.evaluation import evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.meter import Meter
@@ -138,9 +138,7 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
         return result
     if parts := afterwards.measure("the parts of a step", lambda: probe(context, laps=laps, known=result.parts)):
         more["parts"] = parts
-    if isinstance(trial, Training | CellMeasurement):  # those beside a training compute what it computes
-        more["flops"] = afterwards.measure("the operations of a step", lambda: flops.count(context, outbox))
-    more["unused_parameters"] = afterwards.measure("unused parameters", lambda: unused_parameters(context)) or 0
+    more |= _of_one_step(context, afterwards, outbox=outbox)
     if isinstance(trial, Probe):
         more["costs"] = afterwards.measure("what a prediction needs", lambda: costs(context))
     if isinstance(trial, Measurement) and trial.profile:
@@ -151,6 +149,17 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
         if found := afterwards.measure("the speedup", in_turn):
             more |= found._asdict()
     return result.model_copy(update=more)
+
+
+def _of_one_step(context: TrainContext, afterwards: Afterwards, *, outbox: Outbox) -> dict[str, Any]:
+    """Measure what a single step tells: its operations, and the parameters that get no gradient. Collective."""
+    held = cache(lambda: held_step(context))  # read once: each time, a stream would start another pass
+    more: dict[str, Any] = {}
+    if isinstance(context.trial, Training | CellMeasurement):  # what runs beside a training computes what it computes
+        count = partial(flops.count, context, outbox=outbox)
+        more["flops"] = afterwards.measure("the operations of a step", lambda: count(held()))
+    unused = afterwards.measure("unused parameters", lambda: unused_parameters(context, held()))
+    return {**more, "unused_parameters": unused or 0}
 
 
 def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, manager: CheckpointManager) -> None:

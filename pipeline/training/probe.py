@@ -28,7 +28,7 @@ from pipeline.training.batches import MicroBatches
 from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
-from pipeline.training.dry_run import endless, forget_local_steps, held_step, without_updates
+from pipeline.training.dry_run import HeldStep, endless, forget_local_steps, held_step, without_updates
 from pipeline.training.step import forward_backward, optimizer_step
 
 T = TypeVar("T")
@@ -172,9 +172,9 @@ def _without_optimizer(context: TrainContext, stream: MicroBatches, *, exchange:
         local.after_step(context.whole)
 
 
-def unused_parameters(context: TrainContext) -> int:
+def unused_parameters(context: TrainContext, held: HeldStep) -> int:
     """Count the trainable parameters that get no gradient in a step. Collective."""
-    forward_backward(context, iter(held_step(context)))
+    forward_backward(context, iter(held))
     unused = sum(parameter.requires_grad and parameter.grad is None for parameter in context.whole.parameters())
     context.optimizer.zero_grad(set_to_none=True)
     return unused

@@ -13,6 +13,7 @@ from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Flops
 from pipeline.training.build import build
 from pipeline.training.collectives import barrier
+from pipeline.training.dry_run import held_step
 from pipeline.training.flops import count
 
 CASES = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("fsdp", {})]
@@ -33,13 +34,15 @@ def _count(rank: Rank) -> None:
     for strategy, options in CASES:
         trial = toys.trial().model_copy(update={"strategy": strategy, "workers": 2, "options": options})
         outbox = toys.Kept()
-        assert count(build(trial, rank=rank), outbox) == Flops(of_sample={"fp64": 12.0}), (strategy, options)
+        context = build(trial, rank=rank)
+        assert count(context, held_step(context), outbox=outbox) == Flops(of_sample={"fp64": 12.0}), (strategy, options)
         assert outbox.events == []
 
     trial = toys.trial(model={"_target_": "test_device_ranks.FailsOnOneRank"})
     trial = trial.model_copy(update={"strategy": "ddp", "workers": 2, "allowed": (*trial.allowed, "test_device_ranks")})
     outbox = toys.Kept()
-    assert count(build(trial, rank=rank), outbox) is None
+    context = build(trial, rank=rank)
+    assert count(context, held_step(context), outbox=outbox) is None
     said = [event.message for event in outbox.events if isinstance(event, Warned)]
     expected = "the operations of a step could not be counted on rank 1, so there are no FLOP/s: no room on this rank"
     assert said == ([expected] if rank.is_first else [])

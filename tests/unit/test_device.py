@@ -21,6 +21,7 @@ from pipeline.report.records import CellRecord, columns
 from pipeline.report.report import Report
 from pipeline.training import loop
 from pipeline.training.build import build
+from pipeline.training.dry_run import held_step
 from pipeline.training.energy import EnergyMeter
 from pipeline.training.flops import count
 from pipeline.training.meter import GpuGauge
@@ -41,7 +42,8 @@ def counted(**sections: Any) -> tuple[Flops | None, list[str]]:
     outbox = toys.Kept()
     trial = toys.trial(**sections)
     trial = trial.model_copy(update={"allowed": (*trial.allowed, "test_device")})
-    flops = count(build(trial, rank=Rank()), outbox)
+    context = build(trial, rank=Rank())
+    flops = count(context, held_step(context), outbox=outbox)
     return flops, [event.message for event in outbox.events if isinstance(event, Warned)]
 
 
@@ -158,7 +160,7 @@ class TestCounting:
     def test_nothing_of_the_training_changes(self) -> None:
         context = build(toys.trial(model={"_target_": "toys.Branches"}, train={"precision": "fp32"}), rank=Rank())
         before = {name: value.clone() for name, value in context.model.state_dict().items()}
-        assert count(context, toys.Kept()) is not None
+        assert count(context, held_step(context), outbox=toys.Kept()) is not None
         after = context.model.state_dict()
         assert all(torch.equal(value, after[name]) for name, value in before.items())
         assert all(parameter.grad is None for parameter in context.model.parameters())

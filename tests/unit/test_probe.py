@@ -13,6 +13,7 @@ from pipeline.protocol.trial_result import StepParts
 from pipeline.training.build import build
 from pipeline.training.clock import Lap
 from pipeline.training.context import TrainContext
+from pipeline.training.dry_run import held_step
 from pipeline.training.probe import probe, unused_parameters, waits
 
 FORWARD_MS, OPTIMIZER_MS = 20.0, 12.0
@@ -112,7 +113,7 @@ def test_it_leaves_scheduler_and_learning_rate_alone() -> None:
 
 def test_parameters_without_a_gradient_are_counted() -> None:
     ready = context(model={"_target_": "test_probe.Spare"})
-    assert unused_parameters(ready) == 2
+    assert unused_parameters(ready, held_step(ready)) == 2
     assert all(parameter.grad is None for parameter in ready.model.parameters())
 
 

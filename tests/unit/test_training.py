@@ -207,8 +207,8 @@ def test_fp16_clips_the_unscaled_gradient() -> None:
 
 def test_an_optimizer_forgets_gradients_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))  # takes steps, too
-    monkeypatch.setattr(loop, "unused_parameters", lambda context: 0)
-    monkeypatch.setattr(loop.flops, "count", lambda *_: None)
+    monkeypatch.setattr(loop, "unused_parameters", lambda *_: 0)
+    monkeypatch.setattr(loop.flops, "count", lambda *_, **__: None)
     toys.Forgetful.forgotten = 0
 
     assert losses(optimizer={"_target_": "toys.Forgetful", "lr": 0.05}) == losses(
