@@ -25,6 +25,7 @@ values `${total_steps}`, `${steps_per_epoch}` and `${world_size}` ([why](decisio
 """
 _ANY = "KEY"
 """Placeholder for the user's own names in a mapping."""
+_GROUPS = ("optimizer", "groups", 0)
 HEAD = "| key | value | default | |\n|---|---|---|---|"
 
 
@@ -50,6 +51,8 @@ def _keys(shape: Shape, path: tuple[Any, ...]) -> Iterator[str]:
     for inner in ((*path, name, *entry) for name in names for entry in ((), (0,), (_ANY,))):
         if _is_section(shape, inner):
             yield from _section(shape, inner)
+        elif inner == _GROUPS[:1]:  # the only component with a section
+            yield from _section(shape, _GROUPS)
 
 
 def _options() -> Iterator[str]:

@@ -227,7 +227,7 @@ def _print(request: "Request", *, pods: dict[str, str], nodes: int | None) -> No
     with undisturbed():
         from pipeline.driver import preflight
 
-    preflight.check(request.file)
+    preflight.check(request.file, with_weights=False)
     text = (
         manifests.kuberay_job(request, manifests.Pods(**pods)) if pods else manifests.slurm_script(request, nodes=nodes)
     )
@@ -239,7 +239,7 @@ def _send(request: "Request", *, address: str | None, follow: bool) -> None:
         from pipeline.commands.submit.jobs import Jobs, packed, run_directory
         from pipeline.driver import preflight
 
-    preflight.check(request.file)
+    preflight.check(request.file, with_weights=False)
     package = packed(request.file.path, *request.file.bases)
     for path in package.untracked_code:
         typer.echo(f"note: git doesn't track {path}: it is not sent", err=True)

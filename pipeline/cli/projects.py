@@ -50,7 +50,7 @@ def check(
             try:
                 experiment = load(file)
                 with progress_on(console):
-                    allowed = preflight.check(experiment, with_data=data)
+                    allowed = preflight.check(experiment, with_data=data, with_weights=data)
             except PipelineError as error:
                 show(error)
                 errors[file] = error

@@ -57,7 +57,7 @@ def evaluate(
 def make(file: ExperimentFile, *, state: RunState, checkpoint: str | None, split: Split | None) -> Plan:
     """Check the file, choose the checkpoint and plan the one trial; for the errors see `planning` and `choose`."""
     changes, parallel = resume.altered(file, state), file.experiment.parallel
-    with planning(file) as (allowed, resources):
+    with planning(file, resumes=True) as (allowed, resources):
         chosen = choose(file, folder=state.folder, wanted=checkpoint, allowed=allowed)
         planner = Planner(file.experiment, resources, allowed)
         own = Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)

@@ -65,7 +65,7 @@ def export(file: ExperimentFile, *, folder: Path, to: Path, form: Form, checkpoi
     ended_training(state, command="export")
     _refuse_secrets(file.experiment)
     with explained(file):
-        allowed = preflight.check(file)
+        allowed = preflight.check(file, with_weights=False)
         weights, model = _loaded(file, state=state, checkpoint=checkpoint, allowed=allowed)
         exported = described(file.experiment, model, run=id_of(folder), form=form, weights=weights)
         write_files(exported, model, experiment=file.experiment, to=to)

@@ -17,6 +17,8 @@ from pipeline.errors import ResourceError
 from pipeline.system import stages
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pipeline.training.portable import PortableModel
 
 Form = Literal["safetensors", "torch-export", "onnx"]
@@ -56,8 +58,8 @@ class Exported(Frozen):
     experiment: str
     format: Form
     weights: Weights
-    inputs: Inputs | None
-    """Inputs of the model; None if they are not a single tensor."""
+    inputs: Inputs | Mapping[str, Inputs] | None
+    """Inputs of the model, by name if they have names; None if they are neither a tensor nor named tensors."""
     precision: str
     """``train.precision`` of the training."""
     model: Mapping[str, Any]
@@ -76,9 +78,11 @@ def described(experiment: Experiment, model: "PortableModel", *, run: str, form:
     import torch
 
     example = model.example
-    inputs = None
-    if example is not None:
-        inputs = Inputs(shape=(None, *example.shape[1:]), dtype=str(example.dtype).removeprefix("torch."))
+    inputs: Inputs | Mapping[str, Inputs] | None = None
+    if isinstance(example, dict):
+        inputs = {name: _inputs(tensor) for name, tensor in example.items()}
+    elif example is not None:
+        inputs = _inputs(example)
     return Exported(
         run=run,
         experiment=experiment.name,
@@ -89,6 +93,10 @@ def described(experiment: Experiment, model: "PortableModel", *, run: str, form:
         model=_filled(experiment.model.model_dump(mode="json"), model.runtime),
         torch=torch.__version__,
     )
+
+
+def _inputs(example: "Tensor") -> Inputs:
+    return Inputs(shape=(None, *example.shape[1:]), dtype=str(example.dtype).removeprefix("torch."))
 
 
 def _filled(value: Any, known: Mapping[str, int]) -> Any:
@@ -129,14 +137,14 @@ def write_files(exported: Exported, model: "PortableModel", *, experiment: Exper
 
 
 def _texts(exported: Exported, experiment: Experiment, *, target: str) -> dict[str, str]:
-    shape = (2, *(size or 1 for size in exported.inputs.shape[1:])) if exported.inputs else None
+    inputs = exported.inputs
+    given = inputs if isinstance(inputs, Mapping) else {"": inputs} if inputs is not None else {}
     script = loader_script(
         exported.format,
         origin=f"Run {exported.run}, {exported.weights}",
         target=target,
         is_double=exported.precision == "fp64",
-        shape=shape,
-        dtype=exported.inputs.dtype if exported.inputs else "",
+        inputs={name: ((2, *(size or 1 for size in one.shape[1:])), one.dtype) for name, one in given.items()},
     )
     about = json.dumps(exported.model_dump(mode="json"), indent=1)
     return {DESCRIPTION: f"{about}\n", LOADER: script, EXPERIMENT: to_yaml(experiment)}

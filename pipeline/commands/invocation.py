@@ -11,14 +11,14 @@ from pipeline import registry
 from pipeline.commands import page
 from pipeline.commands.interruption import continuable
 from pipeline.config.load import ExperimentFile
-from pipeline.driver import preflight
+from pipeline.driver import initial_weights, preflight
 from pipeline.driver.execute import execute, explained
-from pipeline.errors import PipelineError, UsageError
+from pipeline.errors import ExperimentError, PipelineError, UsageError
 from pipeline.launchers.base import Launcher, Session
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording import provenance
@@ -47,15 +47,17 @@ def refuse_torchrun(command: str) -> None:
 
 
 @contextmanager
-def planning(file: ExperimentFile) -> Iterator[tuple[tuple[str, ...], Resources]]:
+def planning(file: ExperimentFile, *, resumes: bool = False) -> Iterator[tuple[tuple[str, ...], Resources]]:
     """Check the file, yield the packages that it may name and the resources; give problems their line in the file.
+
+    A run that ``resumes`` has its weights from a checkpoint, so those that it started from may be gone.
 
     Raises:
         ExperimentError: the file is wrong.
         ResourceError: the machine or the cluster is too small, or can't be reached.
     """
     stages.begin("importing torch, checking the experiment")
-    allowed, parallel = preflight.check(file), file.experiment.parallel
+    allowed, parallel = preflight.check(file, with_weights=not resumes), file.experiment.parallel
     if parallel.launcher == "ray" and parallel.cluster:
         stages.begin(f"connecting to Ray at {parallel.cluster}")
     resources = registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
@@ -90,6 +92,7 @@ class Invocation:
     """Console for progress, warnings and the report."""
     verbose: bool
     """True if the workers' output is passed through to the terminal."""
+    _initial: Weights | None
     _results: _Results
     _clock: WallClock
     _shown: list[Printable]
@@ -133,7 +136,7 @@ class Invocation:
         )
         stages.begin("preparing the workers")
         with kind(session) as launcher:
-            yield partial(execute, launcher=launcher, recorder=self.recorder, file=self.file)
+            yield partial(execute, launcher=launcher, recorder=self.recorder, file=self.file, initial=self._initial)
 
     def execute(self, trials: Iterable[Trial]) -> list[Outcome]:
         """Run trials to their end, one after another."""
@@ -221,6 +224,7 @@ def invoked(
     for note in plan.notes:
         terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
     directions = preflight.directions(plan.experiment, allowed=plan.main.allowed)
+    initial = _initial(plan, resumes=folder is not None)
     shown: list[Printable] = []
     try:
         with recorded(
@@ -240,7 +244,17 @@ def invoked(
                 recorder.subscribed(clock),
                 continuable(again, file=file, run=recorder.folder.name),
             ):
-                yield Invocation(file, plan, recorder, terminal, verbose, results, clock, shown)
+                yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
     finally:
         if shown:
             print_verdict(shown[-1], stdout=terminal.result)
+
+
+def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
+    """Find the weights that the trials start from; a run that resumes may go without, see `planning`."""
+    try:
+        return initial_weights.find(plan.experiment)
+    except ExperimentError:
+        if not resumes:
+            raise
+        return None

@@ -1,6 +1,6 @@
 """``load.py`` of an exported model: a script of a few lines that loads it without this project."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _SAFETENSORS = """\
 import json
@@ -45,7 +45,7 @@ _BODIES = {"safetensors": _SAFETENSORS, "torch-export": _TORCH_EXPORT, "onnx": _
 
 
 def loader_script(
-    form: str, *, origin: str, target: str, is_double: bool, shape: Sequence[int] | None, dtype: str
+    form: str, *, origin: str, target: str, is_double: bool, inputs: Mapping[str, tuple[Sequence[int], str]]
 ) -> str:
     """Return the text of the script.
 
@@ -54,12 +54,11 @@ def loader_script(
         origin: run and weights in words, for the docstring.
         target: class or function that builds the model.
         is_double: True for weights in fp64.
-        shape: shape of a batch of inputs; None if they aren't a single tensor.
-        dtype: their type, e.g. "float32".
+        inputs: shape of a batch, and its type, e.g. "float32", by name; "" is a single tensor, empty if unknown.
     """
     body = _BODIES[form].replace("CAST", ".double()" if is_double else "")
     opening = f'"""{target}, written by pipeline export: `from load import model`.\n\n{origin}.\n"""\n'
-    return f"{opening}\n{_needs(form, target)}{body}{_call(form, shape=shape, dtype=dtype)}"
+    return f"{opening}\n{_needs(form, target)}{body}{_call(form, inputs=inputs)}"
 
 
 def _needs(form: str, target: str) -> str:
@@ -74,11 +73,12 @@ def _needs(form: str, target: str) -> str:
     return f"# Needs torch, safetensors and {target}, and not ddp-pipeline.\n"
 
 
-def _call(form: str, *, shape: Sequence[int] | None, dtype: str) -> str:
+def _call(form: str, *, inputs: Mapping[str, tuple[Sequence[int], str]]) -> str:
     """Return the lines that call the model with zeros if the script is run."""
-    if shape is None:
+    if not inputs:
         return ""
     module = "numpy" if form == "onnx" else "torch"
-    zeros = f"{module}.zeros({tuple(shape)}, dtype={module}.{dtype})"
+    zeros = {name: f"{module}.zeros({tuple(shape)}, dtype={module}.{dtype})" for name, (shape, dtype) in inputs.items()}
+    given = ", ".join(f"{name}={value}" if name else value for name, value in zeros.items())
     imported = "" if form == "torch-export" else f"    import {module}\n\n"
-    return f'\nif __name__ == "__main__":\n{imported}    print(model({zeros}))\n'
+    return f'\nif __name__ == "__main__":\n{imported}    print(model({given}))\n'

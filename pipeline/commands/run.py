@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.commands.invocation import Invocation, invoked, planning
 from pipeline.config.load import ExperimentFile
-from pipeline.driver import preflight
+from pipeline.driver import initial_weights, preflight
 from pipeline.driver import resume as recovery
 from pipeline.driver.elastic import as_ended, course, remark
 from pipeline.driver.execute import explained
@@ -62,7 +62,8 @@ def run(
     earlier = recovery.earlier(file, resume) if resume is not None else None
     changes = recovery.changes(file, earlier, allowed=allow_changed) if earlier else []
     left_out = recovery.left_out(file, earlier) if earlier else {}
-    plan = _as_started(make(file, with_baseline=with_baseline, train_only=train_only, quick=quick))
+    resumes = earlier is not None
+    plan = _as_started(make(file, with_baseline=with_baseline, train_only=train_only, quick=quick, resumes=resumes))
     notes = (*plan.notes, *changes, *map(_stays_left_out, left_out.values()))
     plan = plan.model_copy(update={"notes": notes})
     folder = earlier.folder if earlier else None
@@ -95,9 +96,16 @@ def options_of(*, with_baseline: bool, train_only: bool) -> Iterator[str]:
         yield "--no-baseline"
 
 
-def make(file: ExperimentFile, *, with_baseline: bool, train_only: bool = False, quick: bool = False) -> Plan:
-    """Check the file and plan the trials; for the errors see `planning`."""
-    with planning(file) as (allowed, resources):
+def make(
+    file: ExperimentFile,
+    *,
+    with_baseline: bool,
+    train_only: bool = False,
+    quick: bool = False,
+    resumes: bool = False,
+) -> Plan:
+    """Check the file and plan the trials; for ``resumes`` and the errors see `planning`."""
+    with planning(file, resumes=resumes) as (allowed, resources):
         if file.experiment.checkpoint.directory is not None:
             Storage(file.experiment.checkpoint.directory)  # tells whether there is such a protocol
         return make_plan(
@@ -125,6 +133,8 @@ def dry_run(
             train, validation, test = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
         steps = preflight.steps_per_epoch(file.experiment, train_samples=train)
         sizes = DataSizes(train, validation, steps, test)
+    if (initial := initial_weights.find(file.experiment)) is not None:
+        plan = plan.model_copy(update={"notes": (f"starts from {initial.source}", *plan.notes)})
     if file.bases:
         extends = f"{file.path} extends {', which extends '.join(map(str, file.bases))}"
         plan = plan.model_copy(update={"notes": (extends, *plan.notes)})

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import keys, targets
+from pipeline.config import extras, keys, targets
 from pipeline.config.deferred import fill_in
+from pipeline.config.finetuning import Optimizer
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem
@@ -36,6 +37,8 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     problems: list[Problem] = []
     for key, component in named(experiment):
         problems += _check(component, key=key, passed=_PASSED.get(key.partition("[")[0]), allowed=allowed)
+    if not any(problem.key.startswith("optimizer") for problem in problems):
+        problems += _check_groups(experiment.optimizer, allowed=allowed)
     return problems
 
 
@@ -82,6 +85,8 @@ def _check(component: Component, *, key: str, passed: str | None, allowed: tuple
     try:
         function = resolve(component, key=key, allowed=allowed)
         problems += _check_call(function, component, key=key, passed=passed)
+        if needed := extras.missing(function):
+            problems.append(Problem(f"{key}._target_", needed))
     except ExperimentError as error:
         problems += error.problems
     for inner_key, mapping in _nested(component.arguments, key):
@@ -120,6 +125,22 @@ def _check_call(function: Callable[..., Any], component: Component, *, key: str,
         if parameter.default is parameter.empty and name not in given:
             problems.append(Problem(keys.child(key, name), f"missing; {target} can't be called without it"))
     return problems
+
+
+def _check_groups(optimizer: Optimizer, *, allowed: tuple[str, ...]) -> Iterator[Problem]:
+    """Find settings of parameter groups that a class of optimizers doesn't take; torch would keep them unused."""
+    kind = resolve(optimizer, key="optimizer", allowed=allowed) if optimizer.groups else None
+    if not inspect.isclass(kind):
+        return
+    parameters = inspect.signature(kind).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters][1:]
+    for index, group in enumerate(optimizer.groups):
+        for name in group.settings:
+            if name not in known:
+                message = _unknown(name, known, optimizer.target)
+                yield Problem(keys.child(f"optimizer.groups[{index}]", name), message)
 
 
 def _unknown(name: str, known: list[str], target: str) -> str:

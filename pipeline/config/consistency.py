@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from pipeline.config import finetuning
 from pipeline.config.parallel import Parallel
 from pipeline.config.reported import name_problems, source_of
 from pipeline.config.schema import Experiment, followed
@@ -55,6 +56,8 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
         message = "registers a logged model, but tracking.log_model is false; write true, or remove this key"
         yield Problem("tracking.register_model", message)
     yield from _taken_tags(experiment)
+    for key, message in finetuning.misused(train.start_from, experiment.optimizer, experiment.scheduler):
+        yield Problem(key, message)
     yield from _swept(experiment)
     yield from _only_for_ray(parallel)
     yield from _against_local_sgd(experiment)

@@ -23,11 +23,13 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.models.resnet18",
         "pipeline.models.resnet34",
         "pipeline.models.resnet50",
+        "pipeline.models.pretrained",
     ),
     "data": (
         "pipeline.data.digits",
         "pipeline.data.cifar10",
         "pipeline.data.characters",
+        "pipeline.data.texts",
         "pipeline.data.arrays",
         "pipeline.data.tokens",
         "pipeline.data.shards",
@@ -41,7 +43,7 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "torch.nn.SmoothL1Loss",
         "torch.nn.NLLLoss",
     ),
-    "task": ("pipeline.tasks.Supervised", "pipeline.tasks.LanguageModel"),
+    "task": ("pipeline.tasks.Supervised", "pipeline.tasks.LanguageModel", "pipeline.tasks.FromModel"),
     "metrics": (
         "torchmetrics.classification.MulticlassAccuracy",
         "torchmetrics.classification.MulticlassF1Score",

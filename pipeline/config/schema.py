@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
+from pipeline.config.finetuning import Optimizer
 from pipeline.config.parallel import Parallel
 from pipeline.config.sweep import Sweep
 from pipeline.config.train import Train
@@ -173,10 +174,10 @@ class Experiment(Section):
     metrics: Mapping[str, Component] = {}
     """torchmetrics metrics of the validation set, by name. They compute a number, a number per class, or a ROC or
     precision-recall curve, which the last evaluation writes to metrics/NAME.csv and .png."""
-    optimizer: Component
-    """Any callable (parameters of model, loss and task) -> optimizer. torch's SGD, Adam and AdamW run fused unless
-    ``fused: false`` is given. An optimizer with train() and eval(), such as a schedule-free one, is in eval() while
-    the model is evaluated and exported."""
+    optimizer: Optimizer
+    """Any callable (parameters of model, loss and task) -> optimizer, with ``groups`` for parameters with settings of
+    their own. torch's SGD, Adam and AdamW run fused unless ``fused: false`` is given. An optimizer with train() and
+    eval(), such as a schedule-free one, is in eval() while the model is evaluated and exported."""
     scheduler: Component | None = None
     """Any callable (optimizer) -> learning-rate scheduler; may use ${total_steps} and ${steps_per_epoch}."""
     train: Train

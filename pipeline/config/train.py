@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from pipeline.config.finetuning import Pattern, StartFrom
 from pipeline.config.values import OR_BOOLEAN, SWITCH, Mode, NotNegative, Positive, PositiveFloat, Section
 from pipeline.wording import counted
 
@@ -113,6 +114,12 @@ class Train(Section):
     ema: Annotated[Ema | None, SWITCH, OR_BOOLEAN] = None
     """Exponential moving average of the weights, evaluated and logged in their place: true for the defaults, or a
     section."""
+    start_from: StartFrom | None = None
+    """Weights that the training starts from, in place of the model's own initial ones: the result of a run, or a
+    safetensors file."""
+    freeze: tuple[Pattern, ...] = ()
+    """Names of parameters that are not trained; an asterisk stands for any characters, dots too. They have no gradient
+    and are not given to the optimizer. BatchNorm whose parameters are all frozen stays in evaluation mode."""
 
     def steps_of(self, steps_per_epoch: int) -> int:
         """Return the optimizer steps of a training."""
@@ -127,6 +134,8 @@ class Train(Section):
     def extras(self) -> tuple[str, ...]:
         """Optional features that are enabled, in words, e.g. "torch.compile (default)"."""
         words = []
+        if self.freeze:
+            words.append(f"frozen parameters ({', '.join(self.freeze)})")
         if self.matmul_precision not in (None, "highest"):
             words.append(f"train.matmul_precision: {self.matmul_precision}")
         if self.compile is not None:

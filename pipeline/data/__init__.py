@@ -3,10 +3,11 @@
 from pipeline.data.arrays import arrays
 from pipeline.data.cifar import cifar10
 from pipeline.data.handwriting import digits
+from pipeline.data.labelled_texts import texts
 from pipeline.data.shards import shards
 from pipeline.data.splits import Splits
 from pipeline.data.streamed import streamed
 from pipeline.data.text import characters
 from pipeline.data.tokens import tokens
 
-__all__ = ["Splits", "arrays", "characters", "cifar10", "digits", "shards", "streamed", "tokens"]
+__all__ = ["Splits", "arrays", "characters", "cifar10", "digits", "shards", "streamed", "texts", "tokens"]

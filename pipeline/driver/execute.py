@@ -12,7 +12,7 @@ from pipeline.errors import ExperimentError, ResourceError
 from pipeline.launchers._shutdown import gracefully
 from pipeline.launchers.base import Launcher
 from pipeline.protocol.events import Finished, Warned
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Training, Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.recorder import Recorder
@@ -39,8 +39,10 @@ class _Again(NamedTuple):
     """True if the attempt before counts towards ``parallel.max_failures``."""
 
 
-def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: ExperimentFile) -> Outcome:
-    """Run one trial to its end and return its outcome, which has a result.
+def execute(
+    trial: Trial, *, launcher: Launcher, recorder: Recorder, file: ExperimentFile, initial: Weights | None = None
+) -> Outcome:
+    """Run one trial to its end and return its outcome, which has a result; ``initial`` are the weights it starts from.
 
     If workers are lost, training resumes from its newest checkpoint, up to ``parallel.max_failures`` times. An elastic
     trial has as many workers as fit, and resumes with another number when that changes.
@@ -52,6 +54,7 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
         Terminated: SIGTERM, after a checkpoint.
         OSError: the journal can't be written; after a checkpoint.
     """
+    trial = _starting_from(initial, trial)
     pace = Pace()
     with recorder.subscribed(pace):
         outcome = _executed(trial, launcher=launcher, recorder=recorder, file=file, pace=pace)
@@ -61,6 +64,16 @@ def execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exper
             for event in events:
                 recorder.receive(event)
     return outcome
+
+
+def _starting_from(initial: Weights | None, trial: Trial) -> Trial:
+    """Return a trial, and those that it is compared with, with their initial weights."""
+    if initial is None:
+        return trial
+    own: dict[str, object] = {"initial": initial}
+    if isinstance(trial, Training):
+        own["compared_with"] = tuple(other.model_copy(update=own) for other in trial.compared_with)
+    return trial.model_copy(update=own)
 
 
 def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: ExperimentFile, pace: Pace) -> Outcome:

@@ -17,14 +17,15 @@ from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.sweep import Sweep
 from pipeline.config.targets import allowed_packages
 from pipeline.config.values import Direction, Mode
+from pipeline.driver import parameters
 from pipeline.errors import ExperimentError, Problem
 from pipeline.system.imports import undisturbed
 
 
-def check(file: ExperimentFile, *, with_data: bool = False) -> tuple[str, ...]:
+def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool = True) -> tuple[str, ...]:
     """Check components and their arguments, strategies and their options, metrics and values of a sweep.
 
-    With ``with_data`` the data is loaded, too, unless Ray streams it.
+    With ``with_data`` the data is loaded, too, unless Ray streams it; ``with_weights`` looks for those to start from.
 
     Returns the packages that components may come from.
 
@@ -40,8 +41,10 @@ def check(file: ExperimentFile, *, with_data: bool = False) -> tuple[str, ...]:
         problems += _refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
     if with_data and "data" not in wrong and not file.experiment.is_streamed:
         problems += _refusals(lambda: dataset_sizes(file.experiment, allowed=allowed))
+    if wrong.isdisjoint(("model", "optimizer")):
+        problems += parameters.problems(file.experiment, allowed=allowed, with_weights=with_weights)
     if not problems:
-        problems = sweep.problems(file.experiment.sweep, file.varied, check)
+        problems = sweep.problems(file.experiment.sweep, file.varied, partial(check, with_weights=with_weights))
     if problems:
         raise file.explain(problems)
     return allowed

@@ -35,6 +35,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         f"data         {data}",
         f"steps        {steps}",
         *([f"training     {', '.join(train.extras)}"] if train.extras else []),
+        *(f"group        {group}" for group in plan.experiment.optimizer.groups),
         *([f"stops early  {train.early_stopping.condition}"] if train.early_stopping is not None else []),
         *([f"result       weights with the best {best}"] if (best := plan.experiment.checkpoint.best) else []),
         f"tracking     {plan.experiment.tracking.uri}",

@@ -19,6 +19,7 @@ from pipeline.wording import counted
 
 STOPPED_EARLY = "stopped early by ASHA"
 """Beginning of the closing message of a trial that ASHA stopped."""
+_MOST_NAMED = 8
 WEIGHTS = "model/weights.pt"
 """Path of the trained weights inside a run's folder."""
 EXAMPLE = "model/example.pt"
@@ -85,6 +86,29 @@ class TrialOpened(Event):
     """Steps, counted from 1, whose batch a rollback leaves out."""
 
 
+class Loaded(Frozen):
+    """Weights that a training has started from, see ``train.start_from``."""
+
+    source: str
+    """Source in words."""
+    tensors: int
+    """Number of tensors that were loaded."""
+    left: tuple[str, ...] = ()
+    """Names that were left as initialised."""
+    unused: tuple[str, ...] = ()
+    """Saved names, renamed, that the model lacks."""
+
+    def __str__(self) -> str:
+        left = f", {_some(self.left)} left as initialised" if self.left else ""
+        unused = f", {_some(self.unused)} not used" if self.unused else ""
+        return f"starts from {self.source}: {counted(self.tensors, 'tensor')} loaded{left}{unused}"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
 class Started(Event):
     """End of building on rank 0, before its first step."""
 
@@ -102,6 +126,10 @@ class Started(Event):
     data_name: str
     data_digest: str
     """Digest of the data's declaration, sizes and first sample."""
+    frozen: int = 0
+    """Number of parameters that aren't trained."""
+    loaded: Loaded | None = None
+    """Weights that the training starts from; None without ``train.start_from``, and when it resumes."""
 
 
 class FirstStep(Event):

@@ -23,6 +23,15 @@ QUICK_STEPS = 2
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
+class Weights(Frozen):
+    """File of weights that a training starts from, as the driver found it."""
+
+    path: str
+    """Absolute path, for rank 0: safetensors, or the weights.pt of a run."""
+    source: str
+    """Source in words, e.g. "run 20261124-081500-digits-1c7d, weights of step 46, the best validation/loss"."""
+
+
 class Trial(Frozen):
     """One job for a group of workers, completely described; its class is its role."""
 
@@ -45,6 +54,8 @@ class Trial(Frozen):
     """Packages that a ``_target_`` may name, as the driver found them; workers have another working directory."""
     repeat: int = 0
     """Index among equal measurements, from 0; all have the same name."""
+    initial: Weights | None = None
+    """Weights of ``train.start_from``; None without it, and for a training that resumes from a checkpoint."""
 
     @property
     def title(self) -> str:

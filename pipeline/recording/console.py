@@ -58,6 +58,8 @@ class Console:
             case _ if self._display and isinstance(event, Shown):
                 self._progress.update(event)
                 self._display.show(event)
+                if isinstance(event, events.Started) and event.loaded is not None:
+                    write(self._stdout, f"{self._label}: {event.loaded}")
 
     def _title(self, event: TrialOpened) -> str:
         """Label a trial by its role in a run, by its number in a comparison."""

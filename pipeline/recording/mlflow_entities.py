@@ -86,6 +86,7 @@ def datasets(event: Started) -> "list[DatasetInput]":
 def counts(event: Started) -> dict[str, str]:
     """Return the sizes of a training (steps, samples, parameters) as MLflow parameters."""
     names = {"total_steps", "steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"}
+    names |= {"frozen"} if event.frozen else set()
     return {name: str(value) for name, value in event.model_dump(include=names).items()}
 
 

@@ -161,7 +161,9 @@ class MlflowRun:
     @_write.register
     def _(self, event: Started) -> None:
         run_id = self._run(event)
-        self._describe(run_id, params=entities.counts(event), tags={"devices": "; ".join(event.devices)})
+        tags = {"devices": "; ".join(event.devices)}
+        tags |= {"start_from": str(event.loaded)} if event.loaded is not None else {}
+        self._describe(run_id, params=entities.counts(event), tags=tags)
         self._client.log_inputs(run_id, datasets=entities.datasets(event))
 
     @_write.register

@@ -3,20 +3,21 @@
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.config.uris import without_credentials
 from pipeline.protocol.events import ModelExported, ModelSaved
 from pipeline.recording.model_folder import PROGRAM, first_line, source
 
 if TYPE_CHECKING:
-    import numpy as np
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel, Metric, Run
     from mlflow.models import ModelSignature
     from mlflow.types import Schema
+
+    from pipeline.recording.model_folder import Array, Arrays
 
 NAME = "model"
 _NOTE_TAG = "mlflow.note.content"
@@ -100,9 +101,7 @@ def _create(client: "MlflowClient", run_id: str) -> "LoggedModel":
     return logged
 
 
-def _describe(
-    client: "MlflowClient", logged: "LoggedModel", *, path: Path, inputs: "np.ndarray[Any, Any]", step: int | None
-) -> None:
+def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, inputs: "Arrays", step: int | None) -> None:
     """Write the description on the model's page in MLflow: origin, code to load it, signature, metrics. Idempotent.
 
     Args:
@@ -144,15 +143,24 @@ def _what(run: "Run", path: Path, *, step: int | None) -> str:
     return f"{source} A pickle: loading it runs code, and needs the packages that it was trained with."
 
 
-def _code(logged: "LoggedModel", *, uri: str, inputs: "np.ndarray[Any, Any]") -> str:
-    shape = ", ".join(map(str, inputs.shape))
+def _code(logged: "LoggedModel", *, uri: str, inputs: "Arrays") -> str:
+    if isinstance(inputs, Mapping):
+        given = "\n".join(f"    {name}={_zeros(array)}," for name, array in inputs.items())
+        call = f"model(\n{given}\n)"
+    else:
+        call = f"model({_zeros(inputs)})"
     return f"""```python
 import mlflow, torch
 
 mlflow.set_tracking_uri("{uri}")
 model = mlflow.pytorch.load_model("{logged.model_uri}")
-model(torch.zeros({shape}, dtype=torch.{inputs.dtype}))
+{call}
 ```"""
+
+
+def _zeros(array: "Array") -> str:
+    shape = ", ".join(map(str, array.shape))
+    return f"torch.zeros({shape}, dtype=torch.{array.dtype})"
 
 
 def _table(signature: "ModelSignature | None") -> str:

@@ -20,9 +20,13 @@ from pipeline.protocol.events import ModelExported, ModelSaved
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from mlflow.models import Model
     from torch import nn
+
+    from pipeline.training.exported_model import Example
+
+    Array = np.ndarray[Any, Any]
+    Arrays = Array | Mapping[str, Array]
 
 PROGRAM = Path("data", "model.pt2")
 """Path of an exported program in the model's folder, at which MLflow looks for it."""
@@ -35,8 +39,8 @@ class Source(Protocol):
     """A model that can be written."""
 
     @property
-    def inputs(self) -> "np.ndarray[Any, Any]":
-        """A small batch of its inputs."""
+    def inputs(self) -> "Arrays":
+        """A small batch of its inputs, by name if they have names."""
 
     def write(self, path: Path, *, model: "Model", warn: Callable[[str], None]) -> None:
         """Write the folder; ``model`` identifies the model, and gets its signature and flavors."""
@@ -48,8 +52,8 @@ class Program:
 
     event: ModelExported
     folder: Path
-    inputs: "np.ndarray[Any, Any]"
-    outputs: "np.ndarray[Any, Any] | Mapping[str, np.ndarray[Any, Any]] | None"
+    inputs: "Arrays"
+    outputs: "Arrays | None"
 
     @classmethod
     def of(cls, event: ModelExported, *, folder: Path) -> "Program":
@@ -57,9 +61,8 @@ class Program:
         import numpy as np
 
         with np.load(folder / event.samples) as samples:
-            arrays = {name.partition("outputs.")[2] or name: samples[name] for name in samples.files}
-        inputs, single = arrays.pop("inputs"), arrays.pop("outputs", None)
-        return cls(event, folder, inputs, arrays or None if single is None else single)
+            arrays = {name: samples[name] for name in samples.files}
+        return cls(event, folder, _part("inputs", arrays), _outputs(arrays))
 
     def write(self, path: Path, *, model: "Model", warn: Callable[[str], None]) -> None:
         """Write what `mlflow.pytorch.save_model` writes, but for its search through all installed packages."""
@@ -70,7 +73,7 @@ class Program:
         data = path / PROGRAM
         data.parent.mkdir(parents=True)
         shutil.copyfile(self.folder / self.event.program, data)
-        example = self.inputs.tolist()
+        example = _listed(self.inputs)
         (path / _EXAMPLE).write_text(json.dumps(example))
         (path / _SERVED).write_text(json.dumps({"inputs": example}))
         model.saved_input_example_info = {
@@ -99,7 +102,7 @@ class Module:
     """A model built again with its trained weights, of which MLflow makes a program, or a pickle if that fails."""
 
     module: "nn.Module"
-    example: "torch.Tensor"
+    example: "Example"
 
     @classmethod
     def of(cls, event: ModelSaved, *, folder: Path) -> "Module":
@@ -116,13 +119,15 @@ class Module:
 
         experiment = Experiment.model_validate(yaml.safe_load((folder / "experiment.yaml").read_text()))
         weights: Mapping[str, torch.Tensor] = torch.load(folder / event.weights, map_location="cpu", weights_only=True)
-        example: torch.Tensor = torch.load(folder / event.example, map_location="cpu", weights_only=True)
+        example: Example = torch.load(folder / event.example, map_location="cpu", weights_only=True)
         return cls(trained_model(experiment, weights, allowed=allowed_packages()), example)
 
     @property
-    def inputs(self) -> "np.ndarray[Any, Any]":
-        """A small batch of its inputs."""
-        array: np.ndarray[Any, Any] = self.example.numpy()
+    def inputs(self) -> "Arrays":
+        """A small batch of its inputs, by name if they have names."""
+        if isinstance(self.example, dict):
+            return {name: tensor.numpy() for name, tensor in self.example.items()}
+        array: Array = self.example.numpy()
         return array
 
     def write(self, path: Path, *, model: "Model", warn: Callable[[str], None]) -> None:
@@ -162,6 +167,21 @@ def source(saved: ModelSaved, exported: ModelExported | None, *, folder: Path) -
     if exported is not None and (folder / exported.program).exists():
         return Program.of(exported, folder=folder)
     return Module.of(saved, folder=folder)
+
+
+def _part(kind: str, arrays: "Mapping[str, Array]") -> Any:
+    """Return the array of that name, or those whose names begin with it by the rest of their names."""
+    if kind in arrays:
+        return arrays[kind]
+    return {name.removeprefix(f"{kind}."): one for name, one in arrays.items() if name.startswith(f"{kind}.")}
+
+
+def _outputs(arrays: "Mapping[str, Array]") -> "Arrays | None":
+    return _part("outputs", arrays) if any(name.startswith("outputs") for name in arrays) else None
+
+
+def _listed(inputs: "Arrays") -> Any:
+    return {name: one.tolist() for name, one in inputs.items()} if isinstance(inputs, Mapping) else inputs.tolist()
 
 
 def first_line(error: Exception) -> str:

@@ -216,7 +216,9 @@ def facts(event: Started) -> list[str]:
     samples = f"{event.train_samples:,} training and {event.validation_samples:,} validation samples"
     devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
     shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")
-    return [f"{event.parameters:,} parameters", samples, f"{event.total_steps:,} steps", f"on {shown}"]
+    frozen = f" of {event.parameters + event.frozen:,}" if event.frozen else ""
+    parameters = f"{event.parameters:,}{frozen} parameters"
+    return [parameters, samples, f"{event.total_steps:,} steps", f"on {shown}"]
 
 
 def clock(seconds: float) -> str:

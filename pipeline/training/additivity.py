@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.errors import ExperimentError
-from pipeline.tasks import is_known
+from pipeline.tasks import FromModel, is_known
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.learned import held_by
@@ -67,7 +67,8 @@ def examine(context: TrainContext) -> None:
                 f"the loss raised {type(error).__name__} on {count} samples, so it could not be checked to be a mean, "
                 f"which any number of workers needs: {said}"
             )
-    if context.gives_weight is not False and not is_known(context.task):
+    # A model's own loss is among its outputs; where labels are ignored it is a cross entropy, with gradients of 0.
+    if context.gives_weight is not False and not (is_known(context.task) or isinstance(context.task, FromModel)):
         context.boundary = Boundary(context.wrapped)
     if losses:
         _judge(context, losses)

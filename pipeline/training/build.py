@@ -8,7 +8,7 @@ from pipeline.config import components
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Sharded
-from pipeline.training import compilation, optimizers, parts, rank_equality, recomputation
+from pipeline.training import compilation, frozen, optimizers, parts, rank_equality, recomputation, start_from
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
 from pipeline.training.batches import Batches, Datasets, open_source, runtime
@@ -35,10 +35,13 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     is_sharded = isinstance(strategy, Sharded)
     model = parts.model(create, experiment, device=torch.device("cpu") if is_sharded else device)
+    loaded = start_from.load(model, trial, rank=rank, device=device)
+    frozen.freeze(model, experiment.train.freeze)
     rank_equality.check_module(model, key="model", rank=rank, is_sharded=is_sharded)
     how, recomputed = experiment.train.compile, experiment.train.activation_checkpointing
     recomputation.apply(model, recomputed, is_compiled=how is not None)
     wrapped = strategy.wrap(model)
+    frozen.hold_statistics(wrapped, experiment.train.freeze)
     stopwatch = None
     if how is not None:
         stopwatch = compilation.compile_parts(
@@ -71,6 +74,7 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
         compiling=stopwatch,
         learned=learned,
+        loaded=loaded,
         averages=Averages(model, ema, learned=learned) if (ema := experiment.train.ema) is not None else None,
     )
     key = "loss" if experiment.task is None else "task"

@@ -3,7 +3,7 @@
 Every rank must call them. A rank that fails tells the other ranks, which would wait for it otherwise.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -75,6 +75,16 @@ def tensors_from_first(tensors: Mapping[str, Tensor], *, rank: Rank, device: tor
             tensor = content.cpu().view(dtype).reshape(shape)
         received[name] = tensor
     return received
+
+
+@torch.no_grad()
+def copy_from_first(tensors: Iterable[Tensor], *, rank: Rank, device: torch.device) -> None:
+    """Overwrite tensors of every rank, equal in number and shape, with those of rank 0, through ``device``."""
+    for tensor in tensors if rank.world_size > 1 else ():
+        if tensor.numel():
+            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(device)
+            dist.broadcast(content, src=0)
+            tensor.copy_(content.to(tensor.device).view(tensor.dtype).reshape(tensor.shape))
 
 
 def on_all_ranks(do: Callable[[], T], *, group: dist.ProcessGroup | None) -> list[T]:

@@ -15,6 +15,7 @@ from pipeline.config.reported import source_of
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Direction, Mode
 from pipeline.errors import ExperimentError
+from pipeline.protocol.events import Loaded
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Task
@@ -54,6 +55,8 @@ class TrainContext:
     """Moving average of the weights; None without ``train.ema``."""
     learned: nn.Module | None = None
     """Module with the task's own parameters and buffers; None if none of them changes in training."""
+    loaded: Loaded | None = None
+    """Weights that the model started from; None without ``train.start_from``, and in a training that resumes."""
     gives_weight: bool | None = None
     """True if the task returns `StepOutput.weight`; None before its first batch."""
     log_names: tuple[str, ...] | None = None

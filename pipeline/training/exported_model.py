@@ -1,7 +1,8 @@
 """Export of the trained model by torch.export, on rank 0: it has imported torch, and what sends the model need not."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,40 +38,40 @@ def trained_model(
     return module.eval()
 
 
-def predicted(module: nn.Module, example: torch.Tensor) -> Any:
+Example = torch.Tensor | dict[str, torch.Tensor]
+"""Inputs of two samples: a tensor, or tensors by the names of the model's arguments."""
+
+
+def predicted(module: nn.Module, example: Example) -> Any:
     """Return the outputs for a batch of inputs as arrays, by name if they have names; None if they aren't tensors."""
     with torch.no_grad():
-        output = module(example)
+        output = module(**example) if isinstance(example, dict) else module(example)
     if isinstance(output, Mapping):
         return {name: value.numpy() for name, value in output.items() if isinstance(value, torch.Tensor)}
     return output.numpy() if isinstance(output, torch.Tensor) else None
 
 
-def export(module: nn.Module, example: torch.Tensor, *, program: Path, samples: Path) -> None:
+def export(module: nn.Module, example: Example, *, program: Path, samples: Path) -> None:
     """Write the model as a program for batches of any size, and ``example`` with its outputs as arrays.
 
     Args:
         module: the trained model.
         example: inputs of two samples; a dimension of size 1 would be a constant of the program.
         program: file for the program, see `torch.export.load`.
-        samples: .npz file for the arrays "inputs", and "outputs" or "outputs.NAME".
+        samples: .npz file for the arrays "inputs" or "inputs.NAME", and "outputs" or "outputs.NAME".
 
     Raises:
         Exception: whatever torch.export can't trace in a user's model.
     """
-    outputs = predicted(module, example)
-    named = {f"outputs.{name}": value for name, value in outputs.items()} if isinstance(outputs, dict) else {}
-    if isinstance(outputs, np.ndarray):
-        named["outputs"] = outputs
+    arrays = {**_named("inputs", _arrays(example)), **_named("outputs", predicted(module, example))}
     write_program(module, example, program)
-    np.savez(samples, inputs=example.numpy(), **named)
+    np.savez(samples, **arrays)
 
 
-def write_program(module: nn.Module, example: torch.Tensor, program: Path) -> None:
+def write_program(module: nn.Module, example: Example, program: Path) -> None:
     """Write the model as a program of torch.export for batches of any size; for arguments and errors see `export`."""
     with warnings.catch_warnings(action="ignore"):  # nothing that a user can act on
-        exported = torch.export.export(module, (example,), dynamic_shapes=({0: Dim.AUTO},))
-        torch.export.save(exported, program)
+        torch.export.save(_exported(module, example), program)
 
 
 def write_onnx(module: nn.Module, example: torch.Tensor, path: Path) -> None:
@@ -86,3 +87,41 @@ def write_onnx(module: nn.Module, example: torch.Tensor, path: Path) -> None:
             external_data=False,
             verbose=False,
         )
+
+
+def _exported(module: nn.Module, example: Example) -> torch.export.ExportedProgram:
+    if not isinstance(example, dict):
+        return torch.export.export(module, (example,), dynamic_shapes=({0: Dim.AUTO},))
+    sizes = {name: dict.fromkeys(range(tensor.ndim), Dim.AUTO) for name, tensor in example.items()}
+    return torch.export.export(_PlainOutputs(module, names=example), (), kwargs=example, dynamic_shapes=sizes)
+
+
+class _PlainOutputs(nn.Module):
+    """A model of named inputs that returns a dict of tensors in place of a class of its library, needed to load it."""
+
+    def __init__(self, module: nn.Module, *, names: Iterable[str]) -> None:
+        super().__init__()
+        self.module = module
+
+        def forward(**inputs: torch.Tensor) -> Any:
+            output = module(**inputs)
+            if not isinstance(output, Mapping):
+                return output
+            return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
+
+        # torch.export asks the signature for the arguments that it may give other sizes.
+        named = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        forward.__signature__ = Signature(named)  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+def _arrays(example: Example) -> Any:
+    if isinstance(example, dict):
+        return {name: tensor.numpy() for name, tensor in example.items()}
+    return example.numpy()
+
+
+def _named(kind: str, values: Any) -> dict[str, Any]:
+    if isinstance(values, dict):
+        return {f"{kind}.{name}": value for name, value in values.items()}
+    return {} if values is None else {kind: values}

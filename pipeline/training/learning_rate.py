@@ -1,7 +1,7 @@
 """Scaling of the learning rate with the global batch size, and its warm-up."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from warnings import catch_warnings, filterwarnings
@@ -9,15 +9,10 @@ from warnings import catch_warnings, filterwarnings
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
+from pipeline.config.finetuning import OWN_RATES, ParameterGroup
 from pipeline.config.train import LearningRateScaling, Train
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
-
-_OWN_RATES = {
-    "torch.optim.lr_scheduler.OneCycleLR": ("max_lr",),
-    "torch.optim.lr_scheduler.CyclicLR": ("base_lr", "max_lr"),
-}
-"""Schedulers that replace the optimizer's learning rate, and the arguments with their rates."""
 
 
 def scaling_factor(scaling: LearningRateScaling, *, global_batch_size: int) -> float:
@@ -72,17 +67,26 @@ def with_scaled_rates(scheduler: Component, *, factor: float) -> Component:
     Raises:
         ExperimentError: a rate is not a number.
     """
-    own = {name: value for name in _OWN_RATES.get(scheduler.target, ()) if (value := scheduler.arguments.get(name))}
+    own = {name: value for name in OWN_RATES.get(scheduler.target, ()) if (value := scheduler.arguments.get(name))}
     return scheduler.model_copy(update={name: _scaled(value, factor, name=name) for name, value in own.items()})
 
 
-def refuse_hidden_rates(scheduler: LRScheduler, *, target: str, factor: float) -> None:
-    """Refuse a user's function or class that builds a scheduler whose learning rates can't be scaled.
+def refuse_hidden_rates(
+    scheduler: LRScheduler, *, target: str, factor: float, groups: Sequence[ParameterGroup] = ()
+) -> None:
+    """Refuse a user's function or class that builds a scheduler whose learning rates can't be scaled or replace others.
 
     Raises:
-        ExperimentError: ``train.lr_scaling`` would have no effect.
+        ExperimentError: ``train.lr_scaling``, or the rate of a parameter group, would have no effect.
     """
-    if factor != 1 and isinstance(scheduler, OneCycleLR | CyclicLR) and target not in _OWN_RATES:
+    own = any("lr" in group.settings for group in groups)
+    if own and isinstance(scheduler, OneCycleLR | CyclicLR) and target not in OWN_RATES:
+        name = _torchs_name(scheduler)
+        remedy = f"name torch.optim.lr_scheduler.{name} itself, with a list of rates"
+        raise ExperimentError.of(
+            "scheduler", f"{target} builds a {name}, whose rates replace those of optimizer.groups; {remedy}"
+        )
+    if factor != 1 and isinstance(scheduler, OneCycleLR | CyclicLR) and target not in OWN_RATES:
         raise ExperimentError.of(
             "scheduler",
             f"{target} builds a {type(scheduler).__name__}, whose rates replace those of the optimizer, so "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
-from pipeline.config.values import Component
+from pipeline.config.finetuning import Optimizer as Declared
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Trial
 from pipeline.strategies.base import sparse_modules
@@ -140,7 +140,7 @@ def weights_kept(optimizer: Optimizer) -> Iterator[None]:
                 local(own).copy_(before)
 
 
-def prefer_fused(optimizer: Component, *, model: nn.Module, is_sharded: bool, is_scaled: bool) -> Component:
+def prefer_fused(optimizer: Declared, *, model: nn.Module, is_sharded: bool, is_scaled: bool) -> Declared:
     """Return the optimizer with ``fused: true``, if torch supports it and the file doesn't choose an implementation.
 
     Args:
@@ -149,12 +149,12 @@ def prefer_fused(optimizer: Component, *, model: nn.Module, is_sharded: bool, is
         is_sharded: true if each rank holds only a shard of each parameter.
         is_scaled: true if a gradient scaler is used, as for fp16.
     """
-    arguments = optimizer.arguments
-    if optimizer.target not in _FUSED or any(choice in arguments for choice in _CHOICES):
+    settings = [optimizer.arguments, *(group.settings for group in optimizer.groups)]
+    if optimizer.target not in _FUSED or any(choice in each for each in settings for choice in _CHOICES):
         return optimizer
     if (is_sharded or is_scaled) and not _FUSED[optimizer.target]:
         return optimizer
-    if arguments.get("dampening"):  # see `complete`
+    if any(each.get("dampening") for each in settings):  # see `complete`
         return optimizer
     if not all(parameter.is_floating_point() for parameter in model.parameters() if parameter.requires_grad):
         return optimizer

@@ -21,11 +21,11 @@ from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Strategy
 from pipeline.system.imports import undisturbed
 from pipeline.tasks import Supervised, Task
-from pipeline.training import optimizers
-from pipeline.training.learned import held_by, trainable
+from pipeline.training import optimizers, parameter_groups
+from pipeline.training.learned import held_by, learned_by
 from pipeline.training.learning_rate import refuse_hidden_rates, scaling_factor, with_scaled_rates
 from pipeline.training.order import mix
-from pipeline.training.randomness import seed_all
+from pipeline.training.randomness import generators_kept, seed_all
 
 Create = Callable[..., Any]
 """Function that builds a component, given its key: `pipeline.config.components.build` with the rest filled in."""
@@ -62,6 +62,20 @@ def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn
     if experiment.train.memory_format == "channels_last":
         placed.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # missing in torch's stubs
     return placed
+
+
+def outline(create: Create, experiment: Experiment, *, with_task: bool) -> tuple[nn.Module, nn.Module | None]:
+    """Build the model on the meta device: names and shapes of its parameters, without memory for them.
+
+    Returns the model and, ``with_task``, what the task or loss learns.
+
+    Raises:
+        Exception: whatever a model or task raises that can't be built so, or has no parameters.
+    """
+    meta = torch.device("meta")
+    with generators_kept(), meta:
+        built = model(create, experiment, device=meta)
+        return built, learned_by(task(create, experiment, device=meta)) if with_task else None
 
 
 def in_double(module: nn.Module) -> nn.Module:
@@ -107,13 +121,13 @@ def optimizer(
     Args:
         create: builds components.
         experiment: names the optimizer.
-        model: its parameters are the first group.
-        learned: its parameters, those of the task, are a second group.
+        model: its parameters are the first group, unless ``optimizer.groups`` divides them.
+        learned: its parameters, those of the task, are the last group.
         is_sharded: True if each rank holds a shard of the model's parameters.
     """
-    trained: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if others := trainable(learned):
-        trained = [{"params": trained}, {"params": others}]
+    groups = experiment.optimizer.groups
+    divided = parameter_groups.divide(model, groups, learned=learned)
+    trained: list[Any] = divided.arguments(groups) if groups or divided.task else divided.own
     whole = model if learned is None else nn.ModuleList([model, learned])
     with undisturbed():
         importlib.import_module("torch._dynamo")  # the first optimizer of a process does so, within a second
@@ -122,6 +136,7 @@ def optimizer(
     optimizer = create(chosen, trained, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+    parameter_groups.check_settings(optimizer, groups, has_own=bool(divided.own))
     optimizers.check(optimizer, again=lambda toys: create(chosen, toys, key="optimizer"), model=whole)
     optimizers.train(optimizer)
     optimizers.complete(optimizer)
@@ -140,7 +155,9 @@ def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, v
     scheduler = create(chosen, optimizer, key="scheduler")
     if not isinstance(scheduler, LRScheduler):
         raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}; it must be a torch LRScheduler")
-    refuse_hidden_rates(scheduler, target=experiment.scheduler.target, factor=factor)
+    refuse_hidden_rates(
+        scheduler, target=experiment.scheduler.target, factor=factor, groups=experiment.optimizer.groups
+    )
     if isinstance(scheduler, ReduceLROnPlateau) and experiment.train.scheduler_interval == "step":
         raise ExperimentError.of(
             "scheduler", "ReduceLROnPlateau follows the validation loss; write train.scheduler_interval: epoch"

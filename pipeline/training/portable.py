@@ -14,7 +14,7 @@ from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.protocol.events import EXAMPLE, WEIGHTS
 from pipeline.protocol.trial import Evaluation, Rank
 from pipeline.training.batches import runtime
-from pipeline.training.exported_model import trained_model, write_onnx, write_program
+from pipeline.training.exported_model import Example, trained_model, write_onnx, write_program
 from pipeline.training.reporting import example_of
 from pipeline.training.restored import epoch_of, restored, whole_weights
 from pipeline.wording import first_line
@@ -34,8 +34,8 @@ class PortableModel:
     experiment: Experiment
     allowed: tuple[str, ...]
     weights: Mapping[str, Tensor]
-    example: Tensor | None
-    """Inputs of two samples; None if the model's inputs are not a single tensor."""
+    example: Example | None
+    """Inputs of two samples; None if they are neither a tensor nor named tensors of `FromModel`."""
     runtime: Mapping[str, int]
     """Values of ``${total_steps}`` and the like, by name."""
     epoch: int
@@ -119,8 +119,14 @@ def write_model(model: PortableModel, form: str, folder: Path) -> None:
             f"--format {form}: it needs example inputs, and the batches of this data don't begin with a single tensor; "
             "write --format safetensors"
         )
+    single = model.example if isinstance(model.example, Tensor) else None
+    if form == "onnx" and single is None:
+        raise UsageError("--format onnx: the model has named inputs; write --format torch-export or safetensors")
     try:
-        (write_program if form == "torch-export" else write_onnx)(module, model.example, path)
+        if form == "onnx" and single is not None:
+            write_onnx(module, single, path)
+        else:
+            write_program(module, model.example, path)
     except OSError:
         raise
     except Exception as error:  # whatever torch can't trace in a user's model

@@ -4,7 +4,9 @@ import logging
 import resource
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -26,10 +28,12 @@ from pipeline.protocol.events import (
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import Best, Held
+from pipeline.tasks import FromModel
+from pipeline.training import frozen
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import full_state_dict, resulting_weights
-from pipeline.training.exported_model import export, trained_model
+from pipeline.training.exported_model import Example, export, trained_model
 from pipeline.training.learned import kept, trainable
 from pipeline.training.loader import to_device
 from pipeline.training.metrics import Curve
@@ -60,6 +64,8 @@ def start(context: TrainContext, outbox: Outbox) -> None:
                 devices=tuple(devices),
                 data_name=context.experiment.data.target,
                 data_digest=context.batches.digest,
+                frozen=frozen.count(context.model) if context.experiment.train.freeze else 0,
+                loaded=context.loaded,
             )
         )
         if context.unexamined:
@@ -151,7 +157,8 @@ def coupling_layers(model: nn.Module) -> tuple[str, ...]:
     coupled = (
         module
         for module in model.modules()
-        if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)
+        if (isinstance(module, _BatchNorm) and not frozen.stays_in_evaluation(module))
+        or (isinstance(module, _DropoutNd) and module.p > 0)
     )
     return tuple(dict.fromkeys(type(module).__name__.removeprefix("FSDP") for module in coupled))
 
@@ -229,13 +236,15 @@ def _save_learned(context: TrainContext, path: Path) -> None:
         torch.save({name: value.detach().cpu() for name, value in kept(context.learned).items()}, path)
 
 
-def example_of(context: TrainContext) -> torch.Tensor | None:
-    """Return the inputs of two training samples; None unless a batch's inputs are a single tensor."""
+def example_of(context: TrainContext) -> Example | None:
+    """Return the inputs of two training samples: a tensor, or named ones of `FromModel`; None if they are neither."""
     batch = context.batches.read(list(range(min(2, context.order.samples))))
-    inputs = batch[0] if isinstance(batch, tuple | list) and batch else None
-    if not isinstance(inputs, torch.Tensor):
+    inputs: Any = batch[0] if isinstance(batch, tuple | list) and batch else None
+    if isinstance(context.task, FromModel) and isinstance(batch, Mapping):
+        inputs = context.task.inputs(batch)
+    if not isinstance(inputs, torch.Tensor | dict) or not len(inputs):
         return None
-    moved: torch.Tensor = to_device(inputs, device=torch.device("cpu"), dtype=context.batches.dtype)
+    moved: Example = to_device(inputs, device=torch.device("cpu"), dtype=context.batches.dtype)
     return moved
 
 

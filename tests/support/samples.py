@@ -1,5 +1,6 @@
 """Trials and what they measured, made up so that ratios can be worked out by hand."""
 
+from pipeline.config.finetuning import Optimizer
 from pipeline.config.schema import Experiment
 from pipeline.config.train import Train
 from pipeline.config.values import Component
@@ -31,7 +32,7 @@ def trial(
         model=Component(_target_="pipeline.models.mlp"),
         data=Component(_target_="pipeline.data.digits"),
         loss=Component(_target_="torch.nn.CrossEntropyLoss"),
-        optimizer=Component(_target_="torch.optim.SGD"),
+        optimizer=Optimizer(_target_="torch.optim.SGD"),
         train=Train(epochs=2, global_batch_size=batch),
     )
     return ROLES[role](

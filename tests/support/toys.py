@@ -532,3 +532,52 @@ class LateBloomer(nn.Module):
         self.passes += 1
         outputs: Tensor = self.first(inputs)
         return outputs + self.late(inputs) if self.passes > 3 else outputs
+
+
+class NormedNet(nn.Module):
+    """A body with batch statistics, and a head."""
+
+    def __init__(self, width: int = 4, outputs: int = 1) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.ReLU())
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.body(inputs))
+        return outputs
+
+
+class LossOfItsOwn(nn.Module):
+    """Computes its loss from named inputs, as transformers' models do: a mean over the labels that count."""
+
+    def __init__(self, classes: int = 5) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.output = nn.Linear(4, classes)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.output(self.embedding(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def sequences(samples: int = 21) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Tokens and their labels by name; each sample has another number of labels that count."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(11, (samples, 6), generator=generator)
+    labels = tokens % 5
+    labels[torch.rand(labels.shape, generator=generator) < torch.linspace(0, 0.9, samples)[:, None]] = -100
+    named = Plain({"input_ids": one, "labels": other} for one, other in zip(tokens, labels, strict=True))
+    return named, Plain(named.samples[:7])
+
+
+def flat_sgd(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+    """Makes one group of all that it is given."""
+    return torch.optim.SGD([one for group in parameters for one in group["params"]], lr=lr)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Replaces the rates of all groups by one."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)

@@ -160,7 +160,7 @@ def test_of_streamed_data_only_the_result_is_exported(tmp_path: Path, monkeypatc
     assert exported(folder, tmp_path / "read").inputs is not None
     data = file.experiment.data.model_copy(update={"target": "pipeline.data.streamed"})
     streamed = replace(file, experiment=file.experiment.model_copy(update={"data": data}))
-    monkeypatch.setattr(preflight, "check", lambda file: BUILT_IN)
+    monkeypatch.setattr(preflight, "check", lambda file, **_: BUILT_IN)
     of_run = partial(export, streamed, folder=folder, form="safetensors")
     assert of_run(to=tmp_path / "result", checkpoint=None).inputs is None
     with pytest.raises(UsageError, match="only the result of a finished run can be exported; leave out --checkpoint"):
@@ -190,7 +190,7 @@ def test_the_command_refuses_before_anything_is_loaded(command: Callable[..., An
     ],
 )
 def test_the_script_says_what_it_needs(target: str, said: str) -> None:
-    text = loader_script("safetensors", origin="It", target=target, is_double=False, shape=(2, 3), dtype="float32")
+    text = loader_script("safetensors", origin="It", target=target, is_double=False, inputs={"": ((2, 3), "float32")})
     assert said in text
     compile(text, "load.py", "exec")
     assert "print(model(torch.zeros((2, 3), dtype=torch.float32)))" in text
@@ -198,6 +198,14 @@ def test_the_script_says_what_it_needs(target: str, said: str) -> None:
 
 
 def test_the_script_of_onnx_is_right() -> None:
-    text = loader_script("onnx", origin="It", target="mine.Net", is_double=False, shape=(2,), dtype="float32")
+    text = loader_script("onnx", origin="It", target="mine.Net", is_double=False, inputs={"": ((2,), "float32")})
     compile(text, "load.py", "exec")
     assert "print(model(numpy.zeros((2,), dtype=numpy.float32)))" in text
+
+
+def test_the_script_calls_a_model_by_the_names_of_its_inputs() -> None:
+    inputs = {"tokens": ((2, 3), "int64"), "mask": ((2, 3), "bool")}
+    text = loader_script("torch-export", origin="It", target="mine.Net", is_double=False, inputs=inputs)
+
+    call = "print(model(tokens=torch.zeros((2, 3), dtype=torch.int64), mask=torch.zeros((2, 3), dtype=torch.bool)))"
+    assert text.rstrip().endswith(call)

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 
 from pipeline import registry
 from pipeline.config import keys
+from pipeline.config.finetuning import Optimizer
 from pipeline.config.jsonschema import Shape, experiment_json_schema
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.schema import Experiment
@@ -329,7 +330,7 @@ class TestOverrides:
 
     def test_a_section_is_replaced_as_a_whole(self) -> None:
         experiment = read(GOOD, "optimizer={_target_: torch.optim.Adam}", "scheduler=null").experiment
-        assert experiment.optimizer == Component(target="torch.optim.Adam")
+        assert experiment.optimizer == Optimizer(target="torch.optim.Adam")
         assert experiment.scheduler is None
 
     def test_interpolation_sees_overrides(self) -> None:
@@ -519,7 +520,7 @@ experiments = st.builds(
     model=components,
     data=st.just(Component(target="myproject.data")),
     loss=components,
-    optimizer=components,
+    optimizer=components.map(lambda component: Optimizer.model_validate(component.model_dump())),
     scheduler=st.none() | components,
     metrics=st.dictionaries(names, components, max_size=2),
     train=st.builds(Train, epochs=st.integers(1, 9), global_batch_size=st.integers(1, 999)),

@@ -15,7 +15,7 @@ from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.protocol.trial_result import Best
 from pipeline.training.build import device_of
 from pipeline.training.checkpoints import rank_state, resuming
-from pipeline.training.checkpoints.manifest import describe, folder_name
+from pipeline.training.checkpoints.manifest import describe, entries, folder_name
 from pipeline.training.checkpoints.resuming import Overrides
 from pipeline.training.checkpoints.state import State, is_sharded, restore, restore_weights, snapshot, view
 from pipeline.training.checkpoints.storage import Storage
@@ -37,8 +37,24 @@ def placed(trial: Trial, *, rank: Rank) -> Trial:
     if not isinstance(trial, Training):
         return trial
     device_of(trial, rank=rank)  # selects the GPU that the broadcast uses
-    known = {"checkpoints": trial.checkpoints, "resume": trial.resume, "left_out": trial.left_out}
-    return trial.model_copy(update=from_first(lambda: known, rank=rank))
+    return trial.model_copy(update=from_first(lambda: _known(trial), rank=rank))
+
+
+def _known(trial: Training) -> dict[str, object]:
+    """Return what only rank 0 needs to know; a resumed training has no initial weights but those of its checkpoint."""
+    initial = None if _has_checkpoint(trial) else trial.initial
+    fields = {"checkpoints": trial.checkpoints, "resume": trial.resume, "left_out": trial.left_out}
+    return {**fields, "initial": initial}
+
+
+def _has_checkpoint(trial: Training) -> bool:
+    """Return True if a training that has initial weights resumes from a checkpoint instead; reads manifests only."""
+    if trial.initial is None or not (trial.resume and trial.checkpoints):
+        return False
+    try:
+        return any(entry.manifest is not None for entry in entries(Storage(trial.checkpoints)))
+    except Exception:  # noqa: BLE001 - whatever a storage raises; `resuming.newest` explains it
+        return False
 
 
 class CheckpointManager:
@@ -93,6 +109,12 @@ class CheckpointManager:
         if self._storage is None or not self._resumes:
             return 0
         found = resuming.newest(self._context, self._storage, warn=self._warn)
+        if found is None and self._context.loaded is None and self._context.experiment.train.start_from is not None:
+            raise ExperimentError.of(
+                "train.start_from",
+                f"was not loaded, as the run resumes, but {self._storage.address} has no checkpoint that can be used; "
+                "start a new run without --resume",
+            )
         if found is None:
             self._warn(f"no complete checkpoint in {self._storage.address}: training starts from the beginning")
             return 0

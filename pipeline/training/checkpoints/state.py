@@ -171,7 +171,7 @@ def _numbered(context: TrainContext, state: Mapping[str, Any]) -> dict[str, Any]
         raise ExperimentError.of(
             "model", f"has different parameters than in the checkpoint, for instance {', '.join(missing[:3])}"
         )
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in _regrouped(context, state)]
     # torch raises if the number of groups differs.
     for group, own in zip(groups, context.optimizer.param_groups, strict=False):
         group.update({key: own[key] for key in _IMPLEMENTATION if key in own})
@@ -180,6 +180,16 @@ def _numbered(context: TrainContext, state: Mapping[str, Any]) -> dict[str, Any]
         "state": {numbers[name]: own for name, own in state["state"].items()},
         "param_groups": groups,
     }
+
+
+def _regrouped(context: TrainContext, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the saved groups with their parameters in today's order, by which torch tells them apart.
+
+    Where ``optimizer.groups`` has moved parameters to other groups, these are today's, with the file's settings.
+    """
+    saved, own = state["param_groups"], _named(context)["param_groups"]
+    are_same = [set(group["params"]) for group in saved] == [set(group["params"]) for group in own]
+    return [{**group, "params": now["params"]} for group, now in zip(saved if are_same else own, own, strict=True)]
 
 
 def _groups_since(context: TrainContext, state: Mapping[str, Any]) -> list[dict[str, Any]]:

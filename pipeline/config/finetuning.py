@@ -1,0 +1,97 @@
+"""Keys of fine-tuning: the weights to start from, and the parameter groups of the optimizer."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+
+from pipeline.config import keys
+from pipeline.config.values import Component, Section, Writable
+
+OWN_RATES: Mapping[str, tuple[str, ...]] = {
+    "torch.optim.lr_scheduler.OneCycleLR": ("max_lr",),
+    "torch.optim.lr_scheduler.CyclicLR": ("base_lr", "max_lr"),
+}
+"""Schedulers that replace the optimizer's learning rate, and the arguments with their rates."""
+Pattern = Annotated[str, Field(min_length=1)]
+
+
+class StartFrom(Section):
+    """Initial weights of the model, from the result of a run or from a safetensors file."""
+
+    run: Writable | None = None
+    """Run whose result is loaded, by a unique part of its id or its folder: the best weights if it has
+    ``checkpoint.best``, else the last."""
+    file: Writable | None = None
+    """Path of a safetensors file, relative to the working directory, in place of ``run``."""
+    strict: bool = True
+    """Refuse weights that don't have exactly the names and shapes of the model. false: what is missing or has another
+    shape is left as initialised, what the model lacks is not used, and both are told."""
+    rename: Mapping[str, str] = {}
+    """New names by old ones. Both are beginnings of names up to a dot: ``backbone: encoder`` makes encoder.0.weight of
+    backbone.0.weight, ``"": encoder`` adds a part and ``module: ""`` removes one. The longest match counts."""
+
+
+class ParameterGroup(Section):
+    """Parameters with settings of their own: beside ``match`` any argument of the optimizer, such as lr."""
+
+    model_config = ConfigDict(extra="allow")
+
+    match: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1)]
+    """Names of parameters, or a list of them; an asterisk stands for any characters, dots too. A parameter belongs to
+    the first group that matches it, and without one has the optimizer's own arguments."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns as a tuple."""
+        return (self.match,) if isinstance(self.match, str) else self.match
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Settings as written in the file, such as lr."""
+        return self.model_extra or {}
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        return f"{', '.join(self.patterns)} with {settings}"
+
+
+class Optimizer(Component):
+    """Optimizer: ``_target_: package.name`` with keyword arguments, and groups of parameters with other ones."""
+
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with other arguments, such as ``{match: "*.bias", weight_decay: 0}``."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_groups(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out groups if there are none, so that experiments of before keep their hash."""
+        return {name: value for name, value in write(self).items() if name != "groups" or value}
+
+
+def misused(
+    start_from: StartFrom | None, optimizer: Optimizer, scheduler: Component | None
+) -> Iterator[tuple[str, str]]:
+    """Find contradictions between these keys; yield each key with a message."""
+    if start_from is not None and (start_from.run is None) == (start_from.file is None):
+        given = "has neither run nor file" if start_from.run is None else "has both run and file"
+        yield "train.start_from", f"{given}; write one of them"
+    for index, group in enumerate(optimizer.groups):
+        key = f"optimizer.groups[{index}]"
+        if not group.settings:
+            yield key, "has no setting of its own; write one beside match, e.g. weight_decay: 0"
+        for name, value in group.settings.items():
+            if isinstance(value, Mapping) or "${" in str(value):
+                yield keys.child(key, name), f"is {value}; write a number, true or false, or a list of them"
+    yield from _replaced_rates(optimizer, scheduler)
+
+
+def _replaced_rates(optimizer: Optimizer, scheduler: Component | None) -> Iterator[tuple[str, str]]:
+    """Find learning rates of groups that a scheduler with one rate of its own replaces."""
+    rates = OWN_RATES.get(scheduler.target, ()) if scheduler is not None else ()
+    for name in rates:
+        if scheduler is None or isinstance(scheduler.arguments.get(name), list | tuple):
+            continue
+        for index, group in enumerate(optimizer.groups):
+            if "lr" in group.settings:
+                message = f"has no effect: scheduler.{name} replaces it; write a list there, a rate for each group"
+                yield f"optimizer.groups[{index}].lr", message

@@ -1,0 +1,87 @@
+"""Texts with a class each, from a CSV file, as the tokens of a tokenizer."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from pipeline.config.extras import needs
+from pipeline.data.padding import load_tokenizer
+from pipeline.data.splits import check_fraction
+from pipeline.errors import ExperimentError
+from pipeline.wording import did_you_mean
+
+Sample = dict[str, Any]
+
+
+@needs("transformers")
+def texts(
+    source: str,
+    *,
+    tokenizer: str,
+    text: str = "text",
+    label: str = "label",
+    max_length: int = 128,
+    validation_fraction: float = 0.1,
+) -> tuple[Dataset[Sample], Dataset[Sample] | None]:
+    """Return samples {input_ids, attention_mask, ..., labels}, lists of tokens and the number of a class.
+
+    Their lengths differ, so they need ``loader.collate``: pipeline.data.padding.padded.
+
+    Args:
+        source: CSV file in UTF-8 with a line of names at the top.
+        tokenizer: folder of a tokenizer of transformers, or its name on the hub.
+        text: column of the texts.
+        label: column of the classes, which are numbered in alphabetical order.
+        max_length: tokens after which a text is cut off.
+        validation_fraction: part of the texts to validate on, drawn with the experiment's seed; 0 for none.
+
+    Raises:
+        ExperimentError: the file or the tokenizer can't be read, or the file lacks a column.
+    """
+    check_fraction(validation_fraction)
+    rows = _rows(Path(source), columns={"text": text, "label": label})
+    tokens = load_tokenizer(tokenizer, key="data.tokenizer")(
+        [row[text] for row in rows], truncation=True, max_length=max_length
+    )
+    numbers = {name: number for number, name in enumerate(sorted({row[label] for row in rows}))}
+    samples = [
+        {**{name: values[index] for name, values in tokens.items()}, "labels": numbers[row[label]]}
+        for index, row in enumerate(rows)
+    ]
+    order = torch.randperm(len(samples)).tolist()
+    cut = len(samples) - round(validation_fraction * len(samples))
+    validation = _Texts([samples[index] for index in order[cut:]]) if validation_fraction else None
+    return _Texts([samples[index] for index in order[:cut]]), validation
+
+
+class _Texts(Dataset[Sample]):
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @override
+    def __getitem__(self, index: int) -> Sample:
+        return self._samples[index]
+
+
+def _rows(source: Path, *, columns: Mapping[str, str]) -> list[dict[str, str]]:
+    try:
+        with source.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            rows, names = list(reader), list(reader.fieldnames or ())
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise ExperimentError.of("data.source", f"can't read {source} as CSV ({error}); name another") from error
+    for key, name in columns.items():
+        if name not in names:
+            meant = did_you_mean(name, names) or f"; it has {', '.join(names)}"
+            raise ExperimentError.of(f"data.{key}", f"{source} has no column {name}{meant}")
+    if not rows:
+        raise ExperimentError.of("data.source", f"{source} has no rows below its names")
+    return rows

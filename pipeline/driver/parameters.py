@@ -1,0 +1,68 @@
+"""Check of the keys that name parameters, on a model without memory: ``train.start_from``, ``.freeze``, groups.
+
+A model that can't be built so, or that needs run-time values, is checked by the workers, with the same errors.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from pipeline.config import components
+from pipeline.config.schema import Experiment
+from pipeline.driver import initial_weights
+from pipeline.errors import ExperimentError, Problem
+from pipeline.protocol.trial import Weights
+from pipeline.system.imports import undisturbed
+
+_log = logging.getLogger(__name__)
+
+
+def problems(experiment: Experiment, *, allowed: tuple[str, ...], with_weights: bool = True) -> list[Problem]:
+    """Find patterns that match no parameter, and weights that don't exist or don't fit.
+
+    Args:
+        experiment: the experiment.
+        allowed: packages that it may name.
+        with_weights: False if the weights to start from need not be there, e.g. as a checkpoint has them.
+    """
+    found: list[Problem] = []
+    initial: Weights | None = None
+    if with_weights:
+        try:
+            initial = initial_weights.find(experiment)
+        except ExperimentError as error:
+            found += error.problems
+    if initial is not None or experiment.train.freeze or experiment.optimizer.groups:
+        found += _mismatches(experiment, initial, allowed=allowed)
+    return found
+
+
+def _mismatches(experiment: Experiment, initial: Weights | None, *, allowed: tuple[str, ...]) -> list[Problem]:
+    with undisturbed():
+        from pipeline.training import frozen, parameter_groups, parts, start_from
+
+    create, start, groups = (
+        partial(components.build, allowed=allowed),
+        experiment.train.start_from,
+        experiment.optimizer,
+    )
+    try:
+        model, learned = parts.outline(create, experiment, with_task=bool(groups.groups))
+    except Exception as error:  # noqa: BLE001 - user code; the workers raise what remains
+        _log.info("the model can't be built without memory, so its parameters are checked later", exc_info=error)
+        return []
+    found: list[Problem] = []
+    if start is not None and initial is not None:
+        found += _refusals(lambda: start_from.fit(model, start, initial))
+    found += _refusals(lambda: frozen.freeze(model, experiment.train.freeze))
+    found += _refusals(lambda: parameter_groups.divide(model, groups.groups, learned=learned))
+    return found
+
+
+def _refusals(check: Callable[[], object]) -> list[Problem]:
+    """Return the problems that a check raises."""
+    try:
+        check()
+    except ExperimentError as error:
+        return list(error.problems)
+    return []

@@ -1,0 +1,119 @@
+"""Models of transformers with their trained weights, from a folder or the Hugging Face hub: safetensors, no code."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.config.extras import needs
+from pipeline.errors import ExperimentError
+from pipeline.wording import did_you_mean
+
+_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "features": "AutoModel",
+    "image-classification": "AutoModelForImageClassification",
+    "masked-lm": "AutoModelForMaskedLM",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+}
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@needs("transformers")
+def pretrained(path: str, *, task: str, weights: bool = True, revision: str | None = None, **config: Any) -> nn.Module:
+    """Return a model of transformers, in fp32.
+
+    Args:
+        path: folder with config.json and safetensors, as ``save_pretrained`` writes it, or a name on the hub, which is
+            read from the hub's cache and downloaded into it if need be. Other formats, and code beside the weights, are
+            never loaded.
+        task: head of the model: causal-lm, features (none), image-classification, masked-lm, multiple-choice,
+            question-answering, seq2seq-lm, sequence-classification or token-classification. A head that isn't among
+            the weights is initialised.
+        weights: False builds the model from its configuration alone, e.g. for ``train.start_from``.
+        revision: branch, tag or commit on the hub.
+        config: changes of the configuration, such as num_labels.
+
+    Raises:
+        ExperimentError: the folder or the name doesn't exist, or has no safetensors of this model.
+    """
+    if task not in _CLASSES:
+        meant = did_you_mean(task, _CLASSES) or f"; write one of {', '.join(_CLASSES)}"
+        raise ExperimentError.of("model.task", f"is {task!r}{meant}")
+    _check_path(path, weights=weights)
+    import transformers  # takes seconds, and is an extra
+
+    settings = _configuration(path, revision, config)
+    kind = getattr(transformers, _CLASSES[task])
+    try:
+        if not weights or torch.get_default_device().type == "meta":
+            return _built(kind.from_config(settings, trust_remote_code=False))
+        loaded = kind.from_pretrained(
+            path,
+            config=settings,
+            revision=revision,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _refused(path, error) from error
+    model, info = loaded
+    if len(info["missing_keys"]) >= len(model.state_dict()):
+        raise ExperimentError.of("model.path", f"{path} has no weights of a {type(model).__name__}; name another")
+    return _built(model)
+
+
+def _built(model: Any) -> nn.Module:
+    found: nn.Module = model.float()
+    return found.train()
+
+
+def _check_path(path: str, *, weights: bool) -> None:
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.exists() or not _HUB_NAME.fullmatch(path):
+            raise ExperimentError.of(
+                "model.path", f"is {path}; there is no such folder, and a name on the hub is like bert-base-uncased"
+            )
+        return
+    if not (folder / "config.json").is_file():
+        raise ExperimentError.of("model.path", f"is {path}, which has no config.json; name a folder of save_pretrained")
+    if weights and not any(folder.glob("*.safetensors")):
+        raise ExperimentError.of(
+            "model.path",
+            f"is {path}, which has no safetensors; other formats run code when they are loaded. Convert them by "
+            "save_pretrained of a recent transformers, or write weights: false",
+        )
+
+
+def _configuration(path: str, revision: str | None, config: dict[str, Any]) -> Any:
+    """Read the configuration of a model and change it.
+
+    Raises:
+        ExperimentError: it can't be read, or has no such setting.
+    """
+    from transformers import AutoConfig
+
+    try:
+        settings = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _refused(path, error) from error
+    for name, value in config.items():
+        if not hasattr(settings, name):
+            meant = did_you_mean(name, [*settings.to_dict(), "num_labels"]) or "; see its config.json"
+            raise ExperimentError.of(f"model.{name}", f"the configuration of {path} has no {name}{meant}")
+        setattr(settings, name, value)
+    return settings
+
+
+def _refused(path: str, error: Exception) -> ExperimentError:
+    said = " ".join(str(error).split())[:300]
+    return ExperimentError.of("model.path", f"{path} can't be loaded: {said}")

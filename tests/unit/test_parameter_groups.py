@@ -1,0 +1,201 @@
+"""Parameter groups: each trainable parameter in the first that matches, with settings that are in force."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import torch
+import toys
+from torch import nn
+
+from pipeline.config import components
+from pipeline.config.consistency import contradictions
+from pipeline.config.finetuning import ParameterGroup
+from pipeline.config.load import from_mapping
+from pipeline.config.summary import config_hash, flatten
+from pipeline.config.targets import BUILT_IN
+from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
+from pipeline.training import loop
+from pipeline.training.build import build
+from pipeline.training.checkpoints import state
+from pipeline.training.parameter_groups import divide
+
+NET = {"_target_": "toys.NormedNet"}
+GROUPS = [{"match": ["*.bias", "body.1.*"], "weight_decay": 0.0}, {"match": "head.*", "lr": 0.01}]
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
+
+
+def optimizer(*groups: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    return {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.1, **arguments, "groups": list(groups)}
+
+
+def built(**sections: Any) -> torch.optim.Optimizer:
+    return build(toys.trial(model=NET, **sections), rank=Rank()).optimizer
+
+
+def test_each_parameter_is_in_the_first_group_that_matches() -> None:
+    own, undecayed, head = built(optimizer=optimizer(*GROUPS)).param_groups
+
+    assert [len(group["params"]) for group in (own, undecayed, head)] == [1, 4, 1]
+    assert [(group["lr"], group["weight_decay"]) for group in (own, undecayed, head)] == [
+        (0.1, 0.1),
+        (0.1, 0.0),
+        (0.01, 0.1),
+    ]
+    assert all(group["fused"] for group in (own, undecayed, head))
+
+
+def test_it_trains_as_torch_with_these_groups() -> None:
+    context = build(toys.trial(model=NET), rank=Rank())
+    model, train = context.model, context.batches
+    groups = [
+        {"params": [model.body[0].weight]},
+        {"params": [model.body[0].bias, *model.body[1].parameters(), model.head.bias], "weight_decay": 0.0},
+        {"params": [model.head.weight], "lr": 0.01},
+    ]
+    plain = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.1, fused=True)
+    losses = []
+    for epoch in range(2):
+        for _, (inputs, targets) in train.training(epoch):
+            loss = nn.functional.mse_loss(model(inputs.double()), targets.double())
+            losses.append(float(loss.detach()))
+            loss.backward()
+            plain.step()
+            plain.zero_grad()
+    _, outbox = toys.trained(model=NET, optimizer=optimizer(*GROUPS))
+
+    assert outbox.series("train/loss") == losses
+
+
+def test_scaling_warmup_and_schedulers_apply_to_all_groups() -> None:
+    scaling = {"rule": "linear", "base_batch_size": 4, "warmup_steps": 2}
+    schedule = {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5}
+    context = build(
+        toys.trial(model=NET, optimizer=optimizer(*GROUPS), scheduler=schedule, train={"lr_scaling": scaling}),
+        rank=Rank(),
+    )
+    context.optimizer.step()
+    assert context.scheduler is not None
+    context.scheduler.step()
+
+    assert [group["lr"] for group in context.optimizer.param_groups] == pytest.approx([0.1, 0.1, 0.01])
+
+
+def test_frozen_parameters_and_those_of_a_loss_have_their_place() -> None:
+    groups = [{"match": "*.bias", "weight_decay": 0.0}, {"match": "task:scale", "lr": 0.5}]
+    sections: dict[str, Any] = {"loss": {"_target_": "toys.Uncertain"}, "train": {"freeze": ["body.*"]}}
+    own, biases, scale = built(optimizer=optimizer(*groups), **sections).param_groups
+    *_, task = built(optimizer=optimizer(groups[0]), **sections).param_groups
+
+    assert [len(group["params"]) for group in (own, biases, scale, task)] == [1, 1, 1, 1]
+    assert (scale["lr"], task["lr"]) == (0.5, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (
+            [{"match": "heat.*", "lr": 1.0}],
+            r"groups\[0\]\.match: heat\.\* matches no parameter .* did you mean head\.\*",
+        ),
+        (
+            [GROUPS[1], {"match": "head.bias", "lr": 1.0}],
+            r"groups\[1\]\.match: is head\.bias, but .* in an earlier group",
+        ),
+        ([{"match": "body.0.*", "lr": 1.0}], r"groups\[0\]\.match: is body\.0\.\*, but .* is frozen; remove the group"),
+    ],
+)
+def test_a_pattern_without_a_parameter_is_refused(groups: list[dict[str, Any]], said: str) -> None:
+    net = toys.NormedNet()
+    net.body.requires_grad_(requires_grad=False)
+    with pytest.raises(ExperimentError, match=said):
+        divide(net, [ParameterGroup.model_validate(group) for group in groups])
+
+
+def test_a_setting_that_the_optimizer_lacks_is_found_before_anything_starts() -> None:
+    experiment = toys.experiment(optimizer=optimizer({"match": "*.bias", "weight_decy": 0.0}))
+    (problem,) = components.check(experiment, allowed=(*BUILT_IN, "toys"))
+
+    assert problem.key == "optimizer.groups[0].weight_decy"
+    assert "torch.optim.AdamW has no such argument; did you mean weight_decay?" in problem.message
+
+
+def test_an_optimizer_that_drops_groups_is_refused() -> None:
+    with pytest.raises(
+        ExperimentError, match=r"optimizer\.groups\[0\]\.lr: is 0\.5, but the SGD that was built doesn't"
+    ):
+        built(optimizer={"_target_": "toys.flat_sgd", "lr": 0.1, "groups": [{"match": "head.*", "lr": 0.5}]})
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"optimizer": optimizer({"match": "a"})}, "optimizer.groups[0]: has no setting of its own; write one"),
+        ({"optimizer": optimizer({"match": "a", "lr": "${total_steps}"})}, "groups[0].lr: is ${total_steps}; write a"),
+        (
+            {
+                "optimizer": optimizer({"match": "a", "lr": 0.1}),
+                "scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 3},
+            },
+            "optimizer.groups[0].lr: has no effect: scheduler.max_lr replaces it; write a list there, a rate for each",
+        ),
+        ({"train": {"start_from": {}}}, "train.start_from: has neither run nor file; write one of them"),
+        ({"train": {"start_from": {"run": "a", "file": "b"}}}, "train.start_from: has both run and file"),
+    ],
+)
+def test_keys_that_contradict_each_other(sections: dict[str, Any], said: str) -> None:
+    (problem,) = contradictions(toys.experiment(**sections))
+    assert said in str(problem)
+
+
+def test_a_scheduler_of_ones_own_that_replaces_their_rates_is_refused() -> None:
+    with pytest.raises(
+        ExperimentError, match=r"scheduler: toys\.one_cycle builds a OneCycleLR, whose rates replace those"
+    ):
+        built(optimizer=optimizer(*GROUPS), scheduler={"_target_": "toys.one_cycle"})
+
+
+def test_without_groups_an_experiment_is_what_it_was() -> None:
+    plain = toys.experiment()
+
+    assert "groups" not in plain.model_dump()["optimizer"]
+    assert not [key for key in flatten(plain) if "groups" in key]
+    assert config_hash(plain) == config_hash(
+        toys.experiment(optimizer={**plain.model_dump()["optimizer"], "groups": []})
+    )
+
+
+@pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1]], ids=["the same", "others"])
+def test_it_resumes_by_name(tmp_path: Path, groups: list[dict[str, Any]]) -> None:
+    """With other groups, too: moments stay with their parameters, settings are those of the file."""
+
+    def context(*groups: dict[str, Any]) -> Any:
+        return build(toys.trial(model=NET, optimizer=optimizer(*groups)), rank=Rank())
+
+    before, after = context(*GROUPS), context(*groups)
+    for parameter in before.trained:
+        parameter.grad = torch.full_like(parameter, float(parameter.numel()))
+    before.optimizer.step()
+    state.restore(after, state.snapshot(before))
+    old, new = ({id(one): name for name, one in each.model.named_parameters()} for each in (before, after))
+    moments = {old[id(one)]: before.optimizer.state[one]["exp_avg"] for one in before.trained}
+
+    assert {new[id(one)] for one in after.trained} == moments.keys()
+    for one in after.trained:
+        assert torch.equal(after.optimizer.state[one]["exp_avg"], moments[new[id(one)]])
+    assert [group["lr"] for group in after.optimizer.param_groups] == [0.1, 0.1, 0.01][: len(groups) + 1]
+
+
+def test_a_sweep_varies_a_setting_of_a_group() -> None:
+    sections = toys.experiment(optimizer=optimizer(*GROUPS)).model_dump(mode="json")
+    sections["sweep"] = {"parameters": {"optimizer.groups[1].lr": {"grid": [0.1, 0.2]}}}
+    file = from_mapping(sections)
+    varied = file.varied({"optimizer.groups[1].lr": 0.2}).experiment
+
+    assert [dict(group.settings) for group in varied.optimizer.groups] == [{"weight_decay": 0.0}, {"lr": 0.2}]

@@ -1,0 +1,136 @@
+"""Models and tokenizers of transformers, from folders that are written here."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import experiment
+
+from pipeline.config import components, extras
+from pipeline.config.targets import BUILT_IN
+from pipeline.data import texts
+from pipeline.data.padding import padded
+from pipeline.driver.parameters import problems
+from pipeline.errors import ExperimentError
+from pipeline.models import pretrained
+from pipeline.tasks import FromModel
+
+pytest.importorskip("transformers")
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "very", "film", "a"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT that fills in masks, and its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny")
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    BertForMaskedLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_weights_and_a_new_head(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    torch.manual_seed(1)
+    model = pretrained(str(folder), task="sequence-classification", num_labels=3)
+    saved = load_file(folder / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
+
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert model.training
+    assert model.classifier.out_features == 3  # type: ignore[union-attr]
+    assert torch.equal(model.bert.embeddings.word_embeddings.weight, saved)  # type: ignore[union-attr]
+    other = pretrained(str(folder), task="sequence-classification", weights=False)
+    assert not torch.equal(other.bert.embeddings.word_embeddings.weight, saved)  # type: ignore[union-attr]
+
+
+def test_the_task_of_the_model_weighs_by_its_labels(folder: Path) -> None:
+    tokens = {"input_ids": torch.tensor([[4, 5, 0], [7, 8, 4]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+    model = pretrained(str(folder), task="sequence-classification")
+    assert FromModel()(model, {**tokens, "labels": torch.tensor([0, 1])}).weight == 2
+    model = pretrained(str(folder), task="causal-lm")
+    assert FromModel()(model, {**tokens, "labels": torch.tensor([[4, 5, -100], [7, 8, 4]])}).weight == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"task": "classification"}, "model.task: is 'classification'; did you mean"),
+        ({"path": "/no/folder"}, "model.path: is /no/folder; there is no such folder, and a name on the hub"),
+        ({"num_lables": 3}, "model.num_lables: the configuration of .* has no num_lables; did you mean num_labels?"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(folder: Path, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ExperimentError, match=said):
+        pretrained(**{"path": str(folder), "task": "features", **arguments})
+
+
+def test_only_safetensors_are_loaded(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ExperimentError, match="has no safetensors; other formats run code when they are loaded"):
+        pretrained(str(tmp_path), task="masked-lm")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ExperimentError, match=r"which has no config\.json"):
+        pretrained(str(tmp_path), task="masked-lm")
+
+
+def test_code_beside_the_weights_is_never_run(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}')
+    (tmp_path / "own.py").write_text("raise SystemExit('run')")
+    with pytest.raises(ExperimentError, match=r"model\.path: .* can't be loaded"):
+        pretrained(str(tmp_path), task="masked-lm", weights=False)
+
+
+def test_names_are_checked_before_anything_starts(folder: Path) -> None:
+    found = problems(
+        experiment(
+            model={"_target_": "pipeline.models.pretrained", "path": str(folder), "task": "sequence-classification"},
+            train={"freeze": ["bert.embedings.*"]},
+        ),
+        allowed=BUILT_IN,
+    )
+    assert "did you mean bert.embeddings.*?" in str(found)
+
+
+def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    model = {"_target_": "pipeline.models.pretrained", "path": str(folder), "task": "features"}
+    (problem,) = components.check(experiment(model=model), allowed=(*BUILT_IN, "toys"))
+
+    assert str(problem) == (
+        "model._target_: pipeline.models.pretrained.pretrained needs transformers, which is not installed: "
+        "pip install 'ddp-pipeline[transformers]'"
+    )
+
+
+def test_texts_become_padded_batches(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "texts.csv"
+    with source.open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "label"), ("a very good film", "yes"), ("bad", "no"), ("a film", "no")])
+    torch.manual_seed(0)
+    train, validation = texts(str(source), tokenizer=str(folder), validation_fraction=0.34, max_length=3)
+    samples = [train[index] for index in range(2)] + [validation[0]]  # type: ignore[index]
+    batch = padded(str(folder))(samples)
+
+    assert sorted(len(sample["input_ids"]) for sample in samples) == [1, 2, 3]
+    assert batch["input_ids"].shape == (3, 3)
+    assert batch["attention_mask"].sum() == 6
+    assert sorted(batch["labels"].tolist()) == [0, 0, 1]
+    tokens = [{"input_ids": [4, 5], "labels": [4, 5]}, {"input_ids": [4], "labels": [4]}]
+    assert padded(str(folder), multiple_of=4)(tokens)["labels"].tolist() == [[4, 5, -100, -100], [4, -100, -100, -100]]
+    with pytest.raises(ExperimentError, match=r"data\.label: .*texts\.csv has no column labels; did you mean label\?"):
+        texts(str(source), tokenizer=str(folder), label="labels")
+    with pytest.raises(ExperimentError, match=r"data\.tokenizer: is .*, which has no tokenizer that can be loaded"):
+        texts(str(source), tokenizer=str(tmp_path))

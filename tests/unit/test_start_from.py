@@ -1,0 +1,245 @@
+"""Weights that a training starts from: found, renamed, compared with the model, loaded once."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import torch
+import toys
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from pipeline.config.finetuning import StartFrom
+from pipeline.config.load import load
+from pipeline.driver import initial_weights
+from pipeline.driver.parameters import problems
+from pipeline.errors import ExperimentError
+from pipeline.protocol.events import Loaded, Resumed, Started
+from pipeline.protocol.trial import Rank, Training, Weights
+from pipeline.training import loop
+from pipeline.training.loop import train
+from pipeline.training.start_from import fit, renamed
+
+NET = {"_target_": "toys.NormedNet"}
+JOURNALS = Path(__file__).parents[1] / "journals"
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Weights of a net, in fp32."""
+    torch.manual_seed(5)
+    path = tmp_path / "net.safetensors"
+    save_file(toys.NormedNet().state_dict(), path)
+    return path
+
+
+def wanted(path: Path, **options: Any) -> tuple[StartFrom, Weights]:
+    return StartFrom(file=str(path), **options), Weights(path=str(path), source=path.name)
+
+
+def run(path: Path, *, folder: Path | None = None, resume: bool = False, **sections: Any) -> toys.Kept:
+    start, initial = wanted(path, **sections.pop("start_from", {}))
+    options = {"start_from": start.model_dump(), **sections.pop("train", {})}
+    trial = toys.trial(model=NET, train=options, **sections)
+    own = {"initial": initial, "checkpoints": str(folder) if folder else "", "resume": resume}
+    outbox = toys.Kept()
+    train(trial.model_copy(update=own), rank=Rank(), outbox=outbox)
+    return outbox
+
+
+def loaded(outbox: toys.Kept) -> Loaded | None:
+    (started,) = (event for event in outbox.events if isinstance(event, Started))
+    return started.loaded
+
+
+def test_the_training_begins_with_them_and_tells(saved: Path) -> None:
+    outbox = run(saved, train={"freeze": ["body.*"]})
+    before, after = load_file(saved), outbox.files["model/weights.pt"]
+
+    assert str(loaded(outbox)) == "starts from net.safetensors: 9 tensors loaded"
+    assert torch.equal(after["body.0.weight"], before["body.0.weight"].double())
+    assert not torch.equal(after["head.weight"], before["head.weight"].double())
+
+
+def test_a_resumed_training_does_not_load_them_again(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first = run(saved, folder=folder)
+    saved.unlink()
+    resumed = run(saved, folder=folder, resume=True, train={"epochs": 3})
+
+    assert loaded(first) is not None
+    assert loaded(resumed) is None
+    assert [event.step for event in resumed.events if isinstance(event, Resumed)] == [6]
+
+
+def test_before_its_first_checkpoint_it_does(saved: Path, tmp_path: Path) -> None:
+    assert loaded(run(saved, folder=tmp_path / "none", resume=True)) is not None
+
+
+def test_without_a_usable_checkpoint_it_says_so(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run(saved, folder=folder, checkpoint={"keep": 1})
+    for file in folder.glob("*/state.safetensors"):
+        file.write_bytes(b"")
+    with pytest.raises(
+        ExperimentError, match=r"train\.start_from: was not loaded, as the run resumes, but .* no check"
+    ):
+        run(saved, folder=folder, resume=True)
+
+
+def test_all_differences_are_told_at_once(tmp_path: Path) -> None:
+    tensors = {
+        "body.0.weight": torch.zeros(4, 3),
+        "body.1.weight": torch.zeros(9),
+        "neck.weight": torch.zeros(1, 4),
+        "neck.bias": torch.zeros(1),
+    }
+    path = tmp_path / "other.safetensors"
+    save_file(tensors, path)
+    with pytest.raises(ExperimentError) as raised:
+        fit(toys.NormedNet(), *wanted(path))
+    missing, unused, misshapen = (str(problem) for problem in raised.value.problems)
+
+    assert "lacks body.0.bias, body.1.bias, " in missing
+    assert "head.weight, head.bias, which the model has; did you mean rename: {neck: head}?" in missing
+    assert "has neck.bias, neck.weight, which the model lacks" in unused
+    assert "body.1.weight: (9,) there, (4,) in the model" in misshapen
+
+
+def test_without_strict_it_is_told_what_was_left(tmp_path: Path) -> None:
+    path = tmp_path / "wide.safetensors"
+    save_file({**toys.NormedNet(outputs=7).state_dict(), "more.weight": torch.zeros(1)}, path)
+    found = loaded(run(path, start_from={"strict": False}))
+
+    assert found == Loaded(
+        source="wide.safetensors", tensors=7, left=("head.weight", "head.bias"), unused=("more.weight",)
+    )
+    assert str(found).endswith("7 tensors loaded, head.weight, head.bias left as initialised, more.weight not used")
+
+
+def test_what_has_nothing_in_common_is_refused_even_then(tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    save_file({f"model.{name}": one for name, one in toys.NormedNet().state_dict().items()}, path)
+    with pytest.raises(
+        ExperimentError, match=r'nothing in other\.safetensors fits .* did you mean rename: {model: ""}'
+    ):
+        fit(toys.NormedNet(), *wanted(path, strict=False))
+
+
+def test_a_name_that_is_tied_need_not_be_saved(tmp_path: Path) -> None:
+    net = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
+    net["last"].weight = net["first"].weight
+    path = tmp_path / "tied.safetensors"
+    save_file({name: one for name, one in net.state_dict().items() if name != "last.weight"}, path)
+
+    assert fit(net, *wanted(path)).missing == ()
+
+
+@pytest.mark.parametrize(
+    ("rename", "expected"),
+    [
+        ({"a": "x"}, ["x.b.w", "x", "ab.w"]),
+        ({"a": "x", "a.b": "y"}, ["y.w", "x", "ab.w"]),
+        ({"": "m"}, ["m.a.b.w", "m.a", "m.ab.w"]),
+        ({"a.b": ""}, ["w", "a", "ab.w"]),
+        ({"ab.": "c."}, ["a.b.w", "a", "c.w"]),
+    ],
+)
+def test_beginnings_of_names_are_renamed(rename: dict[str, str], expected: list[str]) -> None:
+    assert list(renamed(["a.b.w", "a", "ab.w"], rename).values()) == expected
+
+
+def test_a_renaming_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "e.yaml"
+    sections = toys.experiment(train={"start_from": {"file": "a.safetensors"}}).model_dump(mode="json")
+    sections["train"]["start_from"]["rename"] = {"": "encoder", "a.b": ""}
+    path.write_text(yaml.safe_dump(sections))
+    start = load(path, ["train.start_from.strict=false"]).experiment.train.start_from
+
+    assert start is not None
+    assert (dict(start.rename), start.strict) == ({"": "encoder", "a.b": ""}, False)
+
+
+@pytest.mark.parametrize(
+    ("rename", "said"),
+    [
+        ({"bodie": "body"}, r"start_from\.rename: bodie: no saved name begins so, .*; did you mean body\?"),
+        ({"body": "head"}, r"gives several tensors the name head\.w"),
+    ],
+)
+def test_a_renaming_that_cannot_be_meant_is_refused(rename: dict[str, str], said: str) -> None:
+    with pytest.raises(ExperimentError, match=said):
+        renamed(["body.w", "head.w"], rename)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "nett.safetensors",
+            r"start_from\.file: is .*nett\.safetensors; there is no such file; did you mean .*net\.saf",
+        ),
+        ("model.pt", r"is .*model\.pt; write a file that ends in \.safetensors, .* Other formats may run code"),
+        ("", r"is the folder .*; write one of .*net\.safetensors"),
+    ],
+)
+def test_a_file_that_is_not_there(saved: Path, name: str, said: str) -> None:
+    experiment = toys.experiment(train={"start_from": {"file": str(saved.parent / name)}})
+    with pytest.raises(ExperimentError, match=said):
+        initial_weights.find(experiment)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("nothing", r"start_from\.run: nothing: no such run in"),
+        ("killed", r"start_from\.run: is killed, but .* has not finished, so it has no model/weights\.pt; continue it"),
+        ("sweep", r"is sweep, but .*sweep is a sweep; write one of its trials, e\.g\. sweep/trial-001"),
+    ],
+)
+def test_a_run_without_weights(run: str, said: str) -> None:
+    experiment = toys.experiment(train={"start_from": {"run": run}}, tracking={"directory": str(JOURNALS)})
+    with pytest.raises(ExperimentError, match=said):
+        initial_weights.find(experiment)
+
+
+def test_the_weights_of_a_run_are_named(tmp_path: Path) -> None:
+    shutil.copytree(JOURNALS / "finished", tmp_path / "20260101-digits-1c7d")
+    experiment = toys.experiment(train={"start_from": {"run": "1c7d"}}, tracking={"directory": str(tmp_path)})
+    found = initial_weights.find(experiment)
+
+    assert found is not None
+    assert found.path == str(tmp_path / "20260101-digits-1c7d" / "model" / "weights.pt")
+    assert found.source.startswith("run 20260101-digits-1c7d, the weights of its last step, ")
+
+
+def test_all_problems_are_found_without_memory_for_a_model(saved: Path) -> None:
+    experiment = toys.experiment(
+        model={"_target_": "toys.NormedNet", "width": 5},
+        optimizer={"_target_": "torch.optim.SGD", "lr": 0.1, "groups": [{"match": "hed.*", "lr": 0.1}]},
+        train={"start_from": {"file": str(saved)}, "freeze": ["bodi.*"]},
+    )
+    found = problems(experiment, allowed=("toys", "torch.nn", "torch.optim"))
+
+    assert [problem.key for problem in found] == ["train.start_from", "train.freeze[0]", "optimizer.groups[0].match"]
+    assert "body.0.weight: (4, 3) there, (5, 3) in the model" in found[0].message
+
+
+def test_a_model_that_needs_the_data_is_left_to_the_workers(saved: Path) -> None:
+    model = {"_target_": "toys.NormedNet", "width": "${total_steps}"}
+    assert problems(toys.experiment(model=model, train={"freeze": ["x"]}), allowed=("toys",)) == []
+
+
+def test_a_training_of_its_own_says_how_to_start_it() -> None:
+    trial = toys.trial(model=NET, train={"start_from": {"file": "a.safetensors"}})
+    assert isinstance(trial, Training)
+    with pytest.raises(ExperimentError, match=r"train\.start_from: has not been found; start the training by pipeline"):
+        train(trial, rank=Rank(), outbox=toys.Kept())
