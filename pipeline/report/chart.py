@@ -84,7 +84,8 @@ def _throughput(panel: _Panel, report: Report) -> None:
         middle, own = top + _TOP + _RATE / 2, row.samples_per_second.median
         if row.ratio:
             axes.barh(middle, ideal(row, baseline), height=_RATE, color=LIGHT["rule"])
-        axes.barh(middle, own, height=_RATE, color=LIGHT["accent" if row == report.main else "grey"])
+        is_accented = row == report.main and row.is_resolved
+        axes.barh(middle, own, height=_RATE, color=LIGHT["accent" if is_accented else "grey"])
         if row.ratio:
             axes.vlines(
                 ideal(row, baseline), middle - _RATE / 2 - 2, middle + _RATE / 2 + 2, colors=LIGHT["ink"], lw=1.2,

@@ -81,7 +81,9 @@ def save_page(report: AnyReport, path: Path, *, about: About, pictures: Mapping[
         about: facts about the run.
         pictures: pictures by their file names, in their order.
     """
-    shared = {"report": report, "about": about, "pictures": pictures, "light": LIGHT, "dark": DARK}
+    could_be_noise = isinstance(report, Report) and not report.main.is_resolved
+    colors = {"light": LIGHT, "dark": DARK, "has_accent": not could_be_noise}
+    shared = {"report": report, "about": about, "pictures": pictures, **colors}
     page = _speedups(report, shared) if isinstance(report, Report) else _summary(report, shared)
     path.write_text(page, encoding="utf-8")
 
@@ -139,8 +141,9 @@ def _tiles(report: Report) -> Iterator[Tile]:
         means = "could be noise" if not main.is_resolved else "faster" if main.ratio.value > 1 else "slower"
         label = f"speedup of {main.title} over {report.rows[0].title}{ends}: {means}"
         yield Tile(figure=figure, label=label, is_accented=main.is_resolved)
-    if not report.is_comparison and (name := learned(main.metrics)):
-        yield Tile(figure=_figure(main.metrics[name]), label=f"{name} at the end")
+    if not report.is_comparison and (name := learned(main)):
+        when = "at the end" if main.best is None else f"with the {main.best}"
+        yield Tile(figure=_figure(main.metrics[name]), label=f"{name} {when}")
     elif main.efficiency is not None:
         yield Tile(figure=efficiency(main), label="scaling efficiency")
     yield Tile(figure=amount(main.samples_per_second.median), label=f"samples/s on {main.devices}")

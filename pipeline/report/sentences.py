@@ -1,7 +1,7 @@
 """The sentences of a report: verdict, outcome, advice, and caveats that keep figures from misleading."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
@@ -30,7 +30,7 @@ def best(rows: Sequence[Row]) -> Row:
 def verdict(rows: Sequence[Row]) -> str:
     """Return the result in one line: speedup with its interval, final metric, and what is fastest on these devices."""
     main = best(rows)
-    return "; ".join([*_claim(main, rows[0]), *_learned(main.metrics), *_fastest(main, rows)])
+    return "; ".join([*_claim(main, rows[0]), *_learned(main), *_fastest(main, rows)])
 
 
 def _claim(main: Row, baseline: Row) -> Iterator[str]:
@@ -43,15 +43,21 @@ def _claim(main: Row, baseline: Row) -> Iterator[str]:
         yield "loss differs from the baseline's (note 1)"
 
 
-def learned(metrics: Mapping[str, float]) -> str:
-    """Return the metric that tells if it learned: of validation rather than training, rather than a loss, or empty."""
+def learned(row: Row) -> str:
+    """Return the metric that tells if it learned: that of ``checkpoint.best``, or else of validation, rather no loss.
+
+    Without validation it is the training's loss; empty if there is none.
+    """
+    metrics = row.metrics
+    if row.best is not None and row.best.metric in metrics:
+        return row.best.metric
     names = [name for name in metrics if name.startswith("validation/")] or [name for name in metrics if name == _LOSS]
     return min(names, key=lambda name: name.endswith("/loss"), default="")
 
 
-def _learned(metrics: Mapping[str, float]) -> Iterator[str]:
-    if name := learned(metrics):
-        yield f"{name} {metrics[name]:.4g}"
+def _learned(row: Row) -> Iterator[str]:
+    if name := learned(row):
+        yield f"{name} {row.metrics[name]:.4g}"
 
 
 def _fastest(main: Row, rows: Sequence[Row]) -> Iterator[str]:

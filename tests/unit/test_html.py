@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from samples import BASELINE, HARDWARE, MAIN, comparison, finished, in_turn, report, spread
 
-from pipeline.protocol.trial_result import StepParts
+from pipeline.protocol.trial_result import Best, StepParts
 from pipeline.report import Advice, publish
 from pipeline.report.about import About
 from pipeline.report.goodput import Goodput
@@ -162,14 +162,25 @@ def test_a_speedup_that_could_be_noise_has_no_accent(tmp_path: Path) -> None:
     doubtful = page_of(Report.of([MAIN, BASELINE], ends, hardware=HARDWARE), tmp_path)
     assert ": could be noise</span>" in doubtful
     assert '<div class="first">' not in doubtful
+    assert "tr.main td:first-child { color: var(--accent); }" not in doubtful
     clear = page_of(report(), tmp_path)
     assert '<div class="first"><b>1.90x</b>' in clear
+    assert "tr.main td:first-child { color: var(--accent); }" in clear
     assert "could be noise" not in clear
 
 
 def test_the_quality_of_the_model_is_among_the_key_figures(tmp_path: Path) -> None:
     assert "<b>0.9735</b><span>validation/accuracy at the end</span>" in page_of(report(), tmp_path)
     assert "<span>scaling efficiency</span>" in page_of(comparison(), tmp_path)
+
+
+def test_the_key_figure_and_the_verdict_are_of_the_step_that_checkpoint_best_chose(tmp_path: Path) -> None:
+    metrics = {"validation/accuracy": 0.97, "validation/f1": 0.9123}
+    best = Best(metric="validation/f1", value=0.9123, step=40, epoch=2, metrics=metrics)
+    chosen = Report.of([MAIN], [finished("main", spread(190), metrics=metrics, best=best)], hardware=HARDWARE)
+    assert chosen.verdict.endswith("; validation/f1 0.9123")
+    shown = "<b>0.9123</b><span>validation/f1 with the weights of step 40 (epoch 2), the best validation/f1</span>"
+    assert shown in page_of(chosen, tmp_path)
 
 
 def test_the_page_shows_all_that_the_terminal_says(tmp_path: Path) -> None:
