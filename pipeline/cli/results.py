@@ -70,10 +70,10 @@ def show(
     run: RunArgument,
     *,
     directory: Directory = Path("runs"),
-    watch: Annotated[bool, typer.Option("--watch", help="Follow a run that goes on until it ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow a running run until it ends.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the report of a run, or the progress of a run that goes on."""
+    """Show the report of a run, or its progress while it runs."""
     import rich.console
 
     from pipeline.commands.history import running
@@ -114,7 +114,7 @@ def show(
 
 
 def _watched(summary: "RunSummary", console: "rich.console.Console", *, as_json: bool) -> bool:
-    """Follow a run that goes on until it ends; return False if all was said meanwhile."""
+    """Follow a running run until it ends; return False if everything was shown meanwhile."""
     from pipeline.commands.history import running
 
     if summary.status != "RUNNING":

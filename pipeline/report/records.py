@@ -120,6 +120,8 @@ class ComparisonRecord(Frozen):
     advice: tuple[Advice, ...]
     name: str
     hardware: str
+    verdict: str
+    """Result in one line."""
     remarks: tuple[str, ...]
 
 
@@ -134,6 +136,8 @@ class RunRecord(Frozen):
     name: str
     """Name of the experiment."""
     hardware: str
+    verdict: str
+    """Result in one line, the last line in the terminal."""
     main: CellRecord
     """The training."""
     baseline: CellRecord | None

@@ -213,7 +213,7 @@ def run_json(report: Report, folder: Path) -> str:
         metrics=report.main.metrics,
         best=report.main.best,
         goodput=report.goodput.figures if report.goodput else None,
-        **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks")},
+        **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks", "verdict")},
     )
     return record.model_dump_json(indent=2)
 
@@ -224,7 +224,7 @@ def comparison_json(report: Report) -> str:
     record = records.ComparisonRecord(
         cells=tuple(records.CellRecord.of(entry) for entry in report.entries if entry != reference),
         reference=records.CellRecord.of(reference) if reference else None,
-        **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks")},
+        **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks", "verdict")},
     )
     return record.model_dump_json(indent=2)
 

@@ -136,7 +136,8 @@ def test_the_reference_stands_beside_the_cells() -> None:
     document = json.loads(comparison_json(comparison()))
     assert document["reference"]["speedup"] == pytest.approx(1.5)
     assert document["reference"]["efficiency"] == pytest.approx(0.75)
-    assert list(document) == ["cells", "reference", "advice", "name", "hardware", "remarks"]
+    assert list(document) == ["cells", "reference", "advice", "name", "hardware", "verdict", "remarks"]
+    assert document["verdict"] == comparison().verdict
     assert json.loads(comparison_json(compared((190,))))["reference"] is None
 
 

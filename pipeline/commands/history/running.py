@@ -1,4 +1,4 @@
-"""``pipeline show`` of a run that goes on: its progress, read from its journal alone, once or until it ends."""
+"""``pipeline show`` of a running run: its progress, read from its journal alone, once or until it ends."""
 
 import time
 from collections.abc import Iterator, Mapping
