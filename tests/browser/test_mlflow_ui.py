@@ -144,7 +144,7 @@ def test_the_printed_link_opens_the_run_with_its_description(shown: Shown, pages
     ) as page:
         page.get_by_text("Show more").click()
         expect(page.get_by_role("heading", name=str(shown.run.info.run_name))).to_be_visible()
-        expect(page.locator("strong", has_text=re.compile(r"^ddp x 2 does .* samples/s: .*single"))).to_be_visible()
+        expect(page.locator("strong", has_text=re.compile(r"^ddp x 2: .*x to .* of single"))).to_be_visible()
         table = page.locator("table").filter(has_text="same loss")
         expect(table.locator("tbody tr")).to_have_count(3)
         for row, title in enumerate(["single", "single, 2 cores", "ddp x 2"]):
