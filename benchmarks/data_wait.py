@@ -142,7 +142,7 @@ def cell(value: float, truth: float) -> str:
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    print("| loaders | load / compute / optimizer | wait: truth | told | compute | rest | sum / step |")
+    print("| loaders | load / compute / optimizer | wait: truth | told | compute | optimizer, other | parts / step |")
     print("|--:|--:|--:|--:|--:|--:|--:|")
     for case in CASES:
         step_ms, parts = measured(case)

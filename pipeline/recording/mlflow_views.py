@@ -2,7 +2,7 @@
 
 By default MLflow's table shows the source of runs, not their results. Its UI reads a view's columns, order, filter and
 charts from a tag of the experiment and applies them where a link names the view; a user's own settings don't change.
-docs/decisions/0020-mlflow-views.md says what a view can't do.
+docs/decisions/0020-mlflow-pages.md says what a view can't do.
 """
 
 import json

@@ -47,7 +47,7 @@ def test_a_line_says_how_far_the_sweep_is_what_is_best_and_what_is_left() -> Non
     # 2.4 of 4 trials in 60 s: 40 s for the others
     assert under_way().line == (
         "2 of 4 done, 1 running, 1 stopped early; best so far: validation/loss 0.25 in trial 3 "
-        "(lr=0.3, hidden=[32, 32]); about 0:00:40 left"
+        "(lr=0.3, hidden=[32, 32]); about 0:40 left"
     )
 
 
@@ -91,7 +91,7 @@ def drawn(found: SweepProgress, *, width: int) -> list[str]:
 def test_the_bar_fits_its_terminal(width: int) -> None:
     head, best, *running = drawn(under_way(), width=width)
     assert head.startswith("sweep: 2 of 4 done, 1 running, 1 stopped early")
-    assert head.rstrip().endswith("about 0:00:40 left")
+    assert head.rstrip().endswith("about 0:40 left")
     assert best.strip().startswith("best so far: validation/loss 0.25 in trial 3")
     assert [row.strip() for row in running] == [
         "trial 3: epoch 4/10, validation/loss 0.25 (lr=0.3, hidden=[32, 32])"

@@ -137,7 +137,7 @@ def in_a_line(file: ExperimentFile, *, allowed: tuple[str, ...]) -> str:
 
 
 def _good(direction: Direction) -> str:
-    return "small is good" if direction == "min" else "large is good"
+    return "lower is better" if direction == "min" else "higher is better"
 
 
 def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str, ...]) -> tuple[int, int]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import rich.console
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.config.values import Direction
+from pipeline.recording.trial_progress import clock
 from pipeline.report.swept import State, assigned, figure
 from pipeline.system import stages
 from pipeline.wording import counted
@@ -124,9 +124,9 @@ class SweepProgress:
 
     @property
     def left(self) -> str:
-        """The time left, e.g. "about 0:02:30 left"; empty while it is unknown, and at the end."""
+        """The time left, e.g. "about 2:30 left"; empty while it is unknown, and at the end."""
         seconds = self.left_s
-        return f"about {timedelta(seconds=round(seconds))} left" if seconds and seconds >= 1 else ""
+        return f"about {clock(seconds)} left" if seconds and seconds >= 1 else ""
 
     @property
     def line(self) -> str:
