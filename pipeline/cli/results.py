@@ -108,7 +108,7 @@ def show(
             console.print(result.command, markup=False, soft_wrap=True)
     if added := [*evaluations(summary.folder)]:
         console.print("", headed(["Evaluated later", *added], width=console.width), "", sep="\n")
-    console.print(linked(places_of(summary.folder)), soft_wrap=True)
+    console.print(linked(places_of(summary.folder, is_running=summary.status == "RUNNING")), soft_wrap=True)
     if result is not None:
         print_verdict(result.report, stdout=console)
 
@@ -129,7 +129,7 @@ def _watched(summary: "RunSummary", console: "rich.console.Console", *, as_json:
 def diff(
     first: RunArgument, second: RunArgument, *, directory: Directory = Path("runs"), as_json: Json = False
 ) -> None:
-    """Show the differences between two runs: configuration, environment, results."""
+    """Show the differences between two runs: results, configuration, environment."""
     import rich.console
 
     from pipeline.commands.history.difference import difference, show_difference

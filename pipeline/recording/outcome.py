@@ -36,7 +36,7 @@ class TrackingOutcome(Frozen):
 
     @classmethod
     def kept(cls, folder: Path) -> "TrackingOutcome | None":
-        """Read the last outcome from a run's folder; None if the run wasn't tracked, or was killed."""
+        """Read the last outcome from a run's folder; None if the run isn't tracked, or MLflow doesn't have it."""
         try:
             return cls.model_validate_json((folder / _FILE_NAME).read_bytes())
         except (OSError, ValidationError):
@@ -104,9 +104,11 @@ def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> st
     return "\n".join(lines)
 
 
-def places_of(folder: Path) -> str:
-    """Return the places of the results of a run that has ended; see `where_to_look`."""
+def places_of(folder: Path, *, is_running: bool = False) -> str:
+    """Return the places of the results of an earlier run, or of a running one, which still sends; see `where_to_look`."""
     opened = journal.opened(folder / journal.FILE_NAME)
     own = opened.tracking_uri if opened else ""
     outcome = TrackingOutcome.kept(folder)
+    if outcome and is_running:
+        outcome = outcome.model_copy(update={"delivered": True})
     return where_to_look(folder, outcome.uri if outcome and outcome.uri else own, outcome)

@@ -141,6 +141,8 @@ def _subscribe_mlflow(
 
     def opened(outcome: TrackingOutcome) -> None:
         recorder.tracking = outcome
+        with suppress(OSError):  # for `pipeline show` meanwhile, and if this process is killed
+            outcome.lacking("some results", folder=folder, trouble="the driver was killed").keep(folder)
         terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True)
 
     log = folder / LOG_NAME

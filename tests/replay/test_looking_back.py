@@ -13,6 +13,7 @@ from recordings import Recording
 from pipeline.commands.history import running
 from pipeline.protocol.events import Finished, FirstStep, Metrics, ModelSaved, RunOpened, TrialOpened
 from pipeline.recording.journal import FILE_NAME, Journal
+from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.sync import sync
 
 Recorded = Callable[[str], Recording]
@@ -212,6 +213,21 @@ def test_a_run_that_goes_on_is_shown_with_its_progress(there: Any, journal: Reco
     assert places[0].startswith("run      ")
     assert (document["status"], document["percent"], document["title"]) == ("RUNNING", 28.0, "ddp x 2")
     assert document["metrics"]["validation/loss"]["epoch"] == 5
+
+
+def test_the_link_of_a_run_is_shown_while_it_runs_and_what_is_missing_once_it_was_killed(
+    there: Any, journal: Recorded
+) -> None:
+    run = journal("killed")
+    opened = TrackingOutcome(experiment_id="1", run_id="5bf9", delivered=True)
+    opened.lacking("some results", folder=run.folder, trouble="the driver was killed").keep(run.folder)
+    with closing(cut(run, after=reported(28))):
+        running = there("show", "latest").stdout
+    killed = there("show", "latest").stdout
+    for text in (running, killed):
+        assert "/#/experiments/1/runs/5bf9?" in text
+    assert "not in MLflow yet" not in running
+    assert "not in MLflow yet: some results (the driver was killed)" in killed
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,12 @@ def test_a_wide_terminal_has_a_line_for_each_run(tmp_path: Path) -> None:
     assert shown(80, tmp_path, is_terminal=False) == shown(200, tmp_path)  # a pipe is as wide as it needs to be
 
 
+def test_a_speedup_with_a_wide_interval_is_shown_as_in_the_verdict(tmp_path: Path) -> None:
+    run(tmp_path, "20260301-120000-digits-aaaa", interval=(0.17, 0.71), speedup=0.34)
+    assert "  0.17x to 0.71x  2 h ago" in shown(200, tmp_path)[1]
+    assert shown(80, tmp_path)[-1].endswith(" 0.17x to 0.71x")
+
+
 def test_a_narrow_terminal_has_each_id_whole_in_a_line_of_its_own(tmp_path: Path) -> None:
     long_and_short(tmp_path)
     lines = shown(80, tmp_path)

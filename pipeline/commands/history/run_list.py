@@ -9,8 +9,10 @@ from rich.text import Text
 
 from pipeline.config.reported import PREFIX
 from pipeline.errors import UsageError
+from pipeline.protocol.estimates import Estimate
 from pipeline.recording.run_summary import RunSummary, is_number, value_of
 from pipeline.recording.terminal import listing, print_table, width_of
+from pipeline.report.tables import times
 from pipeline.wording import did_you_mean, duration, figure
 
 _STYLES = {"RUNNING": "cyan", "FAILED": "red", "KILLED": "yellow"}
@@ -151,10 +153,12 @@ def _speedup(run: RunSummary, *, is_narrow: bool) -> str:
     if run.speedup_low is None or run.speedup_high is None:
         return f"{run.speedup:.2f}x"
     noise = "" if run.is_resolved else "could be noise"
+    ratio = Estimate(run.speedup, run.speedup_low, run.speedup_high, run.speedup_pairs)
+    figure = times(ratio)  # only the interval if that is wide, as in the verdict
     if is_narrow:
-        return noise or f"{run.speedup:.2f}x"
-    interval = f"{run.speedup:.2f}x ({run.speedup_low:.2f}x to {run.speedup_high:.2f}x)"
-    return ", ".join(filter(None, [interval, noise]))
+        return noise or figure
+    ends = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
+    return ", ".join(filter(None, [figure if figure == ends else f"{figure} ({ends})", noise]))
 
 
 def _shown(value: float | None) -> str:
