@@ -99,7 +99,8 @@ def exchange(row: Row) -> Iterator[str]:
     if (measured := row.communication) is None:
         return
     exposed = row.parts.exposed_communication_ms
-    waited = "" if exposed is None else f"; the step waits {amount(exposed)} ms for it"
+    # measured apart: more than the exchange itself, if buckets are copied or another rank comes late
+    waited = "" if exposed is None else f"; a step takes {amount(exposed)} ms longer with it"
     yield f"{amount(measured.ms)} ms in each step, {measured.share:.0%} of its time, also beside computing{waited}"
     if measured.worst is not None:
         yield f"{counted(measured.spikes, 'spike')}, which cost {duration(measured.lost_s)}: {measured.worst.sentence}"

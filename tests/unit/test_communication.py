@@ -96,5 +96,5 @@ def test_the_report_says_what_the_exchange_takes() -> None:
         MAIN, [end.model_copy(update={"result": end.result.model_copy(update={"communication": meter.result})})]
     )
     first, second = exchange(row)
-    assert first == "42.9 ms in each step, 21% of its time, also beside computing; the step waits 12 ms for it"
+    assert first == "42.9 ms in each step, 21% of its time, also beside computing; a step takes 12 ms longer with it"
     assert second.startswith("1 spike, which cost 1.6 s: gradient exchange took 180 ms a step in steps 61 to 70")
