@@ -74,6 +74,19 @@ def quotient(own: Sequence[float], base: Sequence[float], *, confidence: float =
     return Estimate(_exp(center), _exp(center - half), _exp(center + half), min(one.size for one in logs))
 
 
+def pairs_to_resolve(estimate: Estimate, *, confidence: float = CONFIDENCE, at_most: int) -> int | None:
+    """Return how many pairs would exclude 1, at this value and this noise of a pair; None if ``at_most`` don't.
+
+    The half-width is that of Student's t by the root of the number, so of few pairs each more narrows it the most.
+    """
+    if estimate.value == 1 or not 0 < estimate.low < estimate.high < math.inf:
+        return None
+    distance, half = abs(math.log(estimate.value)), math.log(estimate.high / estimate.low) / 2
+    wanted = _relative_half(estimate.size, confidence=confidence) * distance / half
+    more = range(estimate.size + 1, at_most + 1)
+    return next((count for count in more if _relative_half(count, confidence=confidence) < wanted), None)
+
+
 def autocorrelation(values: Sequence[float]) -> float:
     """Return the lag-1 autocorrelation of a series, corrected for the bias of short ones, within `AUTOCORRELATION`.
 
@@ -107,6 +120,11 @@ def half_range(values: Spread) -> float:
 def _exp(value: float) -> float:
     """Return e to that power; infinity beyond the largest number, such as for two pairs at a high confidence."""
     return math.exp(value) if value < _LARGEST else math.inf
+
+
+def _relative_half(count: int, *, confidence: float) -> float:
+    """Return the half-width of an interval of so many measurements, as a multiple of their standard deviation."""
+    return _t_quantile(confidence, freedom=count - 1) / math.sqrt(count)
 
 
 def _t_quantile(confidence: float, *, freedom: int) -> float:

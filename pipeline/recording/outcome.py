@@ -105,7 +105,7 @@ def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> st
 
 
 def places_of(folder: Path, *, is_running: bool = False) -> str:
-    """Return the places of the results of an earlier run, or of a running one, which still sends; see `where_to_look`."""
+    """Return the places of the results of a run, which still sends them if it is running; see `where_to_look`."""
     opened = journal.opened(folder / journal.FILE_NAME)
     own = opened.tracking_uri if opened else ""
     outcome = TrackingOutcome.kept(folder)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from pipeline.protocol import estimates
 from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
 from pipeline.report.tables import amount, is_wide, low_to_high, placed, rate, times
 from pipeline.wording import counted, duration
@@ -159,14 +160,15 @@ def _unresolved(row: Row, *, slots_s: float | None) -> str:
         return f"{claim}: it was measured once, which shows no noise; raise --repeats."
     if row.ratio.size == 0:
         return f"{claim}: it was not measured in turn with the baseline; pipeline compare measures both in rounds."
-    # An interval shrinks with the square root of the time.
-    distance, half = abs(math.log(row.ratio.value)), math.log(row.ratio.high / row.ratio.low) / 2
-    factor = (half / distance) ** 2 if distance else math.inf
-    if factor > MOST_TIMES:
+    size = row.ratio.size
+    pairs = estimates.pairs_to_resolve(row.ratio, confidence=row.confidence, at_most=MOST_TIMES * size)
+    if pairs is None and is_wide(row.ratio):
+        return f"{claim}: the machine was too busy with other work to tell; measure again when it is idle."
+    if pairs is None:
         return f"{claim}: it could be noise, and is too close to 1 for a longer measurement to tell."
     if slots_s is None:  # a comparison
-        return f"{claim}: it could be noise; --repeats {math.ceil(factor * row.ratio.size)} would tell."
-    longer, pairs = math.ceil(slots_s * factor / 10) * 10, math.ceil(factor * row.ratio.size)
+        return f"{claim}: it could be noise; --repeats {pairs} would tell."
+    longer = math.ceil(slots_s * pairs / size / 10) * 10
     return (
         f"{claim}: it could be noise; about {longer - slots_s:.0f} s more would tell: pipeline measure with --budget-s "
         f"{longer}, or measure: {{budget_s: {longer}, pairs: {pairs}}} in the file."

@@ -274,17 +274,20 @@ def unresolved(rate: float, *, noise: float, role: str = "main") -> str:
 
 
 def test_a_speedup_that_could_be_noise_says_how_long_would_tell() -> None:
-    """An interval of ±5.3% around 3.0% gets there in (5.3 / 3.0)^2 times the 30 s that the 8 pairs took."""
+    """An interval of ±5.3% around 3.0% gets there with 21 pairs, 8 of which took 30 s.
+
+    Student's t is 2.36 for 8 pairs and 2.09 for 21: 5.3% x 2.09 / 2.36 x (8 / 21) ** 0.5 is 2.9%.
+    """
     assert unresolved(103, noise=0.05) == (
-        "The speedup of ddp x 2, 1.03x (95%: 0.98x to 1.09x), is not resolved: it could be noise; about 70 s more "
-        "would tell: pipeline measure with --budget-s 100, or measure: {budget_s: 100, pairs: 27} in the file."
+        "The speedup of ddp x 2, 1.03x (95%: 0.98x to 1.09x), is not resolved: it could be noise; about 50 s more "
+        "would tell: pipeline measure with --budget-s 80, or measure: {budget_s: 80, pairs: 21} in the file."
     )
-    assert unresolved(100 / 1.03, noise=0.05).endswith("measure: {budget_s: 100, pairs: 27} in the file.")
+    assert unresolved(100 / 1.03, noise=0.05).endswith("measure: {budget_s: 80, pairs: 21} in the file.")
 
 
 def test_a_comparison_asks_for_repeats() -> None:
     assert unresolved(103, noise=0.05, role="cell") == (
-        "The speedup of ddp x 2, 1.03x (95%: 0.98x to 1.09x), is not resolved: it could be noise; --repeats 27 would "
+        "The speedup of ddp x 2, 1.03x (95%: 0.98x to 1.09x), is not resolved: it could be noise; --repeats 21 would "
         "tell."
     )
 
@@ -294,6 +297,22 @@ def test_what_no_measurement_would_tell_is_not_asked_for(rate: float) -> None:
     assert unresolved(rate, noise=0.05).endswith(
         "is not resolved: it could be noise, and is too close to 1 for a longer measurement to tell."
     )
+
+
+def test_on_a_busy_machine_it_is_not_the_speedup_that_is_too_small_to_tell() -> None:
+    said = unresolved(101, noise=0.9)
+    assert said.endswith(
+        "is not resolved: the machine was too busy with other work to tell; measure again when it is idle."
+    )
+
+
+def test_few_repeats_need_fewer_more_than_their_number_suggests() -> None:
+    """An interval of three repeats shrinks faster than with the root of their number: t falls from 4.30 to 2.06."""
+    few = Estimate(1.19, 0.4, 1.19**2 / 0.4, 3)
+    assert estimates.pairs_to_resolve(few, at_most=60) == 27
+    assert estimates.pairs_to_resolve(few, at_most=26) is None
+    assert estimates.pairs_to_resolve(Estimate(1.0, 1.0, 1.0, 8), at_most=100) is None
+    assert estimates.pairs_to_resolve(Estimate(1.5, 0.0, float("inf"), 2), at_most=100) is None
 
 
 def test_windows_could_be_measured_in_turn() -> None:
