@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import registry
-from pipeline.config.jsonschema import SUGGESTED, Shape
+from pipeline.config.jsonschema import SUGGESTED, Shape, describes_component
 from pipeline.config.schema import Experiment
 
 BEGIN = """# Every key of an experiment
@@ -107,7 +107,7 @@ def _plain(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name:
 
 
 def _referred(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
-    if "_target_" not in shape.follow(schema).get("properties", {}):
+    if not describes_component(shape.follow(schema)):
         return f"[section](#{''.join([*map(str, path), name]).lower()})"  # as mkdocs names a heading
     examples = SUGGESTED.get(name, ()) if not path else ()
     return f"component, e.g. `{examples[0]}`" if examples else "component"

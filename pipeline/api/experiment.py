@@ -119,7 +119,7 @@ class Parts:
     @property
     def train_samples(self) -> int:
         """Size of the training set."""
-        return self._context.order.samples
+        return self._context.order.set_size
 
     @property
     def validation_samples(self) -> int:

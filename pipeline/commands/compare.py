@@ -110,8 +110,9 @@ class _Comparison:
             ExperimentError: it is too small for the baseline.
         """
         assert baseline.started is not None  # it has ended well
+        samples = baseline.started.epoch_samples or baseline.started.train_samples
         for trial in (trial for trial in self._matrix.plan.trials if trial.repeat == 0):
-            reason = too_small(trial, samples=baseline.started.train_samples)
+            reason = too_small(trial, samples=samples)
             if reason and trial.name == self._matrix.plan.trials[0].name:
                 raise self._invocation.file.explain(ExperimentError.of("data", reason).problems)
             if reason:

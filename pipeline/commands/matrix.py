@@ -152,7 +152,8 @@ def _weak(trial: CellMeasurement, baseline: Trial) -> CellMeasurement:
     """Return the trial with the baseline's samples for each replica."""
     train = trial.experiment.train
     batch = train.global_batch_size * trial.replicas // baseline.replicas
-    experiment = trial.experiment.model_copy(update={"train": train.model_copy(update={"global_batch_size": batch})})
+    size = {"global_batch_size": batch, "batch_size_per_worker": None}
+    experiment = trial.experiment.model_copy(update={"train": train.model_copy(update=size)})
     return trial.model_copy(update={"experiment": experiment, "scaling": "weak"})
 
 

@@ -12,7 +12,7 @@ from pipeline.driver.elastic import as_ended, course, remark
 from pipeline.driver.execute import explained
 from pipeline.driver.external_torchrun import follow
 from pipeline.errors import UsageError
-from pipeline.planning.describe import DataSizes, describe, record
+from pipeline.planning.describe import describe, record
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import FILE_NAME, read
@@ -55,12 +55,17 @@ def run(
         PipelineError: ready to be shown.
     """
     if outer_rank():  # rank 0 is the driver
+        if resume is not None and file.experiment.train.batch_size_per_worker is not None:
+            file, _ = recovery.with_batch_of(file, recovery.state_of(file, resume))
         follow(_as_started(make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)))
         return
     if quick and resume is not None:
         raise UsageError("--quick starts a run of two steps, so it can't resume one; remove --quick or --resume")
     earlier = recovery.earlier(file, resume) if resume is not None else None
-    changes = recovery.changes(file, earlier, allowed=allow_changed) if earlier else []
+    changes: list[str] = []
+    if earlier is not None:
+        file, kept = recovery.with_batch_of(file, earlier)
+        changes = [*kept, *recovery.changes(file, earlier, allowed=allow_changed)]
     left_out = recovery.left_out(file, earlier) if earlier else {}
     resumes = earlier is not None
     plan = _as_started(make(file, with_baseline=with_baseline, train_only=train_only, quick=quick, resumes=resumes))
@@ -130,9 +135,7 @@ def dry_run(
     sizes = None
     if not file.experiment.is_streamed:
         with explained(file):
-            train, validation, test = preflight.dataset_sizes(file.experiment, allowed=plan.main.allowed)
-        steps = preflight.steps_per_epoch(file.experiment, train_samples=train)
-        sizes = DataSizes(train, validation, steps, test)
+            sizes = preflight.data_sizes(file.experiment, allowed=plan.main.allowed)
     if (initial := initial_weights.find(file.experiment)) is not None:
         plan = plan.model_copy(update={"notes": (f"starts from {initial.source}", *plan.notes)})
     if file.bases:

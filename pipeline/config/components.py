@@ -1,7 +1,7 @@
 """Components: ``_target_`` with its arguments, checked before anything starts and built where training runs."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,11 +16,14 @@ from pipeline.errors import ExperimentError, PipelineError, Problem
 from pipeline.wording import did_you_mean
 
 _PASSED = {
-    "optimizer": "the model's parameters",
-    "scheduler": "the optimizer",
-    "tracking.trackers": "the run's folder",
+    "optimizer": ("the model's parameters",),
+    "scheduler": ("the optimizer",),
+    "tracking.trackers": ("the run's folder",),
+    "order": ("the training set", "the epoch", "a generator"),
+    "order.weights": ("the training set",),
+    "order.bucket_by": ("the training set",),
 }
-"""Positional argument that these components are called with."""
+"""Positional arguments that these components are called with."""
 
 
 def resolve(component: Component, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
@@ -36,7 +39,7 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     """Find what is wrong with the components without calling them; imports their packages."""
     problems: list[Problem] = []
     for key, component in named(experiment):
-        problems += _check(component, key=key, passed=_PASSED.get(key.partition("[")[0]), allowed=allowed)
+        problems += _check(component, key=key, passed=_PASSED.get(key.partition("[")[0], ()), allowed=allowed)
     if not any(problem.key.startswith("optimizer") for problem in problems):
         problems += _check_groups(experiment.optimizer, allowed=allowed)
     return problems
@@ -56,15 +59,36 @@ def build(
     Raises:
         ExperimentError: it can't be found or imported, or raises an exception, which is the cause.
     """
+    return bound(component, key=key, allowed=allowed, runtime=runtime)(*args)
+
+
+def bound(
+    component: Component,
+    *,
+    key: str,
+    allowed: tuple[str, ...],
+    runtime: Mapping[str, int] = MappingProxyType({}),
+) -> Callable[..., Any]:
+    """Return the function that a component names, its own arguments filled in; nested components are built once.
+
+    The function raises ExperimentError in place of an exception, which is the cause.
+
+    Raises:
+        ExperimentError: it can't be found or imported, or a nested component can't be built.
+    """
     function = resolve(component, key=key, allowed=allowed)
     arguments = _built(component.arguments, key=key, allowed=allowed, known=runtime)
-    try:
-        return function(*args, **arguments)
-    except PipelineError:
-        raise
-    except Exception as error:  # whatever a constructor raises, its arguments in the file led to it
-        said = " ".join(str(error).split())
-        raise ExperimentError.of(key, f"{component.target} raised {type(error).__name__}: {said[:300]}") from error
+
+    def call(*args: object) -> Any:
+        try:
+            return function(*args, **arguments)
+        except PipelineError:
+            raise
+        except Exception as error:  # whatever a constructor raises, its arguments in the file led to it
+            said = " ".join(str(error).split())
+            raise ExperimentError.of(key, f"{component.target} raised {type(error).__name__}: {said[:300]}") from error
+
+    return call
 
 
 def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
@@ -72,6 +96,8 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
     for name in ("model", "data", "loss", "task", "optimizer", "scheduler"):
         if component := getattr(experiment, name):
             yield name, component
+    if experiment.order is not None:
+        yield from experiment.order.components
     if experiment.loader.collate:
         yield "loader.collate", experiment.loader.collate
     for name, component in experiment.metrics.items():
@@ -80,7 +106,7 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
         yield f"tracking.trackers[{index}]", component
 
 
-def _check(component: Component, *, key: str, passed: str | None, allowed: tuple[str, ...]) -> list[Problem]:
+def _check(component: Component, *, key: str, passed: Sequence[str], allowed: tuple[str, ...]) -> list[Problem]:
     problems: list[Problem] = []
     try:
         function = resolve(component, key=key, allowed=allowed)
@@ -95,11 +121,13 @@ def _check(component: Component, *, key: str, passed: str | None, allowed: tuple
         except ExperimentError as error:
             problems += error.problems
         else:
-            problems += _check(inner, key=inner_key, passed=None, allowed=allowed)
+            problems += _check(inner, key=inner_key, passed=(), allowed=allowed)
     return problems
 
 
-def _check_call(function: Callable[..., Any], component: Component, *, key: str, passed: str | None) -> list[Problem]:
+def _check_call(
+    function: Callable[..., Any], component: Component, *, key: str, passed: Sequence[str]
+) -> list[Problem]:
     """Find keywords that the callable doesn't take, and required ones that are missing."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -107,18 +135,18 @@ def _check_call(function: Callable[..., Any], component: Component, *, key: str,
         return []
     given, target = component.arguments, component.target
     problems: list[Problem] = []
-    taken = None
-    if passed and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    taken: dict[str, str] = {}
+    for what in () if any(p.kind is p.VAR_POSITIONAL for p in parameters) else passed:
         if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
-            return [Problem(f"{key}._target_", f"{target} can't be called with {passed}; name another")]
-        taken = parameters.pop(0).name
+            return [Problem(f"{key}._target_", f"{target} can't be called with {', '.join(passed)}; name another")]
+        taken[parameters.pop(0).name] = what
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     # A wrapper may take more than the function it wraps, e.g. that of transformers' configurations.
     outer = inspect.signature(function, follow_wrapped=False).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in (*parameters, *outer))
     for name in given:
-        if name == taken:
-            problems.append(Problem(keys.child(key, name), f"{target} gets {passed} as this argument; remove it"))
+        if name in taken:
+            problems.append(Problem(keys.child(key, name), f"{target} gets {taken[name]} as this argument; remove it"))
         elif name not in named and not takes_any:
             problems.append(Problem(keys.child(key, name), _unknown(name, list(named), target)))
     for name, parameter in named.items():

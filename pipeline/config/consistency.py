@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from pipeline.config import finetuning
+from pipeline.config import finetuning, keys
 from pipeline.config.parallel import Parallel
 from pipeline.config.reported import name_problems, source_of
+from pipeline.config.sample_order import KINDS
 from pipeline.config.schema import Experiment, followed
 from pipeline.config.sweep import misused
 from pipeline.errors import Problem
@@ -33,12 +34,7 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("train.epochs", "missing; write the passes over the training set, or train.steps")
     if train.epochs is not None and train.steps is not None:
         yield Problem("train.steps", "both epochs and steps are given; remove one (train.epochs=null in an override)")
-    if train.global_batch_size < parallel.workers:
-        yield Problem(
-            "train.global_batch_size",
-            f"{train.global_batch_size} samples can't be shared by {parallel.workers} workers; "
-            f"use at least {parallel.workers}, or fewer parallel.workers",
-        )
+    yield from _batch_sizes(experiment)
     if parallel.is_elastic and not experiment.checkpoint.keep:
         yield Problem(
             "parallel.workers",
@@ -62,21 +58,42 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     yield from _only_for_ray(parallel)
     yield from _against_local_sgd(experiment)
     yield from _layouts(experiment)
+    yield from _order(experiment)
     yield from _streamed(experiment)
-    for i, entry in enumerate(experiment.compare):
-        if train.global_batch_size < (entry.workers or 1):
-            yield Problem(
-                f"compare[{i}].workers",
-                f"{entry.workers} workers can't share a global batch of {train.global_batch_size} samples; "
-                f"use at most {train.global_batch_size}",
-            )
     if parallel.options.get("communication_hook") == "powersgd" and train.precision == "fp16":
         yield Problem(
             "parallel.options.communication_hook",
             "is powersgd, whose error feedback would keep the infinities of fp16 overflows; "
             "use train.precision: bf16, or communication_hook: fp16",
         )
-    share = train.global_batch_size // parallel.workers
+
+
+def _batch_sizes(experiment: Experiment) -> Iterator[Problem]:
+    """Find a global batch that is given twice or not at all, or too small for the workers or micro-batches."""
+    train, workers = experiment.train, experiment.parallel.workers
+    size, by_worker = train.global_batch_size, train.batch_size_per_worker
+    if not size:
+        what = "the samples of one optimizer step over all workers, or train.batch_size_per_worker"
+        yield Problem("train.global_batch_size", f"missing; write {what}")
+        return
+    if by_worker is not None and "global_batch_size" in train.model_fields_set:
+        yield Problem(
+            "train.batch_size_per_worker",
+            f"is {by_worker}, global_batch_size is {size}; remove one (train.global_batch_size=null in an override)",
+        )
+        return
+    if size < workers:
+        yield Problem(
+            "train.global_batch_size",
+            f"{size} samples can't be shared by {workers} workers; use at least {workers}, or fewer parallel.workers",
+        )
+    for i, entry in enumerate(experiment.compare):
+        if size < (entry.workers or 1):
+            yield Problem(
+                f"compare[{i}].workers",
+                f"{entry.workers} workers can't share a global batch of {size} samples; use at most {size}",
+            )
+    share = size // workers
     if share and train.gradient_accumulation > share:
         yield Problem(
             "train.gradient_accumulation",
@@ -150,12 +167,30 @@ def _streamed(experiment: Experiment) -> Iterator[Problem]:
     if experiment.train.compile is not None:
         message = "needs batches of all sizes before the first step, which a stream doesn't have; remove it"
         yield Problem("train.compile", message)
+    if experiment.order is not None:
+        message = "has no effect on pipeline.data.streamed; shuffle the rows with Ray Data, and remove it"
+        yield Problem("order", message)
     for name in ("num_workers", "collate"):
         if getattr(loader, name):
             message = (
                 "has no effect on pipeline.data.streamed; use map_batches of Ray Data instead, and remove this key"
             )
             yield Problem(f"loader.{name}", message)
+
+
+def _order(experiment: Experiment) -> Iterator[Problem]:
+    """Find keys that the section ``order`` doesn't have, and more or less than one of those that it has."""
+    order = experiment.order
+    if order is None:
+        return
+    unknown = list(order.arguments) if order.target is None else []
+    for name in unknown:
+        hint = did_you_mean(name, KINDS) or f"; order takes {', '.join(KINDS)}"
+        yield Problem(keys.child("order", name), f"unknown key{hint}")
+    if len(order.given) > 1:
+        yield Problem("order", f"{' and '.join(order.given)} are given, which are orders of their own; keep one")
+    elif not (order.given or unknown):
+        yield Problem("order", f"is empty; write one of {', '.join(KINDS)}")
 
 
 def _swept(experiment: Experiment) -> Iterator[Problem]:

@@ -29,6 +29,7 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.data.digits",
         "pipeline.data.cifar10",
         "pipeline.data.characters",
+        "pipeline.data.tabular",
         "pipeline.data.texts",
         "pipeline.data.arrays",
         "pipeline.data.tokens",
@@ -110,6 +111,11 @@ class _WithoutTitles(GenerateJsonSchema):
         return False
 
 
+def describes_component(schema: Schema) -> bool:
+    """Tell if a schema, with its reference followed, is that of a component; a section may do without a target."""
+    return "_target_" in schema.get("required", ())
+
+
 class Shape:
     """A JSON Schema that is looked up by key, with its references followed."""
 
@@ -143,7 +149,7 @@ class Shape:
 
     def is_component(self, parts: Iterable[Part]) -> bool:
         """Tell if the key holds a component."""
-        return "_target_" in self.at(parts).get("properties", {})
+        return describes_component(self.at(parts))
 
     def in_component(self, parts: tuple[Part, ...]) -> bool:
         """Tell if the key is an argument of a component."""

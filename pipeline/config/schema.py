@@ -1,15 +1,16 @@
 """The experiment file as frozen, strict types; their docstrings are the descriptions in JSON Schema and docs/keys.md.
 
-The larger sections have files of their own: `train`, `parallel` and `sweep`.
+The larger sections have files of their own: `sample_order`, `train`, `parallel` and `sweep`.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_serializer, field_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_serializer, field_validator, model_validator
 
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.parallel import Parallel
+from pipeline.config.sample_order import OrderOptions
 from pipeline.config.sweep import Sweep
 from pipeline.config.train import Train
 from pipeline.config.uris import problem_of, without_credentials
@@ -165,6 +166,8 @@ class Experiment(Section):
     data: Component
     """Any callable that returns a training and a validation dataset (map-style; the second may be None), and a test
     dataset if there is one, which is evaluated once, at the end; or pipeline.data.streamed."""
+    order: OrderOptions | None = None
+    """Order of the training samples; default: each sample once in an epoch, shuffled."""
     loader: Loader = Loader()
     loss: Component | None = None
     """Any callable (outputs, targets) -> scalar mean over the samples, or a loss of torch (docs/losses.md). Required
@@ -189,6 +192,27 @@ class Experiment(Section):
     tracking: Tracking = Tracking()
     sweep: Sweep | None = None
     """Parameters that ``pipeline sweep`` varies; other commands ignore this section."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_global_batch_size(cls, value: Any, handler: ModelWrapValidatorHandler["Experiment"]) -> "Experiment":
+        """Fill in the global batch size that ``train.batch_size_per_worker`` stands for."""
+        experiment = handler(value)
+        train, share = experiment.train, experiment.train.batch_size_per_worker
+        if share is None or train.global_batch_size:
+            return experiment
+        filled = train.model_copy(update={"global_batch_size": share * experiment.parallel.workers})
+        filled.model_fields_set.discard("global_batch_size")  # the file doesn't give it
+        return experiment.model_copy(update={"train": filled})
+
+    def batch_keys(self, global_batch_size: int) -> dict[str, int | None]:
+        """Return the values of keys that make a global batch of a size: by worker if the file gives it by worker."""
+        if self.train.batch_size_per_worker is None:
+            return {"train.global_batch_size": global_batch_size}
+        share, rest = divmod(global_batch_size, self.parallel.workers)
+        if rest:
+            return {"train.batch_size_per_worker": None, "train.global_batch_size": global_batch_size}
+        return {"train.batch_size_per_worker": share}
 
     @property
     def is_streamed(self) -> bool:

@@ -30,7 +30,10 @@ def config_hash(experiment: Experiment) -> str:
 
 def to_yaml(experiment: Experiment) -> str:
     """Return the resolved experiment with all defaults as YAML; loading it gives the same experiment."""
-    escaped = _escaped(_plain(experiment))
+    plain = _plain(experiment)
+    if experiment.train.batch_size_per_worker is not None:
+        del plain["train"]["global_batch_size"]  # that follows from it
+    escaped = _escaped(plain)
     return yaml.dump(escaped, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -1,8 +1,8 @@
 """The section ``train`` of an experiment: batches, precision, learning-rate scaling, torch.compile, weight averages."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from pipeline.config.finetuning import Pattern, StartFrom
 from pipeline.config.values import OR_BOOLEAN, SWITCH, Mode, NotNegative, Positive, PositiveFloat, Section
@@ -51,6 +51,19 @@ class EarlyStopping(Section):
         return f"once {counted(self.patience, 'evaluation')} in a row did not improve {self.metric}{least}"
 
 
+def _none_yet(value: object, handler: ValidatorFunctionWrapHandler) -> int:
+    size: int = 0 if value is None else handler(value)
+    return size
+
+
+def _or_null(schema: dict[str, Any]) -> None:
+    limits = {name: schema.pop(name) for name in ("type", "exclusiveMinimum")}
+    schema.pop("default", None)
+    schema["anyOf"] = [limits, {"type": "null"}]
+
+
+BatchSize = Annotated[Positive, WrapValidator(_none_yet)]
+"""Positive number that another key may stand in place of; 0 if it isn't given."""
 Patterns = bool | str | tuple[str, ...]
 """Module names; ``*`` matches any part between two dots. true: the repeated blocks of the model."""
 
@@ -74,8 +87,14 @@ class Train(Section):
     """Passes over the training set. Required unless ``steps`` is given."""
     steps: Positive | None = None
     """Optimizer steps, in place of ``epochs``; the last epoch may be incomplete."""
-    global_batch_size: Positive
-    """Samples of one optimizer step over all workers, independent of their number."""
+    global_batch_size: Annotated[BatchSize, Field(json_schema_extra=_or_null)] = 0
+    """Samples of one optimizer step over all workers, independent of their number. Required unless
+    ``batch_size_per_worker`` is given."""
+    batch_size_per_worker: Positive | None = None
+    """Samples of one optimizer step for each worker process, in place of ``global_batch_size``, which is this times
+    parallel.workers, their greatest number if training is elastic. A run keeps that global batch, with fewer workers
+    and when it is resumed. Baseline, comparison (unless weak), prediction and the trials of a sweep have it, too;
+    tune-batch recommends a value for this key."""
     gradient_accumulation: Positive = 1
     """Micro-batches in each worker's share of a global batch; evaluation uses batches of the same size."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"

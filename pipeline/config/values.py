@@ -61,12 +61,15 @@ class Section(Frozen):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
+DottedName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]
+
+
 class Component(Section):
     """Component: ``_target_: package.name`` with keyword arguments; nested components are built first."""
 
     model_config = ConfigDict(extra="allow")
 
-    target: Annotated[str, Field(alias="_target_", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]
+    target: Annotated[DottedName, Field(alias="_target_")]
     """Dotted name of a class or function in an allowed package."""
 
     @property

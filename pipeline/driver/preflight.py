@@ -19,6 +19,7 @@ from pipeline.config.targets import allowed_packages
 from pipeline.config.values import Direction, Mode
 from pipeline.driver import parameters
 from pipeline.errors import ExperimentError, Problem
+from pipeline.planning.describe import DataSizes
 from pipeline.system.imports import undisturbed
 
 
@@ -39,8 +40,8 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     wrong = {problem.key.partition(".")[0] for problem in problems}
     if "metrics" not in wrong:
         problems += _refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
-    if with_data and "data" not in wrong and not file.experiment.is_streamed:
-        problems += _refusals(lambda: dataset_sizes(file.experiment, allowed=allowed))
+    if with_data and wrong.isdisjoint(("data", "order")) and not file.experiment.is_streamed:
+        problems += _refusals(lambda: data_sizes(file.experiment, allowed=allowed))
     if wrong.isdisjoint(("model", "optimizer")):
         problems += parameters.problems(file.experiment, allowed=allowed, with_weights=with_weights)
     if not problems:
@@ -111,31 +112,22 @@ def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
     return _direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
 
 
-def dataset_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[int, int, int]:
-    """Load the data; return the numbers of training, validation and test samples.
+def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes:
+    """Load the data and count its samples, and the steps in an epoch of its order.
 
     Raises:
-        ExperimentError: the data can't be loaded, or is empty.
+        ExperimentError: the data can't be loaded, or is empty, or the order doesn't fit it.
+        TrainingError: a sample that the order needs can't be read.
     """
     with undisturbed():
-        from pipeline.training import loader, parts
+        from pipeline.training import loader, own_order, parts
 
     train, *held_out = parts.data(experiment, allowed=allowed)
     samples = loader.length(train, what="training")
     named = zip(("validation", "test"), held_out, strict=True)
     validation, test = (0 if one is None else loader.length(one, what=name) for name, one in named)
-    return samples, validation, test
-
-
-def steps_per_epoch(experiment: Experiment, *, train_samples: int) -> int:
-    """Return the optimizer steps in an epoch over that many samples."""
-    with undisturbed():
-        from pipeline.training.order import SampleOrder
-
-    order = SampleOrder(
-        samples=train_samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed
-    )
-    return order.steps_per_epoch
+    order = own_order.order_of(experiment, train, samples=samples, allowed=allowed)
+    return DataSizes(samples, validation, order.steps_per_epoch, test, order.samples)
 
 
 def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:

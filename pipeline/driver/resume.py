@@ -1,6 +1,7 @@
 """``--resume``: find the interrupted run, and compare its experiment with the file's."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,14 +18,15 @@ LATEST = "latest"
 
 _HOW_NOT_WHAT = (
     *("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint.", "sweep"),
-    *("train.compile", "train.activation_checkpointing"),
+    *("train.compile", "train.activation_checkpointing", "train.batch_size_per_worker"),
 )
 """Prefixes of keys that don't affect what is trained: they may change between two sessions of a run."""
 _STEP = "train.global_batch_size"
+_BY_WORKER = "train.batch_size_per_worker"
 _NEW_ORDER = (
     "the order of samples changes from this step on: in the current epoch some are repeated and others are missed"
 )
-_ORDERING = ("seed", "data.")
+_ORDERING = ("seed", "data.", "order")
 """Prefixes of keys that decide which samples are in the batch of a step."""
 
 
@@ -35,12 +37,8 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"]
         UsageError: there is no such run, it is running, or it has finished and the file doesn't continue it; a
             finished sweep may get more trials.
     """
-    directory, name = Path(file.experiment.tracking.directory), file.experiment.name
-    what = "run" if role == "main" else role
-    folder = newest(file, role=role) if resume == LATEST else named(resume, directory)
-    if folder is None:
-        raise UsageError(f"--resume: {directory} has no {what} of {name}; start one without --resume")
-    state = read_state(folder)
+    state, name = state_of(file, resume, role=role), file.experiment.name
+    what, folder = "run" if role == "main" else role, state.folder
     if role == "sweep" and state.opened.tags.get("role") != role:
         raise UsageError(f"--resume: {folder} is no sweep; resume it with pipeline run FILE --resume {folder.name}")
     if state.experiment.name != name:
@@ -50,6 +48,20 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"]
     if state.status == "FINISHED" and role == "main":
         refuse_finished(file, state)
     return state
+
+
+def state_of(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"] = "main") -> RunState:
+    """Read the state of the run or the sweep meant by `LATEST`, an id, or a folder.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    directory, what = Path(file.experiment.tracking.directory), "run" if role == "main" else role
+    folder = newest(file, role=role) if resume == LATEST else named(resume, directory)
+    if folder is None:
+        message = f"--resume: {directory} has no {what} of {file.experiment.name}; start one without --resume"
+        raise UsageError(message)
+    return read_state(folder)
 
 
 def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
@@ -82,6 +94,17 @@ def named(resume: str, directory: Path) -> Path:
         raise UsageError(f"--resume {error}") from None
 
 
+def with_batch_of(file: ExperimentFile, state: RunState) -> tuple[ExperimentFile, list[str]]:
+    """Keep a run's global batch if the file gives it by worker, as the run did, but for other workers; with a note."""
+    train, size = file.experiment.train, state.experiment.train.global_batch_size
+    began_with = state.opened.params.get(_BY_WORKER)
+    if str(train.batch_size_per_worker) != began_with or train.global_batch_size == size:
+        return file, []
+    kept = train.model_copy(update={"global_batch_size": size, "batch_size_per_worker": None})
+    note = f"the global batch stays {size}, as in {state.folder.name} when it began"
+    return replace(file, experiment=file.experiment.model_copy(update={"train": kept})), [note]
+
+
 def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str]:
     """Describe what has changed in the experiment since the run.
 
@@ -91,11 +114,13 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
     """
     changed = _changed(file, state)
     if _STEP in changed:
-        raise file.explain([Problem(_STEP, _refusal_of_size(*changed[_STEP], state=state))])
+        key = next(iter(file.experiment.batch_keys(file.experiment.train.global_batch_size)))
+        raise file.explain([Problem(key, _refusal_of_size(*changed[_STEP], state=state, file=file))])
     if not allowed:
         lengths = LENGTHS if is_longer(file.experiment.train, state.experiment.train) else ()
         check_same(file, state, may_change=(*_HOW_NOT_WHAT, *lengths), remedy="add --allow-changed")
-    notes = [f"{key} was {_value(before)}, is {_value(after)}" for key, (before, after) in changed.items()]
+    told = {key: values for key, values in changed.items() if key != _BY_WORKER}  # its global batch is the same
+    notes = [f"{key} was {_value(before)}, is {_value(after)}" for key, (before, after) in told.items()]
     if state.opened.file not in ("", file.source):
         notes.insert(0, f"{state.folder.name} was started with {state.opened.file}, not with {file.path}")
     notes += differences(file, state)
@@ -154,14 +179,19 @@ def _is_of_another(file: ExperimentFile, source: str) -> bool:
     return source not in ("", file.source) and Path(source).is_file()
 
 
-def _refusal_of_size(before: str | None, after: str | None, *, state: RunState) -> str:
+def _refusal_of_size(before: str | None, after: str | None, *, state: RunState, file: ExperimentFile) -> str:
     """Say why a run can't be resumed with another batch size.
 
     The step number would no longer give the place in the data, the learning rate and the axis of every metric.
     """
+    by_worker = file.experiment.train.batch_size_per_worker
+    is_and_was, remedy = f"is {_value(after)}, but was {_value(before)}", _value(before)
+    if by_worker is not None:
+        is_and_was = f"makes a global batch of {_value(after)}, which was {_value(before)}"
+        remedy = f"train.global_batch_size: {_value(before)} in its place"
     return (
-        f"is {_value(after)}, but was {_value(before)} in {state.folder.name}, whose data, learning rate and metrics "
-        f"all count steps of {_value(before)} samples; write {_value(before)} (more train.gradient_accumulation needs "
+        f"{is_and_was} in {state.folder.name}, whose data, learning rate and metrics "
+        f"all count steps of {_value(before)} samples; write {remedy} (more train.gradient_accumulation needs "
         "less memory for the same step), or start a new run without --resume"
     )
 

@@ -17,22 +17,28 @@ class DataSizes(NamedTuple):
     validation_samples: int
     steps_per_epoch: int
     test_samples: int = 0
+    epoch_samples: int | None = None
+    """Samples of an epoch; None: as many as the training set has."""
 
 
 def describe(plan: Plan, sizes: DataSizes | None) -> str:
     """Describe a plan in lines; ``sizes`` is None if only Ray can count the rows."""
     train = plan.experiment.train
-    batches = f"{train.global_batch_size} samples each, {train.precision}"
+    batches = f"{train.global_batch_size} samples each{_by_worker(plan)}, {train.precision}"
     data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.length}, {batches}"
     if sizes is not None:
         data = f"{sizes.train_samples} training samples, {sizes.validation_samples} validation samples"
         data += f", {sizes.test_samples} test samples" if sizes.test_samples else ""
         whole = train.length if train.steps else f"{train.steps_of(sizes.steps_per_epoch)} in {train.length}"
         steps = f"{sizes.steps_per_epoch} per epoch, {whole}, {batches}"
+    order = plan.experiment.order
+    drawn = sizes.epoch_samples if sizes is not None else None
+    count = f", {drawn} samples in an epoch" if sizes is not None and drawn not in (None, sizes.train_samples) else ""
     lines = [
         f"experiment   {plan.experiment.name}, seed {plan.experiment.seed}",
         f"machine      {plan.resources.summary}",
         f"data         {data}",
+        *([f"order        {order.words}{count}"] if order is not None else []),
         f"steps        {steps}",
         *([f"training     {', '.join(train.extras)}"] if train.extras else []),
         *(f"group        {group}" for group in plan.experiment.optimizer.groups),
@@ -64,15 +70,24 @@ def record(plan: Plan, sizes: DataSizes | None) -> str:
             "seed": plan.experiment.seed,
             "machine": plan.resources.summary,
             **(sizes._asdict() if sizes is not None else dict.fromkeys(DataSizes._fields)),
+            "order": plan.experiment.order.words if plan.experiment.order is not None else None,
             "epochs": plan.experiment.train.epochs,
             "steps": plan.experiment.train.steps,
             "global_batch_size": plan.experiment.train.global_batch_size,
+            "batch_size_per_worker": plan.experiment.train.batch_size_per_worker,
             "tracking": without_credentials(plan.experiment.tracking.uri),
             "trials": [{"max_steps": None} | trial.model_dump(mode="json", include=fields) for trial in plan.measured],
             "notes": list(plan.notes),
         },
         indent=2,
     )
+
+
+def _by_worker(plan: Plan) -> str:
+    """Return the division of the global batch if the file gives it by worker."""
+    share, parallel = plan.experiment.train.batch_size_per_worker, plan.experiment.parallel
+    most = "at most " if parallel.is_elastic else ""
+    return f" ({share} for each of {most}{counted(parallel.workers, 'worker')})" if share is not None else ""
 
 
 def _describe_turns(main: Training) -> list[str]:

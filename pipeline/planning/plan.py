@@ -128,6 +128,12 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
         yield "dp with fewer than two GPUs is one replica: nothing runs in parallel"
     if main.strategy == "fsdp" and main.workers < 2:
         yield "fsdp with one worker shards nothing, so it saves no memory"
+    if main.experiment.train.batch_size_per_worker is not None:
+        size = main.experiment.train.global_batch_size
+        yield (
+            f"train.batch_size_per_worker: the global batch is {size}, also of what the run is compared with, and "
+            "stays so with other workers; only a new run with other parallel.workers has another"
+        )
     if main.experiment.train.ema is not None:
         yield "train.ema: the averaged weights are evaluated and logged as the model"
     if (start := main.options.get("local_sgd_start_step")) is not None:

@@ -118,6 +118,8 @@ class Started(Event):
     steps_per_epoch: int
     epochs: int
     train_samples: int
+    epoch_samples: int = 0
+    """Samples of an epoch, which an order of one's own may draw; 0 in journals of before: as many as train_samples."""
     validation_samples: int
     parameters: int
     """Number of trainable parameters."""

@@ -31,7 +31,7 @@ def larger_batch(case: Case) -> Finding | None:
     if not _exchange_is_long(case, share=EXPOSED) or row.scaling == "weak" or ends_early:
         return None
     batch = 2 * train.global_batch_size
-    values: dict[str, Any] = {"train.global_batch_size": batch}
+    values: dict[str, Any] = {**case.experiment.batch_keys(batch)}
     # Keep the size of micro-batches, since memory may not hold larger ones; splitting a whole batch only slows kernels.
     if train.gradient_accumulation > 1:
         values["train.gradient_accumulation"] = 2 * train.gradient_accumulation

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from pipeline.report import Row, is_clear
-from pipeline.report.rule import Case, Finding, scaled_rate
+from pipeline.report.rule import Case, Finding, pasted, scaled_rate
 from pipeline.report.tables import Straggler, amount, rate
 
 DATA_WAIT = 0.1
@@ -111,7 +111,7 @@ def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
         f"{fastest.title} does {rate(fastest.samples_per_second)} samples/s on global batches of "
         f"{fastest.global_batch_size}, for which the learning rate wasn't chosen"
     )
-    change = f"if you train with train.global_batch_size={fastest.global_batch_size}"
+    change = f"if you train with {pasted(case.experiment.batch_keys(fastest.global_batch_size))}"
     return Finding(reason=reason, values=values, change=change) if values else None
 
 

@@ -7,6 +7,7 @@ never changed without a remark.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pipeline.config.dialect import written
 from pipeline.config.train import Train
 from pipeline.config.values import Frozen
 from pipeline.protocol import estimates
@@ -149,7 +150,8 @@ def advise_batch(trial: Trial, sizes: BatchSizes, *, recommended: int) -> BatchA
     change = [] if split == train else [f"train.gradient_accumulation: {accumulation}"]
     if after < recommended and (split == train or accumulation == 1):
         batch = recommended * replicas * accumulation
-        change += [f"train.global_batch_size: {batch}", *_scaled_rate(trial)]
+        keys = trial.experiment.batch_keys(batch)
+        change += [*(f"{key}: {written(value)}" for key, value in keys.items()), *_scaled_rate(trial)]
         return BatchAdvice(tuple(change), _larger(trial, sizes, batch=batch))
     return BatchAdvice(tuple(change), _other_split(trial, sizes, after=_with(trial, split)))
 

@@ -55,7 +55,7 @@ def examine(context: TrainContext) -> None:
     if is_known(context.task) and context.experiment.loader.collate is None:
         return
     losses: list[_Loss] = []
-    if (count := min(SAMPLES, context.order.samples)) > 1:
+    if (count := min(SAMPLES, context.order.set_size)) > 1:
         try:
             losses = _tried(context, count)
         except ExperimentError:
@@ -142,7 +142,7 @@ def _is_mean(whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> bool:
 
 
 def _refuse(context: TrainContext, whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> None:
-    count = min(SAMPLES, context.order.samples)
+    count = min(SAMPLES, context.order.set_size)
     values = [figure(one.value) for one in (whole, *parts)]
     seen = f"{values[0]} for {count} samples, {values[1]} and {values[2]} for its two parts"
     how = "return its divisor as StepOutput.weight" if context.experiment.task else _IN_A_TASK

@@ -19,6 +19,7 @@ from pipeline.tasks import Supervised, Task
 from pipeline.training import parts, rank_equality
 from pipeline.training.loader import BatchLoader, length, prefetched, to_device
 from pipeline.training.order import MicroBatch, SampleOrder, StreamOrder, padded, padded_evaluation
+from pipeline.training.own_order import order_of
 from pipeline.training.stream import RowStream, StreamLoader, received
 
 MicroBatches = Iterator[tuple[MicroBatch, Any]]
@@ -63,7 +64,7 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
     samples = length(train, what="training")
     validation_samples = length(validation, what="validation") if validation is not None else 0
     test_samples = length(test, what="test") if test is not None else 0
-    order = SampleOrder(samples=samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed)
+    order = order_of(experiment, train, samples=samples, allowed=trial.allowed, silent=not rank.is_first)
     known, own = runtime(trial, order=order, rank=rank), experiment.loader.collate
     collate = components.build(own, key="loader.collate", allowed=trial.allowed, runtime=known) if own else None
 
@@ -76,6 +77,8 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
     held_out = {"validation": (validation_loader, validation_samples), "test": (test_loader, test_samples)}
     there = {name: (loader, size) for name, (loader, size) in held_out.items() if loader is not None}
     rank_equality.check_data({"training": (train_loader, samples), **there}, rank=rank)
+    if experiment.order is not None:
+        rank_equality.check_order(order, rank=rank)
     first = train_loader.read([0])
     return Source(
         train_loader, validation_loader, order, validation_samples, first, datasets, test_loader, test_samples
@@ -236,6 +239,6 @@ def _without_ignored(batches: MicroBatches, task: Supervised) -> MicroBatches:
 def _digest(source: Source, *, declaration: str) -> str:
     """Return a short hash of the declaration, the sizes and the first sample."""
     first = apply_to_collection(source.first, torch.Tensor, torch.Tensor.tolist)  # large tensors have shortened texts
-    sizes = (source.order.samples, source.validation_samples, *([source.test_samples] if source.test else []))
+    sizes = (source.order.set_size, source.validation_samples, *([source.test_samples] if source.test else []))
     parts = (declaration, *sizes, first)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

@@ -139,7 +139,7 @@ class TrialBench:
         return self._read(size)  # a custom collate function's batch can't be sliced
 
     def _read(self, count: int) -> Any:
-        rank, samples = self._context.rank, self._context.order.samples
+        rank, samples = self._context.rank, self._context.order.set_size
         return self._context.batches.read([(rank.rank + rank.world_size * i) % samples for i in range(count)])
 
 

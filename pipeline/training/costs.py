@@ -55,7 +55,7 @@ def costs(context: TrainContext) -> Costs:
         )
     rank = context.rank
     with without_updates(context):
-        batch = context.batches.read(list(range(_micro_batch(context))))
+        batch = context.batches.read(_indices(context, _micro_batch(context)))
         measured = Costs(
             curve=_curve(context),
             optimizer_ms=_optimizer(context) if rank.world_size == 1 else 0.0,
@@ -108,6 +108,11 @@ def _micro_batch(context: TrainContext) -> int:
     return -(-share // min(share, context.accumulation))
 
 
+def _indices(context: TrainContext, count: int) -> list[int]:
+    """Return the first samples, again from the start if the training set has fewer than an epoch."""
+    return [index % context.order.set_size for index in range(count)]
+
+
 def _smallest(context: TrainContext) -> int:
     """Return the fewest samples that a forward pass takes: batch norm may need two."""
     return min(_micro_batch(context), 2 if any(isinstance(m, _BatchNorm) for m in context.model.modules()) else 1)
@@ -121,7 +126,7 @@ def _timed(context: TrainContext, *, size: int) -> _Pass:
         synchronize(context.device)
         instants.append(time.perf_counter())
 
-    batch = context.batches.read(list(range(size)))
+    batch = context.batches.read(_indices(context, size))
     lap()
     _backward(context, batch, lap)
     lap()
@@ -141,7 +146,7 @@ def _backward(context: TrainContext, batch: Any, between: Callable[[], object]) 
 def _optimizer(context: TrainContext) -> float:
     """Measure the milliseconds of a step beyond loading and computing, at the smallest batch size."""
     size = _smallest(context)
-    micro_batch = MicroBatch(0, list(range(size)), weight=1.0, is_last=True)
+    micro_batch = MicroBatch(0, _indices(context, size), weight=1.0, is_last=True)
     batch = context.batches.read(micro_batch.indices)
 
     def step() -> float:

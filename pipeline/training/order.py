@@ -3,6 +3,7 @@
 A permutation for each epoch is cut into global batches, and each global batch is dealt to the ranks like cards. So
 any number of workers trains on the same global batches in the same order, and the position in the data is a single
 number, the step. MosaicML Streaming does the same for its own shard format; here it works for any map-style dataset.
+`pipeline.training.own_order` has orders other than a shuffle.
 """
 
 import hashlib
@@ -55,6 +56,11 @@ class SampleOrder:
     is_stream = False
     """True if the items can't be read by index."""
 
+    @property
+    def set_size(self) -> int:
+        """Samples of the training set, which indices refer to; an epoch of an order of one's own may have others."""
+        return self.samples
+
     @cached_property
     def steps_per_epoch(self) -> int:
         """Global batches in an epoch."""
@@ -69,10 +75,13 @@ class SampleOrder:
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.samples + rest * self.global_batch_size
 
+    def generator(self, epoch: int) -> torch.Generator:
+        """Return the generator of an epoch's order."""
+        return torch.Generator().manual_seed(mix(self.seed, "order", epoch))
+
     def permutation(self, epoch: int) -> torch.Tensor:
-        """Return all sample indices in the order of an epoch, shape (samples,), int64."""
-        generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
-        return torch.randperm(self.samples, generator=generator)
+        """Return the indices of an epoch's samples in their order, shape (samples,), int64."""
+        return torch.randperm(self.samples, generator=self.generator(epoch))
 
     def share(self, batch: Indices, *, rank: int, world_size: int) -> Indices:
         """Return a rank's share of a global batch."""

@@ -17,6 +17,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.training.collectives import gather
 from pipeline.training.loader import BatchLoader
+from pipeline.training.order import SampleOrder
 
 _FEW = 4
 """Samples of each set to compare: sets that were split or shuffled differently differ in almost all samples."""
@@ -50,6 +51,24 @@ def check_data(sets: Mapping[str, tuple[BatchLoader, int]], *, rank: Rank) -> No
     for place in places:
         if all(once.get(place) == again.get(place) for once, again in zip(first, second, strict=True)):
             raise _different_data(f"{place.partition('/')[0]} differs {_between(first, place)}")
+
+
+def check_order(order: SampleOrder, *, rank: Rank) -> None:
+    """Compare the order of the first epoch over the ranks. Collective.
+
+    Raises:
+        ExperimentError: it differs.
+    """
+    if rank.world_size == 1:
+        return
+    indices = order.permutation(0).numpy()
+    prints = [{"": print_} for print_ in gather(_digest("order", indices.shape, indices.tobytes()), rank=rank)]
+    if _differing(prints):
+        raise ExperimentError.of(
+            "order",
+            f"differs {_between(prints, '')}, which would train on other samples. Draw from a seeded generator "
+            f"({_GENERATORS}), and let nothing depend on the rank",
+        )
 
 
 def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = False) -> None:

@@ -58,7 +58,8 @@ def start(context: TrainContext, outbox: Outbox) -> None:
                 total_steps=context.steps,
                 steps_per_epoch=context.order.steps_per_epoch,
                 epochs=context.epochs,
-                train_samples=context.order.samples,
+                train_samples=context.order.set_size,
+                epoch_samples=context.order.samples,
                 validation_samples=context.batches.validation_samples,
                 parameters=sum(p.numel() for p in context.whole.parameters() if p.requires_grad),
                 devices=tuple(devices),
@@ -238,7 +239,7 @@ def _save_learned(context: TrainContext, path: Path) -> None:
 
 def example_of(context: TrainContext) -> Example | None:
     """Return the inputs of two training samples: a tensor, or named ones of `FromModel`; None if they are neither."""
-    batch = context.batches.read(list(range(min(2, context.order.samples))))
+    batch = context.batches.read(list(range(min(2, context.order.set_size))))
     inputs: Any = batch[0] if isinstance(batch, tuple | list) and batch else None
     if isinstance(context.task, FromModel) and isinstance(batch, Mapping):
         inputs = context.task.inputs(batch)

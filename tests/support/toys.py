@@ -69,7 +69,7 @@ def trial(*, max_steps: int | None = None, kind: type[Measurement] = Baseline, *
     shared: dict[str, Any] = {
         "name": "main", "experiment": experiment(**sections), "strategy": "single", "launcher": "inprocess",
         "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1,
-        "allowed": (*BUILT_IN, "toys", "toy_metrics"),
+        "allowed": (*BUILT_IN, "toys", "toy_metrics", "toy_orders"),
     }  # fmt: skip
     return Training(**shared) if max_steps is None else kind(**shared, max_steps=max_steps)
 

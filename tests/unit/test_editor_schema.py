@@ -82,6 +82,8 @@ BAD = {
     "no target": _set("optimizer", to={"lr": 0.1}),
     "name with a space": _set("name", to="my experiment"),
     "negative seed": _set("seed", to=-1),
+    "unknown order": _set("order", to={"weight": "balanced"}),
+    "negative weight": _set("order", to={"weights": [1, -1]}),
     "metric of training": _set("checkpoint", to={"best": "train/loss"}),
 }
 

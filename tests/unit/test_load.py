@@ -221,7 +221,6 @@ set it, or write ${oc.env:PIPELINE_NOT_SET,default}
 e.yaml:8: optimizer.c: is '${x', an incomplete ${...}; close its brackets, or write \\${ for a literal ${
 e.yaml:8: optimizer.d: has no value (???); write one
 e.yaml:9: epochs: unknown key; did you mean train.epochs?
-e.yaml:10: train.global_batch_size: missing; samples of one optimizer step over all workers, independent of their number
 e.yaml:11: train.epochs: is -1 (an integer); write an integer greater than 0 or null
 e.yaml:12: train.batchsize: unknown key; did you mean global_batch_size?
 e.yaml:13: train.clip_grad_norm: ${total_steps} is only known once the data is loaded; \
@@ -234,7 +233,7 @@ e.yaml:15: compare[1].workers: is 'two' (a string); write an integer greater tha
 e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer keeps runs in plain folders; \
 write sqlite:///mlflow.db or a server's http address
 e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
-e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, loader, loss, task, metrics, \
+e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, order, loader, loss, task, metrics, \
 optimizer, scheduler, train, checkpoint, parallel, compare, measure, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
 e.yaml:19: measure: is empty; write a mapping, its keys are pairs, budget_s, interval, warmup_steps, steps, \

@@ -1,0 +1,90 @@
+"""Data and functions for tests of the section ``order``, named by ``_target_: toy_orders.NAME``."""
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+from toys import Plain, regression
+
+CLASSES = (37, 5, 1)
+"""Samples of each class of `imbalanced`."""
+_calls = itertools.count()
+
+
+def imbalanced(counts: Sequence[int] = CLASSES) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Classes of very different sizes."""
+    targets = torch.cat([torch.full((count,), number) for number, count in enumerate(counts)])
+    targets = targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(1))]
+    inputs = torch.randn(len(targets), 3, generator=torch.Generator().manual_seed(2)) + targets[:, None]
+    return TensorDataset(inputs, targets), TensorDataset(inputs[:9], targets[:9])
+
+
+def ragged(samples: int = 43) -> tuple[Dataset[Any], None]:
+    """Sequences of 1 to 30 tokens, each with its sum."""
+    lengths = torch.randint(1, 31, (samples,), generator=torch.Generator().manual_seed(3)).tolist()
+    return Plain([(torch.ones(length), torch.tensor([float(length)])) for length in lengths]), None
+
+
+def padded() -> Any:
+    """Collate function that pads to the longest."""
+
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        rows = torch.zeros(len(samples), 30)
+        for row, (tokens, _) in zip(rows, samples, strict=True):
+            row[: len(tokens)] = tokens
+        return rows, torch.stack([target for _, target in samples])
+
+    return collate
+
+
+def hard_first(samples: Any, epoch: int, generator: torch.Generator, share: float = 1.0) -> Tensor:
+    """A part of the samples at random, those with the largest targets first, in every other epoch the last."""
+    drawn = torch.randperm(len(samples), generator=generator)[: round(share * len(samples))]
+    targets = regression()[0][:][1].flatten()[drawn]
+    return drawn[targets.argsort(descending=epoch % 2 == 0)]
+
+
+def shuffled(samples: Any, epoch: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(len(samples), generator=generator)
+
+
+def by_global_generators(samples: Any, epoch: int, generator: torch.Generator) -> Any:
+    return np.random.permutation(len(samples))
+
+
+def twice(samples: Any, epoch: int, generator: torch.Generator) -> list[int]:
+    return [*range(len(samples)), *range(len(samples))]
+
+
+def other_each_time(samples: Any, epoch: int, generator: torch.Generator) -> Any:
+    return np.roll(np.arange(len(samples)), next(_calls))
+
+
+def fewer_each_epoch(samples: Any, epoch: int, generator: torch.Generator) -> range:
+    return range(len(samples) - epoch)
+
+
+def given(samples: Any, epoch: int, generator: torch.Generator, indices: Any) -> Any:
+    return indices
+
+
+def fails(samples: Any, epoch: int, generator: torch.Generator) -> Any:
+    raise LookupError("no such curriculum")
+
+
+def weights(samples: Any, of: Any = None) -> Any:
+    """A weight for each sample: its index, or those given."""
+    return torch.arange(float(len(samples))) if of is None else of
+
+
+def too_few_arguments(samples: Any) -> Any:
+    return range(len(samples))
+
+
+def of_the_process(samples: Any, epoch: int, generator: torch.Generator) -> Any:
+    return np.roll(np.arange(len(samples)), os.getpid())

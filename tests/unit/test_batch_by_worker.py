@@ -1,0 +1,146 @@
+"""``train.batch_size_per_worker``: a global batch by the most workers of a run, which the run keeps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+import yaml
+
+from pipeline.commands.matrix import MatrixRequest, make_matrix
+from pipeline.config.load import from_mapping, load
+from pipeline.config.schema import Experiment
+from pipeline.config.summary import flatten, to_yaml
+from pipeline.driver import resume
+from pipeline.errors import ExperimentError
+from pipeline.planning.describe import DataSizes, describe
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import RunOpened
+from pipeline.recording.folder import RunState
+
+MACHINE = Resources(cpus=8, memory_mb=1024, node="laptop")
+GOOD: dict[str, Any] = {
+    "name": "by-worker",
+    "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2},
+    "data": {"_target_": "pipeline.data.digits"},
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "train": {"epochs": 1, "batch_size_per_worker": 12},
+    "parallel": {"strategy": "ddp", "launcher": "torchrun", "workers": 4},
+}
+
+
+def read(*overrides: str) -> Experiment:
+    return from_mapping(GOOD, overrides).experiment
+
+
+@pytest.mark.parametrize(("workers", "expected"), [("4", 48), ("1", 12), ("[2, 6]", 72)])
+def test_the_global_batch_is_that_of_the_most_workers(workers: str, expected: int) -> None:
+    experiment = read(f"parallel.workers={workers}")
+    assert (experiment.train.global_batch_size, experiment.train.batch_size_per_worker) == (expected, 12)
+    assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
+    assert flatten(experiment)["train.global_batch_size"] == str(expected)
+
+
+def test_an_override_exchanges_one_key_for_the_other() -> None:
+    whole = read("train.batch_size_per_worker=null", "train.global_batch_size=40")
+    assert (whole.train.global_batch_size, whole.train.batch_size_per_worker) == (40, None)
+    mlp = load(Path(__file__).parents[2] / "experiments" / "mlp.yaml",
+               ["train.global_batch_size=null", "train.batch_size_per_worker=8"])  # fmt: skip
+    assert mlp.experiment.train.global_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["train.global_batch_size=48"],
+            "train.batch_size_per_worker: is 12, global_batch_size is 48; remove one (train.global_batch_size=null",
+        ),
+        (
+            ["train.batch_size_per_worker=null"],
+            "train.global_batch_size: missing; write the samples of one optimizer step over all workers, or train",
+        ),
+        (["train.batch_size_per_worker=0"], "train.batch_size_per_worker: is 0 (an integer); write an integer greater"),
+        (
+            ["train.batch_size_per_worker=null", "train.global_batch_size=0"],
+            "train.global_batch_size: is 0 (an integer); write an integer greater than 0 or null",
+        ),
+        (
+            ["train.gradient_accumulation=13"],
+            "train.gradient_accumulation: is 13, but each worker has 12 samples per step; use at most 12",
+        ),
+    ],
+)
+def test_both_neither_and_wrong_numbers_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ExperimentError) as refused:
+        read(*overrides)
+    (problem,) = refused.value.problems
+    assert f"{problem.key}: {problem.message}".startswith(message)
+
+
+def test_the_resolved_file_gives_the_same_experiment(tmp_path: Path) -> None:
+    file, experiment = tmp_path / "experiment.yaml", read()
+    file.write_text(to_yaml(experiment))
+    assert load(file).experiment == experiment
+    assert "global_batch_size" not in yaml.safe_load(file.read_text())["train"]
+
+
+def test_the_plan_shows_both() -> None:
+    plan = make_plan(read(), MACHINE, allowed=())
+    text = describe(plan, DataSizes(1438, 359, 30))
+    assert "30 per epoch, 30 in 1 epoch, 48 samples each (12 for each of 4 workers), fp32" in text
+    assert "note: train.batch_size_per_worker: the global batch is 48, also of what the run is compared with" in text
+    assert {trial.experiment.train.global_batch_size for trial in plan.measured} == {48}
+    elastic = describe(make_plan(read("parallel.workers=[2, 6]"), MACHINE, allowed=()), DataSizes(1438, 359, 20))
+    assert "72 samples each (12 for each of at most 6 workers)" in elastic
+
+
+def test_a_comparison_keeps_the_global_batch_unless_it_is_weak() -> None:
+    wanted = MatrixRequest(workers=(1, 2, 4), scaling="both")
+    cells = make_matrix(read(), MACHINE, allowed=(), wanted=wanted).cells
+    batches = {(cell.scaling, cell.workers): cell.trial.experiment.train.global_batch_size
+               for cell in cells if cell.trial}  # fmt: skip
+    assert batches == {("strong", 1): 48, ("strong", 2): 48, ("strong", 4): 48, ("weak", 2): 96, ("weak", 4): 192}
+
+
+def test_advice_names_the_key_of_the_file() -> None:
+    assert read().batch_keys(96) == {"train.batch_size_per_worker": 24}
+    assert read().batch_keys(98) == {"train.batch_size_per_worker": None, "train.global_batch_size": 98}
+    assert toys.experiment().batch_keys(98) == {"train.global_batch_size": 98}
+
+
+def state(*overrides: str, began_with: str = "12") -> RunState:
+    """A run that began with so many samples for each worker, as its last session was."""
+    params = {"name": "by-worker", "train.batch_size_per_worker": began_with}
+    opened = RunOpened(
+        time=0, run="r", tracking_uri="", tracking_experiment="by-worker", tags={}, params=params, trials=("main",)
+    )
+    return RunState(folder=Path("runs/r"), experiment=read(*overrides), opened=opened, status="KILLED")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [state(), state("parallel.workers=1", "train.batch_size_per_worker=null", "train.global_batch_size=48")],
+    ids=["once", "twice"],
+)
+def test_a_resumed_run_keeps_its_global_batch_with_other_workers(before: RunState) -> None:
+    file = from_mapping(GOOD, ["parallel.workers=2"])
+    kept, notes = resume.with_batch_of(file, before)
+    assert (kept.experiment.train.global_batch_size, kept.experiment.parallel.workers) == (48, 2)
+    told = [*notes, *resume.changes(kept, before, allowed=False)]
+    assert told[0] == "the global batch stays 48, as in r when it began"
+    assert not any("batch_size" in note for note in told)
+
+
+def test_another_batch_for_each_worker_cannot_be_resumed() -> None:
+    file = from_mapping(GOOD, ["train.batch_size_per_worker=6"])
+    kept, notes = resume.with_batch_of(file, state())
+    assert (kept, notes) == (file, [])
+    with pytest.raises(ExperimentError) as refused:
+        resume.changes(kept, state(), allowed=True)
+    (problem,) = refused.value.problems
+    assert problem.key == "train.batch_size_per_worker"
+    assert problem.message.startswith("makes a global batch of 24, which was 48 in r, whose data")
+    assert "write train.global_batch_size: 48 in its place (more train.gradient_accumulation" in problem.message
