@@ -7,7 +7,8 @@ from pipeline.data.labelled_texts import texts
 from pipeline.data.shards import shards
 from pipeline.data.splits import Splits
 from pipeline.data.streamed import streamed
+from pipeline.data.tabular import tabular
 from pipeline.data.text import characters
 from pipeline.data.tokens import tokens
 
-__all__ = ["Splits", "arrays", "characters", "cifar10", "digits", "shards", "streamed", "texts", "tokens"]
+__all__ = ["Splits", "arrays", "characters", "cifar10", "digits", "shards", "streamed", "tabular", "texts", "tokens"]

@@ -3,16 +3,13 @@
 They are the test set of Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten Digits", doi 10.24432/C50P49.
 """
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from pipeline.data.splits import Splits, check_fraction
+from pipeline.data.splits import Splits, bundled, check_fraction, stratified
 from pipeline.errors import ExperimentError
 
 _BRIGHTEST = 16  # a pixel is the number of dark ones in a 4x4 square of the scan
@@ -33,7 +30,7 @@ def digits(*, image_size: int = 8, channels: int = 1, validation_fraction: float
             "data", f"{channels} x {image_size} x {image_size} is not an image size; write numbers of at least 1"
         )
     images, labels = _load()
-    train, validation = _split(labels, fraction=validation_fraction, seed=seed)
+    train, validation = stratified(labels, fraction=validation_fraction, seed=seed)
     images = (images - images[train].mean()) / images[train].std()
     if image_size != images.shape[-1]:
         images = functional.interpolate(images, size=(image_size, image_size), mode="bilinear", align_corners=False)
@@ -46,24 +43,5 @@ def digits(*, image_size: int = 8, channels: int = 1, validation_fraction: float
 
 def _load() -> tuple[Tensor, Tensor]:
     """Read images of shape (1797, 1, 8, 8) with values in [0, 1], and labels of shape (1797,)."""
-    table = torch.from_numpy(np.loadtxt(_file(), delimiter=",", dtype=np.uint8))
+    table = torch.from_numpy(np.loadtxt(bundled("digits.csv.gz"), delimiter=",", dtype=np.uint8))
     return table[:, :-1].to(torch.float32).view(-1, 1, 8, 8) / _BRIGHTEST, table[:, -1].to(torch.int64)
-
-
-def _file() -> Path:
-    """Find scikit-learn's file; its load_digits would import all of it, which takes over a second in each rank."""
-    package = importlib.util.find_spec("sklearn")
-    assert package is not None
-    assert package.origin is not None
-    return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-
-
-def _split(labels: Tensor, *, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return sorted indices of training and validation samples, the latter a random ``fraction`` of each class."""
-    generator = torch.Generator().manual_seed(seed)
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    for label in range(int(labels.max()) + 1):
-        members = (labels == label).nonzero().flatten()
-        shuffled = members[torch.randperm(len(members), generator=generator)]
-        held_out[shuffled[: round(fraction * len(members))]] = True
-    return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()

@@ -1,5 +1,6 @@
 """Types of datasets: the splits that a data function returns, tables read by whole batches, memory-mapped arrays."""
 
+import importlib.util
 from abc import abstractmethod
 from functools import partial
 from pathlib import Path
@@ -26,15 +27,34 @@ class Splits(NamedTuple):
     """None: train without evaluation."""
 
 
-def check_fraction(validation_fraction: float) -> None:
-    """Check the part of the data that is held out for validation.
+def check_fraction(fraction: float, *, key: str = "data.validation_fraction") -> None:
+    """Check the part of the data that is held out.
 
     Raises:
         ExperimentError: the fraction is not in [0, 1).
     """
-    if not 0 <= validation_fraction < 1:
-        message = f"is {validation_fraction}; write a number from 0 (no validation) to less than 1"
-        raise ExperimentError.of("data.validation_fraction", message)
+    if not 0 <= fraction < 1:
+        none = "no validation" if key == "data.validation_fraction" else "none"
+        raise ExperimentError.of(key, f"is {fraction}; write a number from 0 ({none}) to less than 1")
+
+
+def stratified(labels: Tensor, *, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return sorted indices of the samples to keep and to hold out, the latter a random ``fraction`` of each class."""
+    generator = torch.Generator().manual_seed(seed)
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    for label in range(int(labels.max()) + 1):
+        members = (labels == label).nonzero().flatten()
+        shuffled = members[torch.randperm(len(members), generator=generator)]
+        held_out[shuffled[: round(fraction * len(members))]] = True
+    return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
+
+
+def bundled(name: str) -> Path:
+    """Find a data file of scikit-learn; its own loaders would import all of it, over a second in each rank."""
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    return Path(package.origin).parent / "datasets" / "data" / name
 
 
 class Table(Dataset[tuple[Tensor, ...]]):

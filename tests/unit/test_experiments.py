@@ -1,0 +1,109 @@
+"""The experiments that come along: nanogpt.yaml trains what its loop in plain torch does, table and quick runs."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import samples
+import torch
+import toys
+from blocks import blocks
+
+from pipeline.config.load import load
+from pipeline.config.targets import BUILT_IN
+from pipeline.data import tabular
+from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Baseline, Rank, Training
+from pipeline.training import loop
+from pipeline.training.loop import train
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "experiments.md"
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """The module plain.py of the documentation."""
+    (block,) = (block for block in blocks(PAGE, root=ROOT) if block.title == "plain.py")
+    module = ModuleType("plain")
+    exec(compile(block.text, PAGE, "exec"), module.__dict__)
+    return module
+
+
+def test_nanogpt_has_the_losses_of_its_loop_in_plain_torch(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
+    small = ["model.width=8", "model.depth=1", "train.precision=fp64"]
+    experiment = load(ROOT / "experiments" / "nanogpt.yaml", small).experiment
+    trial = Baseline(
+        name="main", experiment=experiment, strategy="single", launcher="inprocess", workers=1, devices_per_worker=0,
+        device="cpu", cpus_per_worker=1, allowed=BUILT_IN, max_steps=4,
+    )  # fmt: skip
+    kept = toys.Kept()
+    train(trial, rank=Rank(), outbox=kept)
+
+    losses = plain.train(4, width=8, depth=1, dtype=torch.float64)
+    assert kept.series("train/loss") == pytest.approx(losses, rel=1e-12)
+    assert losses[-1] < losses[0]
+    assert (
+        experiment.train.steps, experiment.train.global_batch_size, experiment.train.gradient_accumulation
+    ) == (plain.STEPS, plain.BATCH, plain.PARTS)  # fmt: skip
+
+
+def test_the_page_shows_the_experiment_as_it_is() -> None:
+    (block,) = (block for block in blocks(PAGE, root=ROOT) if block.title == "experiments/nanogpt.yaml")
+    text = (ROOT / block.title).read_text()
+    assert block.text.strip() == text[text.index("extends:") :].strip()
+
+
+def test_tabular_tries_itself_with_a_test_set() -> None:
+    experiment = load(ROOT / "experiments" / "tabular.yaml", ["tracking.log_model=false"]).experiment
+    trial = Training(
+        name="main", experiment=experiment, strategy="single", launcher="inprocess", workers=1, devices_per_worker=0,
+        device="cpu", cpus_per_worker=1, allowed=BUILT_IN, is_quick=True, train_only=True,
+    )  # fmt: skip
+    kept = toys.Kept()
+    assert train(trial, rank=Rank(), outbox=kept).steps == 2
+    table = [kept.series(f"test/confusion_{number}")[0] for number in range(4)]
+    assert (sum(table[:2]), sum(table[2:])) == (42, 71)
+    assert kept.series("test/recall_0") == [pytest.approx(table[0] / 42)]
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "sizes"),
+    [
+        ("breast_cancer", 30, ([128, 214], [42, 72], [42, 71])),
+        ("wine", 13, ([35, 43, 28], [12, 14, 10], [12, 14, 10])),
+        ("iris", 4, ([30] * 3, [10] * 3, [10] * 3)),
+    ],
+)
+def test_a_table_has_three_parts_of_all_classes(name: str, features: int, sizes: tuple[list[int], ...]) -> None:
+    parts: Any = tabular(table=name)
+    assert [part.tensors[1].bincount().tolist() for part in parts] == list(sizes)
+    inputs = parts.train.tensors[0]
+    assert (inputs.shape[1], inputs.dtype) == (features, torch.float32)
+    assert inputs.mean(0).abs().max() < 1e-5
+    assert (inputs.std(0) - 1).abs().max() < 1e-4
+    rows = torch.cat([part.tensors[0] for part in parts])
+    assert len(rows.unique(dim=0)) >= len(rows) - 3  # iris has three rows twice
+
+
+def test_a_table_may_have_fewer_parts() -> None:
+    assert tabular(table="iris", validation_fraction=0.5, test_fraction=0).test is None
+    assert tabular(table="iris", validation_fraction=0).validation is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"table": "titanic"}, r"data\.table: is 'titanic'; write one of breast_cancer, wine, iris"),
+        ({"test_fraction": 1.0}, r"data\.test_fraction: is 1\.0; write a number from 0 \(none\) to less than 1"),
+        (
+            {"test_fraction": 0.6, "validation_fraction": 0.4},
+            r"data\.test_fraction: is 0\.6, and validation_fraction 0",
+        ),
+    ],
+)
+def test_a_wrong_table_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        tabular(**arguments)
