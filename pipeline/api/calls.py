@@ -20,11 +20,11 @@ from pipeline.commands.matrix import MatrixRequest
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.launchers import _head_start
+from pipeline.protocol.outer_launcher import outer_launcher
 from pipeline.recording import mlflow, waiting
 from pipeline.recording.terminal import Terminal
 from pipeline.report.report import Report
 from pipeline.system.imports import importable
-from pipeline.system.process import outer_rank
 from pipeline.system.signals import handled
 from pipeline.wording import did_you_mean
 
@@ -151,8 +151,8 @@ def _started(
     Raises:
         UsageError: a run can't be started in this process or thread.
     """
-    if outer_rank() is not None:
-        raise UsageError("pipeline starts its workers itself: start this script without torchrun")
+    if (outer := outer_launcher()) is not None:
+        raise UsageError(f"pipeline starts its workers itself: start this script without {outer.name}")
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("call it in the main thread, which is the one that gets signals")
     try:

@@ -12,9 +12,9 @@ import typer
 
 from pipeline.cli import completion
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
+from pipeline.protocol.outer_launcher import is_follower
 from pipeline.system import allocator, stages
 from pipeline.system.imports import undisturbed
-from pipeline.system.process import outer_rank
 
 if TYPE_CHECKING:
     from pipeline.config.load import ExperimentFile
@@ -118,7 +118,7 @@ def opened(
 
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
     with interruptible(), ExitStack() as shown:
-        if not as_json and not outer_rank():
+        if not as_json and not is_follower():
             # on the console of the notes, else they are printed into its line
             shown.enter_context(
                 waiting.shown_on((Terminal.of(as_json=True, quiet=quiet) if prints else terminal).progress)
@@ -145,7 +145,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
     with interruptible(), ExitStack() as begun:
         begun.enter_context(allocator.huge_pages())
         begun.enter_context(_head_start.given(file.experiment, verbose=verbose))
-        if tracked:
+        if tracked and not is_follower():
             begun.enter_context(mlflow.head_start(file.experiment.tracking.uri))
         try:
             with undisturbed():

@@ -89,7 +89,8 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
         plan = runner.dry_run(experiment, **extent, as_json=as_json)
     stages.end()
-    typer.echo(plan)
+    if plan:
+        typer.echo(plan)
 
 
 def measure(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,14 @@ Address = Annotated[
 ]
 _kuberay_option = partial(typer.Option, rich_help_panel="Options of --kuberay")
 JobArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of a job, as shown by pipeline status.")]
+
+
+class SlurmLauncher(StrEnum):
+    """Program that starts the workers of a Slurm job."""
+
+    ray = "ray"
+    torchrun = "torchrun"
+    srun = "srun"
 
 
 def submit(
@@ -67,13 +76,21 @@ def submit(
             min=1, metavar="N", rich_help_panel="Options of --slurm", help="Number of nodes; default: one per worker."
         ),
     ] = None,
+    launcher: Annotated[
+        SlurmLauncher | None,
+        typer.Option(
+            rich_help_panel="Options of --slurm",
+            help="What starts the workers: Ray (default), torchrun on each node, or srun itself.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Run an experiment on a cluster as a job, independently of this machine."""
     from pipeline.commands.submit import request as requests
     from pipeline.config.load import load
 
     pods = {"image": image, "claim": claim, "memory": memory, "secret": secret_name}
-    _check_options(kuberay=kuberay, slurm=slurm, pods=pods, nodes=nodes)
+    _check_options(kuberay=kuberay, slurm=slurm, pods=pods, nodes=nodes, launcher=launcher)
     request = requests.Request(
         file=load(file, overrides or []),
         overrides=tuple(overrides or ()),
@@ -83,10 +100,12 @@ def submit(
     requests.check(request)
     if not slurm:
         requests.check_lasting(request)
-    for note in requests.notes(request, same_environment=slurm):
+    there = "torchrun" if launcher in (SlurmLauncher.torchrun, SlurmLauncher.srun) else "ray"
+    for note in requests.notes(request, launcher=there, same_environment=slurm):
         typer.echo(f"note: {note}", err=True)
     if kuberay or slurm:
-        _print(request, pods={name: value for name, value in pods.items() if value is not None}, nodes=nodes)
+        given = {name: value for name, value in pods.items() if value is not None}
+        _print(request, pods=given, nodes=nodes, launcher=launcher or SlurmLauncher.ray)
     else:
         _send(request, address=address, follow=follow)
 
@@ -208,7 +227,9 @@ def _options(*, baseline: bool, train_only: bool, resume: str | None, allow_chan
         yield "--allow-changed"
 
 
-def _check_options(*, kuberay: bool, slurm: bool, pods: Mapping[str, str | None], nodes: int | None) -> None:
+def _check_options(
+    *, kuberay: bool, slurm: bool, pods: Mapping[str, str | None], nodes: int | None, launcher: SlurmLauncher | None
+) -> None:
     """Refuse options that would have no effect."""
     if kuberay and slurm:
         raise UsageError("--kuberay and --slurm exclude each other; choose one")
@@ -219,9 +240,11 @@ def _check_options(*, kuberay: bool, slurm: bool, pods: Mapping[str, str | None]
         raise UsageError(f"--{given} needs --kuberay; add --kuberay, or leave --{given} out")
     if nodes is not None and not slurm:
         raise UsageError("--nodes needs --slurm; add --slurm, or leave --nodes out")
+    if launcher is not None and not slurm:
+        raise UsageError("--launcher needs --slurm; add --slurm, or write parallel.launcher=NAME")
 
 
-def _print(request: "Request", *, pods: dict[str, str], nodes: int | None) -> None:
+def _print(request: "Request", *, pods: dict[str, str], nodes: int | None, launcher: SlurmLauncher) -> None:
     from pipeline.commands.submit import manifests
 
     with undisturbed():
@@ -229,7 +252,9 @@ def _print(request: "Request", *, pods: dict[str, str], nodes: int | None) -> No
 
     preflight.check(request.file, with_weights=False)
     text = (
-        manifests.kuberay_job(request, manifests.Pods(**pods)) if pods else manifests.slurm_script(request, nodes=nodes)
+        manifests.kuberay_job(request, manifests.Pods(**pods))
+        if pods
+        else manifests.slurm_script(request, nodes=nodes, launcher=launcher.value)
     )
     typer.echo(text, nl=False)
 

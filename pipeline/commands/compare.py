@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.commands.invocation import Invocation, invoked, planning, refuse_torchrun
+from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
 from pipeline.commands.matrix import Cell, Matrix, MatrixRequest, make_matrix
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import ExperimentError, PipelineError, ResourceError, TrainingError
@@ -37,7 +37,7 @@ def compare(
     Raises:
         PipelineError: ready to be shown; after the report, if anything could be measured.
     """
-    refuse_torchrun("compare")
+    refuse_outer_launcher("compare")
     with planning(file) as (allowed, resources):
         matrix = make_matrix(file.experiment, resources, allowed=allowed, wanted=wanted)
     with invoked(matrix.plan, file=file, terminal=terminal, verbose=verbose) as invocation:

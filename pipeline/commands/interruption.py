@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pipeline.config.load import ExperimentFile
-from pipeline.system.process import outer_rank
+from pipeline.protocol.outer_launcher import outer_launcher
 
 
 @contextmanager
@@ -26,13 +26,13 @@ def continuable(verb: Sequence[str], *, file: ExperimentFile, run: str) -> Itera
 
 
 def way_on(verb: Sequence[str], *, file: ExperimentFile, run: str) -> str:
-    """Return how to continue a run: the whole command, unless a script, an outer torchrun or a job started it."""
+    """Return how to continue a run: the whole command, unless a script, an outer launcher or a job started it."""
     experiment = file.experiment
     if experiment.checkpoint.keep == 0:
         return "there is no checkpoint to continue from, since checkpoint.keep is 0"
     if not file.source:
         return f"continue it with resume={run!r}"
-    if outer_rank() is not None or experiment.parallel.address == "auto":
+    if outer_launcher() is not None or experiment.parallel.address == "auto":
         return f"continue it with --resume {run}"
     name, *options = verb
     return (

@@ -18,6 +18,7 @@ from pipeline.launchers.base import Launcher, Session
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
+from pipeline.protocol.outer_launcher import outer_launcher
 from pipeline.protocol.trial import Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
@@ -35,15 +36,14 @@ from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.tables import speedup
 from pipeline.system import stages
-from pipeline.system.process import outer_rank
 
 _log = logging.getLogger(__name__)
 
 
-def refuse_torchrun(command: str) -> None:
-    """Raise UsageError in a process that ``torchrun`` started."""
-    if outer_rank() is not None:
-        raise UsageError(f"pipeline {command} starts its workers itself: call it without torchrun")
+def refuse_outer_launcher(command: str) -> None:
+    """Raise UsageError in a process that ``torchrun``, ``srun`` or ``mpirun`` started as one of several."""
+    if (outer := outer_launcher()) is not None:
+        raise UsageError(f"pipeline {command} starts its workers itself: call it without {outer.name}")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.commands.invocation import invoked, refuse_torchrun
+from pipeline.commands.invocation import invoked, refuse_outer_launcher
 from pipeline.commands.run import make, report
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment
@@ -42,7 +42,7 @@ def measure(
     Raises:
         PipelineError: ready to be shown.
     """
-    refuse_torchrun("measure")
+    refuse_outer_launcher("measure")
     _require_finished(folder)
     plan = make(file, with_baseline=True)
     main = plan.main

@@ -5,7 +5,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from pipeline import registry
-from pipeline.commands.invocation import Invocation, invoked, planning, refuse_torchrun
+from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.errors import ExperimentError, ResourceError, TrainingError
@@ -53,7 +53,7 @@ def predict(
     Raises:
         PipelineError: ready to be shown.
     """
-    refuse_torchrun("predict")
+    refuse_outer_launcher("predict")
     with planning(file) as (allowed, resources):
         plan = make_plan(file.experiment, resources, allowed=allowed, link=link)
     scalings: tuple[Scaling, ...] = ("strong", "weak") if scaling == "both" else (scaling,)

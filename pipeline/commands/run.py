@@ -10,17 +10,17 @@ from pipeline.driver import initial_weights, preflight
 from pipeline.driver import resume as recovery
 from pipeline.driver.elastic import as_ended, course, remark
 from pipeline.driver.execute import explained
-from pipeline.driver.external_torchrun import follow
+from pipeline.driver.outer_launcher import check_workers, follow, leading
 from pipeline.errors import UsageError
 from pipeline.planning.describe import describe, record
 from pipeline.planning.plan import Plan, make_plan
+from pipeline.protocol.outer_launcher import is_follower
 from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership
 from pipeline.recording.terminal import Terminal
 from pipeline.report import device
 from pipeline.report.report import Report
-from pipeline.system.process import outer_rank, outer_world_size
 from pipeline.training.checkpoints.storage import Storage, address_of
 
 
@@ -54,12 +54,35 @@ def run(
     Raises:
         PipelineError: ready to be shown.
     """
-    if outer_rank():  # rank 0 is the driver
-        if resume is not None and file.experiment.train.batch_size_per_worker is not None:
-            file, _ = recovery.with_batch_of(file, recovery.state_of(file, resume))
-        follow(_as_started(make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)))
+    if is_follower():  # rank 0 is the driver
+        follow(file.experiment.parallel)
         return
-    if quick and resume is not None:
+    with leading(file.experiment.parallel):
+        _run(
+            file,
+            extent={"with_baseline": with_baseline, "train_only": train_only, "quick": quick},
+            verbose=verbose,
+            terminal=terminal,
+            show=show,
+            resume=resume,
+            allow_changed=allow_changed,
+            member=member,
+        )
+
+
+def _run(
+    file: ExperimentFile,
+    *,
+    extent: Mapping[str, bool],
+    verbose: bool,
+    terminal: Terminal,
+    show: Callable[[Report, Path], None] | None,
+    resume: str | None,
+    allow_changed: bool,
+    member: Membership | None,
+) -> None:
+    """Run the trials and report, see `run`; ``extent`` says what is measured, see `make`."""
+    if extent["quick"] and resume is not None:
         raise UsageError("--quick starts a run of two steps, so it can't resume one; remove --quick or --resume")
     earlier = recovery.earlier(file, resume) if resume is not None else None
     changes: list[str] = []
@@ -67,12 +90,11 @@ def run(
         file, kept = recovery.with_batch_of(file, earlier)
         changes = [*kept, *recovery.changes(file, earlier, allowed=allow_changed)]
     left_out = recovery.left_out(file, earlier) if earlier else {}
-    resumes = earlier is not None
-    plan = _as_started(make(file, with_baseline=with_baseline, train_only=train_only, quick=quick, resumes=resumes))
+    plan = make(file, **extent, resumes=earlier is not None)
     notes = (*plan.notes, *changes, *map(_stays_left_out, left_out.values()))
     plan = plan.model_copy(update={"notes": notes})
     folder = earlier.folder if earlier else None
-    again = ("run", *options_of(with_baseline=with_baseline, train_only=train_only))
+    again = ("run", *options_of(with_baseline=extent["with_baseline"], train_only=extent["train_only"]))
     with invoked(
         plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again
     ) as invocation:
@@ -113,13 +135,15 @@ def make(
     with planning(file, resumes=resumes) as (allowed, resources):
         if file.experiment.checkpoint.directory is not None:
             Storage(file.experiment.checkpoint.directory)  # tells whether there is such a protocol
-        return make_plan(
-            file.experiment,
-            resources,
-            allowed=allowed,
-            with_baseline=with_baseline,
-            train_only=train_only,
-            quick=quick,
+        return check_workers(
+            make_plan(
+                file.experiment,
+                resources,
+                allowed=allowed,
+                with_baseline=with_baseline,
+                train_only=train_only,
+                quick=quick,
+            )
         )
 
 
@@ -128,9 +152,19 @@ def dry_run(
 ) -> str:
     """Describe the plan in words or as JSON; load the data to count its samples, start nothing.
 
+    Within an outer launcher rank 0 describes the plan for all ranks; the others return an empty text.
+
     Raises:
         PipelineError: as far as `run` would raise it before it starts anything.
     """
+    if is_follower():
+        follow(file.experiment.parallel)
+        return ""
+    with leading(file.experiment.parallel):
+        return _described(file, with_baseline=with_baseline, train_only=train_only, quick=quick, as_json=as_json)
+
+
+def _described(file: ExperimentFile, *, with_baseline: bool, train_only: bool, quick: bool, as_json: bool) -> str:
     plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)
     sizes = None
     if not file.experiment.is_streamed:
@@ -204,23 +238,3 @@ def _placed(
 
 def _stays_left_out(steps: Sequence[int]) -> str:
     return f"the batch of step {', '.join(map(str, steps))} stays left out since the rollback"
-
-
-def _as_started(plan: Plan) -> Plan:
-    """Return the plan, after a check that it uses the processes of an outer ``torchrun``, if there is one.
-
-    Raises:
-        UsageError: it asks for another launcher or another number of processes.
-    """
-    if (processes := outer_world_size()) is None:
-        return plan
-    if plan.experiment.parallel.launcher != "torchrun":
-        raise UsageError(
-            f"started by torchrun, but parallel.launcher is {plan.experiment.parallel.launcher}; "
-            "add parallel.launcher=torchrun, or start it with pipeline run alone"
-        )
-    if plan.main.workers != processes:
-        raise UsageError(
-            f"torchrun started {processes} processes, but parallel.workers is {plan.main.workers}; make them equal"
-        )
-    return plan

@@ -1,6 +1,6 @@
 """``pipeline tune-batch``: a search for the batch size of a device, and advice on what to write in the file."""
 
-from pipeline.commands.invocation import invoked, planning, refuse_torchrun
+from pipeline.commands.invocation import invoked, planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison
 from pipeline.errors import ResourceError
@@ -24,7 +24,7 @@ def tune_batch(file: ExperimentFile, *, most: int | None, verbose: bool, termina
     Raises:
         PipelineError: ready to be shown.
     """
-    refuse_torchrun("tune-batch")
+    refuse_outer_launcher("tune-batch")
     plan = make(file, most=most)
     (trial,) = plan.trials
     with invoked(plan, file=file, terminal=terminal, verbose=verbose, tracked=False) as invocation:

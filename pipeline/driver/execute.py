@@ -151,6 +151,8 @@ def _again(
         return again
     if not trial.saves:
         return None
+    if outcome.has_only_lost_workers and not launcher.replaces_workers:
+        return None
     if outcome.has_only_lost_workers:
         if trial.is_elastic:
             warn(f"{outcome.error}; looking for room for other workers")

@@ -4,6 +4,7 @@ When one rank hangs, all others do, because they wait for it. The culprit is a r
 out), else the rank that is behind those that wait.
 """
 
+import os
 import socket
 import threading
 import time
@@ -157,8 +158,8 @@ def _process(heartbeat: Heartbeat) -> psutil.Process | None:
 
 
 def _end(heartbeat: Heartbeat) -> None:
-    """Kill a rank and its loader processes: a stopped process reacts to no other signal."""
-    if (process := _process(heartbeat)) is not None:
+    """Kill a rank and its loader processes: a stopped process reacts to no other signal. The driver itself lives on."""
+    if heartbeat.pid != os.getpid() and (process := _process(heartbeat)) is not None:
         with suppress(psutil.Error):
             for each in (*process.children(recursive=True), process):
                 each.kill()

@@ -10,7 +10,7 @@ from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN
 from pipeline.launchers._forks import Forks
-from pipeline.system.process import outer_rank
+from pipeline.protocol.outer_launcher import outer_launcher
 
 _LOADED = {"torch", "pipeline", "ray"}
 _begun: list[Forks] = []
@@ -25,7 +25,7 @@ def given(experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
         verbose: pass the output of the launcher and the workers on to the terminal.
     """
     with ExitStack() as stack:
-        if experiment.parallel.launcher == "torchrun" and outer_rank() is None:
+        if experiment.parallel.launcher == "torchrun" and outer_launcher() is None:
             stack.callback(_end_unused)
             _begun.append(Forks(_libraries(experiment)))
         elif experiment.parallel.launcher == "ray":

@@ -35,6 +35,10 @@ class StopRequest:
         for tell in tuple(self._tell):
             tell()
 
+    def withdraw(self) -> None:
+        """Forget the request: it came only because the run had failed before."""
+        self.asked = False
+
     @contextmanager
     def telling(self, tell: Callable[[], None]) -> Iterator[None]:
         """Call ``tell`` at the request, inside the block; at once if it was made before."""

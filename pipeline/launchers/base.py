@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from pipeline.config.parallel import Parallel
+from pipeline.launchers._attendance import Attendance
 from pipeline.launchers._hang_detector import HangDetector
 from pipeline.launchers._shutdown import StopRequest
 from pipeline.planning.resources import Resources
@@ -71,8 +72,6 @@ class Attempt:
     """One launch of a trial: forwards its workers' events to the run, and keeps what its outcome consists of."""
 
     def __init__(self, trial: Trial, *, session: Session, stop: StopRequest, resize: StopRequest) -> None:
-        self.outbox = DirectOutbox(replace(session, receive=self.receive), is_stopping=lambda: stop.asked)
-        """Outbox for a worker in this process."""
         self.silent: Mapping[int, str] = {}
         """Reasons for which ranks of other nodes were lost, by rank."""
         self._trial = trial
@@ -83,6 +82,10 @@ class Attempt:
         self._time_to_first_step: float | None = None
         self._outcome = Outcome()
         self._lock = threading.Lock()
+        self.outbox = self._direct_outbox(self.receive)
+        """Outbox for a worker in this process."""
+        self.attendance = Attendance()
+        """Ranks that have come and gone while this attempt listens."""
 
     def receive(self, event: AnyEvent) -> None:
         """Forward an event of a worker, from any thread; if it can't be recorded, the run stops.
@@ -108,10 +111,13 @@ class Attempt:
     def listening(self, host: str) -> Iterator[Address]:
         """Open an inbox on an address of this machine; yield where workers connect to it.
 
-        Meanwhile hanging ranks are detected and stop requests are passed on to the workers.
+        Meanwhile hanging ranks are detected and stop requests are passed on to the workers. A worker in this process
+        is judged together with the others.
         """
         detector = HangDetector(self._trial, receive=self.receive)
-        inbox = Inbox(host=host, receive=detector.receive, folder=self._session.folder)
+        receive = self.attendance.noting(detector.receive)
+        self.outbox = self._direct_outbox(receive)
+        inbox = Inbox(host=host, receive=receive, folder=self._session.folder, hung_up=self.attendance.hung_up)
         tell = inbox.ask_to_stop
         with detector.watching(), inbox, self._stop.telling(tell), self._resize.telling(tell):
             yield inbox.address
@@ -120,6 +126,9 @@ class Attempt:
     def outcome(self, losses: Mapping[int, str] | None = None) -> Outcome:
         """Return the outcome; ``losses`` says how workers were lost, by rank."""
         return replace(self._outcome, losses=dict(losses or {}), was_resized=self._resize.asked)
+
+    def _direct_outbox(self, receive: Receive) -> DirectOutbox:
+        return DirectOutbox(replace(self._session, receive=receive), is_stopping=lambda: self._stop.asked)
 
 
 class Launcher(ABC):
@@ -132,6 +141,9 @@ class Launcher(ABC):
 
     many_processes: ClassVar[bool] = True
     """True if it can run more than one worker."""
+
+    replaces_workers: bool = True
+    """True if it can start a trial's workers again after some were lost."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

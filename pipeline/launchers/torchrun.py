@@ -1,8 +1,8 @@
 """Launcher for worker processes on this machine, with the environment variables of ``torchrun``.
 
 Workers are forked from a process that has imported torch, so that the first step comes sooner than under torch's
-elastic agent. A run that ``torchrun`` itself started uses the processes that exist: rank 0 is driver and worker, the
-other ranks are workers only.
+elastic agent. A run that ``torchrun``, ``srun`` or ``mpirun`` itself started uses the processes that exist, see
+`pipeline.launchers._outer_ranks`: rank 0 is driver and worker, the other ranks are workers only.
 """
 
 import os
@@ -17,15 +17,17 @@ from pipeline.config.parallel import Parallel
 from pipeline.errors import terminate
 from pipeline.launchers import _head_start, base
 from pipeline.launchers._forks import Forks, Process
+from pipeline.launchers._outer_launch import launch_on_all
+from pipeline.launchers._outer_ranks import resources_of_all
 from pipeline.planning import resources
 from pipeline.planning.resources import Resources
 from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.outer_launcher import outer_launcher
+from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system.process import outer_rank, outer_world_size
 from pipeline.system.signals import handled
-from pipeline.worker import main as worker
 from pipeline.worker import rendezvous
+from pipeline.worker.outer_group import joined
 
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05
@@ -40,21 +42,24 @@ class Launcher(base.Launcher):
     def __init__(self, session: base.Session) -> None:
         super().__init__(session)
         self._forks: Forks | None = None
+        self._outer = outer_launcher()
+        self.replaces_workers = self._outer is None
 
     def __enter__(self) -> Self:
-        if outer_rank() is None:
+        if self._outer is None:
             self._forks = self.held.enter_context(_head_start.forks())
         return self
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
-        """Return the resources of this machine."""
-        return resources.detect()
+        """Return the resources of this machine, or of all ranks of an outer launcher."""
+        outer = outer_launcher()
+        return resources.detect() if outer is None else resources_of_all(outer, parallel)
 
     def capacity(self, trial: Trial) -> int:
-        """Return how many workers this machine has cores and GPUs for; under ``torchrun``, how many there are."""
-        if (processes := outer_world_size()) is not None:
-            return processes
+        """Return how many workers this machine has cores and GPUs for; under an outer launcher, how many there are."""
+        if self._outer is not None:
+            return self._outer.world_size
         there = resources.detect()
         fit = there.cpus // trial.cpus_per_worker
         return min(fit, len(there.gpus) // trial.devices_per_worker) if trial.device == "cuda" else fit
@@ -62,11 +67,10 @@ class Launcher(base.Launcher):
     def launch(self, trial: Trial) -> Outcome:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
         attempt = self.attempt(trial)
-        if self._forks is None:
-            rank = worker.rank_from_environment() if trial.workers > 1 else Rank()
-            with suppress(worker.WorkerFailed):  # it has been reported
-                worker.run(trial, rank=rank, outbox=attempt.outbox)
-            return attempt.outcome()
+        if self._outer is not None:
+            group = joined(self._outer, timeout_s=trial.experiment.parallel.start_timeout_s)
+            return launch_on_all(trial, group=group, attempt=attempt, stop=self.stop)
+        assert self._forks is not None
         folder = self.session.folder / "trials"
         folder.mkdir(exist_ok=True)
         assignment, channel = folder / f"{trial.name}.json", folder / f"{trial.name}.channel"

@@ -31,7 +31,10 @@ class Planner:
         self.workers = workers or parallel.workers
         workers_per_node = -(-self.workers // resources.nodes)  # a worker's cores are on one node
         cpus_per_node = resources.cpus // resources.nodes
-        self._cpus = parallel.cpus_per_worker or max(1, cpus_per_node // workers_per_node)
+        share = cpus_per_node // workers_per_node
+        if resources.placed:
+            share = min(node.cpus_per_worker for node in resources.placed)
+        self._cpus = parallel.cpus_per_worker or max(1, share)
         if workers is None and parallel.is_elastic:
             self.workers = max(parallel.least_workers, min(self.workers, self._room()))
 
@@ -104,6 +107,8 @@ class Planner:
     def _room(self) -> int:
         """Return how many workers fit."""
         there = self._resources
+        if there.placed:
+            return sum(node.workers for node in there.placed)
         limits = [there.cpus // self._cpus]
         limits += [len(there.gpus)] if self.device == "cuda" else []
         limits += [there.nodes] if self._experiment.parallel.placement == "strict_spread" else []
@@ -123,6 +128,8 @@ def _device(experiment: Experiment, resources: Resources) -> Literal["cpu", "cud
 
 def _check_room(trial: Trial, resources: Resources) -> None:
     """Refuse a trial that doesn't fit, rather than run it with fewer workers."""
+    if trial.workers > 1:
+        _check_placed(trial, resources)
     if trial.experiment.parallel.placement == "strict_spread" and trial.workers > resources.nodes:
         raise ResourceError(
             f"parallel.placement: strict_spread needs a node for each of {counted(trial.workers, 'worker')}; "
@@ -141,3 +148,14 @@ def _check_room(trial: Trial, resources: Resources) -> None:
             f"parallel.workers: {counted(trial.workers, 'worker')} with {counted(trial.cpus_per_worker, 'core')} "
             f"each need {needed} cores; {resources.node} has {resources.summary}; {remedy}"
         )
+
+
+def _check_placed(trial: Trial, resources: Resources) -> None:
+    """Refuse workers that an outer launcher has placed on nodes with too few cores for them."""
+    for node in resources.placed if trial.workers == sum(node.workers for node in resources.placed) else ():
+        if trial.cpus_per_worker * node.workers > node.cpus:
+            raise ResourceError(
+                f"parallel.workers: {counted(node.workers, 'worker')} with {counted(trial.cpus_per_worker, 'core')} "
+                f"each were started on {node.node}, which lets them use {counted(node.cpus, 'core')}; start fewer "
+                "there, or give them more cores"
+            )

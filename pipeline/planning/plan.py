@@ -87,8 +87,9 @@ def make_plan(
             *(trial for trial in others if not _runs_beside(trial, main=main)),
             main.model_copy(update={"compared_with": beside}),
         ),
-        notes=tuple(
-            _notes(main, has_baseline=any(isinstance(each, Baseline) for each in others), wanted=with_baseline)
+        notes=(
+            *resources.notes,
+            *_notes(main, has_baseline=any(isinstance(each, Baseline) for each in others), wanted=with_baseline),
         ),
     )
 
@@ -100,7 +101,7 @@ def _compared(
     baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
     if not same_work(baseline, main):
         yield baseline
-    if main.device == "cpu" and main.workers > 1 and resources.nodes == 1:
+    if main.device == "cpu" and main.workers > 1 and resources.nodes == 1 and not resources.is_divided:
         yield planner.reference()
 
 

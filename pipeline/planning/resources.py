@@ -15,6 +15,17 @@ from pipeline.wording import counted
 _COMPILER = "clang++" if sys.platform == "darwin" else "g++"
 
 
+class Placed(Frozen):
+    """Workers that an outer launcher has placed on a node."""
+
+    node: str
+    workers: int
+    cpus: int
+    """Cores of the node that these workers may use together."""
+    cpus_per_worker: int
+    """Cores of the worker that has the fewest; 0 if there are more workers than cores."""
+
+
 class Resources(Frozen):
     """Cores, memory and GPUs that workers can be placed on."""
 
@@ -29,6 +40,12 @@ class Resources(Frozen):
     """Number of machines whose resources are summed up here."""
     has_compiler: bool = True
     """True if there is a C++ compiler for torch.compile on CPU. Unknown for other machines, which check it later."""
+    placed: tuple[Placed, ...] = ()
+    """Nodes of the workers that an outer launcher has started; empty: this project places its workers itself."""
+    is_divided: bool = False
+    """True if each worker may use its own part of a node's cores only, so that no process can use all of them."""
+    notes: tuple[str, ...] = ()
+    """Notes to the user, e.g. on nodes that differ."""
 
     @property
     def summary(self) -> str:
@@ -37,12 +54,39 @@ class Resources(Frozen):
         return f"{counted(self.cpus, 'core')}, {self.memory_mb / 1024:.0f} GiB, {gpus}"
 
 
+def visible_gpus() -> dict[str, str]:
+    """Return the names of the GPUs that CUDA_VISIBLE_DEVICES leaves, by UUID.
+
+    They come from the driver's management library (NVML), without a CUDA context.
+    """
+    import pynvml  # loads the NVIDIA driver's library; only here, so that a machine without one pays nothing
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            ids = [part.strip() for part in visible.split(",") if part.strip()]
+            handles = [h for i, h in enumerate(handles) if str(i) in ids or _uuid(h) in ids]
+        return {_uuid(handle): str(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Return the numbers of the cores that this process may use, by its affinity."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
 def detect() -> Resources:
     """Return the resources of this machine."""
     return Resources(
         cpus=_cpus(),
         memory_mb=psutil.virtual_memory().total // 2**20,
-        gpus=_gpus(),
+        gpus=tuple(visible_gpus().values()),
         node=socket.gethostname(),
         processor=_processor(),
         has_compiler=shutil.which(os.environ.get("CXX") or _COMPILER) is not None,
@@ -57,25 +101,6 @@ def _cpus() -> int:
         if quota != "max":
             usable = min(usable, max(1, int(quota) // int(period)))
     return usable
-
-
-def _gpus() -> tuple[str, ...]:
-    """Return the names of the GPUs that CUDA_VISIBLE_DEVICES leaves, from the driver's management library (NVML)."""
-    import pynvml  # loads the NVIDIA driver's library; only here, so that a machine without one pays nothing
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            ids = [part.strip() for part in visible.split(",") if part.strip()]
-            handles = [h for i, h in enumerate(handles) if str(i) in ids or _uuid(h) in ids]
-        return tuple(str(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _uuid(handle: object) -> str:

@@ -13,15 +13,15 @@ from pathlib import Path
 from pipeline.config.summary import config_hash
 from pipeline.config.uris import without_credentials
 from pipeline.planning.plan import Plan
+from pipeline.protocol.outer_launcher import outer_launcher
 from pipeline.protocol.trial import Trial
-from pipeline.system.process import outer_rank
 
 
 def command() -> str:
     """Return the shell command of this process, without credentials in URIs; empty unless it is ``pipeline`` alone."""
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
-    if name != "pipeline" or outer_rank() is not None:
+    if name != "pipeline" or outer_launcher() is not None:
         return ""
     return shlex.join(["pipeline", *map(_shown, sys.argv[1:])])
 

@@ -1,4 +1,4 @@
-"""Environment of this process: its variables, and the rank that an outer launcher gave it."""
+"""Environment variables of this process."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -19,16 +19,6 @@ def environment(**values: str | None) -> Iterator[None]:
 def python_path(*entries: str) -> str:
     """Return the value of PYTHONPATH with these folders before those that it has."""
     return os.pathsep.join(filter(None, [*entries, os.environ.get("PYTHONPATH")]))
-
-
-def outer_rank() -> int | None:
-    """Return the rank that ``torchrun`` gave to this process; None if it was started otherwise."""
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
-def outer_world_size() -> int | None:
-    """Return how many processes ``torchrun`` started together with this one; None if it was started otherwise."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _set(values: Mapping[str, str | None]) -> None:

@@ -56,7 +56,14 @@ class WorkerFailed(Exception):
     """The rank failed and has reported it to the driver."""
 
 
-def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | None = None) -> None:
+def run(
+    trial: Trial,
+    *,
+    rank: Rank,
+    outbox: Outbox,
+    end: Callable[[], None] | None = None,
+    store: dist.Store | None = None,
+) -> None:
     """Run a trial on this rank; send its result or its error to the driver.
 
     Args:
@@ -64,6 +71,7 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | N
         rank: the rank of this process.
         outbox: channel to the driver.
         end: ends this process when it hangs; None in the driver's own process, where a hang is only reported.
+        store: key-value store of the trial's ranks; by default that of the environment, see `rendezvous`.
 
     Raises:
         WorkerFailed: after the failure has been reported.
@@ -78,7 +86,7 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | N
             allocator.keep_freed_memory(),
             told_to(outbox.event, trial=trial.name),
             Watchdog(trial, rank=rank, outbox=outbox, end=end),
-            _process_group(trial, rank=rank),
+            _process_group(trial, rank=rank, store=store),
             system_sampled(rank, outbox) if samples else nullcontext(),
         ):
             outcome = _carried_out(trial, rank=rank, outbox=outbox)
@@ -135,7 +143,7 @@ def _matmul_precision(train: Train) -> Iterator[None]:
 
 
 @contextmanager
-def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
+def _process_group(trial: Trial, *, rank: Rank, store: dist.Store | None) -> Iterator[None]:
     """Join the process group of this trial's ranks, at the address that their launcher has set."""
     strategy = registry.load("strategies", trial.strategy).Strategy
     if dist.is_initialized() or not (rank.world_size > 1 or strategy.needs_process_group):
@@ -145,7 +153,7 @@ def _process_group(trial: Trial, *, rank: Rank) -> Iterator[None]:
     dist.init_process_group(
         backend="nccl" if trial.device == "cuda" else "gloo",
         timeout=timeout,
-        store=rendezvous.store(rank, timeout=timeout),
+        store=store or rendezvous.store(rank, timeout=timeout),
         rank=rank.rank,
         world_size=rank.world_size,
     )

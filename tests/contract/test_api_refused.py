@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from outer import outer_torchrun
 
 import pipeline
 from pipeline import Experiment, compare, run
@@ -80,8 +81,8 @@ def test_what_to_compare_is_checked(here: Path, wanted: dict[str, object], messa
 
 
 def test_torchrun_is_not_to_start_a_script_that_starts_workers(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
-    monkeypatch.setenv("RANK", "0")
+    for name, value in outer_torchrun().items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(PipelineError, match="start this script without torchrun"):
         run("lab.yaml")
 

@@ -11,6 +11,7 @@ from textwrap import dedent
 
 import psutil
 import pytest
+from outer import outer_torchrun
 
 from pipeline.config.load import load
 from pipeline.config.targets import BUILT_IN
@@ -176,8 +177,8 @@ class TestHeadStart:
     def test_other_launchers_need_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with _head_start.given(load(MLP, ["parallel.launcher=inprocess"]).experiment):
             assert not _head_start._begun
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
-        monkeypatch.setenv("RANK", "0")
+        for name, value in outer_torchrun().items():
+            monkeypatch.setenv(name, value)
         with _head_start.given(load(MLP, self.DDP).experiment):
             assert not _head_start._begun
 

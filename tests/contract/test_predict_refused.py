@@ -1,6 +1,7 @@
 """Wishes for a prediction that can't be met."""
 
 import pytest
+from outer import outer_torchrun
 
 LAB = "lab.yaml"
 LINK = ["--link", "10Gbit,50us"]
@@ -29,8 +30,8 @@ def test_what_cannot_be_predicted(command, arguments, code, message):
 
 
 def test_not_under_torchrun(command, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
-    monkeypatch.setenv("RANK", "0")
+    for name, value in outer_torchrun().items():
+        monkeypatch.setenv(name, value)
     ended = command("predict", LAB, *LINK)
     assert ended.code == 2
     assert "without torchrun" in ended.stderr

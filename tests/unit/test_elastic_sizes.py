@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import toys
+from outer import outer_torchrun
 
 from pipeline.config.load import load
 from pipeline.config.parallel import Parallel
@@ -131,9 +132,8 @@ def test_room_on_this_machine(monkeypatch) -> None:
     on_gpus = {"device": "cuda", "devices_per_worker": 1, "cpus_per_worker": 1}
     assert torchrun.Launcher(session).capacity(wanted.model_copy(update=on_gpus)) == 2
     assert inprocess.Launcher(session).capacity(wanted) == 1
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    for name, value in outer_torchrun(world_size=3).items():
+        monkeypatch.setenv(name, value)
     assert torchrun.Launcher(session).capacity(wanted) == 3
 
 

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from outer import outer_torchrun
 
 from pipeline.recording import provenance
 
@@ -35,6 +36,6 @@ def test_another_program_is_no_command_of_ours(program: str, monkeypatch: pytest
 
 def test_a_rank_of_torchrun_is_not_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pipeline", "run", "a.yaml"])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}.items():
+    for name, value in outer_torchrun().items():
         monkeypatch.setenv(name, value)
     assert provenance.command() == ""

@@ -1,7 +1,7 @@
 """Files that start a run elsewhere, rendered from the templates in this folder.
 
 A ``RayJob`` for KubeRay, with a cluster of pods for a single run, whose image contains the code; and a script for
-``sbatch``, which starts Ray on the nodes of the allocation.
+``sbatch``, which starts Ray, torchrun or the ranks themselves on the nodes of the allocation.
 """
 
 import json
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
+from typing import Literal
 
 from jinja2 import Environment, StrictUndefined
 
@@ -25,6 +26,7 @@ _LONGEST_NAME = 40  # KubeRay derives names of services from it, which may have 
 _QUANTITY = re.compile(r"[1-9]\d*([KMGT]i?)?")
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _LEAST_NOTICE_S = 120
+SlurmLauncher = Literal["ray", "torchrun", "srun"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +94,16 @@ def _object_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:_LONGEST_NAME].strip("-")
 
 
-def slurm_script(request: Request, *, nodes: int | None = None) -> str:
+def slurm_script(request: Request, *, nodes: int | None = None, launcher: SlurmLauncher = "ray") -> str:
     """Return the text of the script for ``sbatch``.
 
     Args:
         request: the run; its folder is on storage that all nodes share, so no code is sent.
         nodes: number of nodes of the allocation; default: one for each worker.
+        launcher: program that starts the workers: ray, torchrun on each node, or srun itself.
 
     Raises:
-        UsageError: there are more nodes than workers, or variables to send, which Slurm does by itself.
+        UsageError: the workers can't be dealt to the nodes, or there are variables to send, which Slurm does by itself.
         ExperimentError: the experiment lacks a setting that an allocation needs.
     """
     workers = request.file.experiment.parallel.workers
@@ -111,15 +114,25 @@ def slurm_script(request: Request, *, nodes: int | None = None) -> str:
         )
     if request.environment:
         raise UsageError("--env: sbatch passes on all environment variables; leave the option out")
+    if launcher != "ray" and workers % nodes:
+        raise UsageError(
+            f"--nodes {nodes}: {launcher} starts as many workers on each node, and parallel.workers is {workers}; "
+            "write a number of nodes that divides it"
+        )
     on_each = -(-workers // nodes)
+    tasks = on_each if launcher == "srun" else 1
     return _filled(
         "slurm.sh.jinja",
         experiment=request.name,
+        launcher=launcher,
         nodes=nodes,
-        cpus=on_each * cpus_of_worker(request),
+        tasks=tasks,
+        on_each=on_each,
+        closing_s=CLOSING_S,
+        cpus=on_each // tasks * cpus_of_worker(request),
         gpus=on_each * gpus_of_worker(request),
         notice_s=max(_LEAST_NOTICE_S, int(request.file.experiment.parallel.grace_s) + CLOSING_S),
-        arguments=request.arguments("parallel.ship_code=false"),
+        arguments=request.arguments(*(["parallel.ship_code=false"] if launcher == "ray" else [])),
         resumes=any(option.startswith("--resume") for option in request.options),
         directory=shlex.quote(request.file.experiment.tracking.directory),
         journal=FILE_NAME,

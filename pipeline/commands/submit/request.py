@@ -107,11 +107,17 @@ def variables(names: Sequence[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def notes(request: Request, *, same_environment: bool = False) -> Iterator[str]:
-    """Describe what differs on the cluster; ``same_environment`` is True if the job inherits all variables."""
+def notes(request: Request, *, launcher: str = "ray", same_environment: bool = False) -> Iterator[str]:
+    """Describe what differs on the cluster.
+
+    Args:
+        request: the run.
+        launcher: value of ``parallel.launcher`` there.
+        same_environment: True if the job inherits all variables.
+    """
     experiment = request.file.experiment
-    if experiment.parallel.launcher != "ray":
-        yield f"parallel.launcher is {experiment.parallel.launcher}; on the cluster it is ray"
+    if experiment.parallel.launcher != launcher:
+        yield f"parallel.launcher is {experiment.parallel.launcher}; on the cluster it is {launcher}"
     for name in request.variables:
         if not (same_environment or name in request.environment):
             yield f"the experiment reads {name} from the cluster's environment; --env {name} sends the value from here"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.commands.invocation import Invocation, invoked, refuse_torchrun
+from pipeline.commands.invocation import Invocation, invoked, refuse_outer_launcher
 from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Record, TrialJob, folder_name
@@ -47,7 +47,7 @@ def sweep(
     Raises:
         PipelineError: ready to be shown; TrainingError if all trials failed.
     """
-    refuse_torchrun("sweep")
+    refuse_outer_launcher("sweep")
     plan = make(file)
     before = _found(file, plan, resume) if resume is not None else None
     with invoked(

@@ -4,9 +4,7 @@ Ray's `TorchConfig` would make the process group itself, but imports torch in Ra
 which delays each trial by two seconds. Here workers get torchrun's environment variables and make the group themselves,
 see `pipeline.worker.main`.
 
-By default gloo takes the address that a node's own name resolves to. On Debian and in containers that is often a
-loopback address, and ranks on several nodes never connect. So each rank is given the interface that owns the address
-under which its node joined Ray.
+Each rank is given the interface that owns the address under which its node joined Ray, see `pipeline.worker.network`.
 """
 
 import os
@@ -16,7 +14,7 @@ from typing import Any
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-from pipeline.cluster.node_check import interfaces
+from pipeline.worker.network import interface_variables
 
 
 class RendezvousConfig(BackendConfig):  # type: ignore[misc]
@@ -53,15 +51,5 @@ def _free_address() -> tuple[str, int]:
 
 def _prepare(interface: str | None, *, address: str, port: int) -> None:
     """Set the address of rank 0 and the interface of gloo and NCCL: that given, the environment's, or Ray's."""
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-    if interface is not None:
-        os.environ.update(_variables(interface))
-        return
     own = ray.util.get_node_ip_address()
-    for name in (there for there, addresses in interfaces().items() if own in addresses):
-        os.environ.update({**_variables(name), **os.environ})
-
-
-def _variables(interface: str) -> dict[str, str]:
-    """Return the variables of gloo and NCCL; without ``=`` NCCL takes the name as a prefix."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), **interface_variables(own, wanted=interface))

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from pipeline.protocol.channel.wire import END, EVENT, FILE, STOP, Address, messages
-from pipeline.protocol.events import AnyEvent, Warned, event_from_json
+from pipeline.protocol.events import AnyEvent, Heartbeat, Warned, event_from_json
 
 Receive = Callable[[AnyEvent], None]
 
@@ -24,8 +24,12 @@ _INTERRUPTED_S = 2.0
 class Inbox:
     """Driver side of the channel: passes on every event, writes every file into the run's folder."""
 
-    def __init__(self, *, host: str, receive: Receive, folder: Path) -> None:
+    def __init__(
+        self, *, host: str, receive: Receive, folder: Path, hung_up: Callable[[int], None] | None = None
+    ) -> None:
+        """Listen on an address of this machine; ``hung_up`` is called with each rank that disconnects."""
         self._receive = receive
+        self._hung_up = hung_up
         self._folder = folder
         self._key = secrets.token_hex(32)
         self._listener = Listener((host, 0), backlog=128)  # all workers may come at once
@@ -82,13 +86,17 @@ class Inbox:
             self._connections.append(connection)
             if self._stop_asked:
                 connection.send_bytes(STOP)
-            arriving = messages(connection)
+            arriving, rank = messages(connection), None
             for message in arriving:
                 self._heard = time.monotonic()
                 if message[:1] == EVENT:
-                    self._receive(event_from_json(message[1:]))
+                    event = event_from_json(message[1:])
+                    rank = event.rank.rank if isinstance(event, Heartbeat) else rank
+                    self._receive(event)
                 elif message[:1] == FILE:
                     self._store(arriving, name=message[1:].decode())
+            if rank is not None and self._hung_up is not None:
+                self._hung_up(rank)
 
     def _store(self, arriving: Iterator[bytes], *, name: str) -> None:
         """Write the file that follows; skip it if it can't be written, so that the worker can continue."""

@@ -3,6 +3,7 @@
 import os
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +24,9 @@ class ChannelOutbox:
     A worker whose driver is gone ends itself, since it would only occupy its devices.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, *, last_words: str = "") -> None:
+        """Connect to the driver; a worker that ends itself first prints its ``last_words``, if there are any."""
+        self._last_words = last_words
         self._connection = Client((address.host, address.port), authkey=address.key.encode())
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="outbox", daemon=True)
@@ -82,6 +85,8 @@ class ChannelOutbox:
         if not self._closing:
             self._driver_is_gone()
 
-    @staticmethod
-    def _driver_is_gone() -> None:
+    def _driver_is_gone(self) -> None:
+        if self._last_words:
+            sys.stderr.write(f"{self._last_words}\n")
+            sys.stderr.flush()
         os._exit(1)  # an exception would only end this thread

@@ -1,0 +1,162 @@
+"""What the ranks of an outer launcher have in all: cores, memory, GPUs and versions, each rank's share of its node."""
+
+import hashlib
+import platform
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from pipeline.config.parallel import Parallel
+from pipeline.config.values import Frozen
+from pipeline.errors import ResourceError
+from pipeline.planning.resources import Placed, Resources, detect, usable_cores, visible_gpus
+from pipeline.protocol.outer_launcher import OuterLauncher
+from pipeline.system.imports import PACKAGE
+from pipeline.worker.outer_group import OuterGroup, joined
+
+_SHOWN = 3  # names of nodes
+
+
+class RankFacts(Frozen):
+    """Facts about a rank and its machine, as the rank itself finds them."""
+
+    rank: int
+    local_rank: int
+    resources: Resources
+    """What this process may use; another rank of the node may use the same."""
+    cores: tuple[int, ...]
+    """Numbers of the cores that it may use, which tell shared from divided cores."""
+    gpus: dict[str, str]
+    """Names of the GPUs that it sees, by UUID."""
+    address: str
+    """Address of the machine that faces rank 0's."""
+    versions: dict[str, str]
+    """Versions that all ranks must share, by package."""
+
+
+def own_facts(group: OuterGroup) -> RankFacts:
+    """Return the facts about this rank."""
+    return RankFacts(
+        rank=group.rank.rank,
+        local_rank=group.rank.local_rank,
+        resources=detect(),
+        cores=usable_cores(),
+        gpus=visible_gpus(),
+        address=group.address,
+        versions=_versions(),
+    )
+
+
+@cache
+def facts_of_all(outer: OuterLauncher, *, timeout_s: float) -> tuple[RankFacts, ...]:
+    """Return the facts of all ranks, in the order of ranks. For rank 0; for the errors see `OuterGroup`."""
+    group = joined(outer, timeout_s=timeout_s)
+    group.publish(own_facts(group).model_dump_json())
+    return tuple(map(RankFacts.model_validate_json, group.gathered()))
+
+
+def resources_of_all(outer: OuterLauncher, parallel: Parallel) -> Resources:
+    """Return what all ranks have together. For rank 0.
+
+    Raises:
+        ResourceError: ranks are missing, or have other versions than rank 0.
+    """
+    facts = facts_of_all(outer, timeout_s=parallel.start_timeout_s)
+    refuse_others(facts)
+    return combined(facts)
+
+
+def refuse_others(facts: Sequence[RankFacts]) -> None:
+    """Check that all ranks have rank 0's versions of Python, torch and this package.
+
+    Raises:
+        ResourceError: versions differ; names each node once, with both versions.
+    """
+    problems = dict.fromkeys(problem for rank in facts[1:] for problem in _differences(rank, facts[0]))
+    if problems:
+        here = facts[0].resources.node
+        raise ResourceError("\n".join([f"versions differ from those of rank 0 on {here}:", *problems]))
+
+
+def combined(facts: Sequence[RankFacts]) -> Resources:
+    """Add up what the ranks have; cores and GPUs that several ranks of a node may use count once."""
+    nodes = _by_node(facts)
+    first = facts[0].resources
+    names = [ranks[0].resources.node for ranks in nodes]
+    gpus = [
+        name for ranks in nodes for name in {uuid: gpu for rank in ranks for uuid, gpu in rank.gpus.items()}.values()
+    ]
+    placed = tuple(map(_placed, nodes))
+    return Resources(
+        cpus=sum(node.cpus for node in placed),
+        memory_mb=sum(ranks[0].resources.memory_mb for ranks in nodes),
+        gpus=tuple(gpus),
+        node=", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""),
+        processor=first.processor,
+        nodes=len(nodes),
+        has_compiler=all(rank.resources.has_compiler for rank in facts),
+        placed=placed,
+        is_divided=any(len({rank.cores for rank in ranks}) > 1 for ranks in nodes),
+        notes=tuple(_notes(nodes)),
+    )
+
+
+def _by_node(facts: Sequence[RankFacts]) -> list[list[RankFacts]]:
+    """Group ranks by node; machines of the same name are told apart by their ranks on them, which begin at 0."""
+    nodes: dict[tuple[str, int], list[RankFacts]] = {}
+    seen: dict[tuple[str, int], int] = {}
+    for rank in facts:
+        place = (rank.resources.node, rank.local_rank)
+        nodes.setdefault((rank.resources.node, seen.get(place, 0)), []).append(rank)
+        seen[place] = seen.get(place, 0) + 1
+    return list(nodes.values())
+
+
+def _placed(ranks: Sequence[RankFacts]) -> Placed:
+    """Return the cores of the ranks of a node: torchrun lets all ranks use all cores, srun may bind them."""
+    cpus = {rank.cores: rank.resources.cpus for rank in ranks}  # a container's limit counts, too
+    sharing = {cores: sum(rank.cores == cores for rank in ranks) for cores in cpus}
+    union = len(set().union(*cpus))
+    return Placed(
+        node=ranks[0].resources.node,
+        workers=len(ranks),
+        cpus=min(union or sum(cpus.values()), sum(cpus.values())),
+        cpus_per_worker=min(cpus[cores] // sharing[cores] for cores in cpus),
+    )
+
+
+def _notes(nodes: Sequence[Sequence[RankFacts]]) -> Iterator[str]:
+    """Describe nodes whose GPUs or processors differ: in each step all wait for the slowest."""
+    kinds: dict[str, list[str]] = {}
+    for ranks in nodes:
+        gpus = sorted(gpu for rank in ranks for gpu in rank.gpus.values())
+        kind = ", ".join(dict.fromkeys(gpus)) or ranks[0].resources.processor
+        kinds.setdefault(kind, []).append(ranks[0].resources.node)
+    if len(kinds) > 1:
+        each = "; ".join(f"{', '.join(names[:_SHOWN])}: {kind}" for kind, names in kinds.items())
+        yield f"nodes differ, so in each step the faster ones wait: {each}"
+
+
+def _differences(rank: RankFacts, first: RankFacts) -> Iterator[str]:
+    for package, own in first.versions.items():
+        if (there := rank.versions.get(package, "none")) != own:
+            yield f"{rank.resources.node}: it has {package} {there}, rank 0 {own}"
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions; torch's without the build, such as +cpu, which nodes with and without GPUs don't share."""
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": version("torch").partition("+")[0],
+        "ddp-pipeline": version("ddp-pipeline"),
+        "code of pipeline": _code(),
+    }
+
+
+def _code() -> str:
+    """Return a digest of this package's code: checkouts of the same version may differ."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(PACKAGE).rglob("*.py")):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]

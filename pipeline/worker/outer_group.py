@@ -1,0 +1,214 @@
+"""The ranks that an outer launcher started, connected through torch's key-value store.
+
+Each rank tells rank 0, the driver, facts about itself. Rank 0 tells the other ranks which trial to work on next, and at
+last how the run ended. Any rank may ask for a stop.
+"""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from pipeline.config.values import Frozen
+from pipeline.errors import ResourceError
+from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.outer_launcher import OuterLauncher
+from pipeline.protocol.trial import Rank, Trial
+from pipeline.system.background import in_background
+from pipeline.worker import rendezvous
+from pipeline.worker.network import LOOPBACK, address_facing, is_loopback
+
+_POLL_S = 0.1
+_LISTEN_S = 0.5
+_FAREWELL_S = 5.0
+"""Seconds that rank 0, which may serve the store, waits until the other ranks know how the run ended."""
+_ALL_INTERFACES = "0.0.0.0"  # noqa: S104 - see `_own_address`
+_SHOWN = 8  # ranks
+
+
+class Command(Frozen):
+    """What rank 0 tells the other ranks: the trial to work on, or how the run has ended."""
+
+    number: int
+    trial: str = ""
+    """JSON of the trial; empty at the end of the run."""
+    channel: Address | None = None
+    """Address of the trial's inbox."""
+    exit_code: int = 0
+
+
+class OuterGroup:
+    """This rank's membership in the group; rank 0's is that of the driver."""
+
+    def __init__(self, outer: OuterLauncher, *, timeout_s: float) -> None:
+        """Connect to the store, which rank 0 opens unless the launcher serves one.
+
+        Raises:
+            ResourceError: rank 0's machine doesn't answer, or can't open the store.
+        """
+        self.outer = outer
+        self.rank = Rank(
+            rank=outer.rank,
+            local_rank=outer.local_rank,
+            world_size=outer.world_size,
+            local_world_size=outer.local_world_size,
+            node=socket.gethostname(),
+        )
+        self.lost: set[int] = set()
+        """Ranks that are known to be gone; for rank 0."""
+        self._timeout_s = timeout_s
+        self._server = _opened(outer, timeout_s=timeout_s) if outer.is_driver and not outer.has_store else None
+        self._host = _own_address(outer) if self._server is not None else outer.host
+        self._store = self._connected()
+        self._number = 0
+
+    @property
+    def address(self) -> str:
+        """Address of this machine from which it reaches rank 0's."""
+        return address_facing(outer.host) if (outer := self.outer).has_several_nodes else LOOPBACK
+
+    def publish(self, facts: str) -> None:
+        """Tell rank 0 facts about this rank."""
+        self._store.set(f"facts/{self.outer.rank}", facts)
+
+    def gathered(self) -> list[str]:
+        """Wait for the facts of all ranks, and return them in the order of ranks. For rank 0.
+
+        Raises:
+            ResourceError: some ranks have not come within the timeout.
+        """
+        missing = set(range(self.outer.world_size))
+        deadline = time.monotonic() + self._timeout_s
+        while missing := {rank for rank in missing if not self._store.check([f"facts/{rank}"])}:
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, sorted(missing)[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
+                raise ResourceError(
+                    f"{self.outer.name} started {self.outer.world_size} processes, but {len(missing)} of them did not "
+                    f"reach rank 0 on {self.rank.node} within parallel.start_timeout_s, {self._timeout_s:g} s: "
+                    f"rank {names}"
+                )
+            time.sleep(_POLL_S)
+        return [self._store.get(f"facts/{rank}").decode() for rank in range(self.outer.world_size)]
+
+    def assign(self, trial: Trial, channel: Address) -> Command:
+        """Tell the other ranks to work on a trial. For rank 0."""
+        return self._tell(Command(number=self._number, trial=trial.model_dump_json(), channel=channel))
+
+    def retract(self, command: Command) -> None:
+        """Remove a command that all ranks have read: it contains the key of the trial's channel. For rank 0."""
+        self._store.delete_key(f"command/{command.number}")
+
+    def end(self, exit_code: int) -> None:
+        """Tell the other ranks how the run ended; wait a while until all that live know. For rank 0."""
+        self._tell(Command(number=self._number, exit_code=exit_code))
+        deadline = time.monotonic() + _FAREWELL_S
+        while self._store.add("gone", 0) < self.outer.world_size - 1 - len(self.lost) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def next_command(self) -> Command:
+        """Wait for rank 0's next command. For the other ranks.
+
+        Raises:
+            DistError: rank 0 or its store is gone.
+        """
+        key = f"command/{self._number}"
+        while not self._store.check([key]):
+            time.sleep(_POLL_S)
+        command = Command.model_validate_json(self._store.get(key))
+        self._number += 1
+        if not command.trial:
+            self._store.add("gone", 1)
+        return command
+
+    def store(self, command: Command) -> Store:
+        """Return the store of a command's process group."""
+        return PrefixStore(f"group/{command.number}", self._connected())
+
+    def ask_to_stop(self) -> None:
+        """Ask the driver to stop the run, from any thread; later calls change nothing."""
+        with suppress(Exception):  # the store is gone, and with it the run
+            self._store.set("stop", "1")
+
+    @contextmanager
+    def hearing_stops(self) -> Iterator[None]:
+        """Send SIGTERM to this process, the driver, once another rank has asked for a stop."""
+        store = self._connected()  # a store answers one thread at a time
+
+        def listen(done: threading.Event) -> None:
+            while not done.wait(_LISTEN_S):
+                try:
+                    is_asked = store.check(["stop"])
+                except Exception:  # noqa: BLE001 - the launcher that serves the store has ended
+                    return
+                if is_asked:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+        with in_background(listen, name="stop-requests"):
+            yield
+
+    def _tell(self, command: Command) -> Command:
+        self._store.set(f"command/{command.number}", command.model_dump_json())
+        self._number += 1
+        return command
+
+    def _connected(self) -> Store:
+        host, port = self._host, self.outer.port
+        if self._server is None:
+            _await_server(host, port, timeout_s=self._timeout_s)
+        timeout = timedelta(seconds=self._timeout_s)
+        store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return PrefixStore(f"pipeline/{self.outer.attempt}", store)
+
+
+@cache
+def joined(outer: OuterLauncher, *, timeout_s: float) -> OuterGroup:
+    """Return this process's group, and join it first at the first call; for the errors see `OuterGroup`."""
+    return OuterGroup(outer, timeout_s=timeout_s)
+
+
+def _opened(outer: OuterLauncher, *, timeout_s: float) -> TCPStore:
+    host = _own_address(outer)
+    try:
+        return rendezvous.opened(host, outer.port, timeout=timedelta(seconds=timeout_s))
+    except OSError as error:
+        raise ResourceError(
+            f"rank 0 can't listen at {host}:{outer.port}: {error.strerror or error}; set MASTER_ADDR to an address of "
+            f"{socket.gethostname()}, where rank 0 is, and MASTER_PORT to a free port, for all ranks"
+        ) from error
+
+
+def _own_address(outer: OuterLauncher) -> str:
+    """Return the address at which rank 0 listens for the ranks of other machines."""
+    if not outer.has_several_nodes:
+        return LOOPBACK
+    with suppress(OSError):
+        if not is_loopback(found := socket.gethostbyname(outer.host)):
+            return found
+    for other in outer.hosts[1:]:  # as on Debian, the own name leads to loopback
+        with suppress(OSError):
+            return address_facing(other)
+    return _ALL_INTERFACES
+
+
+def _await_server(host: str, port: int, *, timeout_s: float) -> None:
+    """Wait until something listens at the address: torch's own wait reacts to no signal."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with closing(socket.create_connection((host, port), timeout=_LISTEN_S)):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ResourceError(
+                    f"{socket.gethostname()}: rank 0 doesn't answer at {host}:{port} within "
+                    f"parallel.start_timeout_s, {timeout_s:g} s: {error.strerror or error}"
+                ) from error
+            time.sleep(_POLL_S)

@@ -1,0 +1,218 @@
+"""The command as each of the processes that torchrun or srun starts trains the same, and speaks once.
+
+For srun, two processes of this machine get the variables that Slurm sets.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outer import Ranks, losses, run_line, srun
+
+from pipeline.protocol.events import (
+    AnyEvent,
+    CheckpointSaved,
+    Failed,
+    Metrics,
+    Resumed,
+    RunClosed,
+    SystemMetrics,
+    Warned,
+)
+from pipeline.recording import journal
+
+MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+EXACT, ROUNDED = 1e-12, 1e-5
+"""In fp64 rounding stays far below the first; in fp32 below the second for an epoch, after which it grows."""
+
+Curves = dict[str, dict[int, float]]
+
+
+def curves(events: Iterable[AnyEvent]) -> Curves:
+    """Losses and validation metrics by step."""
+    found: Curves = {}
+    for event in events:
+        for point in event.points if isinstance(event, Metrics) else ():
+            if point.name == "train/loss" or point.name.startswith("validation/"):
+                found.setdefault(point.name, {})[point.step] = point.value
+    return found
+
+
+def assert_same(one: Curves, other: Curves, *, tolerance: float) -> None:
+    assert one.keys() == other.keys() == {"train/loss", "validation/loss", "validation/accuracy"}
+    for name in one:
+        assert one[name] == pytest.approx(other[name], rel=0, abs=tolerance)
+
+
+@pytest.fixture(scope="module")
+def expected(launched: Callable[[str], Any]) -> Curves:
+    return curves(launched("inprocess").events["fp64"])
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The command itself as one of two processes that ``torchrun`` has started."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    overrides = ["parallel.launcher=torchrun", "train.precision=fp64", "train.epochs=2", "tracking.log_model=false"]
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    line += ["-m", "pipeline", "run", str(MLP), "--no-baseline", *overrides]
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    return done, folder
+
+
+def test_a_run_inside_torchrun_is_the_same(
+    under_torchrun: tuple[subprocess.CompletedProcess[str], Path], expected: Curves
+) -> None:
+    done, folder = under_torchrun
+
+    assert done.returncode == 0, done.stderr
+    (run,) = (folder / "runs").iterdir()
+    assert_same(curves(journal.read(run / journal.FILE_NAME)), expected, tolerance=EXACT)
+
+
+def test_a_run_inside_torchrun_speaks_once(
+    under_torchrun: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    done, _ = under_torchrun
+
+    assert done.stdout.count("starting 2 workers") == 1
+    assert done.stdout.count("\nrun ") == 1
+
+
+TRAINING = ["train.precision=fp64", "model={_target_: lab.Sluggish, ms: 20, width: 8}", "train.epochs=40"]
+OFTEN = ["--no-baseline", "train.log_every_steps=2", "checkpoint.every_steps=10"]
+DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "parallel.cpus_per_worker=1"]
+STEPS = 160
+
+
+@pytest.fixture
+def cwd(project: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(project, tmp_path / "project"))
+
+
+@pytest.fixture(scope="module")
+def alone(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of one process that nobody disturbs."""
+    cwd = shutil.copytree(project, tmp_path_factory.mktemp("alone") / "project")
+    subprocess.run(run_line(*TRAINING, *OFTEN, "model.ms=0"), cwd=cwd, check=True, capture_output=True, timeout=200)
+    (folder,) = (cwd / "runs").iterdir()
+    return losses(journal.read(folder / journal.FILE_NAME))
+
+
+def job(cwd: Path, *arguments: str) -> Ranks:
+    """What ``srun --ntasks=2 pipeline run lab.yaml`` starts on one node; each job has a number of its own."""
+    tasks = [srun(rank, 2, job=os.getpid() * 100 + len(list(cwd.parent.iterdir()))) for rank in range(2)]
+    return Ranks([run_line(*TRAINING, *OFTEN, *DDP, *arguments)] * 2, tasks, cwd=cwd)
+
+
+def test_tasks_of_srun_train_what_one_process_does(cwd: Path, alone: dict[int, float]) -> None:
+    with job(cwd) as ranks:
+        first, second = ranks.ended()
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert len(alone) == STEPS
+    assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
+    assert first.stdout.count("starting 2 workers") == 1
+    assert second.stdout == ""
+    assert any(isinstance(event, SystemMetrics) for event in ranks.events)
+
+
+@pytest.mark.parametrize("told", [0, 1], ids=["the driver", "the other rank"])
+def test_sigterm_to_one_task_leaves_a_checkpoint_of_a_common_step(
+    told: int, cwd: Path, alone: dict[int, float]
+) -> None:
+    with job(cwd) as ranks:
+        ranks.await_step(30)
+        ranks.processes[told].send_signal(signal.SIGTERM)
+        ends = ranks.ended()
+    assert [end.code for end in ends] == [143, 143], ends
+    saved = max(event.step for event in ranks.events if isinstance(event, CheckpointSaved))
+    assert saved == max(losses(ranks.events)) < STEPS
+    assert [event.status for event in ranks.events if isinstance(event, RunClosed)] == ["KILLED"]
+    resumed = subprocess.run(
+        run_line(*TRAINING, *OFTEN, "--resume"), cwd=cwd, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert [event.step for event in ranks.events if isinstance(event, Resumed)] == [saved]
+    assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
+
+
+def test_killed_task_is_named_and_the_other_one_ends(cwd: Path) -> None:
+    with job(cwd, "parallel.max_failures=3") as ranks:
+        ranks.await_step(20)
+        ranks.processes[1].kill()
+        ended, _ = ranks.ended()
+    assert ended.code == 1, ended.output
+    assert "rank 1 exited without reporting an error: its process was killed or crashed" in ended.stderr
+    assert "Traceback" not in ended.output
+    assert not any("resuming" in event.message for event in ranks.events if isinstance(event, Warned))
+
+
+def test_killed_driver_ends_the_other_task(cwd: Path) -> None:
+    with job(cwd) as ranks:
+        ranks.await_step(20)
+        ranks.processes[0].kill()
+        _, ended = ranks.ended()
+    assert ended.code == 1, ended.output
+    assert f"rank 1 on {os.uname().nodename}: lost the connection to rank 0, the driver of the run" in ended.stderr
+    assert "Traceback" not in ended.output
+
+
+def test_error_of_another_task_is_that_of_the_run(cwd: Path) -> None:
+    with job(cwd, "model={_target_: lab.Net, fault: raises, rank: 1}") as ranks:
+        first, second = ranks.ended()
+    assert (first.code, second.code) == (1, 1), first.output + second.output
+    assert f"rank 1 on {os.uname().nodename}: ZeroDivisionError: the model's own mistake" in first.stderr
+    assert second.stderr == ""
+    assert next(event.origin for event in ranks.events if isinstance(event, Failed)) == "rank"
+
+
+def test_rollback_works_on_with_the_same_tasks(cwd: Path) -> None:
+    faulty = ["data={_target_: lab.holed, index: 3}", "train.on_nonfinite=rollback", "train.epochs=2"]
+    with job(cwd, *faulty) as ranks:
+        first, second = ranks.ended()
+    warned = [event.message for event in ranks.events if isinstance(event, Warned)]
+    assert any("rolling back" in message for message in warned), first.output
+    assert first.code == second.code
+
+
+def test_driver_waits_for_missing_tasks_only_so_long(cwd: Path) -> None:
+    line = run_line(*TRAINING, *OFTEN, *DDP, "parallel.start_timeout_s=3")
+    with Ranks([line], [srun(0, 2)], cwd=cwd) as ranks:
+        (ended,) = ranks.ended()
+    assert ended.code == 3, ended.output
+    assert "srun started 2 processes, but 1 of them did not reach rank 0" in ended.stderr
+    assert not (cwd / "runs").exists()
+
+
+def test_mistakes_are_told_once(cwd: Path) -> None:
+    with job(cwd, "parallel.workers=1") as ranks:
+        first, second = ranks.ended()
+    assert (first.code, second.code) == (2, 2)
+    assert "srun started 2 processes, but parallel.workers is 1; make them equal" in first.stderr
+    assert second.output == ""
+    with job(cwd, "parallel.launcher=inprocess") as ranks:
+        first, second = ranks.ended()
+    assert (first.code, second.code) == (2, 2)
+    assert "started by srun, but parallel.launcher is inprocess; add parallel.launcher=torchrun" in first.stderr
+    assert second.output == ""
+
+
+def test_plan_is_that_of_all_tasks_and_printed_once(cwd: Path) -> None:
+    with job(cwd, "--dry-run") as ranks:
+        first, second = ranks.ended()
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert "ddp x 2 with torchrun: 2 workers" in first.stdout
+    assert second.output == ""
+
+
+def test_a_single_task_starts_its_workers_itself(cwd: Path) -> None:
+    with Ranks([run_line("--no-baseline", *DDP)], [srun(0, 1)], cwd=cwd) as ranks:
+        (ended,) = ranks.ended()
+    assert ended.code == 0, ended.output
+    assert "ddp x 2" in ended.stdout

@@ -1,0 +1,178 @@
+"""The launchers that start this command as several processes: their variables, and what contradicts them."""
+
+import pytest
+from outer import outer_torchrun, srun
+
+from pipeline.errors import UsageError
+from pipeline.protocol.outer_launcher import OuterLauncher, hosts_of, outer_launcher
+
+
+def found(variables: dict[str, str]) -> OuterLauncher:
+    outer = outer_launcher(variables)
+    assert outer is not None
+    return outer
+
+
+def place(outer: OuterLauncher) -> tuple[int, int, int, int]:
+    return outer.rank, outer.world_size, outer.local_rank, outer.local_world_size
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-node0-1234@1",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def test_without_a_launcher_there_is_none() -> None:
+    assert outer_launcher({}) is None
+    assert outer_launcher({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}) is None
+
+
+def test_torchrun() -> None:
+    outer = found(outer_torchrun(3, 4, local_world_size=2, host="node0", port=29400))
+    assert (outer.name, outer.host, outer.port, outer.has_store) == ("torchrun", "node0", 29400, True)
+    assert place(outer) == (3, 4, 1, 2)
+    assert outer.has_several_nodes
+    assert not outer.is_driver
+
+
+def test_srun_on_several_nodes() -> None:
+    variables = srun(4, 6, nodes="gpu[007-008],login", per_node="2(x2),2", node=2, local_rank=0)
+    outer = found(variables)
+    assert place(outer) == (4, 6, 0, 2)
+    assert (outer.name, outer.host, outer.hosts, outer.has_store) == ("srun", "gpu007", ("gpu007", "gpu008"), False)
+    same_job = found(srun(0, 6, nodes="gpu[007-008],login", per_node="2(x2),2"))
+    other_job = found(srun(0, 6, nodes="gpu[007-008],login", per_node="2(x2),2", job=4712))
+    assert same_job.port == outer.port != other_job.port
+    assert 20000 <= outer.port < 30000
+    told = found({**variables, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29411"})
+    assert (told.host, told.port) == ("10.0.0.7", 29411)
+
+
+def test_srun_counts_tasks_of_nodes_with_different_numbers() -> None:
+    outer = found(srun(3, 4, nodes="a,b", per_node="3,1", node=1, local_rank=0))
+    assert place(outer) == (3, 4, 0, 1)
+
+
+def test_srun_on_one_node_stays_on_loopback() -> None:
+    assert found(srun(1, 2)).host == "127.0.0.1"
+
+
+def test_job_step_counts_where_the_job_has_another_number_of_tasks() -> None:
+    """``srun --preserve-env`` leaves the job's SLURM_NTASKS."""
+    assert found({**srun(1, 2), "SLURM_NTASKS": "8"}).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        srun(0, 1),  # srun -n 1, or the shell of salloc if it is a step
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a,b"},  # the shell of salloc
+        {name: value for name, value in srun(0, 4).items() if "STEP" not in name},  # a batch script
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+    ],
+    ids=["one task", "salloc", "batch script", "mpirun -n 1", "mpiexec -n 1"],
+)
+def test_process_that_is_alone_changes_nothing(variables: dict[str, str]) -> None:
+    assert outer_launcher(variables) is None
+
+
+def test_open_mpi() -> None:
+    outer = found({**OPEN_MPI, "MASTER_ADDR": "node0"})
+    assert (outer.name, outer.host) == ("mpirun", "node0")
+    assert place(outer) == (5, 8, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
+        {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"},
+    ],
+    ids=["MPICH and Intel MPI", "PALS"],
+)
+def test_pmi_on_one_machine(local: dict[str, str]) -> None:
+    outer = found({"PMI_RANK": "1", "PMI_SIZE": "4", **local})
+    assert place(outer) == (1, 4, 1, 4)
+    assert (outer.name, outer.host, outer.port) == ("mpirun", "127.0.0.1", 29500)
+
+
+def test_mpirun_within_a_job_finds_the_first_node() -> None:
+    """Its daemons are tasks of a step of their own, one on each node."""
+    daemon = srun(1, 2, nodes="a,b", per_node="1(x2)", node=1, local_rank=0)
+    outer = found({**daemon, **HYDRA})
+    assert (outer.name, outer.host) == ("mpirun", "a")
+    assert place(outer) == (3, 4, 1, 2)
+
+
+def test_srun_with_pmi_is_srun() -> None:
+    assert found({**srun(1, 2), "PMI_RANK": "1", "PMI_SIZE": "2"}).name == "srun"
+
+
+def test_torchrun_within_srun_is_torchrun() -> None:
+    outer = found({**srun(1, 2, nodes="a,b", per_node="1(x2)", node=1, local_rank=0), **outer_torchrun(5, 8)})
+    assert (outer.name, outer.rank) == ("torchrun", 5)
+
+
+def test_variables_of_torch_are_those_of_every_launcher() -> None:
+    outer = found({**OPEN_MPI, "MASTER_ADDR": "node0", "MASTER_PORT": "29400"})
+    assert outer.variables == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29400",
+    }
+    assert outer_launcher({**OPEN_MPI, **outer.variables}) == outer
+
+
+def without(variables: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (without(outer_torchrun(), "LOCAL_RANK"), "started by torchrun, but LOCAL_RANK is not set"),
+        (without(outer_torchrun(), "MASTER_PORT"), "started by torchrun, but MASTER_PORT is not set"),
+        ({**outer_torchrun(), "RANK": "two"}, "started by torchrun, but RANK=two is not a number"),
+        ({**outer_torchrun(), "RANK": "2"}, "RANK=2 and WORLD_SIZE=2 contradict each other"),
+        ({**outer_torchrun(), "LOCAL_RANK": "3"}, "LOCAL_RANK=3 and LOCAL_WORLD_SIZE=2 contradict each other"),
+        (without(srun(), "SLURM_LOCALID"), "started by srun, but SLURM_LOCALID is not set"),
+        (without(srun(), "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "started by srun, but SLURM_NTASKS is not set"),
+        ({**srun(), "SLURM_PROCID": "7"}, "SLURM_PROCID=7 and SLURM_STEP_NUM_TASKS=2 contradict each other"),
+        ({**srun(1), "RANK": "0"}, "RANK=0 and SLURM_PROCID=1 contradict each other; unset RANK"),
+        ({**srun(), "WORLD_SIZE": "1"}, "WORLD_SIZE=1 and SLURM_STEP_NUM_TASKS=2 contradict each other"),
+        ({**srun(), "SLURM_NODEID": "3"}, "SLURM_NODEID=3 is no node of SLURM_STEP_TASKS_PER_NODE=2"),
+        ({**srun(), "SLURM_STEP_NODELIST": "a[1-b]"}, "SLURM_STEP_NODELIST=a[1-b]: not a node list"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "started by mpirun, but OMPI_COMM_WORLD_LOCAL_SIZE is not set"),
+        (OPEN_MPI, "MASTER_ADDR is not set"),
+        (without(HYDRA, "PMI_SIZE"), "started by mpirun, but PMI_SIZE is not set"),
+        ({**HYDRA, "MPI_LOCALNRANKS": "9"}, "MPI_LOCALNRANKS says 9 processes on this machine, but PMI_SIZE says 4"),
+    ],
+)
+def test_variables_that_are_missing_or_contradict_are_named(variables: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        outer_launcher(variables)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("a,b.example.org", ["a", "b.example.org"]),
+        ("gpu[01-03,7],login1", ["gpu01", "gpu02", "gpu03", "gpu7", "login1"]),
+        ("rack[1-2]n[08-09]-ib", ["rack1n08-ib", "rack1n09-ib", "rack2n08-ib", "rack2n09-ib"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("", []),
+    ],
+)
+def test_node_lists_of_slurm(nodelist: str, hosts: list[str]) -> None:
+    assert list(hosts_of(nodelist)) == hosts
