@@ -1,0 +1,141 @@
+"""``torchrun --nnodes 2`` and ``srun`` over two nodes: the run of one process, stopped, killed, cut off and resumed.
+
+For srun, a process on each node gets the variables that Slurm sets.
+"""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nodes import Nodes
+from outer import PATIENCE_S, Ranks, losses, run_line, srun
+from projects import project
+
+from pipeline.protocol.events import CheckpointSaved, Resumed, RunClosed, Started, SystemMetrics
+from pipeline.recording import journal
+
+pytestmark = pytest.mark.timeout(600)
+
+EXACT = 1e-12
+TRAINING = ["train.precision=fp64", "model={_target_: lab.Sluggish, ms: 20, width: 8}", "train.epochs=25"]
+OFTEN = ["--no-baseline", "train.log_every_steps=2", "checkpoint.every_steps=10"]
+DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
+STEPS = 100
+PORT = 29511
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with Nodes(2, started=False) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of one process that nobody disturbs."""
+    cwd = project(tmp_path_factory.mktemp("alone") / "project", tracked=False)
+    subprocess.run(run_line(*TRAINING, *OFTEN, "model.ms=0"), cwd=cwd, check=True, capture_output=True, timeout=200)
+    (folder,) = (cwd / "runs").iterdir()
+    return losses(journal.read(folder / journal.FILE_NAME))
+
+
+@pytest.fixture
+def cwd(nodes: Nodes, request: pytest.FixtureRequest) -> Path:
+    """A project on storage that both nodes share."""
+    return project(nodes.folder / request.node.name.replace("[", "-").strip("]"), tracked=False)
+
+
+def torchrun(nodes: Nodes, cwd: Path, *arguments: str, each: int = 1) -> Ranks:
+    """``torchrun --nnodes 2`` with ``each`` workers on each node."""
+    lines = []
+    for node in range(2):
+        line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={each}"]
+        line += [f"--node-rank={node}", f"--master-addr={nodes.host(0)}", f"--master-port={PORT}", "-m"]
+        lines.append(nodes.inside(node, [*line, *run_line(f"parallel.workers={2 * each}", *arguments)[2:]]))
+    return Ranks(lines, [nodes.environment] * 2, cwd=cwd)
+
+
+def tasks(nodes: Nodes, cwd: Path, *arguments: str) -> Ranks:
+    """What ``srun --ntasks-per-node=1`` starts on two nodes, whose names lead to loopback on themselves."""
+    variables = [srun(node, 2, nodes="node[0-1]", per_node="1(x2)", node=node, local_rank=0) for node in range(2)]
+    address = {"MASTER_ADDR": nodes.host(0), "MASTER_PORT": str(PORT)}
+    lines = [nodes.inside(node, run_line(*TRAINING, *OFTEN, *DDP, "parallel.workers=2", *arguments)) for node in (0, 1)]
+    return Ranks(lines, [{**nodes.environment, **each, **address} for each in variables], cwd=cwd)
+
+
+def test_torchrun_on_two_nodes_trains_what_one_process_does(nodes: Nodes, cwd: Path, alone: dict[int, float]) -> None:
+    with torchrun(nodes, cwd, *TRAINING, *OFTEN, *DDP) as ranks:
+        first, second = ranks.ended()
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert len(alone) == STEPS
+    assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
+    (started,) = [event for event in ranks.events if isinstance(event, Started)]
+    assert [device.split()[0] for device in started.devices] == ["node0", "node1"]
+    assert first.stdout.count("starting 2 workers") == 1
+    assert second.stdout == ""
+    assert {event.node for event in ranks.events if isinstance(event, SystemMetrics)} == {"node0", "node1"}
+
+
+@pytest.mark.parametrize("told", [0, 1], ids=["driver", "other"])
+def test_sigterm_to_one_rank_leaves_a_checkpoint_and_one_node_resumes(
+    told: int, nodes: Nodes, cwd: Path, alone: dict[int, float]
+) -> None:
+    with tasks(nodes, cwd) as ranks:
+        ranks.await_step(20)
+        _signal_rank(nodes, told, signal.SIGTERM)
+        ends = ranks.ended()
+    assert [end.code for end in ends] == [143, 143], ends
+    saved = max(event.step for event in ranks.events if isinstance(event, CheckpointSaved))
+    assert saved == max(losses(ranks.events)) < STEPS
+    assert [event.status for event in ranks.events if isinstance(event, RunClosed)] == ["KILLED"]
+    done = subprocess.run(
+        run_line(*TRAINING, *OFTEN, "--resume"),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [event.step for event in ranks.events if isinstance(event, Resumed)] == [saved]
+    assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
+
+
+def test_killed_node_is_named_and_two_others_resume(nodes: Nodes, cwd: Path, alone: dict[int, float]) -> None:
+    with tasks(nodes, cwd) as ranks:
+        ranks.await_step(20)
+        nodes.kill(1)
+        ended, _ = ranks.ended()
+    assert ended.code == 1, ended.output
+    assert "rank 1 on node1 exited without reporting an error: its process was killed or crashed" in ended.stderr
+    assert "Traceback" not in ended.output
+    with tasks(nodes, cwd, "--resume") as ranks:
+        ends = ranks.ended()
+    assert [end.code for end in ends] == [0, 0], ends
+    assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
+
+
+def test_node_that_is_cut_off_is_named(nodes: Nodes, cwd: Path) -> None:
+    with tasks(nodes, cwd, "parallel.timeout_s=10") as ranks:
+        ranks.await_step(20)
+        nodes.cut(1)
+        try:
+            ended = ranks.processes[0].communicate(timeout=PATIENCE_S)
+        finally:
+            nodes.heal(1)
+    assert ranks.processes[0].returncode == 1, ended
+    assert "rank 1 on node1" in ended[1]
+    assert "unreachable" in ended[1]
+
+
+def _signal_rank(nodes: Nodes, node: int, number: int) -> None:
+    """Send a signal to the rank of a node, which may have loader processes and a writer to MLflow below it."""
+    (rank,) = [each for each in nodes.processes(node) if each.parent() is not None and _is_rank(each.cmdline())]
+    rank.send_signal(number)
+
+
+def _is_rank(line: list[str]) -> bool:
+    return line[1:4] == ["-m", "pipeline", "run"]
