@@ -65,8 +65,9 @@ def check_workers(plan: Plan) -> Plan:
     Raises:
         UsageError: a trial has another number of workers.
     """
-    outer = outer_launcher()
-    for trial in plan.trials if outer is not None else ():
+    if (outer := outer_launcher()) is None:
+        return plan
+    for trial in plan.trials:
         if trial is plan.main and trial.workers != outer.world_size:
             wanted = plan.experiment.parallel
             allowed = f"{wanted.least_workers} to {wanted.workers}" if wanted.is_elastic else str(wanted.workers)

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from pipeline import registry
 from pipeline.config.train import Train
@@ -62,7 +63,7 @@ def run(
     rank: Rank,
     outbox: Outbox,
     end: Callable[[], None] | None = None,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> None:
     """Run a trial on this rank; send its result or its error to the driver.
 
@@ -143,7 +144,7 @@ def _matmul_precision(train: Train) -> Iterator[None]:
 
 
 @contextmanager
-def _process_group(trial: Trial, *, rank: Rank, store: dist.Store | None) -> Iterator[None]:
+def _process_group(trial: Trial, *, rank: Rank, store: Store | None) -> Iterator[None]:
     """Join the process group of this trial's ranks, at the address that their launcher has set."""
     strategy = registry.load("strategies", trial.strategy).Strategy
     if dist.is_initialized() or not (rank.world_size > 1 or strategy.needs_process_group):
