@@ -137,7 +137,7 @@ class _Follower:
             from pipeline.worker import main
         from pipeline.protocol.channel.outbox import ChannelOutbox
         from pipeline.protocol.trial import trial_from_json
-        from pipeline.worker.network import LOOPBACK, address_facing, interface_variables
+        from pipeline.worker.network import LOOPBACK, address_facing, connections_ended_by_failure, interface_variables
 
         assert self._group is not None
         assert command.channel is not None
@@ -148,7 +148,9 @@ class _Follower:
             outbox.stop_asked |= self._has_to_stop
             self._outbox = outbox
             end = partial(main.end_process, outbox.close)
-            main.run(trial, rank=self._group.rank, outbox=outbox, end=end, store=self._group.store(command))
+            store = self._group.store(command)
+            with connections_ended_by_failure():
+                main.run(trial, rank=self._group.rank, outbox=outbox, end=end, store=store)
         self._outbox = None
 
     def _ask_to_stop(self) -> None:

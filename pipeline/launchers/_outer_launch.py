@@ -16,7 +16,13 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.process import environment
 from pipeline.system.signals import SAME_S
 from pipeline.worker import main as worker
-from pipeline.worker.network import LOOPBACK, address_facing, interface_variables, is_loopback
+from pipeline.worker.network import (
+    LOOPBACK,
+    address_facing,
+    connections_ended_by_failure,
+    interface_variables,
+    is_loopback,
+)
 from pipeline.worker.outer_group import Command, OuterGroup
 
 _LAST_REPORTS_S = 10.0
@@ -57,7 +63,9 @@ def _run(trial: Trial, *, group: OuterGroup, attempt: Attempt, command: Command)
             return dict.fromkeys(missing, late)
         group.retract(command)
         if not attendance.lost:
-            worker.run(trial, rank=group.rank, outbox=attempt.outbox, store=group.store(command))
+            store = group.store(command)
+            with connections_ended_by_failure():
+                worker.run(trial, rank=group.rank, outbox=attempt.outbox, store=store)
     except worker.WorkerFailed:  # it has been reported
         has_failed = True
     except Terminated:
