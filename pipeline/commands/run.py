@@ -10,7 +10,7 @@ from pipeline.driver import initial_weights, preflight
 from pipeline.driver import resume as recovery
 from pipeline.driver.elastic import as_ended, course, remark
 from pipeline.driver.execute import explained
-from pipeline.driver.outer_launcher import check_workers, follow, leading
+from pipeline.driver.outer_run import check_workers, follow, leading
 from pipeline.errors import UsageError
 from pipeline.planning.describe import describe, record
 from pipeline.planning.plan import Plan, make_plan

@@ -16,7 +16,7 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.process import environment
 from pipeline.system.signals import SAME_S
 from pipeline.worker import main as worker
-from pipeline.worker.network import (
+from pipeline.worker.interfaces import (
     LOOPBACK,
     address_facing,
     connections_ended_by_failure,

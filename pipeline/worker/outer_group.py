@@ -23,7 +23,7 @@ from pipeline.protocol.outer_launcher import OuterLauncher
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.system.background import in_background
 from pipeline.worker import rendezvous
-from pipeline.worker.network import LOOPBACK, address_facing, is_loopback
+from pipeline.worker.interfaces import LOOPBACK, address_facing, is_loopback
 
 _POLL_S = 0.1
 _LISTEN_S = 0.5

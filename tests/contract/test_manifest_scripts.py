@@ -100,10 +100,14 @@ def test_variable_that_was_read_here_must_be_there(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.device=cuda",), AWKWARD])
-@pytest.mark.parametrize("options", [(), ("--resume=latest",)])
-def test_sbatch_script_is_sound(overrides: tuple[str, ...], options: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "launcher"), [((), "ray"), (("--resume=latest",), "ray"), ((), "torchrun"), ((), "srun")]
+)
+def test_sbatch_script_is_sound(
+    overrides: tuple[str, ...], options: tuple[str, ...], launcher: manifests.SlurmLauncher, tmp_path: Path
+) -> None:
     path = tmp_path / "job.sbatch"
-    path.write_text(manifests.slurm_script(request(*overrides, options=options)))
+    path.write_text(manifests.slurm_script(request(*overrides, options=options), launcher=launcher))
     for check in (["bash", "-n"], [SHELLCHECK, "--norc", "--severity=warning"]):
         done = subprocess.run([*check, path], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -127,7 +131,7 @@ while true; do sleep 0.05; done
 class Allocation:
     """Stands in for Slurm: its commands, on this machine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, launcher: manifests.SlurmLauncher = "ray") -> None:
         self.calls, self.requeued = folder / "calls", folder / "requeued"
         drop = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
         script(folder / "bin" / "srun", 'echo "$@" >> "$STEPS"', drop)
@@ -150,7 +154,7 @@ class Allocation:
             "SLURM_CPUS_PER_TASK": "1",
         }
         self.job = folder / "job.sbatch"
-        self.job.write_text(manifests.slurm_script(request()))
+        self.job.write_text(manifests.slurm_script(request(), launcher=launcher))
 
     @contextmanager
     def start(self, **more: str) -> Iterator[subprocess.Popen[str]]:
@@ -165,8 +169,11 @@ class Allocation:
                     os.killpg(job.pid, signal.SIGKILL)
 
 
-def test_sigterm_reaches_the_run_which_is_requeued_and_resumed(tmp_path: Path) -> None:
-    allocation = Allocation(tmp_path)
+@pytest.mark.parametrize("launcher", ["ray", "torchrun", "srun"])
+def test_sigterm_reaches_the_run_which_is_requeued_and_resumed(
+    launcher: manifests.SlurmLauncher, tmp_path: Path
+) -> None:
+    allocation = Allocation(tmp_path, launcher=launcher)
     with allocation.start() as first:
         eventually(lambda: (tmp_path / "runs" / "slurm-4711" / "one" / "events.jsonl").exists())
         first.send_signal(signal.SIGTERM)
@@ -180,8 +187,9 @@ def test_sigterm_reaches_the_run_which_is_requeued_and_resumed(tmp_path: Path) -
     begun, resumed = allocation.calls.read_text().splitlines()
     assert "--resume" not in begun
     assert "--resume" in resumed
-    assert "parallel.address=" in begun
-    assert "parallel.launcher=ray" in begun
+    assert ("parallel.address=" in begun) == (launcher == "ray")
+    assert f"parallel.launcher={'ray' if launcher == 'ray' else 'torchrun'}" in begun
+    assert begun.startswith("-m torch.distributed.run --nnodes=2 " if launcher == "torchrun" else "-m pipeline run ")
 
 
 def test_ray_is_started_once_on_each_node_with_a_token_that_is_nowhere_to_be_seen(tmp_path: Path) -> None:

@@ -125,6 +125,28 @@ def test_allocation_has_room_for_the_workers(nodes: int | None, wanted: tuple[in
         assert f"#SBATCH --{option}={value}\n" in text
 
 
+@pytest.mark.parametrize(
+    ("launcher", "nodes", "wanted"),
+    [("srun", 1, (1, 2, 3, 2)), ("srun", 2, (2, 1, 3, 1)), ("torchrun", 1, (1, 1, 6, 2)), ("ray", 1, (1, 1, 6, 2))],
+)
+def test_tasks_are_what_the_launcher_starts(
+    launcher: manifests.SlurmLauncher, nodes: int, wanted: tuple[int, ...]
+) -> None:
+    text = manifests.slurm_script(request("parallel.device=cuda"), nodes=nodes, launcher=launcher)
+    options = ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node")
+    for option, value in zip(options, wanted, strict=True):
+        assert f"#SBATCH --{option}={value}\n" in text
+    assert "#SBATCH --requeue\n" in text
+    assert "#SBATCH --signal=B:TERM@" in text
+    assert ("ray.scripts" in text) == (launcher == "ray")
+    assert ("torch.distributed.run" in text) == (launcher == "torchrun")
+
+
+def test_workers_must_divide_among_nodes() -> None:
+    with pytest.raises(UsageError, match="--nodes 2: srun starts as many workers on each node"):
+        manifests.slurm_script(request("parallel.workers=3"), nodes=2, launcher="srun")
+
+
 def test_slurm_refuses_what_it_can_not_do() -> None:
     with pytest.raises(UsageError, match="more nodes than workers"):
         manifests.slurm_script(request(), nodes=3)

@@ -4,7 +4,8 @@ Ray's `TorchConfig` would make the process group itself, but imports torch in Ra
 which delays each trial by two seconds. Here workers get torchrun's environment variables and make the group themselves,
 see `pipeline.worker.main`.
 
-Each rank is given the interface that owns the address under which its node joined Ray, see `pipeline.worker.network`.
+Each rank is given the interface that owns the address under which its node joined Ray, see
+`pipeline.worker.interfaces`.
 """
 
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-from pipeline.worker.network import interface_variables
+from pipeline.worker.interfaces import interface_variables
 
 
 class RendezvousConfig(BackendConfig):  # type: ignore[misc]

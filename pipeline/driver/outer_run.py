@@ -137,7 +137,12 @@ class _Follower:
             from pipeline.worker import main
         from pipeline.protocol.channel.outbox import ChannelOutbox
         from pipeline.protocol.trial import trial_from_json
-        from pipeline.worker.network import LOOPBACK, address_facing, connections_ended_by_failure, interface_variables
+        from pipeline.worker.interfaces import (
+            LOOPBACK,
+            address_facing,
+            connections_ended_by_failure,
+            interface_variables,
+        )
 
         assert self._group is not None
         assert command.channel is not None
