@@ -46,6 +46,12 @@ def leading(parallel: Parallel) -> Iterator[None]:
         )
     with environment(**outer.variables):
         group, code = _group(outer, parallel), 1
+
+        def terminated(*_: object) -> None:
+            if not group.is_failing:  # else the launcher ends all ranks because one of them has died
+                raise Terminated
+
+        signal.signal(signal.SIGTERM, terminated)
         try:
             with group.hearing_stops():
                 yield

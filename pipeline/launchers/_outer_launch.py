@@ -41,6 +41,8 @@ def launch_on_all(trial: Trial, *, group: OuterGroup, attempt: Attempt, stop: St
         with suppress(worker.WorkerFailed):  # it has been reported
             worker.run(trial, rank=Rank(node=group.rank.node), outbox=attempt.outbox)
         return attempt.outcome()
+    group.is_failing = False
+    stop.is_moot = lambda: attempt.attendance.trouble_at is not None
     host = _own_address(trial, group=group)
     own = interface_variables(host, wanted=trial.experiment.parallel.interface) if host != LOOPBACK else {}
     with environment(**own), attempt.listening(host) as address:
@@ -50,6 +52,7 @@ def launch_on_all(trial: Trial, *, group: OuterGroup, attempt: Attempt, stop: St
     if stop.asked and trouble_at is not None and trouble_at < stop.asked_at + SAME_S:
         stop.withdraw()
     group.lost |= losses.keys()
+    group.is_failing = outcome.has_failed
     return outcome
 
 

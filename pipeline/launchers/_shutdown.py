@@ -23,6 +23,8 @@ class StopRequest:
         """Time of the request, in seconds of `time.monotonic`."""
         self.why: BaseException = Terminated()
         """Exception that ends the run."""
+        self.is_moot: Callable[[], bool] = lambda: False
+        """Tells whether SIGTERM means nothing because the run fails anyway, e.g. since an outer launcher cleans up."""
         self._tell: list[Callable[[], None]] = []
 
     def ask(self, why: BaseException | None = None) -> None:
@@ -79,7 +81,7 @@ def _sigterm_asks(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[]
     timers: list[threading.Timer] = []
 
     def handle(*_: object) -> None:
-        if stop.asked and time.monotonic() - stop.asked_at < SAME_S:
+        if stop.is_moot() or (stop.asked and time.monotonic() - stop.asked_at < SAME_S):
             return
         if stop.asked or not is_worth_it():
             raise Terminated

@@ -63,6 +63,8 @@ class OuterGroup:
         )
         self.lost: set[int] = set()
         """Ranks that are known to be gone; for rank 0."""
+        self.is_failing = False
+        """True once a trial has failed; for rank 0."""
         self._timeout_s = timeout_s
         self._server = _opened(outer, timeout_s=timeout_s) if outer.is_driver and not outer.has_store else None
         self._host = _own_address(outer) if self._server is not None else outer.host
