@@ -85,6 +85,17 @@ def test_a_run_inside_torchrun_speaks_once(
     assert done.stdout.count("\nrun ") == 1
 
 
+def test_a_killed_rank_is_named_although_torchrun_ends_the_driver(cwd: Path) -> None:
+    """It sends SIGTERM to the driver within a tenth of a second."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m"]
+    more = ["--no-baseline", "parallel.cpus_per_worker=1", "model={_target_: lab.Net, fault: killed, rank: 1}"]
+    line += [*run_line("parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", *more)[2:]]
+    done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "error: rank 1 exited without reporting an error: its process was killed or crashed" in done.stderr
+    assert "terminated by SIGTERM" not in done.stderr
+
+
 TRAINING = ["train.precision=fp64", "model={_target_: lab.Sluggish, ms: 20, width: 8}", "train.epochs=40"]
 OFTEN = ["--no-baseline", "train.log_every_steps=2", "checkpoint.every_steps=10"]
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "parallel.cpus_per_worker=1"]
