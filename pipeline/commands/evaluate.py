@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.commands.invocation import invoked, planning, refuse_torchrun
+from pipeline.commands.invocation import invoked, planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Comparison
 from pipeline.driver import resume
@@ -40,7 +40,7 @@ def evaluate(
     Raises:
         PipelineError: ready to be shown.
     """
-    refuse_torchrun("evaluate")
+    refuse_outer_launcher("evaluate")
     state = read_state(folder)
     ended_training(state, command="evaluate")
     plan = make(file, state=state, checkpoint=checkpoint, split=split)
