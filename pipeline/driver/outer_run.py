@@ -62,7 +62,8 @@ def leading(parallel: Parallel) -> Iterator[None]:
         finally:
             # The launcher may end this process as soon as another rank has exited; how the run ended is decided.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            group.end(code)
+            with suppress(RuntimeError):  # the launcher that serves the store has ended
+                group.end(code)
 
 
 def check_workers(plan: Plan) -> Plan:

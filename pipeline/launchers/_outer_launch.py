@@ -41,7 +41,7 @@ def launch_on_all(trial: Trial, *, group: OuterGroup, attempt: Attempt, stop: St
         with suppress(worker.WorkerFailed):  # it has been reported
             worker.run(trial, rank=Rank(node=group.rank.node), outbox=attempt.outbox)
         return attempt.outcome()
-    group.is_failing = False
+    group.is_failing, group.is_stopping = False, lambda: stop.asked
     stop.is_moot = lambda: attempt.attendance.trouble_at is not None
     host = _own_address(trial, group=group)
     own = interface_variables(host, wanted=trial.experiment.parallel.interface) if host != LOOPBACK else {}

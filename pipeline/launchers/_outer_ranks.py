@@ -7,6 +7,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from pipeline.config.parallel import Parallel
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
@@ -53,7 +55,14 @@ def facts_of_all(outer: OuterLauncher, *, timeout_s: float) -> tuple[RankFacts, 
     """Return the facts of all ranks, in the order of ranks. For rank 0; for the errors see `OuterGroup`."""
     group = joined(outer, timeout_s=timeout_s)
     group.publish(own_facts(group).model_dump_json())
-    return tuple(map(RankFacts.model_validate_json, group.gathered()))
+    return tuple(_read(rank, text) for rank, text in enumerate(group.gathered()))
+
+
+def _read(rank: int, text: str) -> RankFacts:
+    try:
+        return RankFacts.model_validate_json(text)
+    except ValidationError as error:
+        raise ResourceError(f"rank {rank} has another version of ddp-pipeline than rank 0; install the same") from error
 
 
 def resources_of_all(outer: OuterLauncher, parallel: Parallel) -> Resources:

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -65,6 +65,8 @@ class OuterGroup:
         """Ranks that are known to be gone; for rank 0."""
         self.is_failing = False
         """True once a trial has failed; for rank 0."""
+        self.is_stopping: Callable[[], bool] = lambda: False
+        """Tells whether the driver has been asked to stop already, e.g. by the SIGTERM that all ranks got."""
         self._timeout_s = timeout_s
         self._server = _opened(outer, timeout_s=timeout_s) if outer.is_driver and not outer.has_store else None
         self._host = _own_address(outer) if self._server is not None else outer.host
@@ -150,7 +152,8 @@ class OuterGroup:
                 except Exception:  # noqa: BLE001 - the launcher that serves the store has ended
                     return
                 if is_asked:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    if not self.is_stopping():  # a second SIGTERM would end the run without a checkpoint
+                        os.kill(os.getpid(), signal.SIGTERM)
                     return
 
         with in_background(listen, name="stop-requests"):
