@@ -133,13 +133,14 @@ def test_tasks_of_srun_train_what_one_process_does(cwd: Path, alone: dict[int, f
     assert any(isinstance(event, SystemMetrics) for event in ranks.events)
 
 
-@pytest.mark.parametrize("told", [0, 1], ids=["the driver", "the other rank"])
-def test_sigterm_to_one_task_leaves_a_checkpoint_of_a_common_step(
-    told: int, cwd: Path, alone: dict[int, float]
+@pytest.mark.parametrize("told", [[0], [1], [0, 1]], ids=["the driver", "the other rank", "both, as Slurm does"])
+def test_sigterm_to_a_task_leaves_a_checkpoint_of_a_common_step(
+    told: list[int], cwd: Path, alone: dict[int, float]
 ) -> None:
     with job(cwd) as ranks:
         ranks.await_step(30)
-        ranks.processes[told].send_signal(signal.SIGTERM)
+        for rank in told:
+            ranks.processes[rank].send_signal(signal.SIGTERM)
         ends = ranks.ended()
     assert [end.code for end in ends] == [143, 143], ends
     saved = max(event.step for event in ranks.events if isinstance(event, CheckpointSaved))
