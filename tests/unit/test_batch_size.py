@@ -277,7 +277,7 @@ def test_other_errors_are_the_users() -> None:
 def test_a_rank_that_tries_talks_to_nobody() -> None:
     """SyncBatchNorm talks to the others in the middle of a forward pass: one without memory would keep them waiting."""
     ddp = trial(model=model("Normed", num_features=3), data={"_target_": "test_batch_size.triples"})
-    with main._process_group(ddp.model_copy(update={"strategy": "ddp"}), rank=Rank()):
+    with main._process_group(ddp.model_copy(update={"strategy": "ddp"}), rank=Rank(), store=None):
         context = build(ddp, rank=Rank())
         on_bench = TrialBench(context)
         assert on_bench.fits(4)
