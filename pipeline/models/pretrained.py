@@ -49,10 +49,11 @@ def pretrained(path: str, *, task: str, weights: bool = True, revision: str | No
     _check_path(path, weights=weights)
     import transformers  # takes seconds, and is an extra
 
-    settings = _configuration(path, revision, config)
+    is_outline = torch.get_default_device().type == "meta"
+    settings = _configuration(path, revision, config, downloads=not is_outline)
     kind = getattr(transformers, _CLASSES[task])
     try:
-        if not weights or torch.get_default_device().type == "meta":
+        if not weights or is_outline:
             return _built(kind.from_config(settings, trust_remote_code=False))
         loaded = kind.from_pretrained(
             path,
@@ -94,8 +95,8 @@ def _check_path(path: str, *, weights: bool) -> None:
         )
 
 
-def _configuration(path: str, revision: str | None, config: dict[str, Any]) -> Any:
-    """Read the configuration of a model and change it.
+def _configuration(path: str, revision: str | None, config: dict[str, Any], *, downloads: bool) -> Any:
+    """Read the configuration of a model and change it; without ``downloads`` from this machine only.
 
     Raises:
         ExperimentError: it can't be read, or has no such setting.
@@ -103,7 +104,9 @@ def _configuration(path: str, revision: str | None, config: dict[str, Any]) -> A
     from transformers import AutoConfig
 
     try:
-        settings = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        settings = AutoConfig.from_pretrained(
+            path, revision=revision, trust_remote_code=False, local_files_only=not downloads
+        )
     except (OSError, ValueError) as error:
         raise _refused(path, error) from error
     for name, value in config.items():
