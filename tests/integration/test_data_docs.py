@@ -17,7 +17,9 @@ from pipeline.recording import journal
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 BLOCKS = {
-    re.findall(r"pipeline\.data\.(\w+)", block)[0]: block for block in re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
+    kind: block
+    for block in re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
+    for kind in re.findall(r"pipeline\.data\.(\w+)", block)[:1]
 }
 ROWS = {"train": 22, "validation": 9}
 SIZES = {"arrays": 4, "shards": 3 * 2 * 2, "streamed": 4}
