@@ -1,4 +1,4 @@
-"""How the commands are registered: in groups, with examples below their help, and without types that say nothing."""
+"""Registration of the commands: in groups, with examples below their help, and without types that say nothing."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

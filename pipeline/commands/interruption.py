@@ -1,4 +1,4 @@
-"""How to continue a run that was interrupted, as a note of the interruption, which the command line shows."""
+"""Note of an interruption that says how to continue the run, which the command line shows."""
 
 import shlex
 from collections.abc import Iterator, Sequence

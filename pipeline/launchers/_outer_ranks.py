@@ -1,4 +1,4 @@
-"""What the ranks of an outer launcher have in all: cores, memory, GPUs and versions, each rank's share of its node."""
+"""Resources of an outer launcher's ranks: cores, memory, GPUs and versions, each rank's share of its node."""
 
 import hashlib
 import platform
@@ -26,7 +26,7 @@ class RankFacts(Frozen):
     rank: int
     local_rank: int
     resources: Resources
-    """What this process may use; another rank of the node may use the same."""
+    """Resources that this process may use; another rank of the node may use the same."""
     cores: tuple[int, ...]
     """Numbers of the cores that it may use, which tell shared from divided cores."""
     gpus: dict[str, str]

@@ -23,7 +23,7 @@ _LONGEST = 2.0
 
 
 class _Panel(NamedTuple):
-    """Where a panel is."""
+    """Position and size of a panel."""
 
     sheet: Sheet
     canvas: Canvas

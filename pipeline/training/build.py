@@ -1,13 +1,18 @@
 """Construction of a rank's `TrainContext` from its trial."""
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from pipeline.config import components
+from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
+from pipeline.protocol.events import Loaded
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.strategies.base import Sharded
+from pipeline.strategies.base import Sharded, Strategy
+from pipeline.tasks import Task
 from pipeline.training import compilation, frozen, optimizers, parts, rank_equality, recomputation, start_from
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
@@ -34,29 +39,9 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     )
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     is_sharded = isinstance(strategy, Sharded)
-    model = parts.model(create, experiment, device=torch.device("cpu") if is_sharded else device)
-    loaded = start_from.load(model, trial, rank=rank, device=device)
-    frozen.freeze(model, experiment.train.freeze)
-    rank_equality.check_module(model, key="model", rank=rank, is_sharded=is_sharded)
-    how, recomputed = experiment.train.compile, experiment.train.activation_checkpointing
-    recomputation.apply(model, recomputed, is_compiled=how is not None)
-    wrapped = strategy.wrap(model)
-    frozen.hold_statistics(wrapped, experiment.train.freeze)
-    stopwatch = None
-    if how is not None:
-        stopwatch = compilation.compile_parts(
-            (strategy.groups if isinstance(strategy, Sharded) else ()) or [model],
-            how,
-            device=device,
-            threads=trial.cpus_per_worker,
-            overlaps=not recomputed,  # torch can't split a graph in which activations are recomputed
-        )
-    task = parts.task(create, experiment, device=device)
-    learned = learned_by(task)
-    if learned is not None:
-        if is_sharded and trainable(learned) and experiment.train.precision == "fp16":
-            raise ExperimentError.of("train.precision", "fp16 with fsdp supports no loss with parameters; write bf16")
-        take_from_first(learned, rank=rank)
+    built = _build_model(create, trial, strategy=strategy, rank=rank, device=device)
+    task, learned = _build_task(create, experiment, rank=rank, device=device, is_sharded=is_sharded)
+    model = built.model
     optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=is_sharded)
     optimizers.check_averaging(optimizer, trial=trial)
     context = TrainContext(
@@ -65,16 +50,16 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
         device=device,
         batches=Batches(source, experiment, rank=rank, device=device, strategy=strategy, task=task),
         model=model,
-        wrapped=wrapped,
+        wrapped=built.wrapped,
         strategy=strategy,
         task=task,
         create=create,
         optimizer=optimizer,
         scheduler=parts.scheduler(create, experiment, optimizer=optimizer, validates=source.validation is not None),
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
-        compiling=stopwatch,
+        compiling=built.stopwatch,
         learned=learned,
-        loaded=loaded,
+        loaded=built.loaded,
         averages=Averages(model, ema, learned=learned) if (ema := experiment.train.ema) is not None else None,
     )
     key = "loss" if experiment.task is None else "task"
@@ -82,6 +67,61 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
         rank_equality.check_module(part, key=key, rank=rank)
     examine(context)
     return context
+
+
+class _Built(NamedTuple):
+    """The model of a rank."""
+
+    model: nn.Module
+    wrapped: nn.Module
+    """The model as its strategy wraps it."""
+    loaded: Loaded | None
+    stopwatch: compilation.Stopwatch | None
+    """Counter of torch.compile's time; None without it."""
+
+
+def _build_model(create: parts.Create, trial: Trial, *, strategy: Strategy, rank: Rank, device: torch.device) -> _Built:
+    """Build the model with the weights that it starts from, freeze, wrap and compile it. Collective.
+
+    Raises:
+        ExperimentError: it can't be built, or differs between ranks; the weights don't fit.
+    """
+    train, sharded = trial.experiment.train, strategy if isinstance(strategy, Sharded) else None
+    model = parts.model(create, trial.experiment, device=torch.device("cpu") if sharded else device)
+    loaded = start_from.load(model, trial, rank=rank, device=device)
+    frozen.freeze(model, train.freeze)
+    rank_equality.check_module(model, key="model", rank=rank, is_sharded=sharded is not None)
+    how, recomputed = train.compile, train.activation_checkpointing
+    recomputation.apply(model, recomputed, is_compiled=how is not None)
+    wrapped = strategy.wrap(model)
+    frozen.hold_statistics(wrapped, train.freeze)
+    stopwatch = None
+    if how is not None:
+        stopwatch = compilation.compile_parts(
+            (sharded.groups if sharded else ()) or [model],
+            how,
+            device=device,
+            threads=trial.cpus_per_worker,
+            overlaps=not recomputed,  # torch can't split a graph in which activations are recomputed
+        )
+    return _Built(model, wrapped, loaded, stopwatch)
+
+
+def _build_task(
+    create: parts.Create, experiment: Experiment, *, rank: Rank, device: torch.device, is_sharded: bool
+) -> tuple[Task, nn.Module | None]:
+    """Build the task, and find what it learns itself, equal on all ranks. Collective.
+
+    Raises:
+        ExperimentError: it can't be built, or its parameters can't be trained with fp16 and fsdp.
+    """
+    task = parts.task(create, experiment, device=device)
+    learned = learned_by(task)
+    if learned is not None:
+        if is_sharded and trainable(learned) and experiment.train.precision == "fp16":
+            raise ExperimentError.of("train.precision", "fp16 with fsdp supports no loss with parameters; write bf16")
+        take_from_first(learned, rank=rank)
+    return task, learned
 
 
 def device_of(trial: Trial, *, rank: Rank) -> torch.device:

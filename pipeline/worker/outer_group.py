@@ -34,7 +34,7 @@ _SHOWN = 8  # ranks
 
 
 class Command(Frozen):
-    """What rank 0 tells the other ranks: the trial to work on, or how the run has ended."""
+    """Message of rank 0 to the other ranks: the trial to work on, or the end of the run."""
 
     number: int
     trial: str = ""

@@ -41,7 +41,7 @@ class ComparedFigures(Frozen):
     change: str = ""
     """Change from ``a`` to ``b``, e.g. "+12.5%", "14x" or, of a validation metric, "+0.012"."""
     judgement: Judgement = ""
-    """What ``b`` is, compared with ``a``; empty if nobody can tell."""
+    """Verdict on ``b``, compared with ``a``; empty if nobody can tell."""
 
     @property
     def differs(self) -> bool:

@@ -89,7 +89,7 @@ class SweepProgress:
 
     @property
     def counts(self) -> str:
-        """How many trials are in which state, e.g. "3 of 8 done, 2 running, 1 stopped early"."""
+        """Number of trials in each state, e.g. "3 of 8 done, 2 running, 1 stopped early"."""
         parts = [f"{len(self.ended)} of {self.total} done"]
         parts += [f"{len(self.running)} running"] * bool(self.running)
         for state in ("stopped early", "failed"):
