@@ -115,6 +115,9 @@ def recorded(
         consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(_console(log)))]
         recorder = Recorder(folder, subscribers=consoles, admit=member.admit if member else None)
         stack.enter_context(closing(recorder))
+        for event in read(folder / FILE_NAME) if recorder.known else ():
+            for console in consoles:
+                console.remember(event)
         end = _end_of(folder) if adds else None
         files = () if adds else describe(plan.experiment, folder)
         own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()

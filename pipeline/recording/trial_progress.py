@@ -41,9 +41,16 @@ class TrialProgress:
     Args:
         directions: directions in which validation metrics are better, by reported name, the main metric first.
         batch: samples of a global batch; None if unknown.
+        earlier: metrics of earlier attempts, for the best values so far.
     """
 
-    def __init__(self, *, directions: Mapping[str, Direction] | None = None, batch: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        directions: Mapping[str, Direction] | None = None,
+        batch: int | None = None,
+        earlier: Iterable[Metrics] = (),
+    ) -> None:
         self.started: Started | None = None
         """Sizes of the trial; None until rank 0 has built it."""
         self.step = 0
@@ -57,6 +64,9 @@ class TrialProgress:
         self._phase: Phase | None = None
         self._has_stepped = self._has_trained = False
         self._marks: tuple[_Mark, ...] = ()  # the first, the last but one and the last
+        for event in earlier:
+            for point in event.points:
+                self._judge(point.name, Reported(point.value, event.epoch))
 
     def update(self, event: AnyEvent) -> None:
         """Take an event of the trial."""
@@ -71,7 +81,8 @@ class TrialProgress:
                 self._phase = None
                 self._advance(event.step, time=event.time)
                 for point in event.points:
-                    self._note(point.name, Reported(point.value, event.epoch))
+                    self.values[point.name] = reported = Reported(point.value, event.epoch)
+                    self._judge(point.name, reported)
             case Heartbeat() if event.rank.is_first:
                 self._phase, self._current = event.phase, event.step
                 self._advance(event.step if event.phase in _DONE else event.step - 1, time=event.time)
@@ -165,8 +176,8 @@ class TrialProgress:
         ranks = {name: rank for rank, name in enumerate(self._directions)}
         return sorted(names, key=lambda name: (ranks.get(name, len(ranks)), name == f"{VALIDATION}loss"))
 
-    def _note(self, name: str, value: Reported) -> None:
-        self.values[name] = value
+    def _judge(self, name: str, value: Reported) -> None:
+        """Count an evaluation, and keep the best value."""
         if (direction := self._directions.get(name)) is None:
             return
         self._evaluations[name] += 1

@@ -204,6 +204,22 @@ def test_a_terminal_says_what_is_done_before_between_and_after_the_steps(width: 
         assert screen[1] == "  loss 0.1, 1,310 samples/s"
 
 
+@pytest.mark.parametrize("resumes", [True, False], ids=["resumed", "second attempt"])
+def test_the_best_value_is_that_of_all_attempts(resumes: bool) -> None:
+    before = metrics(20, time=4, validation__accuracy=0.95)
+    stdout = pipe()
+    console = Console(Terminal.on(stdout), trials=[MAIN])
+    if resumes:
+        console.remember(before)
+    for event in (run_opened(), *([] if resumes else [opened(), started(), before])):
+        console.receive(event)
+    for event in (opened(), started(), metrics(40, time=9, validation__accuracy=0.93)):
+        console.receive(event)
+    console.close()
+
+    assert "validation/accuracy 0.93, best 0.95 (epoch 1)" in printed(stdout)
+
+
 def test_a_stage_that_takes_long_is_one_line_in_a_pipe() -> None:
     saving = [beat(4, Phase.SAVING, time=10 + second) for second in range(14)]
     evaluating = [beat(4, Phase.EVALUATING, time=30), advanced(100, time=31), beat(4, Phase.EVALUATING, time=40)]
