@@ -3,7 +3,6 @@
 A failure is not shown here: the command line prints it once everything has ended.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -11,13 +10,13 @@ import rich.console
 
 from pipeline.config.values import Direction
 from pipeline.protocol import events
-from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunOpened, TrialOpened
+from pipeline.protocol.events import AnyEvent, Finished, RunOpened, TrialOpened
 from pipeline.protocol.trial import Evaluation, Training, Trial
 from pipeline.recording.display import Lines, LiveDisplay, Shown
 from pipeline.recording.notebook import NotebookDisplay
 from pipeline.recording.outlook import Schedule
 from pipeline.recording.terminal import PrintableTable, Terminal, headed, print_report_table, write
-from pipeline.recording.trial_progress import VALIDATION, TrialProgress, figures
+from pipeline.recording.trial_progress import Evaluations, TrialProgress, figures
 from pipeline.system import stages
 from pipeline.wording import counted
 
@@ -33,16 +32,12 @@ class Console:
         self._progress = TrialProgress()
         self._display: Lines | LiveDisplay | NotebookDisplay | None = None
         self._label = ""
-        self._evaluations: defaultdict[str, list[Metrics]] = defaultdict(list)
-
-    def remember(self, event: AnyEvent) -> None:
-        """Take an event of an earlier attempt or session, whose evaluations count for the best values so far."""
-        if isinstance(event, Metrics) and any(point.name.startswith(VALIDATION) for point in event.points):
-            self._evaluations[event.trial].append(event)
+        self.evaluations = Evaluations()
+        """Evaluations that count for the best values so far; those of an earlier session can be noted before."""
 
     def receive(self, event: AnyEvent) -> None:
         """Show one event; called by one thread at a time."""
-        self.remember(event)
+        self.evaluations.note(event)
         match event:
             case RunOpened():
                 self._directions = event.directions
@@ -82,7 +77,7 @@ class Console:
         trial = self._trials.get(event.trial)
         batch = trial.experiment.train.global_batch_size if trial else None
         self._progress = state = TrialProgress(
-            directions=self._directions, batch=batch, earlier=self._evaluations[event.trial]
+            directions=self._directions, batch=batch, earlier=self.evaluations.of(event.trial)
         )
         waiting, outlook = _waiting(event, trial), self._schedule.outlook
         if self._stdout.is_jupyter:

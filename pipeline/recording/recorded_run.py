@@ -117,7 +117,7 @@ def recorded(
         stack.enter_context(closing(recorder))
         for event in read(folder / FILE_NAME) if recorder.known else ():
             for console in consoles:
-                console.remember(event)
+                console.evaluations.note(event)
         end = _end_of(folder) if adds else None
         files = () if adds else describe(plan.experiment, folder)
         own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()

@@ -15,7 +15,7 @@ from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Finished, RunOpened, TrialOpened
 from pipeline.recording import journal
 from pipeline.recording.folder import id_of, trials_of
-from pipeline.recording.trial_progress import LOSS, VALIDATION, TrialProgress, fitted, left
+from pipeline.recording.trial_progress import LOSS, VALIDATION, Evaluations, TrialProgress, fitted, left
 from pipeline.wording import counted, duration
 
 _LOOK_S = 1.0
@@ -80,6 +80,7 @@ class Follower:
         self._trial: TrialOpened | None = None
         self._launched: list[tuple[str, int]] = []
         self._progress = TrialProgress()
+        self._evaluations = Evaluations()
         self._has_ended = False
         self._last: float | None = None
         self._trials: dict[Path, Follower] = {}
@@ -160,6 +161,7 @@ class Follower:
 
     def _take(self, event: AnyEvent) -> None:
         self._last = event.time
+        self._evaluations.note(event)
         match event:
             case RunOpened():
                 self._opened = event
@@ -176,7 +178,11 @@ class Follower:
             self._launched.append(key)
         batch = self._opened.params.get("train.global_batch_size", "") if self._opened else ""
         directions = self._opened.directions if self._opened else {}
-        self._progress = TrialProgress(directions=directions, batch=int(batch) if batch.isdecimal() else None)
+        self._progress = TrialProgress(
+            directions=directions,
+            batch=int(batch) if batch.isdecimal() else None,
+            earlier=self._evaluations.of(event.trial),
+        )
 
     def _place(self) -> tuple[int | None, int | None]:
         """Return the number of the trial and of all; trials measured beside a training are none of them."""
