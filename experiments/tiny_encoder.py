@@ -1,4 +1,4 @@
-"""What experiments/finetune.yaml starts from, made without a download by python experiments/tiny_encoder.py.
+"""Encoder and sentences for experiments/finetune.yaml, made without a download by python experiments/tiny_encoder.py.
 
 The folder tiny-encoder gets sentences of Python's own help() with the topic that each is from (sentences.csv), a
 tokenizer trained on them, and a BERT of two layers trained to fill in masked tokens: config.json, model.safetensors.

@@ -11,7 +11,7 @@ A message says what is wrong with the live value, where, and what to do. The com
 traceback; any other exception that escapes is a bug of this project and keeps its traceback.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 MOST_PROBLEMS = 100
@@ -66,6 +66,15 @@ class ExperimentError(PipelineError):
     def of(cls, key: str, message: str) -> "ExperimentError":
         """Create an error with a single problem."""
         return cls([Problem(key, message)])
+
+
+def refusals(check: Callable[[], object]) -> list[Problem]:
+    """Return the problems that a check raises as ExperimentError; empty if it raises none."""
+    try:
+        check()
+    except ExperimentError as error:
+        return list(error.problems)
+    return []
 
 
 class UsageError(PipelineError):

@@ -4,13 +4,12 @@ A model that can't be built so, or that needs run-time values, is checked by the
 """
 
 import logging
-from collections.abc import Callable
 from functools import partial
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.driver import initial_weights
-from pipeline.errors import ExperimentError, Problem
+from pipeline.errors import ExperimentError, Problem, refusals
 from pipeline.protocol.trial import Weights
 from pipeline.system.imports import undisturbed
 
@@ -41,28 +40,16 @@ def _mismatches(experiment: Experiment, initial: Weights | None, *, allowed: tup
     with undisturbed():
         from pipeline.training import frozen, parameter_groups, parts, start_from
 
-    create, start, groups = (
-        partial(components.build, allowed=allowed),
-        experiment.train.start_from,
-        experiment.optimizer,
-    )
+    create = partial(components.build, allowed=allowed)
+    start, groups = experiment.train.start_from, experiment.optimizer.groups
     try:
-        model, learned = parts.outline(create, experiment, with_task=bool(groups.groups))
+        model, learned = parts.outline(create, experiment, with_task=bool(groups))
     except Exception as error:  # noqa: BLE001 - user code; the workers raise what remains
         _log.info("the model can't be built without memory, so its parameters are checked later", exc_info=error)
         return []
     found: list[Problem] = []
     if start is not None and initial is not None:
-        found += _refusals(lambda: start_from.fit(model, start, initial))
-    found += _refusals(lambda: frozen.freeze(model, experiment.train.freeze))
-    found += _refusals(lambda: parameter_groups.divide(model, groups.groups, learned=learned))
+        found += refusals(lambda: start_from.fit(model, start, initial))
+    found += refusals(lambda: frozen.freeze(model, experiment.train.freeze))
+    found += refusals(lambda: parameter_groups.divide(model, groups, learned=learned))
     return found
-
-
-def _refusals(check: Callable[[], object]) -> list[Problem]:
-    """Return the problems that a check raises."""
-    try:
-        check()
-    except ExperimentError as error:
-        return list(error.problems)
-    return []

@@ -3,7 +3,7 @@
 Functions that need torch import it themselves: it takes seconds, and most mistakes are found without it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from pipeline.config.sweep import Sweep
 from pipeline.config.targets import allowed_packages
 from pipeline.config.values import Direction, Mode
 from pipeline.driver import parameters
-from pipeline.errors import ExperimentError, Problem
+from pipeline.errors import ExperimentError, Problem, refusals
 from pipeline.planning.describe import DataSizes
 from pipeline.system.imports import undisturbed
 
@@ -39,9 +39,9 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems += _strategy_problems(file.experiment)
     wrong = {problem.key.partition(".")[0] for problem in problems}
     if "metrics" not in wrong:
-        problems += _refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
+        problems += refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
     if with_data and wrong.isdisjoint(("data", "order")) and not file.experiment.is_streamed:
-        problems += _refusals(lambda: data_sizes(file.experiment, allowed=allowed))
+        problems += refusals(lambda: data_sizes(file.experiment, allowed=allowed))
     if wrong.isdisjoint(("model", "optimizer")):
         problems += parameters.problems(file.experiment, allowed=allowed, with_weights=with_weights)
     if not problems:
@@ -134,12 +134,12 @@ def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:
     built, checkpoint, sweep = judges(experiment, allowed=allowed), experiment.checkpoint, experiment.sweep
     problems: list[Problem] = []
     if (best := checkpoint.best) is not None:
-        problems += _refusals(lambda: _direction(best, checkpoint.mode, key="checkpoint.best", judges=built))
+        problems += refusals(lambda: _direction(best, checkpoint.mode, key="checkpoint.best", judges=built))
     if (stopping := experiment.train.early_stopping) is not None:
         key = "train.early_stopping.metric"
-        problems += _refusals(lambda: _direction(stopping.metric, stopping.mode, key=key, judges=built))
+        problems += refusals(lambda: _direction(stopping.metric, stopping.mode, key=key, judges=built))
     if sweep is not None:
-        problems += _refusals(lambda: sweep_direction(sweep, built))
+        problems += refusals(lambda: sweep_direction(sweep, built))
     if problems:
         raise ExperimentError(problems)
 
@@ -149,15 +149,6 @@ def _direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) 
         from pipeline.training import metrics
 
     return metrics.direction(metric, mode, key=key, judges=judges)
-
-
-def _refusals(check: Callable[[], object]) -> list[Problem]:
-    """Return the problems that a check raises."""
-    try:
-        check()
-    except ExperimentError as error:
-        return list(error.problems)
-    return []
 
 
 def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""One number for each sample of a dataset: its class, its length, or what a user's function returns."""
+"""Numbers of a dataset, one for each sample: its class, its length, or what a user's function returns."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
