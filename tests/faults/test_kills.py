@@ -196,6 +196,6 @@ def test_an_allowed_change_is_told(killed: Attempt) -> None:
     points = [point for event in killed.all_of(Metrics) for point in event.points]
     rates = [point.value for point in points if point.name == "train/learning_rate"]
     assert (rates[0], rates[-1]) == (0.1, 0.2)
-    again = killed.run("--resume", killed.folder.name)
+    again = killed.run("optimizer.lr=0.2", "train.epochs=10", "--resume", killed.folder.name)
     assert again.code == 2
     assert "has finished; start a new run without --resume" in again.stderr
