@@ -109,4 +109,4 @@ def test_what_is_written_there_trains(
 
 def test_every_block_of_yaml_is_tested() -> None:
     assert BLOCKS.keys() == {"arrays", "tokens", "shards", "streamed"}
-    assert DOCS.count("```yaml") == len(BLOCKS)
+    assert DOCS.count("_target_: pipeline.data.") == len(BLOCKS)

@@ -102,15 +102,20 @@ DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=
 STEPS = 160
 
 
+def _copied(project: Path, folder: Path) -> Path:
+    """A copy without the runs that other tests have left there."""
+    return Path(shutil.copytree(project, folder / "project", ignore=shutil.ignore_patterns("runs", "*.db")))
+
+
 @pytest.fixture
 def cwd(project: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(project, tmp_path / "project"))
+    return _copied(project, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def alone(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of one process that nobody disturbs."""
-    cwd = shutil.copytree(project, tmp_path_factory.mktemp("alone") / "project")
+    cwd = _copied(project, tmp_path_factory.mktemp("alone"))
     subprocess.run(run_line(*TRAINING, *OFTEN, "model.ms=0"), cwd=cwd, check=True, capture_output=True, timeout=200)
     (folder,) = (cwd / "runs").iterdir()
     return losses(journal.read(folder / journal.FILE_NAME))

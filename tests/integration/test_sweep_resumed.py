@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command import REPOSITORY
-from leaks import MARK
+from leaks import BY_DESIGN, MARK
 from swept import INPROCESS, Folder, section
 
 from pipeline.protocol.events import Failed, Resumed, RunClosed, RunOpened, Started
@@ -50,6 +50,7 @@ def descendants() -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             is_ours = process.environ().get(MARK) == str(os.getpid()) and process.pid != os.getpid()
+            is_ours = is_ours and not any(name in " ".join(process.cmdline()) for name in BY_DESIGN)
             if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:

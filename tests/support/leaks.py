@@ -15,7 +15,7 @@ MARK = "PIPELINE_TESTS"
 """In the environment of every process that descends from the tests, orphans included."""
 PATIENCE_S = 10.0
 """How long what a test has started may take to go away."""
-_BY_DESIGN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+BY_DESIGN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Python keeps them until the interpreter ends; the second one is that of ranks.py."""
 _SET_FOR_GOOD = (
     "PYTEST_",  # the running test
@@ -101,7 +101,7 @@ def _ours(pid: int) -> psutil.Process | None:
         process = psutil.Process(pid)
         marked = process.environ().get(MARK) == str(os.getpid())
         line = " ".join(process.cmdline())
-        counts = marked and process.status() != psutil.STATUS_ZOMBIE and not any(name in line for name in _BY_DESIGN)
+        counts = marked and process.status() != psutil.STATUS_ZOMBIE and not any(name in line for name in BY_DESIGN)
     except psutil.Error:
         return None
     return process if counts else None
