@@ -102,7 +102,9 @@ def drawn_metrics(page: Page) -> set[str]:
     for card in page.get_by_test_id("experiment-view-compare-runs-card").all():
         plot = card.locator(".js-plotly-plot .main-svg").first
         box = plot.bounding_box() if plot.count() else None
-        name = re.search(r"\((\S+)\)\s*$", card.inner_text())
+        text = card.inner_text().strip()
+        # A line ends with its full name, "loss (train/loss)"; a bar begins with the name inside its section, "rest_ms".
+        name = re.search(r"\((\S+)\)$", text) or re.match(r"(\S+)", text)
         if name and box and min(box["width"], box["height"]) > 50 and card.locator(".point").count():
             drawn.add(name[1])
     return drawn

@@ -157,7 +157,8 @@ def test_the_printed_link_opens_the_run_with_its_description(shown: Shown, pages
 def test_every_metric_has_a_chart(shown: Shown, pages: Pages) -> None:
     expected = {name for name in shown.run.data.metrics if not name.startswith("system/")}
     assert {"train/loss", "validation/accuracy", "speedup", "time/compute_ms", "memory/peak_mb"} <= expected
-    assert _charts(pages, shown, "model-metrics", expected) == expected
+    drawn = _charts(pages, shown, "model-metrics", expected)
+    assert not [name for name in expected if name not in drawn and name.rpartition("/")[2] not in drawn]
 
 
 def test_every_system_metric_has_a_chart(shown: Shown, pages: Pages) -> None:
