@@ -57,7 +57,7 @@ class Line(NamedTuple):
 
     @property
     def is_reference(self) -> bool:
-        """Whether it is compared with itself."""
+        """True if it is compared with itself."""
         return self.runs == self.reference
 
     def ends(self) -> Iterator[str]:
@@ -148,7 +148,7 @@ def _ends(results: Results, workload: str, workers: int) -> str:
 
 
 def _tracking(results: Results, workload: str, workers: int) -> Iterator[str]:
-    """What MLflow costs: ours with it over ours without."""
+    """Yield lines on the cost of MLflow: ours with it over ours without."""
     for name, without in TRACKED.items():
         own, bare = (line(results, each, workload, workers).runs for each in (name, without))
         figures: list[tuple[str, Figure]] = [

@@ -59,7 +59,7 @@ def torchrun(nodes: Nodes, cwd: Path, *arguments: str, each: int = 1) -> Ranks:
 
 
 def tasks(nodes: Nodes, cwd: Path, *arguments: str) -> Ranks:
-    """What ``srun --ntasks-per-node=1`` starts on two nodes, whose names lead to loopback on themselves."""
+    """Start the tasks of ``srun --ntasks-per-node=1`` on two nodes, whose names lead to loopback on themselves."""
     variables = [srun(node, 2, nodes="node[0-1]", per_node="1(x2)", node=node, local_rank=0) for node in range(2)]
     address = {"MASTER_ADDR": nodes.host(0), "MASTER_PORT": str(PORT)}
     lines = [nodes.inside(node, run_line(*TRAINING, *OFTEN, *DDP, "parallel.workers=2", *arguments)) for node in (0, 1)]

@@ -1,36 +1,16 @@
 """The same experiment trains the same model, whoever starts its workers and however many there are."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from launched import IN_FP32
+from loss_curves import EXACT, ROUNDED, Curves, assert_same, curves
 
 from pipeline import registry
-from pipeline.protocol.events import AnyEvent, Metrics
 
 LAUNCHERS = registry.names("launchers")
 MANY = [name for name in LAUNCHERS if registry.load("launchers", name).Launcher.many_processes]
-EXACT, ROUNDED = 1e-12, 1e-5
-"""In fp64 rounding stays far below the first; in fp32 below the second for an epoch, after which it grows."""
-
-Curves = dict[str, dict[int, float]]
-
-
-def curves(events: Iterable[AnyEvent]) -> Curves:
-    """Losses and validation metrics by step."""
-    found: Curves = {}
-    for event in events:
-        for point in event.points if isinstance(event, Metrics) else ():
-            if point.name == "train/loss" or point.name.startswith("validation/"):
-                found.setdefault(point.name, {})[point.step] = point.value
-    return found
-
-
-def assert_same(one: Curves, other: Curves, *, tolerance: float) -> None:
-    assert one.keys() == other.keys() == {"train/loss", "validation/loss", "validation/accuracy"}
-    for name in one:
-        assert one[name] == pytest.approx(other[name], rel=0, abs=tolerance)
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def _refused_alike(rank: Rank, root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
-    """What one process reaches, with its first checkpoints."""
+    """Losses of one process by case, with its first checkpoints."""
     root, probe = tmp_path_factory.mktemp("finetuning"), loop.probe
     reached = {}
     for case, net in NETS.items():

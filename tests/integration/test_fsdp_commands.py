@@ -120,7 +120,7 @@ def _distance(one: Weights, other: Weights) -> float:
 
 @pytest.fixture(scope="module")
 def expected(root: Path) -> dict[str, Weights]:
-    """What one process reaches."""
+    """Weights of one process, by kind of work."""
     return {work: _take_steps(_plain(work, {}, strategy="single"), Rank()).model.state_dict() for work in WORK}
 
 

@@ -8,18 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loss_curves import EXACT, Curves, assert_same, curves
 from outer import Ranks, losses, run_line, srun
 
 from pipeline.protocol.events import (
-    AnyEvent,
     CheckpointSaved,
     Failed,
-    Metrics,
     Resumed,
     RunClosed,
     SystemMetrics,
@@ -28,26 +27,6 @@ from pipeline.protocol.events import (
 from pipeline.recording import journal
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
-EXACT, ROUNDED = 1e-12, 1e-5
-"""In fp64 rounding stays far below the first; in fp32 below the second for an epoch, after which it grows."""
-
-Curves = dict[str, dict[int, float]]
-
-
-def curves(events: Iterable[AnyEvent]) -> Curves:
-    """Losses and validation metrics by step."""
-    found: Curves = {}
-    for event in events:
-        for point in event.points if isinstance(event, Metrics) else ():
-            if point.name == "train/loss" or point.name.startswith("validation/"):
-                found.setdefault(point.name, {})[point.step] = point.value
-    return found
-
-
-def assert_same(one: Curves, other: Curves, *, tolerance: float) -> None:
-    assert one.keys() == other.keys() == {"train/loss", "validation/loss", "validation/accuracy"}
-    for name in one:
-        assert one[name] == pytest.approx(other[name], rel=0, abs=tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +101,7 @@ def alone(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
 
 
 def job(cwd: Path, *arguments: str) -> Ranks:
-    """What ``srun --ntasks=2 pipeline run lab.yaml`` starts on one node; each job has a number of its own."""
+    """Start both tasks of ``srun --ntasks=2 pipeline run lab.yaml`` on one node; each job has a number of its own."""
     tasks = [srun(rank, 2, job=os.getpid() * 100 + len(list(cwd.parent.iterdir()))) for rank in range(2)]
     return Ranks([run_line(*TRAINING, *OFTEN, *DDP, *arguments)] * 2, tasks, cwd=cwd)
 

@@ -22,7 +22,7 @@ PATIENCE_S = 200.0
 def outer_torchrun(
     rank: int = 0, world_size: int = 2, *, local_world_size: int | None = None, host: str = "127.0.0.1", port: int = 1
 ) -> dict[str, str]:
-    """Those of torchrun, whose agent serves the store."""
+    """Return torchrun's variables of a rank; its agent serves the store."""
     local = local_world_size or world_size
     return {
         "TORCHELASTIC_RUN_ID": "outer",
@@ -47,7 +47,7 @@ def srun(
     local_rank: int | None = None,
     job: int = 4711,
 ) -> dict[str, str]:
-    """Those of a task of a job step; the shell of a batch script has the first group only, as its rank 0."""
+    """Return Slurm's variables of a task of a job step; a batch script's shell has the first group only."""
     return {
         "SLURM_JOB_ID": str(job),
         "SLURM_JOB_NODELIST": nodes,

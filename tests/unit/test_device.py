@@ -1,4 +1,4 @@
-"""What the devices do for their money: operations counted by hand, shares of a peak, energy of a fake NVML, prices."""
+"""Use of the devices: operations counted by hand, shares of a peak, energy of a fake NVML, prices."""
 
 from types import SimpleNamespace
 from typing import Any

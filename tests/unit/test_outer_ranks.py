@@ -1,4 +1,4 @@
-"""What the ranks of an outer launcher have together, and the plan that comes of it."""
+"""Resources of all ranks of an outer launcher, and the plan that follows from them."""
 
 import pytest
 import toys
@@ -22,7 +22,7 @@ def rank(
 
 
 def shared(*counts: int) -> list[RankFacts]:
-    """As many ranks on each node, all of which may use all cores, as under torchrun."""
+    """Make equally many ranks on each node, all of which may use all cores, as under torchrun."""
     places = [(node, local_rank) for node, count in zip("abc", counts, strict=False) for local_rank in range(count)]
     return [rank(number, node=node, local_rank=local) for number, (node, local) in enumerate(places)]
 
