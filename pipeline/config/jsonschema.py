@@ -23,6 +23,7 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.models.resnet18",
         "pipeline.models.resnet34",
         "pipeline.models.resnet50",
+        "pipeline.models.SimCLR",
         "pipeline.models.pretrained",
     ),
     "data": (
@@ -35,6 +36,7 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.data.tokens",
         "pipeline.data.shards",
         "pipeline.data.streamed",
+        "pipeline.data.two_views",
     ),
     "loss": (
         "torch.nn.CrossEntropyLoss",
@@ -44,7 +46,12 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "torch.nn.SmoothL1Loss",
         "torch.nn.NLLLoss",
     ),
-    "task": ("pipeline.tasks.Supervised", "pipeline.tasks.LanguageModel", "pipeline.tasks.FromModel"),
+    "task": (
+        "pipeline.tasks.Supervised",
+        "pipeline.tasks.LanguageModel",
+        "pipeline.tasks.FromModel",
+        "pipeline.tasks.contrastive.Contrastive",
+    ),
     "metrics": (
         "torchmetrics.classification.MulticlassAccuracy",
         "torchmetrics.classification.MulticlassF1Score",

@@ -10,5 +10,18 @@ from pipeline.data.streamed import streamed
 from pipeline.data.tabular import tabular
 from pipeline.data.text import characters
 from pipeline.data.tokens import tokens
+from pipeline.data.views import two_views
 
-__all__ = ["Splits", "arrays", "characters", "cifar10", "digits", "shards", "streamed", "tabular", "texts", "tokens"]
+__all__ = [
+    "Splits",
+    "arrays",
+    "characters",
+    "cifar10",
+    "digits",
+    "shards",
+    "streamed",
+    "tabular",
+    "texts",
+    "tokens",
+    "two_views",
+]

@@ -143,11 +143,16 @@ class Report(Frozen):
         return (
             ("Final metrics", tuple(filter(None, [self.outcome]))),
             ("Wall clock", (self.goodput.sentence,) if self.goodput else ()),
-            ("Gradient exchange", () if self.is_comparison else tuple(summary.exchange(self.main))),
+            ("Gradient exchange", self.exchange),
             ("Devices", self.devices),
             ("Caveats", numbered(self.remarks)),
             ("Advice", numbered(summary.advised(self.advice))),
         )
+
+    @property
+    def exchange(self) -> tuple[str, ...]:
+        """Lines on the gradient exchange while the main row trained; none for a comparison."""
+        return () if self.is_comparison else tuple(summary.exchange(self.main))
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.errors import ExperimentError
 from pipeline.tasks import FromModel, is_known
+from pipeline.tasks.gathering import Pass
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.learned import held_by
@@ -49,15 +50,19 @@ def examine(context: TrainContext) -> None:
     A loss that draws random numbers can't be checked and is accepted. So is one that fails on few samples, with a
     warning in `TrainContext.unexamined`: if the mistake isn't in the check, the first step raises it.
 
+    A loss that compares the samples of a global batch with `pipeline.tasks.gathered` is none, and needs no check.
+
     Raises:
         ExperimentError: the loss is a sum, or a step has several micro-batches and the loss isn't their weighted mean.
     """
     if is_known(context.task) and context.experiment.loader.collate is None:
         return
     losses: list[_Loss] = []
+    whole_batch = Pass(lambda: None)
     if (count := min(SAMPLES, context.order.set_size)) > 1:
         try:
-            losses = _tried(context, count)
+            with whole_batch:
+                losses = _tried(context, count)
         except ExperimentError:
             raise
         except Exception as error:  # noqa: BLE001 - user code may raise anything
@@ -70,7 +75,8 @@ def examine(context: TrainContext) -> None:
     # A model's own loss is among its outputs; where labels are ignored it is a cross entropy, with gradients of 0.
     if context.gives_weight is not False and not (is_known(context.task) or isinstance(context.task, FromModel)):
         context.boundary = Boundary(context.wrapped)
-    if losses:
+    context.gathers = whole_batch.is_used
+    if losses and not context.gathers:
         _judge(context, losses)
 
 
@@ -152,7 +158,7 @@ def _refuse(context: TrainContext, whole: _Loss, parts: Sequence[_Loss], *, tole
         raise _error(
             context,
             f"is not the mean over the samples ({seen}), so that {dealt} micro-batches give a different loss than "
-            f"one; {how}, or, if it compares samples with each other, train with one worker and one micro-batch",
+            f"one; {how}, or, if it compares samples with each other, gather them with pipeline.tasks.gathered",
         )
 
 

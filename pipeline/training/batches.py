@@ -201,12 +201,15 @@ class Batches:
         """Read the data of training micro-batches; on a GPU the next one is copied ahead."""
         return self._ahead(self._source.train.batches(micro_batches))
 
-    def evaluation(self, split: Split = "validation") -> MicroBatches:
-        """Yield this rank's part of a set, which there must be."""
+    def evaluation(self, split: Split = "validation", *, by_global_batch: bool = False) -> MicroBatches:
+        """Yield this rank's part of a set, which there must be; ``by_global_batch``: its share of each global batch."""
         loader, samples = self._held_out(split)
         assert loader is not None
         micro_batches = self._evaluation(self.rank.rank, samples=samples)
-        if isinstance(self._strategy, Sharded):
+        if by_global_batch:
+            ranks = {"rank": self.rank.rank, "world_size": self.rank.world_size}
+            micro_batches = self.order.evaluation_of_whole_batches(samples, **ranks)
+        elif isinstance(self._strategy, Sharded):
             micro_batches = padded_evaluation(micro_batches, self._evaluation(0, samples=samples))
         return self._ahead(loader.batches(micro_batches))
 

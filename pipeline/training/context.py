@@ -61,6 +61,8 @@ class TrainContext:
     """True if the task returns `StepOutput.weight`; None before its first batch."""
     log_names: tuple[str, ...] | None = None
     """Sorted names of `StepOutput.logs`; None before the task's first batch."""
+    gathers: bool = False
+    """True if the task compares all samples of a global batch with `pipeline.tasks.gathered`."""
     unexamined: str = ""
     """Warning that the task's loss could not be checked to be a mean; empty if it was, or needs no check."""
     boundary: Boundary | None = None

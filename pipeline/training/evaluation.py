@@ -22,6 +22,7 @@ from pipeline.training import learned
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
+from pipeline.training.global_batch import evaluation_pass
 from pipeline.training.logs import agree, with_loss
 from pipeline.training.metric_states import merge_lists
 from pipeline.training.metrics import Curve, read
@@ -148,8 +149,9 @@ def _over_own_samples(context: TrainContext, module: torch.nn.Module, *, split: 
     total: torch.Tensor | None = None
     samples, world_size = context.batches.size(split), context.rank.world_size
     with ProgressReporter("evaluating", total=samples, unit="samples", silent=not context.rank.is_first) as progress:
-        for micro_batch, batch in context.batches.evaluation(split):
-            output = forward(context, module, batch)
+        for micro_batch, batch in context.batches.evaluation(split, by_global_batch=context.gathers):
+            with evaluation_pass(context, micro_batch):
+                output = forward(context, module, batch)
             if micro_batch.weight:
                 value = with_loss(output.loss.double(), output, names=context.log_names or ())
                 share = value * micro_batch.weight

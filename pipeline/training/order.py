@@ -41,6 +41,8 @@ class MicroBatch(NamedTuple):
     weight: float
     is_last: bool
     """True if the optimizer steps after this micro-batch."""
+    batch_size: int = 0
+    """Samples of the global batch that this is a part of; 0 where it is part of none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +108,12 @@ class SampleOrder:
             batch = order[start : start + self.global_batch_size]
             share = self.share(batch, rank=rank, world_size=world_size)
             if not len(share):
-                yield MicroBatch(epoch, batch[:1].tolist(), weight=0.0, is_last=True)
+                yield MicroBatch(epoch, batch[:1].tolist(), weight=0.0, is_last=True, batch_size=len(batch))
                 continue
             parts = np.array_split(share, min(accumulation, len(share))) if accumulation > 1 else [share]
             for number, part in enumerate(parts, start=1):
-                yield MicroBatch(epoch, part.tolist(), weight=len(part) / len(batch), is_last=number == len(parts))
+                weight, is_last = len(part) / len(batch), number == len(parts)
+                yield MicroBatch(epoch, part.tolist(), weight, is_last, len(batch))
 
     def evaluation_micro_batches(
         self, samples: int, *, rank: int, world_size: int, accumulation: int = 1
@@ -123,6 +126,16 @@ class SampleOrder:
         for share in torch.split(torch.arange(samples)[rank::world_size], batch_size):
             if len(share):  # a rank may have none
                 yield MicroBatch(0, share.tolist(), weight=len(share) / samples, is_last=True)
+
+    def evaluation_of_whole_batches(self, samples: int, *, rank: int, world_size: int) -> Iterator[MicroBatch]:
+        """Yield a rank's shares of a validation set that is cut into global batches, on all ranks equally many.
+
+        A rank without samples of an uneven last batch gets one with zero weight.
+        """
+        for batch in np.split(np.arange(samples), range(self.global_batch_size, samples, self.global_batch_size)):
+            share = self.share(batch, rank=rank, world_size=world_size)
+            indices, weight = (share if len(share) else batch[:1]).tolist(), len(share) / samples
+            yield MicroBatch(0, indices, weight, is_last=True, batch_size=len(batch))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from pipeline.tasks import StepOutput
 from pipeline.training.batches import MicroBatches
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward, has_lone_sample, lone_sample_error
+from pipeline.training.global_batch import training_pass
 from pipeline.training.learned import exchange_gradients
 from pipeline.training.learning_rate import advance_scheduler, warmup
 from pipeline.training.logs import with_loss
@@ -76,7 +77,7 @@ def forward_backward(
     losses = _StepLoss(context, exchange=exchange)
     for micro_batch, batch in _one_step(stream):
         with _communication(context, micro_batch, exchange=exchange):
-            loss = losses.add(_forward(context, micro_batch, batch), micro_batch)
+            loss = losses.add(_forward(context, micro_batch, batch, exchange=exchange), micro_batch)
             mark(Phase.BACKWARD)
             context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     if context.learned is not None and exchange and context.rank.world_size > 1 and not context.is_local_step:
@@ -140,11 +141,12 @@ def _one_step(stream: MicroBatches) -> MicroBatches:
         mark(Phase.READING)
 
 
-def _forward(context: TrainContext, micro_batch: MicroBatch, batch: Any) -> StepOutput:
+def _forward(context: TrainContext, micro_batch: MicroBatch, batch: Any, *, exchange: bool) -> StepOutput:
     if context.boundary is not None:
         context.boundary.clear()
     try:
-        return forward(context, context.wrapped, batch)
+        with training_pass(context, micro_batch, exchange=exchange):
+            return forward(context, context.wrapped, batch)
     except ValueError as error:
         if has_lone_sample(micro_batch, error=error):
             raise lone_sample_error(context, micro_batch) from error

@@ -35,8 +35,8 @@ FAULTS = (
         "an uneven share has the weight of an even one",
         "the same losses at any number of workers, uneven batches too",
         "pipeline/training/order.py",
-        "weight=len(part) / len(batch), is_last",
-        "weight=1 / (world_size * len(parts)), is_last",
+        "weight, is_last = len(part) / len(batch),",
+        "weight, is_last = 1 / (world_size * len(parts)),",
         ("tests/unit/test_order.py",),
     ),
     Fault(
@@ -66,7 +66,7 @@ FAULTS = (
     Fault(
         "targets that are ignored count as samples",
         "padding changes no objective, at any number of workers",
-        "pipeline/tasks.py",
+        "pipeline/tasks/__init__.py",
         "            return (targets != entropy.ignore_index).sum()",
         "            return torch.ones_like(targets).sum()",
         ("tests/contract/test_weights.py",),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from samples import BASELINE, HARDWARE, MAIN, comparison, finished, in_turn, report, spread
 
-from pipeline.protocol.trial_result import Best, StepParts
+from pipeline.protocol.trial_result import Best, Communication, StepParts
 from pipeline.report import Advice, publish
 from pipeline.report.about import About
 from pipeline.report.goodput import Goodput
@@ -68,6 +68,18 @@ def test_the_page_shows_every_figure_and_remark(tmp_path: Path) -> None:
     page = page_of(report(), tmp_path)
     for text in (*figures_of(report()), *report().remarks, HARDWARE, "0.9735"):
         assert text in page
+
+
+def test_the_page_shows_all_that_the_terminal_shows_below_the_tables(tmp_path: Path) -> None:
+    exchange = Communication(ms=12.0, share=0.25)
+    end = finished("main", spread(190.0), communication=21.5, metrics={"validation/accuracy": 0.9})
+    end = end.model_copy(update={"result": end.result.model_copy(update={"communication": exchange})})
+    shown = Report.of([MAIN, BASELINE], [end, finished("baseline", spread(100.0))], hardware=HARDWARE)
+    page = html.unescape(page_of(shown, tmp_path)).lower()
+    titles = [title for title, lines in shown.notes if lines]
+    assert "Gradient exchange" in titles
+    for lines in (shown.exchange, shown.remarks, [shown.outcome]):
+        assert all(line.lower() in page for line in lines)
 
 
 HOSTILE = Advice(reason="<iframe>", change="write loader.x: <object>", key="loader.x")

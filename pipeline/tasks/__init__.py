@@ -14,6 +14,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from pipeline.errors import ExperimentError
+from pipeline.tasks.gathering import gathered
+
+__all__ = ["FromModel", "LanguageModel", "StepOutput", "Supervised", "Task", "gathered", "is_known"]
 
 _HINT = "return pairs from the dataset, or write a `task:` that reads this batch"
 _MEAN_REDUCTIONS = ("mean", "batchmean")  # batchmean is KLDivLoss's mean over samples

@@ -1,0 +1,132 @@
+"""Losses that compare all samples of a global batch, e.g. contrastive ones, on any number of ranks.
+
+Each rank gathers the rows of all ranks and computes the loss of the whole global batch. In backward, the gradients that
+all ranks have for a rank's rows are summed. Since the loop weights each rank's loss by its share of the global batch,
+and the shares add up to 1, the gradients are those of one process, uneven shares included.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from pipeline.errors import ExperimentError
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Gather the rows of all ranks for the samples of the global batch, in its order. Collective, differentiable.
+
+    Every rank must call it for each batch, as often as the others and in the same order. One process returns the tensor
+    itself, and so does `dp`, where the task sees the whole batch.
+
+    Args:
+        tensor: a row for each sample of this rank's batch, shape (samples, ...), floating-point or integer.
+
+    Returns:
+        A row for each sample of the global batch, shape (samples of all ranks, ...). A loss that is computed of such
+        rows alone is the same on all ranks: return it without `StepOutput.weight`.
+
+    Raises:
+        ExperimentError: the tensor has another number of rows, or the experiment has no global batch to gather, e.g.
+            with gradient accumulation.
+    """
+    if Pass.current is None:
+        return tensor
+    batch = Pass.current.batch()
+    if batch is None:
+        return tensor
+    if not tensor.ndim or (batch.communicates and len(tensor) != batch.rows):
+        shape = tuple(tensor.shape)
+        message = f"called pipeline.tasks.gathered with a tensor of shape {shape}; it needs {batch.rows} rows, one "
+        raise ExperimentError.of("task", f"{message}for each sample of this rank's batch")
+    if len(batch.sizes) == 1:
+        return tensor
+    rows: Tensor = _Gather.apply(tensor, batch)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class GlobalBatch(NamedTuple):
+    """The samples of all ranks in a pass."""
+
+    rank: int
+    rows: int
+    """Samples of this rank's batch, one that only pads it included."""
+    sizes: tuple[int, ...]
+    """Samples of the global batch on each rank."""
+    order: Tensor
+    """Position in the global batch of each sample, those of rank 0 first: shape (samples,), int64, on the CPU."""
+    communicates: bool = True
+    """False if this rank's own rows stand in for those of the others, for measuring without communication."""
+
+
+class Pass:
+    """Context of a task's call that tells `gathered` the global batch. Slots and no generator: every step enters one.
+
+    Args:
+        find: returns the global batch, called only if the task gathers; None: the batch is the global batch. Raises
+            ExperimentError where there is none.
+    """
+
+    __slots__ = ("_before", "_find", "_found", "is_used")
+
+    current: "Pass | None" = None
+    """The pass that is running; None: the task's batch is the global batch."""
+
+    def __init__(self, find: Callable[[], GlobalBatch | None]) -> None:
+        self._find = find
+        self._found: GlobalBatch | None = None
+        self._before: Pass | None = None
+        self.is_used = False
+
+    def __enter__(self) -> Self:
+        self._before, Pass.current = Pass.current, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Pass.current = self._before
+
+    def batch(self) -> GlobalBatch | None:
+        """Return the global batch, found at the first call, and note that the task gathers."""
+        if not self.is_used:
+            self._found = self._find()
+            self.is_used = True
+        return self._found
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather whose backward sums the gradients of all ranks, in fp32 where they have 16 bits."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, tensor: Tensor, batch: GlobalBatch) -> Tensor:
+        ctx.batch, ctx.shape = batch, tensor.shape
+        own = tensor[: batch.sizes[batch.rank]]
+        if not batch.communicates:
+            return tensor.repeat(len(batch.sizes), *[1] * (tensor.ndim - 1))
+        most = max(batch.sizes)
+        sent = own.contiguous() if len(own) == most else _padded(own, rows=most)
+        received = [torch.empty_like(sent) for _ in batch.sizes]
+        dist.all_gather(received, sent)
+        rows = torch.cat([part[:size] for part, size in zip(received, batch.sizes, strict=True)])
+        return torch.empty_like(rows).index_copy_(0, batch.order.to(rows.device), rows)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        batch: GlobalBatch = ctx.batch
+        rows = ctx.shape[0]
+        if not batch.communicates:
+            return gradient[:rows], None
+        total = gradient.float() if gradient.itemsize < 4 else gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        first = sum(batch.sizes[: batch.rank])
+        own = batch.order[first : first + batch.sizes[batch.rank]].to(total.device)
+        return _padded(total.index_select(0, own).to(gradient.dtype), rows=rows), None
+
+
+def _padded(tensor: Tensor, *, rows: int) -> Tensor:
+    """Return the tensor with rows of zeros at its end."""
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])

@@ -1,0 +1,64 @@
+"""Contrastive data and tasks, whose losses compare all samples of a global batch."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from pipeline.tasks import StepOutput, gathered
+from pipeline.tasks.contrastive import nt_xent
+
+SAMPLES = 18
+"""The last global batch of 8 has 2 samples, fewer than 4 workers."""
+
+
+def pairs() -> tuple[TensorDataset, TensorDataset]:
+    """Views of shape (2, 3) and classes; with batches of 8 neither set is divided evenly."""
+    return _pairs(SAMPLES), _pairs(11)
+
+
+def _pairs(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(samples)
+    points = torch.randn(samples, 1, 3, generator=generator)
+    views = points + 0.3 * torch.randn(samples, 2, 3, generator=generator)
+    return TensorDataset(views, (points[:, 0, 0] > 0).long())
+
+
+class Similar:
+    """InfoNCE of two views in one direction, with a temperature that is learned."""
+
+    def __init__(self) -> None:
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        views, targets = batch
+        first, second = (gathered(model(view)) for view in views.unbind(1))
+        logits = first @ second.T / self.temperature
+        loss = nn.functional.cross_entropy(logits, torch.arange(len(first)))
+        return StepOutput(loss, views[:, 0], targets, logs={"rows": torch.tensor(float(len(first)))})
+
+
+class Both(Similar):
+    """Both directions and the labels; gathers in the order of the batch again and again."""
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        views, targets = batch
+        labels = gathered(targets)
+        first, second = gathered(model(views.flatten(0, 1)).unflatten(0, (-1, 2))).unbind(1)
+        loss = nt_xent(first, second, temperature=0.5) * (1 + labels.double().mean())
+        return StepOutput(loss, views[:, 0], targets)
+
+
+class ByView(Similar):
+    """Gathers a row for each view, not for each sample."""
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        return StepOutput(gathered(model(batch[0].flatten(0, 1))).square().mean(), *batch)
+
+
+class InEvaluation(Similar):
+    """Gathers in evaluation only, and with more samples than the check has."""
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        rows = model(batch[0][:, 0])
+        rows = rows if torch.is_grad_enabled() or len(rows) < 6 else gathered(rows)
+        return StepOutput(rows.square().mean(), *batch)
