@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.cluster.node_facts import NodeFacts, collect
-from pipeline.cluster.placement import alive_nodes, node_name
+from pipeline.cluster.placement import node_name, usable_nodes
 from pipeline.errors import ResourceError
 from pipeline.wording import last_line
 
@@ -39,14 +39,14 @@ class NodesSilent(ResourceError):
 
 
 def facts_of_nodes(*, timeout_s: float) -> tuple[NodeFacts, ...]:
-    """Collect the facts of all living nodes, ordered by address. Needs a connection.
+    """Collect the facts of all usable nodes, ordered by address. Needs a connection.
 
     Raises:
         NodesSilent: a node didn't answer within ``timeout_s``, or its task failed.
     """
     answered, silent = [], {}
     with by_value(collect):
-        nodes = sorted(alive_nodes(), key=lambda node: str(node["NodeManagerAddress"]))
+        nodes = sorted(usable_nodes(), key=lambda node: str(node["NodeManagerAddress"]))
         asked = {pinned(collect.facts, node=node["NodeID"]).remote(all_gpus=True): node for node in nodes}
     in_time, _ = ray.wait([*asked], num_returns=len(asked), timeout=timeout_s)
     for answer, node in asked.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from pipeline.cluster.ray_internals import available_resources_per_node
+from pipeline.cluster.ray_internals import available_resources_per_node, draining_nodes
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.protocol.trial import Training, Trial
@@ -24,7 +24,7 @@ _POLL_S = 0.2
 
 
 def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
-    """Return Ray's records of the living nodes that are large enough for a worker, by Ray's id. Needs a connection.
+    """Return Ray's records of the usable nodes that are large enough for a worker, by Ray's id. Needs a connection.
 
     Raises:
         ResourceError: no node is large enough.
@@ -32,14 +32,14 @@ def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
     amounts = {"CPU": float(parallel.cpus_per_worker or 1), **parallel.resources_per_worker}
     if parallel.device == "cuda":
         amounts["GPU"] = 1
-    alive = alive_nodes()
+    usable = usable_nodes()
     able = {
         str(node["NodeID"]): node
-        for node in alive
+        for node in usable
         if all(node["Resources"].get(name, 0) >= amount for name, amount in amounts.items())
     }
     if not able:
-        there = "; ".join(f"{node_name(node)} has {_amounts(node['Resources'], amounts)}" for node in alive)
+        there = "; ".join(f"{node_name(node)} has {_amounts(node['Resources'], amounts)}" for node in usable)
         raise ResourceError(f"no node of the Ray cluster has {_amounts(amounts)} for a worker: {there}")
     return able
 
@@ -61,7 +61,7 @@ def await_capacity(trial: Trial) -> None:
     patience_s = trial.experiment.parallel.start_timeout_s
     deadline = time.monotonic() + patience_s
     while (fit := free(trial)) < trial.workers:
-        total = _fitting(trial, [node["Resources"] for node in alive_nodes()])
+        total = _fitting(trial, [node["Resources"] for node in usable_nodes()])
         there = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
         if total < trial.workers and not (isinstance(trial, Training) and trial.resume):
             reading = (
@@ -76,14 +76,14 @@ def await_capacity(trial: Trial) -> None:
 def await_death_notices(*, timeout_s: float) -> None:
     """Wait until Ray has noticed its dead nodes, on which it would still place workers."""
     deadline = time.monotonic() + min(timeout_s, _DEATH_NOTICE_S)
-    while not all(map(_is_reachable, alive_nodes())) and time.monotonic() < deadline:
+    while not all(map(_is_reachable, usable_nodes())) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
 def free(trial: Trial) -> int:
     """Return the number of a trial's workers that fit beside what runs on the cluster."""
     available = available_resources_per_node()
-    return _fitting(trial, [available.get(node["NodeID"], {}) for node in alive_nodes() if _is_reachable(node)])
+    return _fitting(trial, [available.get(node["NodeID"], {}) for node in usable_nodes() if _is_reachable(node)])
 
 
 def per_worker(trial: Trial) -> dict[str, float]:
@@ -111,9 +111,10 @@ def _fit(node: Mapping[str, float], amounts: Mapping[str, float]) -> int:
     return int(min((node.get(name, 0.0) + _ROUNDING) // amount for name, amount in amounts.items()))
 
 
-def alive_nodes() -> list[dict[str, Any]]:
-    """Return Ray's records of the living nodes."""
-    return [node for node in ray.nodes() if node["Alive"]]
+def usable_nodes() -> list[dict[str, Any]]:
+    """Return Ray's records of the living nodes, without those that are being drained: Ray starts nothing there."""
+    draining = draining_nodes()
+    return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
 
 
 def _is_reachable(node: Mapping[str, Any]) -> bool:

@@ -67,7 +67,7 @@ class Parallel(Section):
     timeout_s: PositiveFloat = 300.0
     """Longest wait in a collective operation until a missing rank is reported."""
     max_failures: NotNegative = 0
-    """Restarts from the newest checkpoint after workers were lost, e.g. killed."""
+    """Restarts from the newest checkpoint after workers were lost, e.g. killed; nodes that Ray drains don't count."""
     grace_s: PositiveFloat = 25.0
     """Longest wait for a checkpoint after SIGTERM; batch systems kill a job about 30 s after sending it."""
     options: Mapping[str, Any] = {}

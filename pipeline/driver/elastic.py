@@ -1,21 +1,24 @@
-"""Elastic training: as many workers as fit, resized whenever that changes.
+"""Elastic training: as many workers as fit, resized whenever that changes, and moved before their node goes away.
 
 Global batches, their order and the learning rate are functions of the step, and a checkpoint loads at any world size:
 with another number of workers it is the same training. See docs/decisions/0009-elastic-size.md.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from threading import Event
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.errors import ResourceError
 from pipeline.launchers.base import Launcher
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Finished, Metrics, Resumed, Started, TrialOpened
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.system.background import in_background
 from pipeline.wording import counted
+
+if TYPE_CHECKING:
+    from pipeline.cluster.draining import Departure
 
 T = TypeVar("T", bound=Trial)
 
@@ -60,6 +63,11 @@ class Pace:
         """Step of the newest checkpoint, as far as this process knows."""
         self.in_vain = False
         """True if resizing has brought no more workers."""
+        self.nodes: frozenset[str] = frozenset()
+        """Host names of the nodes of this attempt's workers, once it has started."""
+        self.leaving = ""
+        """Nodes that are about to go away, for which this attempt was asked to end; empty if there are none."""
+        self._known: set[str] = set()  # ids of nodes that were about to go away: several may share a host name
         self._opened_at = 0.0
         self._total = 0
         self._reports: list[tuple[float, int]] = []
@@ -71,8 +79,10 @@ class Pace:
             case TrialOpened():
                 self._opened_at, self._reports = time.monotonic(), []
                 self.has_started, self.idle_s = False, None
+                self.nodes, self.leaving = frozenset(), ""
             case Started():
                 self.has_started, self._total = True, event.total_steps
+                self.nodes = frozenset(device.split()[0] for device in event.devices)
             case Resumed() | CheckpointSaved():
                 self.checkpoint = event.step
             case Metrics():
@@ -88,6 +98,16 @@ class Pace:
         left_s = (self._total - last) * (last_at - first_at) / (last - first)
         return left_s * gain > first_at - self._opened_at
 
+    def concerned(self, departures: Mapping[str, "Departure"]) -> list["Departure"]:
+        """Return those departures that this attempt or the driver has to react to; each only once."""
+        new = {
+            id_: departure
+            for id_, departure in departures.items()
+            if id_ not in self._known and (departure.has_driver or departure.node in self.nodes)
+        }
+        self._known |= new.keys()
+        return [*new.values()]
+
     def _report(self, step: int, *, at: float) -> None:
         if not self._reports and self._reported_at is not None:
             self.idle_s = at - self._reported_at
@@ -96,25 +116,49 @@ class Pace:
 
 
 @contextmanager
-def growing(trial: Trial, *, launcher: Launcher, pace: Pace) -> Iterator[None]:
-    """Watch capacity while a trial runs with fewer workers than it may have.
+def watching_nodes(trial: Trial, *, launcher: Launcher, pace: Pace, warn: Callable[[str], None]) -> Iterator[None]:
+    """Watch the cluster while a trial runs; the running workers are asked to save and end when that is due.
 
-    If more workers fit twice in a row and a restart pays off, the running workers are asked to save and end.
+    It is due when one of their nodes is about to go away, and when more workers fit twice in a row and a restart pays
+    off.
     """
     most = trial.experiment.parallel.workers
+    may_grow = trial.is_elastic and trial.workers < most
+    may_move = isinstance(trial, Training) and launcher.departures is not None
 
     def watch(done: Event) -> None:
         looks = 0
         while not done.wait(_POLL_S):
-            more = min(most, launcher.capacity(trial))
-            looks = looks + 1 if more > trial.workers else 0
-            if looks > 1 and pace.is_worth(1 - trial.workers / more):
+            if may_move and _has_to_move(trial, launcher=launcher, pace=pace, warn=warn):
                 launcher.resize.ask()
                 return
+            if may_grow:
+                more = min(most, launcher.capacity(trial))
+                looks = looks + 1 if more > trial.workers else 0
+                if looks > 1 and pace.is_worth(1 - trial.workers / more):
+                    launcher.resize.ask()
+                    return
 
-    may_grow = trial.is_elastic and trial.workers < most
-    with in_background(watch, name="growth") if may_grow else nullcontext():
+    with in_background(watch, name="nodes") if may_grow or may_move else nullcontext():
         yield
+
+
+def _has_to_move(trial: Trial, *, launcher: Launcher, pace: Pace, warn: Callable[[str], None]) -> bool:
+    """Return whether workers are on a node that is about to go away, and warn of it; the driver's node ends the run."""
+    assert launcher.departures is not None
+    if not (pace.has_started and (leaving := pace.concerned(launcher.departures()))):
+        return False
+    notice = ", ".join(map(str, leaving))
+    if any(node.has_driver for node in leaving):
+        warn(f"{notice}, and this command runs there: saving a checkpoint to end")
+        launcher.stop.ask()
+        return False
+    if not trial.saves:
+        warn(f"{notice}: training goes on until then, since there would be no checkpoint to resume from")
+        return False
+    pace.leaving = ", ".join(node.label for node in leaving)
+    warn(f"{notice}: saving a checkpoint to continue on other nodes")
+    return True
 
 
 def as_ended(trial: Trial, finished: Iterable[Finished]) -> Trial:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pipeline.config.load import ExperimentFile
-from pipeline.driver.elastic import Pace, growing, sized
+from pipeline.driver.elastic import Pace, sized, watching_nodes
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.launchers._shutdown import gracefully
 from pipeline.launchers.base import Launcher
@@ -45,7 +45,8 @@ def execute(
     """Run one trial to its end and return its outcome, which has a result; ``initial`` are the weights it starts from.
 
     If workers are lost, training resumes from its newest checkpoint, up to ``parallel.max_failures`` times. An elastic
-    trial has as many workers as fit, and resumes with another number when that changes.
+    trial has as many workers as fit, and resumes with another number when that changes. Before a node goes away, the
+    workers save a checkpoint and continue on other nodes, which doesn't count.
 
     Raises:
         ExperimentError: the experiment turned out to be wrong once it was built.
@@ -86,7 +87,7 @@ def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exp
             warn(f"starting with {trial.workers} of {most} workers: no more fit now")
     while True:
         with explained(file):
-            outcome = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace)
+            outcome = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace, warn=warn)
         if pace.idle_s is not None:
             warn(f"resumed: {pace.idle_s:.0f} s passed until training caught up with the last reported step")
         if outcome.has_ended and not outcome.has_failed:
@@ -102,7 +103,9 @@ def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exp
         warn(again.why)
 
 
-def _attempt(trial: Trial, *, launcher: Launcher, recorder: Recorder, pace: Pace) -> Outcome:
+def _attempt(
+    trial: Trial, *, launcher: Launcher, recorder: Recorder, pace: Pace, warn: Callable[[str], None]
+) -> Outcome:
     """Launch a trial once."""
     open_trial(trial, recorder)
     with gracefully(
@@ -111,7 +114,7 @@ def _attempt(trial: Trial, *, launcher: Launcher, recorder: Recorder, pace: Pace
         is_worth_it=lambda: pace.has_started and isinstance(trial, Training),
     ):
         try:
-            with growing(trial, launcher=launcher, pace=pace):
+            with watching_nodes(trial, launcher=launcher, pace=pace, warn=warn):
                 return launcher.launch(trial)
         except ResourceError as error:
             if not trial.is_elastic or launcher.capacity(trial) >= trial.workers:
@@ -145,6 +148,8 @@ def _again(
     """
     if not isinstance(trial, Training):
         return None
+    if pace.leaving and (not outcome.has_failed or outcome.has_only_lost_workers):
+        return _moved(trial, outcome, launcher=launcher, pace=pace)
     if outcome.was_resized and not outcome.has_failed:
         again = _resized(trial, launcher=launcher, pace=pace)
         pace.in_vain = again.trial.workers <= trial.workers
@@ -174,6 +179,18 @@ def _resized(trial: Training, *, launcher: Launcher, pace: Pace) -> _Again:
     resumed = sized(trial.model_copy(update={"resume": True}), launcher=launcher)
     most = trial.experiment.parallel.workers
     return _Again(resumed, f"resuming with {resumed.workers} of {most} workers from step {pace.checkpoint}")
+
+
+def _moved(trial: Training, outcome: Outcome, *, launcher: Launcher, pace: Pace) -> _Again:
+    """Return the trial from its newest checkpoint on other nodes, in time or after the workers were lost.
+
+    Raises:
+        ResourceError: the least number of workers does not fit.
+    """
+    nodes, pace.in_vain = pace.leaving, False
+    again = _resized(trial, launcher=launcher, pace=pace)
+    late = f"{outcome.error}; it was too late for a checkpoint; " if outcome.has_failed else ""
+    return again._replace(why=f"{late}{again.why}, without {nodes}; not counted as a failure")
 
 
 def _resumed(trial: Training, outcome: Outcome, *, failures: int) -> _Again | None:

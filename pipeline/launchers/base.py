@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pipeline.config.parallel import Parallel
 from pipeline.launchers._attendance import Attendance
@@ -20,6 +20,9 @@ from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import AnyEvent, Finished, FirstStep
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
+
+if TYPE_CHECKING:
+    from pipeline.cluster.draining import Departure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,9 @@ class Launcher(ABC):
     many_processes: ClassVar[bool] = True
     """True if it can run more than one worker."""
 
+    departures: "Callable[[], Mapping[str, Departure]] | None" = None
+    """Returns the nodes that are about to go away, by id, in any thread; None if the launcher can't know."""
+
     replaces_workers: bool = True
     """True if it can start a trial's workers again after some were lost."""
 
@@ -150,7 +156,8 @@ class Launcher(ABC):
         self.stop = StopRequest()
         """Asks the workers of this and all later trials to save a checkpoint and end."""
         self.resize = StopRequest()
-        """Asks the workers of the running trial to save a checkpoint and end because more of them can continue."""
+        """Asks the workers of the running trial to save a checkpoint and end because others are to continue: more of
+        them, or on other nodes."""
 
         self.held = ExitStack()
         """Resources shared by all trials, released at the end."""

@@ -5,6 +5,7 @@ It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self
 
 import ray
@@ -16,6 +17,7 @@ from pipeline.cluster import placement as places
 from pipeline.cluster.checks import look_around, refuse_others
 from pipeline.cluster.code import sent, to_send
 from pipeline.cluster.connection import outside_main_thread
+from pipeline.cluster.draining import departures
 from pipeline.cluster.join import connected
 from pipeline.cluster.node_facts import facts_here
 from pipeline.cluster.nodes import facts_of_nodes
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 _AFTER_OTHERS_S = 30.0
 """Seconds after ``parallel.timeout_s`` in which waiting ranks give up and Ray may notice a dead node."""
 _LAST_POLL_S = 5.0  # a poll that is under way
+_LIMITS = {"max_failures", "controller_failure_limit", "max_preemption_failures"}
+"""Limits on restarts by Ray Train: none, as the driver restarts workers itself. Not all releases have the last one."""
 _SHOWN = 5  # untracked files
 
 
@@ -56,6 +60,7 @@ class Launcher(base.Launcher):
     def __init__(self, session: base.Session) -> None:
         super().__init__(session)
         self._address = session.parallel.cluster
+        self.departures = departures if self._address is not None else None
         self._running = 0  # workers
         self._ingests: dict[str, Ingest] = {}
         self._seen: set[str] = set()  # nodes that were checked, by Ray's id
@@ -189,7 +194,7 @@ class Launcher(base.Launcher):
             run_config=RunConfig(
                 name=trial.name,
                 storage_path=str((self.session.folder / "ray").resolve()),
-                failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+                failure_config=FailureConfig(**{own.name: 0 for own in fields(FailureConfig) if own.name in _LIMITS}),
             ),
         )
 
@@ -205,12 +210,14 @@ def _trainer_class() -> "type[FastTrainer | PublicTrainer]":
 
 
 def _patience(trial: Trial) -> dict[str, str]:
-    """Return Ray Train's timeouts as environment variables.
+    """Return Ray Train's settings as environment variables: timeouts, and no process that watches for draining nodes.
 
-    The hang detector finds hanging ranks; Ray's health check is for ranks whose node is gone.
+    The hang detector finds hanging ranks; Ray's health check is for ranks whose node is gone. The driver itself asks
+    for draining nodes, see `departures`.
     """
     parallel = trial.experiment.parallel
     return {
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{parallel.start_timeout_s:g}",
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{parallel.timeout_s + _AFTER_OTHERS_S:g}",
     }

@@ -26,7 +26,7 @@ class Outcome:
     beside: tuple[AnyEvent, ...] = ()
     """Events of the trials that were measured in turn with the training, in their order."""
     was_resized: bool = False
-    """True if the workers were asked to save and end because more of them can continue."""
+    """True if the workers were asked to save and end because others are to continue."""
 
     def after(self, event: AnyEvent) -> "Outcome":
         """Return the outcome with what an event of a worker adds to it."""

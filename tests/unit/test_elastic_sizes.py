@@ -222,7 +222,7 @@ def test_the_newest_checkpoint_is_known(pace: Paced) -> None:
 def test_workers_are_asked_to_make_way_for_more(pace: Paced, workers, room, looks, asks) -> None:
     launcher = Roomy(1, room, 1, room)  # two looks in a row must find it
     running = trial(1, 4).model_copy(update={"workers": workers})
-    with elastic.growing(running, launcher=launcher, pace=pace(10, 20)):
+    with elastic.watching_nodes(running, launcher=launcher, pace=pace(10, 20), warn=pytest.fail):
         assert all(launcher.looks.acquire(timeout=20) for _ in range(looks)), "it stopped to look for room"
     assert launcher.resize.asked == asks
     assert not launcher.stop.asked
