@@ -1,4 +1,7 @@
-"""``pipeline measure``: measure the speedup of a finished run again, from its last checkpoint."""
+"""``pipeline measure``: measure the speedup of a finished run again, from its last checkpoint.
+
+The run has finished: it keeps its status and duration, also if the measurement fails, is interrupted or killed.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +61,7 @@ def measure(
     again = main.model_copy(
         update={"experiment": _within(main.experiment, budget_s=budget_s), "checkpoints": address, "resume": True}
     )
-    with invoked(plan, file=file, terminal=terminal, verbose=verbose, folder=folder) as invocation:
+    with invoked(plan, file=file, terminal=terminal, verbose=verbose, folder=folder, adds=True) as invocation:
         invocation.execute([again])
         with invocation.unharmed("the report"):
             show(report(invocation, time_to_first_step_s=started), folder)

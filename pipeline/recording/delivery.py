@@ -75,10 +75,11 @@ class Delivery:
         folder: the run's folder.
         warn: called when an outage begins and when it ends, and once for each reason of a refusal.
         uri: URI of the store with credentials; empty for the URI in the run's first event.
+        adds: True if the run has ended, and keeps its status.
     """
 
-    def __init__(self, *, folder: Path, warn: Callable[[str], None], uri: str = "") -> None:
-        self.run = MlflowRun(folder=folder, warn=warn, uri=uri)
+    def __init__(self, *, folder: Path, warn: Callable[[str], None], uri: str = "", adds: bool = False) -> None:
+        self.run = MlflowRun(folder=folder, warn=warn, uri=uri, adds=adds)
         self.refused = 0
         """Number of events that MLflow has refused for good."""
         self._warn = warn

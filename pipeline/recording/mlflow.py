@@ -75,6 +75,7 @@ class MlflowSubscriber:
         warn: called from a background thread, once when an outage begins and once when it ends.
         uri: URI of the store with credentials; empty for the URI in the run's first event.
         known: number of events in the journal of a resumed run.
+        adds: True if the run has ended, and keeps its status.
         opened: called from a background thread once the store has the run, unless that is after the run's end.
 
     Raises:
@@ -89,6 +90,7 @@ class MlflowSubscriber:
         warn: Callable[[str], None],
         uri: str = "",
         known: int = 0,
+        adds: bool = False,
         opened: Callable[[TrackingOutcome], None] = lambda _: None,
     ) -> None:
         self._folder, self._log, self._warn, self._opened = folder, log, warn, opened
@@ -96,7 +98,8 @@ class MlflowSubscriber:
         self._is_known = self._is_stopping = False
         self._done = Flag()
         self._lines: SimpleQueue[bytes] = SimpleQueue()
-        task = WriterTask(folder=folder, log=log, uri=uri, known=known, environment=WriterTask.encoded(os.environ))
+        environment = WriterTask.encoded(os.environ)
+        task = WriterTask(folder=folder, log=log, uri=uri, known=known, adds=adds, environment=environment)
         self._lines.put(task.model_dump_json().encode() + b"\n")
         self._process, self._printed = _begun.pop() if _begun else _process()
         assert self._process.stdin is not None

@@ -48,6 +48,8 @@ class WriterTask(WithEnvironment):
     known: int
     """Number of events in the journal of a resumed run. They are sent again: some may not have been delivered, and a
     delivered event changes nothing."""
+    adds: bool = False
+    """True if the run has ended, and keeps its status meanwhile."""
 
 
 class WriterReply(Frozen):
@@ -81,7 +83,7 @@ class Writer:
         self.done = Flag()
         self.end: AnyEvent | None = None
         """The end of the run, sent last unless the journal has it."""
-        self._delivery = Delivery(folder=task.folder, warn=warn, uri=task.uri)
+        self._delivery = Delivery(folder=task.folder, warn=warn, uri=task.uri, adds=task.adds)
         self._batch = 0  # events being sent
         self._upload_at = 0.0
         self._opened, self._is_open = opened, False

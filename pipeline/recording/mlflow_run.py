@@ -57,9 +57,10 @@ class MlflowRun:
         folder: the run's folder.
         warn: called with each artifact or model that can't be logged.
         uri: URI of the store with credentials; empty for the URI in the run's first event.
+        adds: True if the run has ended, and keeps its status.
     """
 
-    def __init__(self, *, folder: "Path", warn: Callable[[str], None], uri: str = "") -> None:
+    def __init__(self, *, folder: "Path", warn: Callable[[str], None], uri: str = "", adds: bool = False) -> None:
         self.folder = folder
         self.uri = uri
         self.experiment_id = ""
@@ -69,7 +70,7 @@ class MlflowRun:
         """Name of the saved view of a sweep's trials; empty for other runs."""
         self.uploads: deque[ArtifactSaved | ModelSaved] = deque()
         """Files to upload; metrics don't wait for them."""
-        self._warn = warn
+        self._warn, self._adds = warn, adds
         self._client: MlflowClient
         self._runs: TaggedRuns
         self._children: dict[str, str] = {}
@@ -133,7 +134,7 @@ class MlflowRun:
         create_store(uri)
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         self.experiment_id = experiment_id(self._client, event.tracking_experiment, root=artifact_root(uri))
-        self._runs = TaggedRuns(self._client, name=event.run, experiment=self.experiment_id)
+        self._runs = TaggedRuns(self._client, name=event.run, experiment=self.experiment_id, reopens=not self._adds)
         tags = {"mlflow.source.name": "pipeline", "mlflow.source.type": "LOCAL", **event.tags}
         if event.sweep:
             tags |= {"mlflow.parentRunId": self._runs.of(event.sweep, trial=MAIN), "sweep": event.sweep}

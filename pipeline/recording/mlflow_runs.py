@@ -39,18 +39,21 @@ class TaggedRuns:
         client: client of the store.
         name: name of the run's folder.
         experiment: MLflow's id of the experiment.
+        reopens: True if runs that exist continue.
     """
 
-    def __init__(self, client: "MlflowClient", *, name: str, experiment: str) -> None:
+    def __init__(self, client: "MlflowClient", *, name: str, experiment: str, reopens: bool = True) -> None:
         self._client = client
         self._name = name
         self._experiment = experiment
+        self._reopens = reopens
 
     def open(self, event: Event, *, trial: str, title: str, tags: Mapping[str, str]) -> str:
         """Open a trial's MLflow run, created unless it exists; return its id."""
         if found := self._found({RUN_TAG: self._name, TRIAL_TAG: trial}):
             run = max(found, key=_content)
-            self._client.update_run(run.info.run_id, status="RUNNING")
+            if self._reopens:
+                self._client.update_run(run.info.run_id, status="RUNNING")
             if ERROR_TAG in run.data.tags:  # of the session before
                 self._client.delete_tag(run.info.run_id, ERROR_TAG)
             return str(run.info.run_id)

@@ -96,7 +96,8 @@ def recorded(
         member: role of the run in a sweep, if it is a trial.
         source: path of the experiment file, by which ``--resume`` finds the run.
         directions: directions in which validation metrics are better, by reported name, the main metric first.
-        adds: True to add to a run that has ended, in ``folder``, and keeps its status, duration and description.
+        adds: True to add to a run that has ended, in ``folder``: it keeps its status and duration, and its description
+            unless there is a new summary.
 
     Raises:
         ResourceError: the run's folder or the tracking store can't be written, now or later.
@@ -121,7 +122,11 @@ def recorded(
         end = _end_of(folder) if adds else None
         files = () if adds else describe(plan.experiment, folder)
         own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
-        tracker = _subscribe_mlflow(recorder, folder=folder, uri=uri, terminal=terminal, warn=warn) if tracked else None
+        tracker = (
+            _subscribe_mlflow(recorder, folder=folder, uri=uri, terminal=terminal, warn=warn, adds=adds)
+            if tracked
+            else None
+        )
         stack.callback(flush, tracker, recorder, terminal=terminal, uri=uri, warn=warn)
         for each in own:
             stack.callback(each.close)
@@ -138,7 +143,7 @@ def recorded(
 
 
 def _subscribe_mlflow(
-    recorder: Recorder, *, folder: Path, uri: str, terminal: Terminal, warn: Callable[[str], None]
+    recorder: Recorder, *, folder: Path, uri: str, terminal: Terminal, warn: Callable[[str], None], adds: bool
 ) -> MlflowSubscriber:
     """Send the run's events to MLflow, and print the run's address as soon as MLflow has it."""
 
@@ -149,7 +154,9 @@ def _subscribe_mlflow(
         terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True)
 
     log = folder / LOG_NAME
-    tracker = MlflowSubscriber(folder=folder, log=log, warn=warn, uri=uri, known=recorder.known, opened=opened)
+    tracker = MlflowSubscriber(
+        folder=folder, log=log, warn=warn, uri=uri, known=recorder.known, adds=adds, opened=opened
+    )
     recorder.subscribe(tracker)
     return tracker
 
@@ -158,7 +165,7 @@ def _subscribe_mlflow(
 def _closed_by_status(
     recorder: Recorder, *, end: RunClosed | None, member: Membership | None, warn: Callable[[str], None]
 ) -> Iterator[None]:
-    """Record the end of the run: ``end`` once more, or else one with the status in which the block ends."""
+    """Record the end of the run: ``end`` once more, perhaps with a new summary, or else how the block ends."""
     status: Status = "FINISHED"
     message = ""
     try:
@@ -167,8 +174,11 @@ def _closed_by_status(
         status, message = _status(error, interruption=member.interruption() if member else "")
         raise
     finally:
-        own = RunClosed(status=status, message=message, summary=recorder.summary)
-        _close(recorder, end=end or own, has_failed=status != "FINISHED", warn=warn)
+        summary = recorder.summary
+        own = RunClosed(status=status, message=message, summary=summary)
+        if end is not None:
+            own = end.model_copy(update={"summary": summary or end.summary})
+        _close(recorder, end=own, has_failed=status != "FINISHED", warn=warn)
 
 
 def open_trial(trial: Trial, recorder: Recorder) -> None:

@@ -1,7 +1,7 @@
 """``pipeline evaluate`` and ``pipeline export`` as users call them: terminal, journal, MLflow, `list` and `show`."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,14 @@ import pytest
 from recordings import Recording, Store, written_here
 from toy_runs import toy_run
 
+from pipeline.commands.invocation import Invocation
+from pipeline.errors import TrainingError
 from pipeline.protocol.events import Evaluated
+from pipeline.protocol.trial import Trial
 from pipeline.recording import journal as journals
+from pipeline.recording import recorded_run
 from pipeline.recording.folder import read_state
+from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.sync import sync
 from pipeline.training import restored
 
@@ -111,6 +116,39 @@ def test_an_evaluation_that_is_interrupted_leaves_the_run_finished(
     ended = there("evaluate", "latest")
     assert (ended.code, ended.stderr) == (130, "error: interrupted\n")
     assert read_state(folder).status == "FINISHED"
+
+
+@pytest.mark.parametrize("how", ["interrupted", "failed", "killed"])
+def test_a_measurement_that_does_not_end_leaves_the_run_finished(
+    there: Callable[..., Any], lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Killed: its journal has no end, and MLflow gets nothing more."""
+    folder = toy_run(lab, tracking={"log_model": False})
+    file = folder / "experiment.yaml"
+    parallel = "strategy: ddp\n  launcher: torchrun\n  workers: 2"
+    file.write_text(file.read_text().replace("strategy: single\n  launcher: inprocess\n  workers: 1", parallel))
+    assert sync(folder, warn=pytest.fail).delivered
+    (before,) = store.runs("toy")
+    listed = there("list", "--json").stdout
+
+    def execute(invocation: Invocation, trials: Iterable[Trial]) -> None:
+        (again,) = trials
+        assert again.workers == 2
+        open_trial(again, invocation.recorder)
+        raise KeyboardInterrupt if how == "interrupted" else TrainingError("a rank failed")
+
+    monkeypatch.setattr(Invocation, "execute", execute)
+    if how == "killed":
+        monkeypatch.setattr(recorded_run, "_close", lambda *_, **__: None)
+    ended = there("measure", "latest")
+    assert ended.code == (130 if how == "interrupted" else 1), ended.output
+    assert journals.ending(folder / journals.FILE_NAME) is not None
+    assert read_state(folder).status == "FINISHED"
+    assert there("list", "--json").stdout == listed
+    (after,) = store.runs("toy")
+    assert (after.info.status, after.info.end_time) == ("FINISHED", before.info.end_time)
+    note = "mlflow.note.content"
+    assert after.data.tags[note] == before.data.tags[note]
 
 
 def test_recorded_runs_of_before_say_what_they_have(

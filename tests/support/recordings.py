@@ -169,8 +169,11 @@ def written_here() -> Iterator[None]:
 class _WriterHere:
     """What the process of `pipeline.recording.mlflow_process` does, at once and in this one."""
 
-    def __init__(self, *, folder: Path, log: Path, warn: Callable[[str], None], uri: str, known: int, **_: Any) -> None:
-        order = WriterTask(folder=folder, log=log, uri=uri, known=known, environment=WriterTask.encoded(os.environ))
+    def __init__(
+        self, *, folder: Path, log: Path, warn: Callable[[str], None], uri: str, known: int, adds: bool, **_: Any
+    ) -> None:
+        environment = WriterTask.encoded(os.environ)
+        order = WriterTask(folder=folder, log=log, uri=uri, known=known, adds=adds, environment=environment)
         self._writer = Writer(order, warn=warn)
 
     @property
