@@ -79,7 +79,8 @@ class Measure(Section):
     pairs: Annotated[int, Field(ge=5)] = 16
     """Most pairs of slots, one of the baseline and one of the training, that a speedup is measured in."""
     budget_s: PositiveFloat = 30.0
-    """Seconds for these pairs; there are at least 5, even if they take longer."""
+    """Seconds for these pairs. There are at least 5, unless they take longer than three times as much; then at least
+    2."""
     interval: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Confidence level of the interval around a speedup."""
     warmup_steps: NotNegative = 3

@@ -14,6 +14,8 @@ from pipeline.protocol.trial_result import Spread
 
 CONFIDENCE = 0.95
 """Confidence level of an interval unless ``measure.interval`` says otherwise."""
+LEAST_PAIRS = 5
+"""Pairs of measurements below which an interval is so wide that it says little."""
 AUTOCORRELATION = (0.2, 0.8)
 """Lag-1 autocorrelations that an interval is widened for, at least and at most.
 

@@ -140,6 +140,11 @@ def remarks(rows: Sequence[Row], *, main: Row, restricted: str = "") -> Iterator
     for row in rows:
         if row.role != "reference" and not row.is_resolved:
             yield _unresolved(row, slots_s=main.slots_s)
+    if main.slots_s is not None and 0 < main.speedup_pairs < estimates.LEAST_PAIRS:
+        yield (
+            f"The speedup was measured in {main.speedup_pairs} pairs of slots only, which took "
+            f"{duration(main.slots_s)}: measure.budget_s had no time for more, so its interval is wide."
+        )
     if main.other_cores is not None and main.other_cores > BUSY:
         yield (
             f"While the speedup was measured, other processes used {main.other_cores:.1f} cores of the machine; on an "

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from pipeline.config.schema import Loader, Measure
 from pipeline.errors import Stopped
+from pipeline.protocol.estimates import LEAST_PAIRS
 from pipeline.protocol.events import Outbox, Phase, Warned
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Rank, Training, Trial
@@ -38,8 +39,11 @@ SLOT_S = 0.75
 """Shortest slot in seconds: long for the clock, but no longer than the bursts of load that two neighbors share."""
 LEAST_STEPS = 2
 """Fewest timed steps of the slowest trial in a slot: more slots tell more than longer ones."""
-LEAST_PAIRS = 5
-"""Fewest rounds, whatever the budget: an interval of fewer says little."""
+FEWEST_PAIRS = 2
+"""Fewest rounds, whatever they take: one has no interval. Within `PATIENCE` times the budget, there are at least
+`LEAST_PAIRS`."""
+PATIENCE = 3
+"""Multiple of the budget beyond which no further round begins."""
 
 _SETTLING_S = 0.2
 _SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
@@ -57,7 +61,7 @@ class InTurn(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Number and lengths of the slots, fixed before the first one."""
+    """Number and lengths of the slots, fixed before the first one; a machine that slows down may end them early."""
 
     rounds: int
     """Rounds in which each trial has one slot."""
@@ -80,7 +84,8 @@ class Schedule(NamedTuple):
         slot_s = max(SLOT_S, max(LEAST_STEPS, 2 * queue) * max(step_s.values()))
         steps = {name: math.ceil(slot_s / seconds) for name, seconds in step_s.items()}
         round_s = sum((steps[name] + 1) * seconds for name, seconds in step_s.items())
-        rounds = max(LEAST_PAIRS, min(measure.pairs, int(measure.budget_s / round_s)))
+        least = max(FEWEST_PAIRS, min(LEAST_PAIRS, int(PATIENCE * measure.budget_s / round_s)))
+        rounds = max(least, min(measure.pairs, int(measure.budget_s / round_s)))
         return cls(rounds, steps, rounds * round_s)
 
 
@@ -190,7 +195,7 @@ def _scheduled(trial: Trial, step_s: Mapping[str, float], *, outbox: Outbox | No
     if outbox is not None and schedule.seconds > 1.5 * measure.budget_s:
         message = (
             f"measuring the speedup takes {duration(schedule.seconds)}, longer than measure.budget_s: "
-            f"{measure.budget_s:g}: {LEAST_PAIRS} pairs of slots of {min(schedule.steps.values())} steps"
+            f"{measure.budget_s:g}: {schedule.rounds} pairs of slots of {min(schedule.steps.values())} steps"
         )
         outbox.event(Warned(trial=trial.name, message=message))
     return schedule
@@ -205,23 +210,37 @@ def _stop_if_asked(outbox: Outbox, *, rank: Rank) -> None:
 def _play(
     players: Mapping[str, _Player], schedule: Schedule, *, context: TrainContext, queue: "_Queue", outbox: Outbox
 ) -> None:
-    """Let each player take its slots.
+    """Let each player take its slots, until the next round would take too long.
 
     Raises:
         Stopped: the driver asked for it.
     """
-    rank = context.rank
+    rank, begun = context.rank, time.monotonic()
+    limit_s = PATIENCE * context.experiment.measure.budget_s
     rounds = turns(list(players), rounds=schedule.rounds, seed=context.experiment.seed)
     assert isinstance(context.trial, Training)
     first, *others = (one.title for one in context.trial.compared_with if one.name in players)
     what = f"measuring in turn with {first}{f' and {len(others)} more' if others else ''}"
     with ProgressReporter(what, total=schedule.rounds, unit="pairs", silent=not rank.is_first) as told:
-        for order in rounds:
+        for index, order in enumerate(rounds):
             _stop_if_asked(outbox, rank=rank)
+            passed_s = gather(time.monotonic() - begun, rank=rank)[0]
+            if index >= FEWEST_PAIRS and passed_s * (index + 1) / index > limit_s:
+                if rank.is_first:
+                    outbox.event(Warned(trial=context.trial.name, message=_ended_early(index, passed_s, schedule)))
+                break
             for name in order:
                 queue.wait()
                 players[name].take(steps=schedule.steps[name])
             told.by(1)
+
+
+def _ended_early(pairs: int, seconds: float, schedule: Schedule) -> str:
+    return (
+        f"the speedup was measured in {pairs} pairs of slots instead of {schedule.rounds}: they took "
+        f"{duration(seconds)}, although {duration(schedule.seconds)} were foreseen for all; fewer pairs make the "
+        "interval wider"
+    )
 
 
 def _other_cores(load: OtherLoad, *, rank: Rank) -> float:

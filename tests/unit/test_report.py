@@ -296,6 +296,18 @@ def test_what_else_a_machine_did_meanwhile_is_told(cores: float | None, is_told:
     assert any(remark.startswith(said) for remark in remarks) == is_told == bool(remarks)
 
 
+@pytest.mark.parametrize(("pairs", "is_told"), [(2, True), (4, True), (5, False)])
+def test_a_speedup_of_few_pairs_is_told(pairs: int, is_told: bool) -> None:
+    ends = [finished("main", spread(190), slots=in_turn(190, pairs=pairs), slots_s=136.0)]
+    ends += [finished("baseline", spread(100), slots=in_turn(100, pairs=pairs))]
+    remarks = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE).remarks
+    said = (
+        f"The speedup was measured in {pairs} pairs of slots only, which took 2 min 16 s: measure.budget_s had no time "
+        "for more, so its interval is wide."
+    )
+    assert (said in remarks) == is_told
+
+
 def test_where_the_start_eats_the_gain_it_says_from_when_on_it_pays() -> None:
     """28 s later, at 1/100 - 1/190 s less for each sample: 5,911 samples, or 93 steps of 64."""
     notes = timed(start_s=30.0, baseline_start_s=2.0, samples=1_900).results.notes
