@@ -77,7 +77,7 @@ def show(
     import rich.console
 
     from pipeline.commands.history import running
-    from pipeline.commands.history.evaluations import evaluations
+    from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import result_of
     from pipeline.recording.console import print_report, print_verdict
     from pipeline.recording.outcome import places_of
@@ -106,7 +106,7 @@ def show(
         print_report(result.report, stdout=console)
         if result.command:
             console.print(result.command, markup=False, soft_wrap=True)
-    if added := [*evaluations(summary.folder)]:
+    if added := [line(event) for event in evaluations(summary.folder)]:
         console.print("", headed(["Evaluated later", *added], width=console.width), "", sep="\n")
     console.print(linked(places_of(summary.folder, is_running=summary.status == "RUNNING")), soft_wrap=True)
     if result is not None:

@@ -1,12 +1,14 @@
 """The figures of a report for programs: `--json` of `pipeline run` and `pipeline compare`, and tables for MLflow."""
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import ConfigDict
 
 from pipeline.config.values import Frozen
-from pipeline.protocol.trial import Role, Scaling
+from pipeline.protocol.events import Evaluated
+from pipeline.protocol.trial import Role, Scaling, Split
 from pipeline.protocol.trial_result import Best, Communication
 from pipeline.report import Advice, Row, Unmeasured, device
 
@@ -125,6 +127,30 @@ class ComparisonRecord(Frozen):
     remarks: tuple[str, ...]
 
 
+class EvaluationRecord(Frozen):
+    """Evaluation of a checkpoint that `pipeline evaluate` has added to a run; its keys are those of `--json` there."""
+
+    model_config = ConfigDict(ser_json_inf_nan="null")
+
+    evaluated: datetime
+    split: Split
+    samples: int
+    step: int
+    epoch: int
+    best: str
+    checkpoint: str
+    changes: tuple[str, ...]
+    values: Mapping[str, float]
+    summary: str
+
+    @classmethod
+    def of(cls, event: Evaluated) -> "EvaluationRecord":
+        """Build the record from the event."""
+        names = {"split", "samples", "step", "epoch", "best", "checkpoint", "changes", "values"}
+        when = datetime.fromtimestamp(event.time, UTC)
+        return cls(evaluated=when, summary=event.subject, **event.model_dump(include=names))
+
+
 class RunRecord(Frozen):
     """Output of `pipeline run --json`."""
 
@@ -150,6 +176,8 @@ class RunRecord(Frozen):
     """Step that weights and validation metrics are from, if ``checkpoint.best`` chose it."""
     goodput: Mapping[str, float] | None = None
     """Shares of the wall clock by MLflow's names: ``goodput``, and ``wall_clock/`` for the rest; None if unknown."""
+    evaluations: tuple[EvaluationRecord, ...] = ()
+    """Evaluations of its checkpoints since then, the last one last."""
     remarks: tuple[str, ...]
     advice: tuple[Advice, ...]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.config.values import Frozen
 from pipeline.planning.plan import restriction
-from pipeline.protocol.events import Finished
+from pipeline.protocol.events import Evaluated, Finished
 from pipeline.protocol.trial import Role, Training, Trial
 from pipeline.report import Advice, Row, Unmeasured, device, records, tables
 from pipeline.report import sentences as summary
@@ -205,8 +205,8 @@ class Report(Frozen):
         return records.columns(self.entries)
 
 
-def run_json(report: Report, folder: Path) -> str:
-    """Return a run as JSON, see `pipeline.report.records.RunRecord`."""
+def run_json(report: Report, folder: Path, *, evaluations: Iterable[Evaluated] = ()) -> str:
+    """Return a run with later evaluations as JSON, see `pipeline.report.records.RunRecord`."""
     cells = {row.trial: records.CellRecord.of(row) for row in report.rows}
     first = report.rows[0]
     record = records.RunRecord(
@@ -218,6 +218,7 @@ def run_json(report: Report, folder: Path) -> str:
         metrics=report.main.metrics,
         best=report.main.best,
         goodput=report.goodput.figures if report.goodput else None,
+        evaluations=tuple(map(records.EvaluationRecord.of, evaluations)),
         **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks", "verdict")},
     )
     return record.model_dump_json(indent=2)

@@ -1,6 +1,7 @@
 """`list`, `show` and `diff` on recorded runs, for people and for scripts."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from contextlib import closing
@@ -11,7 +12,7 @@ import pytest
 from recordings import Recording
 
 from pipeline.commands.history import running
-from pipeline.protocol.events import Finished, FirstStep, Metrics, ModelSaved, RunOpened, TrialOpened
+from pipeline.protocol.events import Evaluated, Finished, FirstStep, Metrics, ModelSaved, RunOpened, TrialOpened
 from pipeline.recording.journal import FILE_NAME, Journal
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.sync import sync
@@ -137,6 +138,21 @@ def test_runs_for_scripts(there: Any, journal: Recorded) -> None:
     document = json.loads(there("show", finished, "--json").stdout)
     assert record["speedup"] == document["main"]["speedup"] > 0
     assert (document["run"], document["baseline"]["speedup"]) == (finished, 1)
+
+
+def test_the_document_of_a_run_has_its_evaluations(there: Any, journal: Recorded) -> None:
+    run = journal("finished").folder
+    assert json.loads(there("show", run.name, "--json").stdout)["evaluations"] == []
+    found = {"split": "test", "samples": 97, "step": 4, "epoch": 1, "best": "validation/loss", "checkpoint": "c"}
+    with closing(Journal(run / FILE_NAME)) as file:
+        for time, loss in ((1.8e9, 0.5), (1.9e9, math.nan)):
+            more = {"values": {"test/loss": loss}, "changes": ("seed",)}
+            file.append(Evaluated(time=time, trial="evaluation", **found, **more))
+    first, second = json.loads(there("show", run.name, "--json").stdout)["evaluations"]
+    weights = "test set, 97 samples: weights of step 4 (epoch 1), the best validation/loss"
+    expected = {"evaluated": "2027-01-15T08:00:00Z", **found, "values": {"test/loss": 0.5}, "changes": ["seed"]}
+    assert first == {**expected, "summary": weights}
+    assert second["values"] == {"test/loss": None}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Evaluations that ``pipeline evaluate`` has added to a run, as ``pipeline show`` prints them."""
 
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -9,10 +8,14 @@ from pipeline.recording import journal
 from pipeline.report.evaluated import sentence
 
 
-def evaluations(folder: Path) -> Iterator[str]:
-    """Yield the evaluations of a run's checkpoints, each as a line."""
-    for event in journal.marked(folder / journal.FILE_NAME, "evaluated"):
-        if isinstance(event, Evaluated):
-            changed = f" ({'; '.join(event.changes)})" if event.changes else ""
-            when = datetime.fromtimestamp(event.time).astimezone()
-            yield f"{when:%Y-%m-%d %H:%M} {sentence(event.values)}: {event.subject}{changed}"
+def evaluations(folder: Path) -> list[Evaluated]:
+    """Return the evaluations of a run's checkpoints in order."""
+    found = journal.marked(folder / journal.FILE_NAME, "evaluated")
+    return [event for event in found if isinstance(event, Evaluated)]
+
+
+def line(event: Evaluated) -> str:
+    """Return an evaluation in a line."""
+    changed = f" ({'; '.join(event.changes)})" if event.changes else ""
+    when = datetime.fromtimestamp(event.time).astimezone()
+    return f"{when:%Y-%m-%d %H:%M} {sentence(event.values)}: {event.subject}{changed}"

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import rich.console
 
+from pipeline.commands.history.evaluations import evaluations
 from pipeline.errors import UsageError
 from pipeline.recording.console import Printable, print_report, print_verdict
 from pipeline.recording.run_summary import RunSummary
@@ -53,8 +54,9 @@ def result_of(run: RunSummary) -> RunResult | None:
         return RunResult(swept, lambda: swept.swept.model_dump_json(indent=2), swept.command)
     if (report := report_of(run)) is None:
         return None
-    is_comparison = run.command == "compare"
-    return RunResult(report, lambda: comparison_json(report) if is_comparison else run_json(report, run.folder))
+    if run.command == "compare":
+        return RunResult(report, lambda: comparison_json(report))
+    return RunResult(report, lambda: run_json(report, run.folder, evaluations=evaluations(run.folder)))
 
 
 def report_of(run: RunSummary) -> Report | None:
