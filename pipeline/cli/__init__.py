@@ -5,6 +5,7 @@ runs, so that ``--help`` answers at once, without loading torch.
 """
 
 import gc
+import importlib.util
 import platform
 import signal
 import sys
@@ -17,7 +18,7 @@ import typer
 from pipeline.cli import completion, experiments, jobs, projects, results, weights
 from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
-from pipeline.errors import PipelineError, terminate
+from pipeline.errors import PipelineError, ResourceError, terminate
 from pipeline.system.imports import importable
 
 _DISTRIBUTION = "ddp-pipeline"
@@ -104,6 +105,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, terminate)
     completion.prepare(sys.argv[1:])
     try:
+        _check_system()
         with importable(Path.cwd()):
             app(args=_with_latest(sys.argv[1:]), prog_name="pipeline")
     except PipelineError as error:
@@ -112,6 +114,18 @@ def main() -> NoReturn:
     finally:
         gc.freeze()  # the interpreter's end would look through all of torch, twice
     sys.exit(0)
+
+
+def _check_system() -> None:
+    """Check that this system has file locks of POSIX; the signals and processes that training needs come with them.
+
+    Raises:
+        ResourceError: it hasn't.
+    """
+    if importlib.util.find_spec("fcntl") is None:
+        raise ResourceError(
+            "pipeline needs a POSIX system, and this Python has no fcntl; on Windows, install it in WSL 2"
+        )
 
 
 def _with_latest(arguments: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from pipeline.launchers._forkserver import ForkReply, ForkRequest
+from pipeline.system.process import TASKS
 
 _log = logging.getLogger(__name__)  # into the run's log
 _SLOWER = "each worker is started as a new interpreter, which takes longer"
@@ -23,7 +24,7 @@ class Forks:
     """Starts workers; a context manager that ends the remaining ones and the fork server.
 
     The server (`pipeline.launchers._forkserver`) starts at once and imports what workers need while this process
-    continues. Only on Linux: elsewhere system libraries don't survive a fork.
+    continues. Only where /proc tells if a process may be forked: elsewhere system libraries don't survive it, either.
 
     Args:
         preload: further packages that workers will import.
@@ -36,7 +37,7 @@ class Forks:
         self._forked_last = 0
         self._unread = b""
         self._can_fork: bool | None = None  # until the server replies
-        if not sys.platform.startswith("linux"):
+        if not TASKS.is_dir():
             return
         self._channel, theirs = socket.socketpair()
         with theirs:

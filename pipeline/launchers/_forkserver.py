@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pipeline.config.values import Frozen, WithEnvironment
 from pipeline.system.imports import undisturbed
+from pipeline.system.process import TASKS
 
 PRELOADED = ("pipeline.worker.main", "torch._dynamo")
 """torch's optimizers import torch._dynamo."""
@@ -113,7 +114,7 @@ class _Server:
 def can_fork() -> bool:
     """Return whether this process may be forked: it has a single thread and no open GPU device."""
     files = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return len(list(Path("/proc/self/task").iterdir())) == 1 and not any(file.startswith(_GPUS) for file in files)
+    return len(list(TASKS.iterdir())) == 1 and not any(file.startswith(_GPUS) for file in files)
 
 
 def main() -> None:

@@ -1,8 +1,13 @@
-"""Environment variables of this process."""
+"""Environment variables of this process, and its threads."""
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+
+TASKS = Path("/proc/self/task")
+"""Folder with the threads of this process; without it, threads have no priority of their own, and nothing tells if a
+process may be forked."""
 
 
 @contextmanager
