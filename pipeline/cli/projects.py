@@ -8,6 +8,7 @@ import typer
 
 from pipeline.cli import completion
 from pipeline.cli.arguments import Json, interruptible, problems_of, show
+from pipeline.config.extras import lacking
 from pipeline.errors import PipelineError, UsageError
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
@@ -103,6 +104,8 @@ def new(
     ] = False,
 ) -> None:
     """Create a project from a template, or update an existing project."""
+    if missing := lacking("pipeline new", "cookiecutter", extra="new"):
+        raise UsageError(missing)
     if update:
         if template is not None:
             raise UsageError(f"--update works on the project in the working directory; leave out {template}")

@@ -22,7 +22,15 @@ def needs(package: str) -> Callable[[Target], Target]:
 def missing(target: object) -> str:
     """Return the message on the package that a component needs and that is not installed; empty if there is none."""
     package = getattr(target, _ATTRIBUTE, None)
-    if not isinstance(package, str) or find_spec(package) is not None:
-        return ""
     name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
-    return f"{name} needs {package}, which is not installed: pip install 'ddp-pipeline[{package}]'"
+    return lacking(name, package) if isinstance(package, str) else ""
+
+
+def lacking(what: str, package: str, *, extra: str = "") -> str:
+    """Return the message that ``what`` needs a package, which ``extra`` installs; empty if it is installed.
+
+    By default the extra has the name of the package.
+    """
+    if find_spec(package) is not None:
+        return ""
+    return f"{what} needs {package}, which is not installed: pip install 'ddp-pipeline[{extra or package}]'"

@@ -21,7 +21,10 @@ from pipeline.protocol.trial import Experiment
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 MLP = str(EXPERIMENTS / "mlp.yaml")
 COMMANDS = tuple(name for commands in GROUPS.values() for name in commands)
-HEAVY = ("torch", "ray", "mlflow", "sklearn", "matplotlib", "torchmetrics")
+HEAVY = (
+    *("torch", "ray", "mlflow", "sklearn", "matplotlib", "torchmetrics", "pandas", "scipy"),
+    *("cookiecutter", "optuna", "tensorboard", "transformers", "wandb", "webdataset"),  # optional
+)
 
 Command = Callable[..., Any]
 
