@@ -118,7 +118,7 @@ class RegisteredModel(Section):
 
 
 class Tracking(Section):
-    """Destinations of results: MLflow, a folder for each run, and trackers of your own."""
+    """Destinations of results: MLflow, a folder for each run, and other trackers."""
 
     uri: Writable = "sqlite:///mlflow.db"
     """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server."""
@@ -135,6 +135,9 @@ class Tracking(Section):
     """Name of the run in MLflow; default: the name of its folder. Trials of a sweep have names of their own."""
     tags: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./ -]*$", max_length=250)], str] = {}
     """Tags of the run in MLflow, e.g. {team: vision}, beside those of this project, whose names are taken."""
+    also: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
+    """Trackers beside MLflow, which write into the run's folder: metrics.csv, tensorboard/ and wandb/, which goes to
+    Weights & Biases. TensorBoard and W&B are extras of this project by these names."""
     trackers: tuple[Component, ...] = ()
     """Trackers of your own beside MLflow; each is built with the run's folder and receives every event."""
 

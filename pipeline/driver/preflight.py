@@ -20,6 +20,7 @@ from pipeline.config.values import Direction, Mode
 from pipeline.driver import parameters
 from pipeline.errors import ExperimentError, Problem, refusals
 from pipeline.planning.describe import DataSizes
+from pipeline.recording import also
 from pipeline.system.imports import undisturbed
 
 
@@ -37,6 +38,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     allowed = allowed_packages()
     problems = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
+    problems += also.problems(file.experiment.tracking.also)
     wrong = {problem.key.partition(".")[0] for problem in problems}
     if "metrics" not in wrong:
         problems += refusals(lambda: _check_metrics(file.experiment, allowed=allowed))

@@ -69,6 +69,8 @@ class RunOpened(Event):
     """Direction in which each validation metric is better, by reported name, the main metric first."""
     command: str = ""
     """Shell command that opened the run, without credentials; empty if it was another program."""
+    also: tuple[str, ...] = ()
+    """Trackers beside MLflow, see ``tracking.also``."""
 
 
 class TrialOpened(Event):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -77,6 +77,7 @@ class MlflowSubscriber:
         known: number of events in the journal of a resumed run.
         adds: True if the run has ended, and keeps its status.
         opened: called from a background thread once the store has the run, unless that is after the run's end.
+        also: trackers of ``tracking.also``, which the process feeds, too.
 
     Raises:
         OSError: the process can't be started.
@@ -92,14 +93,17 @@ class MlflowSubscriber:
         known: int = 0,
         adds: bool = False,
         opened: Callable[[TrackingOutcome], None] = lambda _: None,
+        also: Sequence[str] = (),
     ) -> None:
         self._folder, self._log, self._warn, self._opened = folder, log, warn, opened
-        self._reply = WriterReply()
+        self._reply = WriterReply(also=tuple(also))
         self._is_known = self._is_stopping = False
         self._done = Flag()
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         environment = WriterTask.encoded(os.environ)
-        task = WriterTask(folder=folder, log=log, uri=uri, known=known, adds=adds, environment=environment)
+        task = WriterTask(
+            folder=folder, log=log, uri=uri, known=known, adds=adds, also=self._reply.also, environment=environment
+        )
         self._lines.put(task.model_dump_json().encode() + b"\n")
         self._process, self._printed = _begun.pop() if _begun else _process()
         assert self._process.stdin is not None
@@ -136,8 +140,16 @@ class MlflowSubscriber:
             thread.join()
 
     @property
+    def late(self) -> tuple[str, ...]:
+        """Trackers, MLflow among them, that don't have everything yet."""
+        reply = self._reply
+        return () if self._done.is_set() else (*(() if reply.is_done else ("MLflow",)), *reply.also)
+
+    @property
     def waiting(self) -> str:
         """Amount that MLflow lacks, e.g. "12 events and 3 files left" or "1 file left: model (2.8 MB)"."""
+        if self._reply.is_done:
+            return "closing"
         amount, colon, name = (self._reply.waiting or "everything").partition(":")
         return f"{amount} left{colon}{name}"
 
@@ -179,7 +191,9 @@ class MlflowSubscriber:
                 with suppress(OSError), self._log.open("ab") as file:  # a full disk: the journal has raised it
                     file.write(early)
         if not self._reply.is_done and not self._is_stopping:
-            self._warn(f"MLflow gets no more results, {self._ended}; nothing is lost, they wait in {self._folder}")
+            verb = "get" if self._reply.also else "gets"
+            waiting = f"{self._ended}; nothing is lost, they wait in {self._folder}"
+            self._warn(f"{_listed('MLflow', *self._reply.also)} {verb} no more results, {waiting}")
         self._done.set()
 
     def _tell_opened(self, outcome: TrackingOutcome | None) -> None:
@@ -200,12 +214,15 @@ def flush(
     stages.end()
     try:
         if tracker and not _sent(tracker, _SILENT_SECONDS, console=terminal.progress):
+            verb = "have" if len(tracker.late) > 1 else "has"
             warn(
-                f"waiting until MLflow has everything, {_DRAIN_SECONDS:.0f} seconds at most; Ctrl-C ends the wait, "
-                f"pipeline sync {recorder.folder} sends the rest later"
+                f"waiting until {_listed(*tracker.late)} {verb} everything, {_DRAIN_SECONDS:.0f} seconds at most; "
+                f"Ctrl-C ends the wait, pipeline sync {recorder.folder} sends the rest later"
             )
             _sent(tracker, _DRAIN_SECONDS - _SILENT_SECONDS, console=terminal.progress)
     finally:
+        if tracker and (late := [name for name in tracker.late if name != "MLflow"]):  # whose outcome says so itself
+            warn(f"not in {_listed(*late)} yet: some results; send them with: pipeline sync {recorder.folder}")
         recorder.close()
         outcome = tracker.outcome if tracker else None
         if tracker:
@@ -224,10 +241,14 @@ def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.
     deadline = time.monotonic() + timeout_s
     with console.status("sending to MLflow") as status:
         while tracker.finish(_LOOK_SECONDS) is None:
-            status.update(f"sending to MLflow: {tracker.waiting}")
+            status.update(f"sending to {_listed(*tracker.late)}: {tracker.waiting}")
             if time.monotonic() > deadline:
                 return False
     return True
+
+
+def _listed(*names: str) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _process(*modules: str) -> _Process:

@@ -1,11 +1,12 @@
 """Conversion of events to MLflow's entities, cut to MLflow's limits. Nothing here calls the store."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.config.reported import mlflow_name
-from pipeline.protocol.events import Event, Finished, Point, Started
+from pipeline.protocol.events import Event, Point, Started
+from pipeline.recording.scalars import PEAK_OF_RANK
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Metric, Param, RunTag
@@ -20,8 +21,7 @@ _FIGURES = {
     "tflops", "mfu", "energy_kwh", "energy_j_per_sample", "cost",
 }  # fmt: skip
 """Metrics that have one value for a whole run."""
-_PEAK_OF_RANK = "memory/peak_mb_rank_"
-_OF_THE_RUN = (_PEAK_OF_RANK, "wall_clock/")
+_OF_THE_RUN = (PEAK_OF_RANK, "wall_clock/")
 """Prefixes of more of them."""
 _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
 """MLflow's names of tags that its UI shows specially, by our names."""
@@ -88,32 +88,6 @@ def counts(event: Started) -> dict[str, str]:
     names = {"total_steps", "steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"}
     names |= {"frozen"} if event.frozen else set()
     return {name: str(value) for name, value in event.model_dump(include=names).items()}
-
-
-def figures(event: Finished) -> Iterator[Point]:
-    """Return a trial's measurements as metrics at its last step.
-
-    Throughput and step time are the report's; the series of their windows are named ``throughput/samples_per_second``
-    and ``time/step_ms``.
-    """
-    result = event.result
-    values = {
-        "samples_per_second": result.samples_per_second.median,
-        "step_ms": result.step_ms.median,
-        "time/compute_ms": result.parts.compute_ms,
-        "time/exposed_communication_ms": result.parts.exposed_communication_ms,
-        "time/data_wait_ms": result.parts.data_wait_ms,
-        "time/rest_ms": result.parts.rest_ms,
-        "time/communication_ms": result.communication.ms if result.communication else None,
-        "time/communication_share": result.communication.share if result.communication else None,
-        "time/compile_s": result.compile_s,
-        "time_to_first_step_s": event.time_to_first_step_s,
-        "memory/peak_mb": max(result.peak_memory_mb, default=None),
-        "gpu_utilization": min(result.gpu_utilization, default=None),
-    }
-    if len(result.peak_memory_mb) > 1:
-        values |= {f"{_PEAK_OF_RANK}{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}
-    return (Point(name, result.steps, value) for name, value in values.items() if value is not None)
 
 
 def marked_table(tag: str, path: str) -> str:

@@ -1,4 +1,6 @@
-"""Process that writes a run to MLflow: beside training at a lower priority, after it at the usual one.
+"""Process that writes a run to MLflow and to the trackers of ``tracking.also``, each in a thread.
+
+MLflow's has a lower priority than training, and after it the usual one; the others' stay at the lower one.
 
 It reads the run's journal while it is written. `pipeline.recording.mlflow` sends it lines on standard input: a
 `WriterTask`, the run's `RunClosed`, which the journal lacks on a full disk, then `CLOSE`. It answers with lines of
@@ -23,6 +25,8 @@ from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json
 from pipeline.recording.delivery import BATCH_POINTS, Delivery, persist, quiet, size
 from pipeline.recording.journal import FILE_NAME, Feed
 from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.trackers import Attached, attach_also
+from pipeline.system.process import TASKS
 
 CLOSE = b"close\n"
 """Line that ends the task: the journal is complete."""
@@ -50,6 +54,8 @@ class WriterTask(WithEnvironment):
     delivered event changes nothing."""
     adds: bool = False
     """True if the run has ended, and keeps its status meanwhile."""
+    also: tuple[str, ...] = ()
+    """Trackers beside MLflow, see ``tracking.also``."""
 
 
 class WriterReply(Frozen):
@@ -63,6 +69,8 @@ class WriterReply(Frozen):
     """Outcome of the delivery so far."""
     is_done: bool = False
     """True once MLflow has accepted or refused all events."""
+    also: tuple[str, ...] = ()
+    """Trackers beside MLflow that haven't ended."""
 
 
 class Writer:
@@ -165,19 +173,21 @@ def main() -> None:
     task.enter()  # user code may have changed the environment since this process started
     replies = _private_stdout(task.log)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    writer = Writer(
-        task,
-        warn=lambda message: _tell(replies, WriterReply(warning=message)),
-        opened=lambda: _step_back(_NICE, since=_NICE_AT_FIRST),
-    )
-    Thread(target=_listen, args=(writer,), daemon=True).start()
+
+    def warn(message: str) -> None:
+        _tell(replies, WriterReply(warning=message))
+
+    writer = Writer(task, warn=warn, opened=lambda: _step_back(_NICE, since=_NICE_AT_FIRST))
+    also = attach_also(task.also, task.folder, known=task.known, warn=warn, prepare=lambda: _step_back(_NICE))
+    Thread(target=_listen, args=(writer, also), daemon=True).start()
     Thread(target=_work, args=(writer,), daemon=True).start()
     known = ""
-    while not writer.done.wait(_TELL_S):
+    while not all(done.wait(_TELL_S) for done in (writer.done, *(each.done for each in also))):
         reply = writer.reply()
         if reply.outcome and (writer.closing.is_set() or reply.outcome.run_id != known):
             known = reply.outcome.run_id
-            _tell(replies, reply)
+            waiting = tuple(each.name for each in also if not each.done.is_set())
+            _tell(replies, reply.model_copy(update={"also": waiting}))
     _tell(replies, writer.reply())
 
 
@@ -202,11 +212,13 @@ def _work(writer: Writer) -> None:
     writer.work()
 
 
-def _listen(writer: Writer) -> None:
+def _listen(writer: Writer, also: Iterable[Attached]) -> None:
     for line in sys.stdin.buffer:
         if line == CLOSE:
             writer.closing.set()
             writer.feed.end()
+            for tracker in also:
+                tracker.end()
             return
         writer.end = event_from_json(line)
     # The driver was killed. The journal has the results; --resume or sync sends them.
@@ -227,9 +239,13 @@ def _private_stdout(log: Path) -> BinaryIO:
 
 
 def _step_back(nice: int, *, since: int = 0) -> None:
-    """Lower this thread's priority below training's: nice and autogroup, because Linux may weigh whole sessions."""
-    os.nice(nice - since)
-    _set_autogroup(nice)
+    """Lower this thread's priority below training's: nice and autogroup, because Linux may weigh whole sessions.
+
+    Where only processes have a priority, it is kept: it couldn't be raised at the end of the run.
+    """
+    if TASKS.is_dir():
+        os.nice(nice - since)
+        _set_autogroup(nice)
 
 
 def _set_autogroup(nice: int) -> None:

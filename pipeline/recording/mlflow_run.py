@@ -32,6 +32,7 @@ from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
 from pipeline.recording.mlflow_views import save_runs_view, save_trials_view, shared_params
 from pipeline.recording.model import log_model
 from pipeline.recording.registration import register
+from pipeline.recording.scalars import scalars
 from pipeline.recording.store import artifact_root, create_store, run_page, runs_link, sweep_view
 
 if TYPE_CHECKING:
@@ -168,19 +169,14 @@ class MlflowRun:
         self._client.log_inputs(run_id, datasets=entities.datasets(event))
 
     @_write.register
-    def _(self, event: SystemMetrics) -> None:
-        self._add(event, event.points)
-
-    @_write.register
-    def _(self, event: Metrics) -> None:
-        if not event.repeat:  # repeats measure the same steps; their summary comes at the end
-            self._add(event, event.points)
+    def _(self, event: Metrics | SystemMetrics) -> None:
+        self._add(event, scalars(event))
 
     @_write.register
     def _(self, event: Finished) -> None:
         if event.result.repeat:
             return
-        self._add(event, entities.figures(event))
+        self._add(event, scalars(event))
         if (best := event.result.best) is not None:
             tags = {"best_step": str(best.step), "best_metric": best.metric, "best_value": f"{best.value:.6g}"}
             self._describe(self._run(event), tags=tags)
@@ -190,7 +186,7 @@ class MlflowRun:
 
     @_write.register
     def _(self, event: Evaluated) -> None:
-        self._add(event, [Point(name, event.step, value) for name, value in event.values.items()])
+        self._add(event, scalars(event))
         tags = {"evaluated": event.subject, "evaluated_changes": "; ".join(event.changes) or "none"}
         self._describe(self._run(event), tags=tags)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.config.values import Frozen
-from pipeline.recording import journal
+from pipeline.recording import also, journal
 from pipeline.recording.delivery import Delivery
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.store import run_link, runs_link, ui_address
@@ -99,6 +99,7 @@ def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> st
         if outcome.trials_view:
             lines.append(f"trials   {runs_link(address, outcome.experiment_id, view=outcome.trials_view)}")
         lines.append(f"all runs {runs_link(address, outcome.experiment_id)}")
+    lines += also.places(folder)
     if outcome and not outcome.delivered:
         lines.append(outcome.message)
     return "\n".join(lines)

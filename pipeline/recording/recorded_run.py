@@ -3,7 +3,7 @@
 import io
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,10 +122,9 @@ def recorded(
         end = _end_of(folder) if adds else None
         files = () if adds else describe(plan.experiment, folder)
         own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
+        also = plan.experiment.tracking.also
         tracker = (
-            _subscribe_mlflow(recorder, folder=folder, uri=uri, terminal=terminal, warn=warn, adds=adds)
-            if tracked
-            else None
+            _subscribe_mlflow(recorder, also, uri=uri, terminal=terminal, warn=warn, adds=adds) if tracked else None
         )
         stack.callback(flush, tracker, recorder, terminal=terminal, uri=uri, warn=warn)
         for each in own:
@@ -143,9 +142,10 @@ def recorded(
 
 
 def _subscribe_mlflow(
-    recorder: Recorder, *, folder: Path, uri: str, terminal: Terminal, warn: Callable[[str], None], adds: bool
+    recorder: Recorder, also: Sequence[str], *, uri: str, terminal: Terminal, warn: Callable[[str], None], adds: bool
 ) -> MlflowSubscriber:
-    """Send the run's events to MLflow, and print the run's address as soon as MLflow has it."""
+    """Send the run's events to MLflow and other trackers; print the run's address as soon as MLflow has it."""
+    folder, log = recorder.folder, recorder.folder / LOG_NAME
 
     def opened(outcome: TrackingOutcome) -> None:
         recorder.tracking = outcome
@@ -153,9 +153,8 @@ def _subscribe_mlflow(
             outcome.lacking("some results", folder=folder, trouble="the driver was killed").keep(folder)
         terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True)
 
-    log = folder / LOG_NAME
     tracker = MlflowSubscriber(
-        folder=folder, log=log, warn=warn, uri=uri, known=recorder.known, adds=adds, opened=opened
+        folder=folder, log=log, warn=warn, uri=uri, known=recorder.known, adds=adds, opened=opened, also=also
     )
     recorder.subscribe(tracker)
     return tracker
@@ -233,6 +232,7 @@ def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) ->
         trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
         command=provenance.command(),
         launches=0 if plan.command == "sweep" else len(plan.trials),
+        also=experiment.tracking.also,
     )
 
 

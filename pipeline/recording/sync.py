@@ -15,23 +15,25 @@ from pipeline.recording.delivery import Delivery, batches, persist, quiet
 from pipeline.recording.folder import killed, trials_of
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import check_store, run_link, with_credentials
+from pipeline.recording.trackers import attach_also
 
 
 def sync(folder: Path, *, warn: Callable[[str], None], to: str = "") -> TrackingOutcome:
-    """Send the journal of a finished or killed run to its tracking store; idempotent.
+    """Send the journal of a finished or killed run to its tracking store and its other trackers; idempotent.
 
     If the journal lacks the end of the run, its MLflow runs end as KILLED at the time of its last event.
 
     Args:
         folder: the run's folder.
         warn: called when an outage begins and when it ends.
-        to: URI of another store as `resolve_uri` returns it, with credentials; empty for the run's own.
+        to: URI of another store as `resolve_uri` returns it, with credentials; empty for the run's own, and its other
+            trackers.
 
     Raises:
         UsageError: the journal is missing or damaged, or the run is still running and sends its events itself.
         ResourceError: the store can never keep results.
     """
-    return _send(folder, warn=warn, to=to, wanted=lambda _: True)
+    return _send(folder, warn=warn, to=to)
 
 
 def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "") -> Iterator[TrackingOutcome]:
@@ -56,7 +58,10 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
             return
 
 
-def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callable[[AnyEvent], bool]) -> TrackingOutcome:
+def _send(
+    folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callable[[AnyEvent], bool] | None = None
+) -> TrackingOutcome:
+    """Send the ``wanted`` events, or all of them, and those to the other trackers, too."""
     path = folder / journal.FILE_NAME
     opened, last, count = None, None, 0
     for event in journal.read(path):  # and again below: one event in memory at a time
@@ -70,6 +75,9 @@ def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callabl
         check_store(uri)  # a server that doesn't answer now is tried anyway
     except ResourceError as error:
         raise ResourceError(f"{error}\nor send it to another store: pipeline sync {folder} --to URI") from error
+    also = (
+        () if to or wanted else attach_also(opened.also, folder, known=count - 1, warn=warn)
+    )  # an earlier end is skipped
     delivery = Delivery(folder=folder, warn=warn, uri=uri)
     end = journal.ending(path) or killed(at=last.time)
     _deliver(delivery, filter(wanted, _ended_once(path, end=end)), count=count)
@@ -79,10 +87,14 @@ def _send(folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callabl
     if not (elsewhere and known and known.delivered):  # links stay on the run's own store
         with suppress(OSError):  # the folder may be read-only
             outcome.keep(folder)
-    if outcome.message:
-        return outcome
-    link = run_link(uri, outcome.experiment_id, outcome.run_id)
-    return outcome.model_copy(update={"message": f"all of {folder} is in MLflow: {link}"})
+    for tracker in also:
+        tracker.close(timeout_s=None)
+    if not outcome.message:
+        link = run_link(uri, outcome.experiment_id, outcome.run_id)
+        outcome = outcome.model_copy(update={"message": f"all of {folder} is in MLflow: {link}"})
+    if any(tracker.has_failed for tracker in also):  # of which the user has been told
+        outcome = outcome.model_copy(update={"delivered": False})
+    return outcome
 
 
 def _deliver(delivery: Delivery, events: Iterable[AnyEvent], *, count: int) -> None:

@@ -1,17 +1,20 @@
-"""User-defined trackers, from ``tracking.trackers``: each receives the run's events, as MLflow does.
+"""Trackers beside MLflow, which receive the run's events as it does.
 
-Their failures don't reach training: each tracker has a thread, so it may be slow; after an exception it is left out,
-with a warning. The journal has all events in any case.
+A user's, from ``tracking.trackers``, are in the driver, those of ``tracking.also`` in the process that writes to
+MLflow. Their failures don't reach training: each tracker has a thread, so it may be slow; after an exception it is left
+out, with a warning. The journal has all events in any case.
 """
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.protocol.events import AnyEvent
-from pipeline.recording import journal
+from pipeline.recording import also, journal
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import redacted
 
@@ -36,41 +39,62 @@ class Attached:
     """A tracker with the thread that feeds it the run's journal.
 
     Args:
-        tracker: the user's tracker.
+        build: builds the tracker, in the thread.
         name: name in warnings.
-        recorder: recorder of the run.
+        folder: the run's folder.
+        known: number of events before this session of a resumed run.
         warn: called from the thread when the tracker raises, and from `close` when it takes too long.
+        remedy: what to do about missing results, for warnings.
 
     Raises:
         OSError: the journal can't be read.
     """
 
-    def __init__(self, tracker: Tracker, *, name: str, recorder: Recorder, warn: Callable[[str], None]) -> None:
-        self._tracker, self._name, self._warn = tracker, name, warn
-        self._journal = recorder.folder / journal.FILE_NAME
-        self._feed = journal.Feed(self._journal, known=recorder.known)
-        self._done = threading.Event()  # is_alive() is wrong once Ctrl-C has interrupted a join()
+    def __init__(
+        self,
+        build: Callable[[], Tracker],
+        *,
+        name: str,
+        folder: Path,
+        known: int,
+        warn: Callable[[str], None],
+        remedy: str = "",
+    ) -> None:
+        self.name = name
+        self.done = threading.Event()  # is_alive() is wrong once Ctrl-C has interrupted a join()
+        """Set when the tracker has ended."""
+        self.has_failed = False
+        """True if the tracker raised an exception."""
+        self._build, self._warn = build, warn
+        self._journal = folder / journal.FILE_NAME
+        self._remedy = remedy or f"{self._journal} has them all"
+        self._feed = journal.Feed(self._journal, known=known)
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def close(self, *, timeout_s: float = _PATIENCE_S) -> None:
-        """Wait until the tracker has received all events, at most ``timeout_s`` seconds."""
+    def end(self) -> None:
+        """Declare the journal complete."""
         self._feed.end()
-        if not self._done.wait(timeout_s):
+
+    def close(self, *, timeout_s: float | None = _PATIENCE_S) -> None:
+        """Wait until the tracker has received all events, at most ``timeout_s`` seconds."""
+        self.end()
+        if not self.done.wait(timeout_s):
             missing = f"what is missing there is in {self._journal}"
-            self._warn(f"{self._name} has not ended {timeout_s:g} s after the run, which no longer waits; {missing}")
+            self._warn(f"{self.name} has not ended {timeout_s:g} s after the run, which no longer waits; {missing}")
 
     def _work(self) -> None:
         try:
+            tracker = self._build()
             while (event := self._feed.get()) is not None:
-                self._tracker.receive(event)
-            self._tracker.close()
+                tracker.receive(event)
+            tracker.close()
         except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
             # Without its traceback: exceptions of services quote URIs with their passwords.
             said = redacted(" ".join(str(error).split()))[:300]
-            rest = f"it gets no further events, {self._journal} has them all"
-            self._warn(f"{self._name} raised {type(error).__name__}: {said}; {rest}")
+            self.has_failed = True
+            self._warn(f"{self.name} raised {type(error).__name__}: {said}; it gets no further events, {self._remedy}")
         finally:
-            self._done.set()
+            self.done.set()
             self._feed.close()
 
 
@@ -86,4 +110,34 @@ def attach(
         (components.build(component, recorder.folder, key=f"tracking.trackers[{n}]", allowed=allowed), component.target)
         for n, component in enumerate(experiment.tracking.trackers)
     ]
-    return [Attached(tracker, name=name, recorder=recorder, warn=warn) for tracker, name in built]
+
+    def start(tracker: Tracker, name: str) -> Attached:
+        return Attached(lambda: tracker, name=name, folder=recorder.folder, known=recorder.known, warn=warn)
+
+    return [start(tracker, name) for tracker, name in built]
+
+
+def attach_also(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    known: int,
+    warn: Callable[[str], None],
+    prepare: Callable[[], None] = lambda: None,
+) -> Sequence[Attached]:
+    """Start feeding the trackers of ``tracking.also``; ``prepare`` is called first in the thread of each.
+
+    Raises:
+        OSError: the journal can't be read.
+    """
+
+    def build(name: str) -> Tracker:
+        prepare()
+        tracker: Tracker = also.build(name, folder)
+        return tracker
+
+    remedy = f"send the rest with: pipeline sync {folder}"
+    return [
+        Attached(partial(build, name), name=name, folder=folder, known=known, warn=warn, remedy=remedy)
+        for name in dict.fromkeys(names)
+    ]

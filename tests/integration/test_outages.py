@@ -30,6 +30,7 @@ from pipeline.recording import mlflow_entities as entities
 from pipeline.recording.folder import read_state, runs_named
 from pipeline.recording.recorded_run import artifact, open_trial, recorded
 from pipeline.recording.recorder import Recorder
+from pipeline.recording.scalars import scalars
 from pipeline.recording.sync import sync
 from pipeline.recording.terminal import Terminal
 
@@ -153,9 +154,7 @@ def assert_all_is_there(uri: str, folder: Path, *, status: Status = "FINISHED", 
     events = list(journal.read(folder / journal.FILE_NAME))
     expected: dict[str, list[tuple[int, float]]] = {}
     for event in events:
-        figures = tuple(entities.figures(event)) if isinstance(event, Finished) else ()
-        points = event.points if isinstance(event, Metrics | SystemMetrics) else figures
-        for metric in entities.metrics(points, timestamp=entities.milliseconds(event)):
+        for metric in entities.metrics(scalars(event), timestamp=entities.milliseconds(event)):
             expected.setdefault(metric.key, []).append((metric.step, metric.value))
     if steps:
         assert [step for step, _ in expected["train/loss"]] == list(range(1, steps + 1))

@@ -18,7 +18,7 @@ from samples import report as run_report
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import Finished
-from pipeline.recording.mlflow_entities import figures
+from pipeline.recording.scalars import figures
 from pipeline.report import chart, is_clear, publish
 from pipeline.report.picture import WIDE
 from pipeline.report.report import Report, comparison_json

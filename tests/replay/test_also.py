@@ -1,0 +1,62 @@
+"""Trackers of ``tracking.also`` and ``pipeline sync``, which sends what a run could not."""
+
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from recordings import Recording, Store
+
+from pipeline.recording import journal as journals
+
+Journal = Callable[[str], Recording]
+
+
+def with_also(recording: Recording, *names: str) -> Path:
+    """The run as if its experiment had had these trackers."""
+    path = recording.folder / journals.FILE_NAME
+    also = ", ".join(f'"{name}"' for name in names)
+    opened = b'"kind":"run_opened"'  # of each session
+    path.write_bytes(path.read_bytes().replace(opened, opened + f',"also":[{also}]'.encode()))
+    return recording.folder
+
+
+def test_a_run_of_two_sessions_has_each_step_once(store: Store, journal: Journal, command: Any) -> None:
+    recording = journal("resumed")
+    folder = with_also(recording, "csv")
+    for _ in range(2):
+        ended = command("sync", str(folder))
+        assert (ended.code, ended.stderr) == (0, "")
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    assert [(int(row["step"]), float(row["train/loss"])) for row in rows] == recording.series("train/loss")
+
+
+def test_one_that_fails_is_told_once_and_stops_no_other(
+    store: Store, journal: Journal, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(ModuleType):
+        def init(self, **_: object) -> None:
+            raise ConnectionError("no API key")
+
+    wandb = Broken("wandb")
+    wandb.Settings = lambda **_: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    folder = with_also(journal("single"), "wandb", "csv")
+    ended = command("sync", str(folder))
+    assert ended.code == 3
+    assert ended.stderr.splitlines() == [
+        "wandb raised ConnectionError: no API key; it gets no further events, "
+        f"send the rest with: pipeline sync {folder}"
+    ]
+    assert "is in MLflow" in ended.stdout
+    assert (folder / "metrics.csv").stat().st_size
+
+
+def test_another_store_gets_no_trackers(store: Store, journal: Journal, command: Any, lab: Path) -> None:
+    folder = with_also(journal("single"), "csv")
+    assert command("sync", str(folder), "--to", f"sqlite:///{lab}/mlflow.db").code == 0
+    assert not (folder / "metrics.csv").exists()

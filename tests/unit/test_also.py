@@ -1,0 +1,184 @@
+"""Trackers of ``tracking.also``: what they write, that a resumed run doubles nothing, and what is refused."""
+
+import csv
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.load import load
+from pipeline.driver import preflight
+from pipeline.errors import ExperimentError
+from pipeline.protocol.events import (
+    AnyEvent,
+    ArtifactSaved,
+    Evaluated,
+    Metrics,
+    Point,
+    RunClosed,
+    RunOpened,
+    SystemMetrics,
+)
+from pipeline.recording import also
+
+MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+STEPS = 3
+
+
+def opened(**more: Any) -> RunOpened:
+    given: dict[str, Any] = {
+        "time": 1e9, "run": "made", "tracking_uri": "", "tracking_experiment": "lab", "tags": {"team": "vision"},
+        "params": {"optimizer.lr": "0.1", "model._target_": "lab.Net"}, "trials": ("main", "baseline"),
+        "directions": {"validation/loss": "min"},
+    }  # fmt: skip
+    return RunOpened(**given | more)
+
+
+def metrics(
+    steps: Sequence[int], *, time: float = 1e9, trial: str = "main", repeat: int = 0, **values: float
+) -> Metrics:
+    points = tuple(
+        Point(name.replace("_", "/"), step, value + step) for name, value in values.items() for step in steps
+    )
+    return Metrics(time=time, trial=trial, repeat=repeat, step=steps[-1], epoch=1, points=points)
+
+
+A_RUN: list[AnyEvent] = [
+    opened(),
+    metrics([1, 2], train_loss=0.5),
+    metrics([1], trial="baseline", train_loss=1.5),
+    metrics([1], trial="baseline", repeat=1, train_loss=7.0),  # of the same steps again
+    SystemMetrics(time=1e9, node="n", points=(Point("system/cpu_utilization_percentage", 0, 50.0),)),
+    metrics([3], train_loss=math.nan),
+    metrics([3], validation_loss=0.25),
+    Evaluated(
+        time=1e9, trial="evaluation", split="test", samples=9, step=2, epoch=1, checkpoint="", values={"test/loss": 4.0}
+    ),
+    RunClosed(time=1e9 + 9, status="FINISHED", summary="**1.7x** of single"),
+]
+
+
+def written(name: str, folder: Path, events: Sequence[AnyEvent] = A_RUN) -> None:
+    """Write a run as the process beside training does."""
+    tracker = also.build(name, folder)
+    for event in events:
+        tracker.receive(event)
+    tracker.close()
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_a_row_for_each_step_and_a_file_for_each_trial(tmp_path: Path) -> None:
+    written("csv", tmp_path)
+    rows = table(tmp_path / "metrics.csv")
+    assert list(rows[0]) == ["step", "epoch", "time", "train/loss", "validation/loss", "test/loss"]
+    assert [(row["step"], row["train/loss"], row["validation/loss"], row["test/loss"]) for row in rows] == [
+        ("1", "1.5", "", ""),
+        ("2", "2.5", "", ""),
+        ("3", "nan", "3.25", ""),
+        ("2", "", "", "4.0"),
+    ]
+    assert [row["train/loss"] for row in table(tmp_path / "metrics-baseline.csv")] == ["2.5"]
+    assert [row["system/cpu_utilization_percentage"] for row in table(tmp_path / "metrics-system.csv")] == ["50.0"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "metrics-baseline.csv",
+        "metrics-system.csv",
+        "metrics.csv",
+    ]
+    assert list(also.places(tmp_path)) == [f"csv      {tmp_path / 'metrics.csv'}"]
+
+
+def test_csv_of_a_resumed_run_has_each_row_once(tmp_path: Path) -> None:
+    written("csv", tmp_path, A_RUN[:3])
+    written("csv", tmp_path)
+    assert [row["step"] for row in table(tmp_path / "metrics.csv")] == ["1", "2", "3", "2"]
+
+
+def test_csv_says_a_value_again_in_another_row(tmp_path: Path) -> None:
+    written("csv", tmp_path, [metrics([1], train_loss=0.5), metrics([1], train_loss=1.5)])
+    assert [row["train/loss"] for row in table(tmp_path / "metrics.csv")] == ["1.5", "2.5"]
+
+
+def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ExperimentError) as caught:
+        preflight.check(load(MLP, ["tracking.also=[csv, wandb, tensorboard]"]))
+    assert [(problem.key, problem.message) for problem in caught.value.problems] == [
+        ("tracking.also[1]", "this tracker needs wandb, which is not installed: pip install 'ddp-pipeline[wandb]'"),
+        (
+            "tracking.also[2]",
+            "this tracker needs tensorboard, which is not installed: pip install 'ddp-pipeline[tensorboard]'",
+        ),
+    ]
+
+
+def test_an_unknown_tracker_is_an_error_that_names_them(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        load(MLP, ["tracking.also=[tensorbord]"])
+    assert "tensorboard" in str(caught.value)
+
+
+class TestTensorBoard:
+    """Read back with TensorBoard's own reader."""
+
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        pytest.importorskip("tensorboard")
+
+    @staticmethod
+    def read(folder: Path) -> Any:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        read = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+        read.Reload()
+        return read
+
+    def test_it_has_each_point_with_step_and_time(self, tmp_path: Path) -> None:
+        written("tensorboard", tmp_path)
+        main, baseline = (self.read(tmp_path / "tensorboard" / name) for name in ("main", "baseline"))
+        losses = [(point.step, point.wall_time, point.value) for point in main.Scalars("train/loss")]
+        assert losses[:2] == [(1, 1e9, 1.5), (2, 1e9, 2.5)]
+        assert math.isnan(losses[2][2])
+        assert {name: len(main.Scalars(name)) for name in main.Tags()["scalars"]} == {
+            "train/loss": 3,
+            "validation/loss": 1,
+            "test/loss": 1,
+            "system/cpu_utilization_percentage": 1,
+        }
+        assert [point.value for point in baseline.Scalars("train/loss")] == [2.5]
+
+    def test_a_resumed_run_has_each_point_once(self, tmp_path: Path) -> None:
+        written("tensorboard", tmp_path, A_RUN[:3])
+        written("tensorboard", tmp_path)
+        main = self.read(tmp_path / "tensorboard" / "main")
+        assert [point.step for point in main.Scalars("train/loss")] == [1, 2, 3]
+
+    def test_it_has_hyperparameters_summary_and_pictures(self, tmp_path: Path) -> None:
+        from tensorboard.plugins.hparams import metadata
+
+        pixel = (
+            b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x00\x02\x00\x00\x00\x01\x08\x06\x00\x00\x00"  # 2 x 1, no data
+        )
+        (tmp_path / "speedup.png").write_bytes(pixel)
+        written("tensorboard", tmp_path, [*A_RUN[:-1], ArtifactSaved(time=1e9, path="speedup.png"), A_RUN[-1]])
+        main = self.read(tmp_path / "tensorboard" / "main")
+        given = main.summary_metadata
+        start = metadata.parse_session_start_info_plugin_data(
+            given[metadata.SESSION_START_INFO_TAG].plugin_data.content
+        )
+        assert start.hparams["optimizer.lr"].number_value == 0.1
+        assert start.hparams["model._target_"].string_value == "lab.Net"
+        config = metadata.parse_experiment_plugin_data(given[metadata.EXPERIMENT_TAG].plugin_data.content)
+        assert [metric.name.tag for metric in config.metric_infos] == ["validation/loss"]
+        assert metadata.SESSION_END_INFO_TAG in given
+        assert main.Tensors("summary")[0].tensor_proto.string_val[0] == b"**1.7x** of single"
+        (picture,) = main.Images("speedup.png")
+        assert (picture.width, picture.height, picture.encoded_image_string) == (2, 1, pixel)
+        assert list(also.places(tmp_path)) == [f"tensorboard --logdir {tmp_path / 'tensorboard'}"]
