@@ -80,6 +80,18 @@ def test_every_dependency_is_pinned():
     assert "torch==2.13.0" in pins
 
 
+def test_the_required_packages_are_those_of_the_page():
+    page = (ROOT / "docs" / "install.md").read_text()
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = sorted(re.split("[<>=~!]", name)[0] for name in required)
+    table = page.partition("## Required packages")[2].partition("## ")[0]
+    assert sorted(re.findall(r"^\| ([a-z][\w\[\]-]*) \|", table, re.MULTILINE)[1:]) == names
+    without_mlflow = re.search(r"pip install (torch 'ray.*?)\n    pip install --no-deps", page, re.DOTALL)
+    assert without_mlflow
+    listed = without_mlflow[1].replace("\\\n", " ").replace("'", "").replace("mlflow-skinny", "mlflow")
+    assert sorted(listed.split()) == names
+
+
 def test_the_map_in_contributing_is_the_contract():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")

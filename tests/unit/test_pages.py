@@ -24,7 +24,8 @@ BLOCKS = [block for page in PAGES for block in blocks(page, root=ROOT)]
 ELSEWHERE = {
     r"docker compose ": "needs a container engine; make test-docker runs the cluster of docker/compose.yaml",
     r"export (RAY_AUTH_MODE|AWS_\w+)=": "credentials of a service that isn't there",
-    r"pip install 'ddp-pipeline\[": "asks a package index",
+    r"pip install (--no-deps )?'?ddp-pipeline": "asks a package index",
+    r"pip install torch 'ray\[train\]' mlflow-skinny ": "asks one, too; test_docs.py compares it with pyproject.toml",
     r"git clone ": "the address is the reader's",
     r"cd pipeline$": "into what was cloned",
     r"source \.venv/bin/activate$": "the tests have an environment",
