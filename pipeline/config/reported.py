@@ -10,15 +10,20 @@ OF_TRAINING = ("loss", "learning_rate", "gradient_norm", "skipped_steps")
 """Metrics of a step that the project reports itself, without "train/"; all others are logs of a task."""
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")
 _MLFLOW_LENGTH = 250
+_INDEX = re.compile(r"(_true|_predicted)?_\d+\Z")
 
 
 def source_of(reported: str, metrics: Container[str]) -> str | None:
     """Return the metric, or "loss", behind a reported name, or None; per-class values end in _0, _1, ..."""
     name = reported.removeprefix(PREFIX)
-    if name == "loss" or name in metrics:
+    if name == "loss":
         return name
-    numbered = re.fullmatch(r"(.+)_\d+", name, re.DOTALL)
-    return numbered[1] if numbered and numbered[1] in metrics else None
+    while name not in metrics:
+        shorter = _INDEX.sub("", name)
+        if shorter == name:
+            return None
+        name = shorter
+    return name
 
 
 def mlflow_name(name: str) -> str:

@@ -179,8 +179,9 @@ class Experiment(Section):
     task: Component | None = None
     """A pipeline.tasks.Task, for batches other than (inputs, targets) or losses other than a mean over samples."""
     metrics: Mapping[str, Component] = {}
-    """torchmetrics metrics of the validation set, by name. They compute a number, a number per class, or a ROC or
-    precision-recall curve, which the last evaluation writes to metrics/NAME.csv and .png."""
+    """torchmetrics metrics of the validation set, by name. They compute a number, a number per class (NAME_0), a
+    confusion matrix (NAME_true_0_predicted_1), or a ROC or precision-recall curve, which the last evaluation writes to
+    metrics/NAME.csv and .png."""
     optimizer: Optimizer
     """Any callable (parameters of model, loss and task) -> optimizer, with ``groups`` for parameters with settings of
     their own. torch's SGD, Adam and AdamW run fused unless ``fused: false`` is given. An optimizer with train() and

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -139,7 +140,7 @@ def read(results: Mapping[str, Any], metrics: "Mapping[str, Metric]") -> Reading
         elif metric is not None and has_threshold(metric, result):
             readings.values.update(_numbered(name, result[0]) | _numbered(f"{name}_threshold", result[1]))
         elif isinstance(result, Tensor | float | int):
-            readings.values.update(_numbered(name, result))
+            readings.values.update(_numbered(name, result, axes=_axes(metric, result)))
         else:
             problems.append(_without_number(name, result, metric))
     if problems:
@@ -147,10 +148,26 @@ def read(results: Mapping[str, Any], metrics: "Mapping[str, Metric]") -> Reading
     return readings
 
 
-def _numbered(name: str, result: Tensor | float) -> dict[str, float]:
+def _numbered(name: str, result: Tensor | float, *, axes: tuple[str, ...] = ()) -> dict[str, float]:
+    """Return the numbers of a result: one, or one for each class or entry, with its index in each dimension."""
     if not isinstance(result, Tensor) or result.numel() == 1:
         return {name: float(result)}
-    return {f"{name}_{i}": float(value) for i, value in enumerate(result.flatten())}  # one for each class
+    axes = axes or ("_",) * result.ndim
+    values = {}
+    for index in product(*map(range, result.shape)):
+        values["".join([name, *(f"{axis}{i}" for axis, i in zip(axes, index, strict=True))])] = float(result[index])
+    return values
+
+
+def _axes(metric: "Metric | None", result: Tensor | float) -> tuple[str, ...]:
+    """Return the parts of names before the indices of a confusion matrix, or of one for each label; else ()."""
+    if not isinstance(result, Tensor) or result.ndim < 2:
+        return ()
+    from torchmetrics.classification import BinaryConfusionMatrix, MulticlassConfusionMatrix, MultilabelConfusionMatrix
+
+    if not isinstance(metric, BinaryConfusionMatrix | MulticlassConfusionMatrix | MultilabelConfusionMatrix):
+        return ()
+    return ("_",) * (result.ndim - 2) + ("_true_", "_predicted_")
 
 
 def _without_number(name: str, result: object, metric: "Metric | None") -> Problem:

@@ -64,7 +64,8 @@ def test_tabular_tries_itself_with_a_test_set() -> None:
     )  # fmt: skip
     kept = toys.Kept()
     assert train(trial, rank=Rank(), outbox=kept).steps == 2
-    table = [kept.series(f"test/confusion_{number}")[0] for number in range(4)]
+    names = [f"test/confusion_true_{true}_predicted_{predicted}" for true in range(2) for predicted in range(2)]
+    table = [kept.series(name)[0] for name in names]
     assert (sum(table[:2]), sum(table[2:])) == (42, 71)
     assert kept.series("test/recall_0") == [pytest.approx(table[0] / 42)]
 

@@ -11,17 +11,20 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import toys
+from torchmetrics import classification
 from typer.testing import CliRunner
 
 from pipeline import cli
 from pipeline.commands import run as runner
 from pipeline.commands.sweep import planning
+from pipeline.config import reported
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.targets import BUILT_IN
 from pipeline.driver import preflight
 from pipeline.errors import ExperimentError, NonFiniteError, TrainingError
 from pipeline.protocol.events import ArtifactSaved, Warned
 from pipeline.recording.terminal import Terminal
+from pipeline.training import metrics as metrics_of
 from pipeline.training.checkpoints.manifest import entries, step_of, verify
 from pipeline.training.checkpoints.storage import Storage
 
@@ -220,6 +223,28 @@ class TestWhatMetricsCompute:
         )
         names = [f"validation/recall{part}_{i}" for part in ("", "_threshold") for i in range(3)]
         assert set(result.metrics) >= set(names)
+
+    def test_an_entry_of_a_matrix_is_named_by_both_classes(self) -> None:
+        metrics = {
+            name: getattr(classification, kind)(**arguments)
+            for name, kind, arguments in (
+                ("table", "MulticlassConfusionMatrix", {"num_classes": 3}),
+                ("labels", "MultilabelConfusionMatrix", {"num_labels": 2}),
+                ("scores", "MulticlassStatScores", {"num_classes": 3, "average": None}),
+                ("jaccard", "MulticlassJaccardIndex", {"num_classes": 3, "average": None}),
+            )
+        }
+        results = {
+            "table": torch.arange(9).reshape(3, 3), "labels": torch.arange(8).reshape(2, 2, 2),
+            "scores": torch.arange(15).reshape(3, 5), "jaccard": torch.arange(3),
+        }  # fmt: skip
+        values = metrics_of.read(results, metrics).values
+        assert values["table_true_0_predicted_1"] == 1.0
+        assert values["table_true_2_predicted_0"] == 6.0
+        assert values["labels_1_true_0_predicted_1"] == 5.0
+        assert (values["scores_1_4"], values["jaccard_2"], len(values)) == (9.0, 2.0, 9 + 8 + 15 + 3)
+        assert {reported.source_of(f"validation/{name}", metrics) for name in values} == set(metrics)
+        assert reported.source_of("validation/table_0x", metrics) is None
 
     @pytest.mark.parametrize(
         ("sections", "said"),
