@@ -18,7 +18,7 @@ from cookiecutter.exceptions import FailedHookException
 from jinja2 import Environment
 from jinja2.ext import Extension
 
-MODELS = {"table": ("mlp", "own"), "text": ("transformer", "own")}
+MODELS = {"table": ("mlp", "own"), "table_classes": ("mlp", "own"), "text": ("transformer", "own")}
 """Models that support the data; all models support images."""
 TAKEN = {"pipeline", "src", "test", "tests", "conftest", "experiments", "docker", "notebooks"}
 STORE = re.compile(r"sqlite:///[\w./-]+|https?://[\w.-]+(:\d+)?(/[\w./-]*)?")

@@ -43,7 +43,7 @@ def expected(project: Baked) -> set[str]:
         files |= {".dockerignore", "docker/Dockerfile", "docker/compose.yaml"}
     if project.template == "ddp-project":
         files.add(f"src/{project.package}/predict.py")
-    if (example := {"image_folder": "images", "table": "table"}.get(project.answers.get("data", ""))) is not None:
+    if (example := {"image_folder": "images", "table": "table", "table_classes": "table"}.get(project.answers.get("data", ""))) is not None:
         files.add(f"src/{project.package}/example_{example}.py")
     return files
 
@@ -162,6 +162,8 @@ def test_the_answers_are_in_the_first_experiment(baked: tuple[Baked, ...]) -> No
         assert first["parallel"]["strategy"] == project.answers["strategy"]
         assert first["parallel"]["launcher"] == project.answers.get("launcher", "inprocess")
         assert first["parallel"].get("workers", 1) == int(project.answers.get("workers", "1"))
+        length = project.answers.get("length", "epochs")
+        assert [name in first["train"] for name in ("epochs", "steps")] == [length == "epochs", length == "steps"]
         assert first["train"]["precision"] == project.answers["precision"]
         assert project.answers["mlflow_store"] in first["tracking"]["uri"]
 
@@ -173,7 +175,7 @@ def test_types_of_models_and_data(baked: tuple[Baked, ...], tmp_path: Path) -> N
     succeed(tmp_path, "mypy", "--config-file", config, "--cache-dir", _cache(baked), *sources)
 
 
-@pytest.mark.parametrize("data", [None, "digits", "cifar10", "image_folder", "table", "text", "own"])
+@pytest.mark.parametrize("data", [None, "digits", "cifar10", "image_folder", "table", "table_classes", "text", "own"])
 def test_types_of_a_whole_project(baked: tuple[Baked, ...], data: str | None) -> None:
     """One for each form of the tests; the prototype has no data to choose."""
     project = next(project for project in baked if project.answers.get("data") == data)
@@ -191,6 +193,8 @@ OWN_TESTS = [
     ("cifar10", "transformer"),
     ("table", "mlp"),
     ("table", "own"),
+    ("table_classes", "mlp"),
+    ("table_classes", "own"),
     ("text", "own"),
     ("image_folder", "mlp"),
     ("image_folder", "resnet"),
@@ -265,14 +269,18 @@ def test_example_images_are_written_for_a_folder_of_images(baked: tuple[Baked, .
     assert len(list((tmp_path / "images").glob("*/*.png"))) == 1797
 
 
-def test_an_example_table_has_the_columns_that_are_read(baked: tuple[Baked, ...], tmp_path: Path) -> None:
-    project = next(project for project in baked if project.answers.get("data") == "table")
+@pytest.mark.parametrize(("data", "rows"), [("table", 442), ("table_classes", 178)])
+def test_an_example_table_has_the_columns_that_are_read(
+    baked: tuple[Baked, ...], tmp_path: Path, data: str, rows: int
+) -> None:
+    project = next(project for project in baked if project.answers.get("data") == data)
     path = {"PYTHONPATH": str(project.folder / "src")}
 
     succeed(tmp_path, sys.executable, "-m", f"{project.package}.example_table", tmp_path / "table.csv", **path)
     printed = succeed(tmp_path, sys.executable, "-m", f"{project.package}.data", tmp_path / "table.csv", **path)
 
-    assert len((tmp_path / "table.csv").read_text().splitlines()) == 443
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 1 + rows
+    assert ("# grape: " in printed) == (data == "table_classes")
     source = (project.folder / "src" / project.package / "data.py").read_text()
     for name, mean, deviation in re.findall(r'"(\w+)": \((.+), (.+)\)', printed):
         (written,) = re.findall(rf'"{name}": \((.+), (.+)\)', source)

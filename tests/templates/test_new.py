@@ -32,7 +32,7 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["model=resnett"],
             "'resnett' is not a choice; did you mean resnet?; choose one of resnet, transformer, mlp, own",
         ),
-        (["data=mnist"], "choose one of digits, cifar10, image_folder, table, text, own"),
+        (["data=mnist"], "choose one of digits, cifar10, image_folder, table, table_classes, text, own"),
         (["strategy=fsdp"], "choose one of ddp, dp, single"),
         (["launcher=slurm"], "choose one of ray, torchrun, inprocess"),
         (["precision=int8"], "choose one of fp32, bf16, fp16, fp64"),
@@ -228,7 +228,7 @@ def test_questions_are_asked(tmp_path: Path) -> None:
 
 
 def test_the_menu_begins_with_a_model_that_takes_the_data(tmp_path: Path) -> None:
-    answers = ["1", "Rows", "", "4", *[""] * 7]  # template, project, package, data, all others
+    answers = ["1", "Rows", "", "4", *[""] * 8]  # template, project, package, data, all others
     lines = "\\n".join(answers)
     out = succeed(tmp_path, "sh", "-c", f"printf '{lines}\\n' | {sys.executable} -m pipeline new", **CHECKOUT)
 
@@ -297,7 +297,7 @@ class TestCookiecutter:
 
         assert done.returncode == 1
         assert done.stdout.splitlines() == [
-            "error: data: 'csv' is not a choice; write one of digits, cifar10, image_folder, table, text, own",
+            "error: data: 'csv' is not a choice; write one of digits, cifar10, image_folder, table, table_classes, text, own",
             "error: docker: 'maybe' is not a choice; write one of no, yes",
         ]
         assert done.stderr == ""

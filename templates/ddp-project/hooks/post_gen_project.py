@@ -76,7 +76,7 @@ def _unwanted(answers: Mapping[str, str]) -> Iterator[str]:
     if answers.get("docker") == "no":
         yield from ("docker", ".dockerignore")
     for data, name in (("image_folder", "example_images"), ("table", "example_table")):
-        if answers.get("data", data) != data:
+        if not answers.get("data", data).startswith(data):
             yield f"src/{answers['package_name']}/{name}.py"
 
 

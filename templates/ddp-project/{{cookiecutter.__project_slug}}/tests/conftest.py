@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 {% endif -%}
 from pipeline import Experiment, Parts, RunResult, run
-{%- if cookiecutter.data == "table" %}
+{%- if cookiecutter.data.startswith("table") %}
 
 from {{ cookiecutter.package_name }} import example_table
 {%- endif %}
@@ -49,7 +49,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         file.parent.mkdir(exist_ok=True)
         Image.fromarray(pixels).save(file)
     return [f"data.directory={folder}"]
-{% elif cookiecutter.data == "table" -%}
+{% elif cookiecutter.data.startswith("table") -%}
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The example table, so that the tests don't depend on what lies in data."""
     path = tmp_path_factory.mktemp("data") / "table.csv"

@@ -1,26 +1,28 @@
 """Answers of the trained model for new data."""
 
+{% if cookiecutter.data.startswith("table") -%}
 {% if cookiecutter.data == "table" -%}
 import math
+{% endif -%}
 from pathlib import Path
 
 {% endif -%}
-{% if cookiecutter.data == "table" -%}
+{% if cookiecutter.data.startswith("table") -%}
 import pytest
 {% elif cookiecutter.data != "text" -%}
 from PIL import Image
 {% endif -%}
 from pipeline import RunResult, Trained
 
-{% if cookiecutter.data == "table" -%}
-from {{ cookiecutter.package_name }}.data import COLUMNS
+{% if cookiecutter.data.startswith("table") -%}
+from {{ cookiecutter.package_name }}.data import {{ "CLASSES, " if cookiecutter.data == "table_classes" }}COLUMNS
 {% elif cookiecutter.data != "text" and cookiecutter.data != "image_folder" -%}
 from {{ cookiecutter.package_name }}.data import CLASSES
 {% endif -%}
 from {{ cookiecutter.package_name }}.predict import predict
 
 
-{% if cookiecutter.data == "table" -%}
+{% if cookiecutter.data.startswith("table") -%}
 def test_a_row_without_its_target(trained: RunResult, tmp_path: Path) -> None:
     rows = tmp_path / "new.csv"
     means = [str(mean) for mean, _ in COLUMNS.values()]
@@ -29,7 +31,13 @@ def test_a_row_without_its_target(trained: RunResult, tmp_path: Path) -> None:
     answers = predict(Trained.load(trained.folder), rows)
 
     assert len(answers) == 1
+{%- if cookiecutter.data == "table" %}
     assert all(map(math.isfinite, answers[0]))
+{%- else %}
+    name, probability = answers[0]
+    assert name in CLASSES
+    assert 0 < probability <= 1
+{%- endif %}
 
 
 def test_an_empty_value_is_named(trained: RunResult, tmp_path: Path) -> None:

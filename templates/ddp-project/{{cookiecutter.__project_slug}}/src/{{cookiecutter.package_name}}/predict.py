@@ -1,2 +1,2 @@
-{% set answers = {"table": "table", "text": "text"}.get(cookiecutter.data, "images") -%}
+{% set answers = {"table": "table", "table_classes": "table_classes", "text": "text"}.get(cookiecutter.data, "images") -%}
 {% include "predict/" ~ answers ~ ".py" -%}

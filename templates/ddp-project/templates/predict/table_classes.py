@@ -1,0 +1,41 @@
+"""Answers of a trained model for new rows of a table.
+
+python -m {{ cookiecutter.package_name }}.predict new.csv > answers.csv
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from pipeline import Trained
+from pipeline.errors import PipelineError
+
+from {{ cookiecutter.package_name }}.data import CLASSES, TARGET, read
+
+
+def predict(trained: Trained, path: str | Path) -> list[tuple[str, float]]:
+    """Return the most probable class of each row of a CSV file, with its probability."""
+    with torch.no_grad():
+        probabilities, numbers = trained.model.float()(read(path)).softmax(1).max(1)
+    return [(CLASSES[number], one) for number, one in zip(numbers.tolist(), probabilities.tolist(), strict=True)]
+
+
+def main() -> None:
+    """Print the answers of a run's model."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("path", help="CSV file with the columns of the training's, without the class")
+    parser.add_argument("--run", default="latest", help="part of a run's id, or its folder; default: the latest run")
+    arguments = parser.parse_args()
+    try:
+        trained = Trained.load(arguments.run)
+        answers = predict(trained, arguments.path)
+        print(f"answers of {trained.folder}:", file=sys.stderr)
+        for line in ((TARGET, "probability"), *answers):
+            print(",".join(map(str, line)))
+    except (OSError, ValueError, PipelineError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
