@@ -7,7 +7,7 @@ EXPERIMENT ?= experiments/resnet.yaml
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 GATE := lint unit contract replay journeys
-REST := integration faults cluster docs templates fuzz docker browser
+REST := integration faults cluster docs templates fuzz docker browser gpu
 
 .DEFAULT_GOAL := help
 
@@ -29,7 +29,7 @@ lint: $(STAMP)  ## Format, style, types and layers alone, in half a minute
 test-all: $(STAMP)  ## What make test has no time for, part by part; make test-faults and so on run one of them
 	@$(BIN)/python tests/tiers.py $(REST)
 
-test-unit test-contract test-replay test-journeys test-integration test-faults test-cluster test-docs test-templates test-fuzz: $(STAMP)
+test-unit test-contract test-replay test-journeys test-integration test-faults test-cluster test-docs test-templates test-fuzz test-gpu: $(STAMP)
 	@$(BIN)/python tests/tiers.py $(@:test-%=%)
 
 test-the-tests: $(STAMP)  ## Put faults into a copy of the tree, one at a time, and say which test of make test noticed; ten minutes
@@ -67,6 +67,12 @@ bench-more: $(STAMP)  ## Reported speedups against a script, first steps taken a
 	$(BIN)/python benchmarks/driver_scale.py
 	$(BIN)/python benchmarks/driver_scale.py --tracked --points 1000000
 
+gpu: $(STAMP)  ## What a CUDA GPU proves: its tests, ResNet-50 and a GPT beside a script; half an hour; docs/gpu.md
+	$(BIN)/python benchmarks/gpu.py --tests
+
+gpu-kit: $(STAMP)  ## A folder that runs these tests and benchmarks on a machine with torch and a GPU, but no network
+	$(BIN)/python benchmarks/gpu_kit.py build/gpu-kit
+
 schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors look for it, and docs/keys.md
 	for folder in experiments templates/*/*/experiments; do $(BIN)/pipeline schema > "$$folder/experiment.schema.json"; done
 	$(BIN)/python docs/keys_page.py > docs/keys.md
@@ -92,4 +98,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(INSTALL) '.[dev]'
 	touch $(STAMP) $(RUNS)
 
-.PHONY: help run ui lint test test-all test-the-tests test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more schema docs install clean
+.PHONY: help run ui lint test test-all test-the-tests test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more gpu gpu-kit schema docs install clean

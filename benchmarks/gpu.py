@@ -1,25 +1,31 @@
 """ResNet-50 and GPT-2 small on one GPU: pipeline beside a script written by hand, in one process and in turn.
 
     python benchmarks/gpu.py                       # on a machine with a CUDA GPU; some ten minutes
+    python benchmarks/gpu.py --tests               # after the tests in tests/gpu: `make gpu`
     python benchmarks/gpu.py --device cpu --tiny   # that all of it works: seconds, the figures mean nothing
 
 bf16 by autocast, images in channels_last, with and without torch.compile. For each: samples/s and their spread, the
 share of the matmul peak that the model's own operations come to (MFU; the peak is measured on the same device), peak
-memory, and for pipeline how long a step waits for data. Needs torch, and of this project's dependencies neither Ray nor
-MLflow: pipeline trains in this process through its launcher `inprocess` with a journal. Writes results/gpu.json.
+memory, and for pipeline how long a step waits for data, and the utilization. Needs torch, and of this project's dependencies neither Ray nor
+MLflow: pipeline trains in this process through its launcher `inprocess` with a journal. Writes results/gpu.json and the
+table of docs/gpu.md, or with --out both into another folder.
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from contextlib import closing
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import gpu_page
 import torch
 from gpu_work import CASES, TINY, Case
 from pydantic import BaseModel
@@ -59,6 +65,10 @@ class Figures(BaseModel):
     """Of the device; on CPU of this process, both ways together."""
     data_wait_ms: float | None = None
     """What the loader adds to a step, as pipeline measures it."""
+    data_wait_share: float | None = None
+    """The same as a part of the step's time."""
+    utilization: float | None = None
+    """Percent of the time in which a kernel ran."""
     first_losses: list[float]
     """Of a few steps; both ways begin with the same weights, but deal batches in another order."""
 
@@ -69,10 +79,13 @@ class Result(BaseModel):
     device: str
     torch: str
     tiny: bool
+    date: str
     peak_tflops: float
     """Of a bf16 matmul."""
     remarks: list[str]
     figures: list[Figures]
+    tests: dict[str, str]
+    """Outcome of each test of tests/gpu by name: passed, failed or skipped with its reason; empty if they didn't run."""
 
 
 def main() -> int:
@@ -82,7 +95,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small models, few steps")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json")
+    parser.add_argument("--tests", action="store_true", help="run tests/gpu first")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and its table")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA GPU here; try --device cpu --tiny", file=sys.stderr)
@@ -90,10 +104,33 @@ def main() -> int:
     if arguments.device == "cpu" and not arguments.tiny:
         print("ResNet-50 and GPT-2 take hours on a CPU; add --tiny", file=sys.stderr)
         return 2
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    tests = tested(arguments.out / "gpu-tests.xml") if arguments.tests else {}
     result = measure(arguments.device, tiny=arguments.tiny, rounds=arguments.rounds, eager=arguments.eager)
+    result = result.model_copy(update={"tests": tests})
     (arguments.out / "gpu.json").write_text(result.model_dump_json(indent=1) + "\n")
-    print(page(result))
-    return 0
+    if arguments.out == RESULTS:
+        gpu_page.update(gpu_page.PAGE, result.model_dump())
+    else:
+        (arguments.out / "gpu.md").write_text(gpu_page.table(result.model_dump()))
+    print(page(result), gpu_page.table(result.model_dump()), sep="\n\n")
+    return int(any(outcome.startswith(("failed", "error")) for outcome in tests.values()))
+
+
+def tested(results: Path) -> dict[str, str]:
+    """Run the tests that need a GPU in a process of their own; return their outcomes by name."""
+    root = Path(__file__).parents[1]
+    line = ["-m", "pytest", "--noconftest", "-o", "filterwarnings=default", f"--junitxml={results}", "tests/gpu"]
+    subprocess.run([sys.executable, *line], cwd=root, check=False)
+    if not results.is_file():
+        return {"tests/gpu": "error: pytest wrote no results"}
+    return dict(map(_outcome, ElementTree.parse(results).iter("testcase")))
+
+
+def _outcome(case: ElementTree.Element) -> tuple[str, str]:
+    words = {"failure": "failed", "error": "error", "skipped": "skipped"}
+    told = [f"{words[part.tag]}: {part.get('message', '').splitlines()[0]}" for part in case if part.tag in words]
+    return case.get("name", ""), told[0] if told else "passed"
 
 
 def measure(device: str, *, tiny: bool, rounds: int, eager: bool) -> Result:
@@ -117,7 +154,14 @@ def measure(device: str, *, tiny: bool, rounds: int, eager: bool) -> Result:
                 figures.append(parts[-1].model_copy(update={"samples_per_second": windows, "mfu": mfu}))
     shown = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     return Result(
-        device=shown, torch=torch.__version__, tiny=tiny, peak_tflops=peak / 1e12, remarks=remarks, figures=figures
+        device=shown,
+        torch=torch.__version__,
+        tiny=tiny,
+        date=date.today().isoformat(),
+        peak_tflops=peak / 1e12,
+        remarks=remarks,
+        figures=figures,
+        tests={},
     )
 
 
@@ -219,6 +263,8 @@ def ours(name: str, case: Case, *, device: str, compiled: bool, tiny: bool) -> F
         mfu=0.0,
         peak_memory_mb=max(result.peak_memory_mb),
         data_wait_ms=result.parts.data_wait_ms,
+        data_wait_share=result.parts.data_wait_ms / result.step_ms.median,
+        utilization=result.gpu_utilization[0] if result.gpu_utilization else None,
         first_losses=list(result.losses),
     )
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,9 @@ def test_the_gpu_benchmark_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
         first, second = (f["mfu"] / median(f["samples_per_second"]) for f in (one, other))
         assert first == pytest.approx(second)
         assert one["first_losses"][0] == pytest.approx(other["first_losses"][0], rel=0.3)
+    rows = [line for line in (tmp_path / "gpu.md").read_text().splitlines() if line.startswith("| ResNet-50")]
+    assert [row.endswith("| not run |") for row in rows] == [False] * 4 + [True] * 4  # eager ones alone
+    assert re.search(r"throughput \| 1\.00x of a script \| [\d.]+x \([\d.]+ to [\d.]+ in 1 rounds\) \|", rows[0])
 
 
 def test_a_thousand_ranks_lose_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""The table of docs/gpu.md: what a GPU has to prove, and what benchmarks/results/gpu.json says of it.
+
+    python benchmarks/gpu_page.py      # write it again, from results/gpu.json, or without that file "not run"
+
+`benchmarks/gpu.py` calls it when it has measured.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+RESULT = Path(__file__).parent / "results" / "gpu.json"
+BEGIN, END = "<!-- begin: benchmarks/gpu_page.py -->\n", "<!-- end -->\n"
+NOT_RUN = "not run"
+CASES = {"ResNet-50": "ResNet-50, bf16, channels_last", "GPT-2 small": "GPT of 124 million parameters, bf16"}
+WINDOWS = 3
+"""Windows of each way in a round."""
+TESTS = {
+    "test_ranks_over_nccl_train_as_one_process": "ddp and fsdp over NCCL train what one process trains, in fp64",
+    "test_offloaded_shards_train_as_one_process": "fsdp with `cpu_offload` trains what one process trains",
+    "test_fp16_leaves_out_steps_until_the_scale_fits": "fp16: steps that overflow are left out until the scale fits",
+    "test_bf16_in_channels_last_trains_as_fp32": "bf16 in channels_last, compiled and not, has the losses of fp32",
+    "test_peak_memory_is_that_of_torch": "peak memory is torch's own figure",
+    "test_a_batch_size_ends_at_the_memory_of_the_gpu": "`tune-batch` ends at a real out-of-memory error",
+    "test_utilization_and_energy_are_read": "utilization and energy are read",
+}
+"""Claims by the name of the test in tests/gpu/test_gpu.py."""
+
+
+def table(result: Mapping[str, Any] | None) -> str:
+    """Return the table in Markdown; without a result each claim is "not run"."""
+    head = ["| | needed | found |", "|---|---|---|"]
+    where = []
+    if result:
+        tiny = "; tiny: the figures mean nothing" if result["tiny"] else ""
+        where = [f"{result['device']}, torch {result['torch']}, {result['date']}{tiny}:", ""]
+    return "\n".join([*where, *head, *_speeds(result), *_tests(result["tests"] if result else {}), ""])
+
+
+def _speeds(result: Mapping[str, Any] | None) -> Iterator[str]:
+    figures = {(one["case"], one["compiled"], one["who"]): one for one in result["figures"]} if result else {}
+    for case, shown in CASES.items():
+        for compiled in (False, True):
+            own, other = (figures.get((case, compiled, who)) for who in ("pipeline", "bare"))
+            found = _compared(own, other) if own and other else [NOT_RUN] * 4
+            name = f"{shown}{', compiled' if compiled else ''}"
+            needed = ("1.00x of a script", "named", "hidden behind the step", "that of the script")
+            for what, need, value in zip(
+                ("throughput", "MFU", "wait for data", "peak memory"), needed, found, strict=True
+            ):
+                yield f"| {name}: {what} | {need} | {value} |"
+
+
+def _compared(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    ratios = [one / two for one, two in zip(_rounds(own), _rounds(other), strict=True)]
+    wait = own["data_wait_share"]
+    used = "" if own["utilization"] is None else f", utilization {own['utilization']:.0f}%"
+    return [
+        f"{median(ratios):.3f}x ({min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds)",
+        f"{own['mfu']:.1%} (script {other['mfu']:.1%}) of the measured bf16 peak{used}",
+        NOT_RUN if wait is None else f"{wait:.1%} of a step",
+        f"{own['peak_memory_mb']:,.0f} MB (script {other['peak_memory_mb']:,.0f} MB)",
+    ]
+
+
+def _rounds(figures: Mapping[str, Any]) -> list[float]:
+    windows = figures["samples_per_second"]
+    return [median(windows[first : first + WINDOWS]) for first in range(0, len(windows), WINDOWS)]
+
+
+def _tests(outcomes: Mapping[str, str]) -> Iterator[str]:
+    for name, claim in TESTS.items():
+        found = [outcome for each, outcome in outcomes.items() if each.partition("[")[0] == name]
+        told = ", ".join(dict.fromkeys(found)).replace("|", "/") if found else NOT_RUN
+        yield f"| {claim} | passes | {told} |"
+
+
+def update(page: Path, result: Mapping[str, Any] | None) -> None:
+    """Replace the table in a page, between its marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}{table(result)}{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    update(PAGE, json.loads(RESULT.read_text()) if RESULT.is_file() else None)

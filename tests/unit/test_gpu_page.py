@@ -1,0 +1,67 @@
+"""What a GPU proves: the table of docs/gpu.md, from results or without them; what the kit for such a machine holds."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu_page(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("gpu_page")
+
+
+def test_the_page_has_what_was_found_and_the_readme_says_what_was_not(gpu_page: Any) -> None:
+    result = json.loads(gpu_page.RESULT.read_text()) if gpu_page.RESULT.is_file() else None
+    page = gpu_page.PAGE.read_text()
+    assert page.partition(gpu_page.BEGIN)[2].partition(gpu_page.END)[0] == gpu_page.table(result)
+    head = "\n".join((ROOT / "README.md").read_text().splitlines()[:5])
+    assert ("Nobody has run this on a GPU yet" in page) == ("No GPU was seen yet" in head) == (result is None)
+
+
+def test_every_test_of_a_gpu_has_its_claim(gpu_page: Any) -> None:
+    source = (ROOT / "tests" / "gpu" / "test_gpu.py").read_text()
+    assert set(re.findall(r"(?m)^def (test_\w+)", source)) == set(gpu_page.TESTS)
+
+
+def test_a_result_becomes_rows(gpu_page: Any) -> None:
+    def figures(who: str, speeds: list[float], **more: Any) -> dict[str, Any]:
+        shared = {"case": "GPT-2 small", "compiled": True, "mfu": 0.4, "peak_memory_mb": 9000.0, "utilization": None}
+        return {**shared, "who": who, "samples_per_second": speeds, "data_wait_share": None, **more}
+
+    own = figures("pipeline", [99, 100, 101, 198, 202, 204], data_wait_share=0.002, utilization=98.0)
+    result = {
+        "device": "A", "torch": "2", "date": "2026-01-01", "tiny": False,
+        "figures": [figures("bare", [100, 100, 100, 200, 200, 200]), own],
+        "tests": {
+            "test_ranks_over_nccl_train_as_one_process[1-ddp]": "passed",
+            "test_ranks_over_nccl_train_as_one_process[2-ddp]": "skipped: one GPU",
+            "test_peak_memory_is_that_of_torch": "failed: 1 | 2",
+        },
+    }  # fmt: skip
+    table = gpu_page.table(result)
+    assert table.startswith("A, torch 2, 2026-01-01:\n\n| |")
+    for row in (
+        "bf16, compiled: throughput | 1.00x of a script | 1.005x (1.000 to 1.010 in 2 rounds) |",
+        "bf16, compiled: MFU | named | 40.0% (script 40.0%) of the measured bf16 peak, utilization 98% |",
+        "bf16, compiled: wait for data | hidden behind the step | 0.2% of a step |",
+        "in fp64 | passes | passed, skipped: one GPU |",
+        "own figure | passes | failed: 1 / 2 |",
+        "| utilization and energy are read | passes | not run |",
+    ):
+        assert row in table
+
+
+def test_the_kit_leaves_out_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    kit = importlib.import_module("gpu_kit")
+    names = kit.closure(kit.NEEDED, python="3.12")
+    assert {"pydantic-core", "lightning-utilities", "antlr4-python3-runtime", "pluggy"} <= set(names)
+    assert not {"torch", "ray", "mlflow", "pandas", "scipy", "scikit-learn", "matplotlib"} & set(names)
+    assert all((ROOT / name).exists() for name in (*kit.PROJECT, *kit.SOURCES))
