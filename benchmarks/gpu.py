@@ -6,9 +6,9 @@
 
 bf16 by autocast, images in channels_last, with and without torch.compile. For each: samples/s and their spread, the
 share of the matmul peak that the model's own operations come to (MFU; the peak is measured on the same device), peak
-memory, and for pipeline how long a step waits for data, and the utilization. Needs torch, and of this project's dependencies neither Ray nor
-MLflow: pipeline trains in this process through its launcher `inprocess` with a journal. Writes results/gpu.json and the
-table of docs/gpu.md, or with --out both into another folder.
+memory, and for pipeline how long a step waits for data, and the utilization. Needs torch, and of this project's
+dependencies neither Ray nor MLflow: pipeline trains in this process through its launcher `inprocess` with a journal.
+Writes results/gpu.json and the table of docs/gpu.md, or with --out both into another folder.
 """
 
 import argparse
@@ -85,7 +85,7 @@ class Result(BaseModel):
     remarks: list[str]
     figures: list[Figures]
     tests: dict[str, str]
-    """Outcome of each test of tests/gpu by name: passed, failed or skipped with its reason; empty if they didn't run."""
+    """Outcomes of tests/gpu by name: passed; failed, error or skipped with the reason; empty if they didn't run."""
 
 
 def main() -> int:

@@ -74,7 +74,8 @@ if [ ! -e "$venv/.ready" ]; then
   touch "$venv/.ready"
 fi
 cd "$kit/source"
-"$venv/bin/python" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, torch.cuda.is_available())'
+"$venv/bin/python" -c 'import torch
+print("torch", torch.__version__, "CUDA", torch.version.cuda, torch.cuda.is_available())'
 case $what in
   tests) exec "$venv/bin/python" -m pytest --noconftest -o filterwarnings=default -m gpu -p no:cacheprovider \\
     --junitxml="$results/gpu-tests.xml" tests/gpu "$@" ;;

@@ -1,7 +1,7 @@
 """The data: a table in a CSV file, a row for each sample, a column for each number, and one with its class.
 
-The example tells the grape of 178 wines by their analysis (Aeberhard and Forina 1991, doi 10.24432/C5PC7J). For your own
-table, write its columns to `COLUMNS`, `TARGET` and `CLASSES`. This prints them as Python:
+The example tells the grape of 178 wines by their analysis (Aeberhard and Forina 1991, doi 10.24432/C5PC7J). For your
+own table, write its columns to `COLUMNS`, `TARGET` and `CLASSES`. This prints them as Python:
 
 python -m {{ cookiecutter.package_name }}.data data/table.csv
 
