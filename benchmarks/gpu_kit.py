@@ -32,6 +32,7 @@ NEEDED = (
     "fsspec",
     "nvidia-ml-py",
     "numpy",
+    "threadpoolctl",
     "pytest",
     "pytest-timeout",
     "hypothesis",

@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Iterator, Mapping
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -153,10 +153,8 @@ def _numbered(name: str, result: Tensor | float, *, axes: tuple[str, ...] = ()) 
     if not isinstance(result, Tensor) or result.numel() == 1:
         return {name: float(result)}
     axes = axes or ("_",) * result.ndim
-    values = {}
-    for index in product(*map(range, result.shape)):
-        values["".join([name, *(f"{axis}{i}" for axis, i in zip(axes, index, strict=True))])] = float(result[index])
-    return values
+    names = ("".join(map(str, chain(*zip(axes, index, strict=True)))) for index in product(*map(range, result.shape)))
+    return {f"{name}{index}": float(value) for index, value in zip(names, result.flatten().tolist(), strict=True)}
 
 
 def _axes(metric: "Metric | None", result: Tensor | float) -> tuple[str, ...]:
