@@ -70,7 +70,7 @@ if [ ! -e "$venv/.ready" ]; then
   # A virtual environment that is the base itself is not seen by the new one's system site packages.
   "$python" -c 'import site; print("\\n".join(site.getsitepackages()))' > \\
     "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-the-machine.pth"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps \\
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --ignore-installed \\
     --find-links "$kit/wheels" --requirement "$kit/requirements.txt"
   touch "$venv/.ready"
 fi
