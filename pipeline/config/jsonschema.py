@@ -51,6 +51,7 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.tasks.LanguageModel",
         "pipeline.tasks.FromModel",
         "pipeline.tasks.contrastive.Contrastive",
+        "pipeline.tasks.loss_terms.LossTerms",
     ),
     "metrics": (
         "torchmetrics.classification.MulticlassAccuracy",

@@ -1,0 +1,90 @@
+"""Detection and segmentation train the same at 1 and 2 workers: the detector of the docs, and masks with unknown pixels."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import toys
+from blocks import blocks
+from ranks import on_ranks
+
+from pipeline.protocol.trial import Rank
+from pipeline.training import loop
+from pipeline.training.loop import train
+
+ROOT = Path(__file__).parents[2]
+DETECTOR = {
+    "model": {"_target_": "mine.shapes.Detector", "width": 2},
+    "data": {"_target_": "mine.shapes.shapes", "samples": 22},
+    "loader": {"collate": {"_target_": "mine.shapes.Collate"}},
+    "loss": None,
+    "metrics": {"found": {"_target_": "toy_detection.Found"}},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "means over images": DETECTOR
+    | {"task": {"_target_": "pipeline.tasks.loss_terms.LossTerms", "weights": {"boxes": 5.0}}},
+    "divided by boxes": DETECTOR
+    | {
+        "model": {"_target_": "toy_detection.by_boxes"},
+        "task": {"_target_": "pipeline.tasks.loss_terms.LossTerms", "divisor": "boxes"},
+    },
+    "segmentation": {
+        "model": {"_target_": "torch.nn.Conv2d", "in_channels": 1, "out_channels": 3, "kernel_size": 3, "padding": 1},
+        "data": {"_target_": "toy_detection.masks"},
+        "loss": {"_target_": "torch.nn.CrossEntropyLoss", "ignore_index": 255},
+        "metrics": {
+            "iou": {
+                "_target_": "torchmetrics.classification.MulticlassJaccardIndex",
+                "num_classes": 3,
+                "ignore_index": 255,
+            }
+        },
+    },
+}
+
+
+def written(folder: Path) -> Path:
+    """Write the modules of the page into a folder."""
+    for block in blocks(ROOT / "docs" / "detection.md", root=ROOT):
+        if block.title.endswith(".py"):
+            (folder / block.title).parent.mkdir(exist_ok=True)
+            (folder / block.title).write_text(block.text + "\n")
+    return folder
+
+
+def _trained(rank: Rank, case: dict[str, Any]) -> dict[str, list[float]]:
+    loop.probe = lambda context, **_: samples.parts(step_ms=5.0)
+    trial = toys.trial(**case, train={"epochs": 2})
+    allowed = (*trial.allowed, "mine", "toy_detection")
+    strategy = "ddp" if rank.world_size > 1 else "single"
+    update = {"allowed": allowed, "strategy": strategy, "workers": rank.world_size}
+    kept = toys.Kept()
+    train(trial.model_copy(update=update), rank=rank, outbox=kept)
+    names = {point.name for event in kept.events if event.kind == "metrics" for point in event.points}
+    return {name: kept.series(name) for name in sorted(names) if "per_second" not in name}
+
+
+def _as_one(rank: Rank, folder: str, expected: dict[str, dict[str, list[float]]]) -> None:
+    sys.path.insert(0, folder)
+    for name, wanted in expected.items():
+        found = _trained(rank, CASES[name])
+        if rank.is_first:
+            assert found.keys() == wanted.keys()
+            for series, values in wanted.items():
+                assert found[series] == pytest.approx(values, abs=1e-11, rel=1e-12), (name, series)
+
+
+def test_two_workers_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(written(tmp_path)))
+    monkeypatch.setattr(loop, "probe", loop.probe)
+    expected = {name: _trained(Rank(), case) for name, case in CASES.items()}
+    sys.modules.pop("mine.shapes")
+    detector = expected["means over images"]
+    assert {"train/boxes", "train/objects", "validation/labels", "validation/found"} <= detector.keys()
+    assert detector["train/loss"][0] == pytest.approx(
+        detector["train/objects"][0] + 5 * detector["train/boxes"][0] + detector["train/labels"][0]
+    )
+    assert "validation/iou" in expected["segmentation"]
+    on_ranks(_as_one, str(tmp_path), expected, folder=tmp_path)

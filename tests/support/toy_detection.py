@@ -1,0 +1,48 @@
+"""What the tests of detection and segmentation train besides the detector of the docs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchmetrics import Metric
+
+
+def by_boxes() -> nn.Module:
+    """The detector of the docs, with terms that are divided by the number of boxes."""
+    from mine.shapes import Detector  # type: ignore[import-not-found] # written by the test
+
+    class ByBoxes(Detector):  # type: ignore[misc]
+        def terms(self, cells: Tensor, targets: Any) -> dict[str, Tensor]:
+            boxes = sum(len(target["boxes"]) for target in targets)
+            return {name: value * len(cells) / boxes for name, value in super().terms(cells, targets).items()}
+
+    return ByBoxes(width=2)
+
+
+def masks() -> tuple[TensorDataset, TensorDataset]:
+    """Images and masks of three classes, of which some pixels are unknown."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(33, 1, 6, 6, generator=generator)
+    classes = (images[:, 0] > 0).long() + (images[:, 0] > 1).long()
+    unknown = torch.rand(33, 6, 6, generator=generator) < torch.rand(33, 1, 1, generator=generator)
+    classes = classes.masked_fill(unknown, 255)
+    return TensorDataset(images[:22], classes[:22]), TensorDataset(images[22:], classes[22:])
+
+
+class Found(Metric):
+    """Boxes that were found per box that is there, with a list state of all images, as mean average precision has."""
+
+    counts: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("counts", default=[], dist_reduce_fx=None)
+
+    def update(self, outputs: list[Any], targets: list[Any]) -> None:
+        for output, target in zip(outputs, targets, strict=True):
+            self.counts.append(torch.tensor([len(output["boxes"]), len(target["boxes"])]))
+
+    def compute(self) -> Tensor:
+        found, there = torch.stack(self.counts).sum(0)
+        return found / there
