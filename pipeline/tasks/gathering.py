@@ -35,6 +35,9 @@ def gathered(tensor: Tensor) -> Tensor:
     """
     if Pass.current is None:
         return tensor
+    if Pass.current.stands_in is not None:
+        Pass.current.is_used = True
+        return Pass.current.stands_in(tensor)
     batch = Pass.current.batch()
     if batch is None:
         return tensor
@@ -68,15 +71,18 @@ class Pass:
     Args:
         find: returns the global batch, called only if the task gathers; None: the batch is the global batch. Raises
             ExperimentError where there is none.
+        stands_in: called in place of `gathered`, to compute parts of a batch one after the other in one process.
     """
 
-    __slots__ = ("_before", "_find", "_found", "is_used")
+    __slots__ = ("_before", "_find", "_found", "is_used", "stands_in")
 
     current: "Pass | None" = None
     """The pass that is running; None: the task's batch is the global batch."""
 
-    def __init__(self, find: Callable[[], GlobalBatch | None]) -> None:
-        self._find = find
+    def __init__(
+        self, find: Callable[[], GlobalBatch | None], *, stands_in: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._find, self.stands_in = find, stands_in
         self._found: GlobalBatch | None = None
         self._before: Pass | None = None
         self.is_used = False

@@ -50,7 +50,7 @@ def examine(context: TrainContext) -> None:
     A loss that draws random numbers can't be checked and is accepted. So is one that fails on few samples, with a
     warning in `TrainContext.unexamined`: if the mistake isn't in the check, the first step raises it.
 
-    A loss that compares the samples of a global batch with `pipeline.tasks.gathered` is none, and needs no check.
+    Of a loss that compares samples with `pipeline.tasks.gathered` the parts get the rows of the whole batch.
 
     Raises:
         ExperimentError: the loss is a sum, or a step has several micro-batches and the loss isn't their weighted mean.
@@ -58,11 +58,12 @@ def examine(context: TrainContext) -> None:
     if is_known(context.task) and context.experiment.loader.collate is None:
         return
     losses: list[_Loss] = []
-    whole_batch = Pass(lambda: None)
+    rows = _GatheredRows()
+    whole_batch = Pass(lambda: None, stands_in=rows.gathered)
     if (count := min(SAMPLES, context.order.set_size)) > 1:
         try:
             with whole_batch:
-                losses = _tried(context, count)
+                losses = _tried(context, count, rows=rows)
         except ExperimentError:
             raise
         except Exception as error:  # noqa: BLE001 - user code may raise anything
@@ -76,7 +77,7 @@ def examine(context: TrainContext) -> None:
     if context.gives_weight is not False and not (is_known(context.task) or isinstance(context.task, FromModel)):
         context.boundary = Boundary(context.wrapped)
     context.gathers = whole_batch.is_used
-    if losses and not context.gathers:
+    if losses and not rows.is_unlike:  # otherwise the first step raises it
         _judge(context, losses)
 
 
@@ -90,17 +91,43 @@ def _judge(context: TrainContext, losses: Sequence[_Loss]) -> None:
         _refuse(context, whole, parts, tolerance=tolerance)
 
 
-def _tried(context: TrainContext, count: int) -> list[_Loss]:
+def _tried(context: TrainContext, count: int, *, rows: "_GatheredRows") -> list[_Loss]:
     """Compute the losses of a batch, of the same batch with a different seed, and of its two parts."""
     cut = count // 2
     whole = range(count)
     chosen = [(whole, 0), (whole, 1), (range(cut), 0), (range(cut, count), 0)]
     with _as_it_was(context) as module:
         batch = context.batches.read(list(whole))
-        return [
-            _loss(context, module, _part(context, batch, indices), seed=seed, indices=indices)
-            for indices, seed in chosen
-        ]
+        losses = []
+        for indices, seed in chosen:
+            rows.begin(indices, of=count)
+            losses.append(_loss(context, module, _part(context, batch, indices), seed=seed, indices=indices))
+        return losses
+
+
+class _GatheredRows:
+    """Rows that a task gathers from a batch, which its parts then get in place of the rows of other ranks."""
+
+    def __init__(self) -> None:
+        self.is_unlike = False
+        """True if the task gathered something else than a row for each sample, equally often for each part."""
+        self._whole: list[Tensor] = []
+
+    def begin(self, indices: range, *, of: int) -> None:
+        """Begin with these samples of a batch of so many."""
+        self._indices, self._is_whole, self._calls = indices, len(indices) == of, 0
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """Return the rows of the whole batch."""
+        call, self._calls = self._calls, self._calls + 1
+        if self._is_whole:
+            self._whole[call : call + 1] = [tensor]
+        if len(tensor) != len(self._indices) or call >= len(self._whole):
+            self.is_unlike = True
+            return tensor
+        rows = self._whole[call].clone()
+        rows[self._indices.start : self._indices.stop] = tensor
+        return rows
 
 
 def _loss(context: TrainContext, module: nn.Module, batch: Any, *, seed: int, indices: range) -> _Loss:

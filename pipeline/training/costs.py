@@ -39,8 +39,14 @@ def costs(context: TrainContext) -> Costs:
     """Measure the parts of a trial's steps. Collective; takes some seconds.
 
     Raises:
-        ExperimentError: the data is a stream, or has fewer samples than a global batch.
+        ExperimentError: the data is a stream, or has fewer samples than a global batch; the task gathers them.
     """
+    if context.gathers:
+        raise ExperimentError.of(
+            "task",
+            "compares all samples of a global batch (pipeline.tasks.gathered), which each worker does: its cost on "
+            "more workers can't be predicted; measure with pipeline compare",
+        )
     if context.order.is_stream:
         raise ExperimentError.of(
             "data",

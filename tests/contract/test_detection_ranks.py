@@ -63,7 +63,7 @@ def _trained(rank: Rank, case: dict[str, Any]) -> dict[str, list[float]]:
     kept = toys.Kept()
     train(trial.model_copy(update=update), rank=rank, outbox=kept)
     names = {point.name for event in kept.events if event.kind == "metrics" for point in event.points}
-    return {name: kept.series(name) for name in sorted(names) if "per_second" not in name}
+    return {name: kept.series(name) for name in sorted(names) if name.startswith(("train/", "validation/"))}
 
 
 def _as_one(rank: Rank, folder: str, expected: dict[str, dict[str, list[float]]]) -> None:
@@ -71,7 +71,7 @@ def _as_one(rank: Rank, folder: str, expected: dict[str, dict[str, list[float]]]
     for name, wanted in expected.items():
         found = _trained(rank, CASES[name])
         if rank.is_first:
-            assert found.keys() == wanted.keys()
+            assert wanted.keys() <= found.keys()  # besides, how long gradients are exchanged
             for series, values in wanted.items():
                 assert found[series] == pytest.approx(values, abs=1e-11, rel=1e-12), (name, series)
 

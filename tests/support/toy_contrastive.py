@@ -55,6 +55,14 @@ class ByView(Similar):
         return StepOutput(gathered(model(batch[0].flatten(0, 1))).square().mean(), *batch)
 
 
+class AgainstOwn(Similar):
+    """Forgets to gather what it compares with, which no error of a shape tells."""
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        first, second = (model(view) for view in batch[0].unbind(1))
+        return StepOutput((gathered(first) @ second.T).exp().mean().log(), *batch)
+
+
 class InEvaluation(Similar):
     """Gathers in evaluation only, and with more samples than the check has."""
 

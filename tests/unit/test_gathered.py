@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import samples
 import torch
 import toys
 from torch import nn
@@ -11,11 +12,12 @@ from torch.nn import functional
 from pipeline.data import digits, two_views
 from pipeline.errors import ExperimentError
 from pipeline.models import MLP, SimCLR
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial import Probe, Rank
 from pipeline.tasks import gathered
 from pipeline.tasks.contrastive import Contrastive, nt_xent
 from pipeline.tasks.gathering import GlobalBatch, Pass
 from pipeline.tasks.linear_probe import LinearProbe
+from pipeline.training import loop
 from pipeline.training.loop import train
 
 
@@ -51,6 +53,18 @@ def test_outside_of_a_training_the_batch_is_the_global_batch() -> None:
 def test_what_has_no_global_batch_is_refused(task: str, sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         trained(task, **sections)
+
+
+def test_what_is_not_gathered_is_told_before_the_first_step() -> None:
+    with pytest.raises(ExperimentError, match=r"task: is not the mean over the samples .* pipeline\.tasks\.gathered"):
+        trained("AgainstOwn", train={"gradient_accumulation": 2})
+    trained("AgainstOwn")
+
+
+def test_a_prediction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
+    with pytest.raises(ExperimentError, match=r"task: compares all samples .* measure with pipeline compare"):
+        trained("Similar", kind=Probe, max_steps=2)
 
 
 def test_without_communication_own_rows_stand_in_for_those_of_the_others() -> None:
