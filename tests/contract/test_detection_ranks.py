@@ -1,4 +1,4 @@
-"""Detection and segmentation train the same at 1 and 2 workers: the detector of the docs, and masks with unknown pixels."""
+"""Detection and segmentation train the same at 1 and 2 workers: the detector of the docs, and masks with gaps."""
 
 import sys
 from pathlib import Path
