@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, field_serializer, field_validator, model_validator
 
+from pipeline.config import lightning
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.parallel import Parallel
 from pipeline.config.sample_order import OrderOptions
@@ -166,7 +167,8 @@ class Experiment(Section):
     """Seed of the global random generators of torch, NumPy and Python. Each random choice depends only on it and on the
     step, epoch or sample. Generators that your own code creates are not seeded, and not saved in checkpoints."""
     model: Component
-    """Any callable that returns a torch.nn.Module."""
+    """Any callable that returns a torch.nn.Module. Required unless ``task`` is pipeline.tasks.Lightning with a
+    ``module``."""
     data: Component
     """Any callable that returns a training and a validation dataset (map-style; the second may be None), and a test
     dataset if there is one, which is evaluated once, at the end; or pipeline.data.streamed."""
@@ -177,7 +179,9 @@ class Experiment(Section):
     """Any callable (outputs, targets) -> scalar mean over the samples, or a loss of torch (docs/losses.md). Required
     unless ``task`` is given."""
     task: Component | None = None
-    """A pipeline.tasks.Task, for batches other than (inputs, targets) or losses other than a mean over samples."""
+    """A pipeline.tasks.Task, for batches other than (inputs, targets) or losses other than a mean over samples.
+    ``{_target_: pipeline.tasks.Lightning, module: {_target_: mypackage.LitNet}}`` is a LightningModule as it is, in
+    place of ``model``, ``loss``, ``optimizer`` and ``scheduler``."""
     metrics: Mapping[str, Component] = {}
     """torchmetrics metrics of the validation set, by name. They compute a number, a number per class (NAME_0), a
     confusion matrix (NAME_true_0_predicted_1), or a ROC or precision-recall curve, which the last evaluation writes to
@@ -197,6 +201,12 @@ class Experiment(Section):
     tracking: Tracking = Tracking()
     sweep: Sweep | None = None
     """Parameters that ``pipeline sweep`` varies; other commands ignore this section."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_module(cls, value: Any) -> Any:
+        """Fill in the model, optimizer and scheduler that a LightningModule stands for."""
+        return lightning.completed(value)
 
     @model_validator(mode="wrap")
     @classmethod

@@ -39,6 +39,8 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
     problems += also.problems(file.experiment.tracking.also)
+    if not any(problem.key.partition(".")[0] in ("model", "task") for problem in problems):
+        problems += _task_problems(file.experiment, allowed=allowed)
     wrong = {problem.key.partition(".")[0] for problem in problems}
     if "metrics" not in wrong:
         problems += refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
@@ -130,6 +132,13 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
     validation, test = (0 if one is None else loader.length(one, what=name) for name, one in named)
     order = own_order.order_of(experiment, train, samples=samples, allowed=allowed)
     return DataSizes(samples, validation, order.steps_per_epoch, test, order.samples)
+
+
+def _task_problems(experiment: Experiment, *, allowed: tuple[str, ...]) -> Iterator[Problem]:
+    """Find what the task's class finds in an experiment, if it has a method ``problems``."""
+    task = components.resolve(experiment.task, key="task", allowed=allowed) if experiment.task is not None else None
+    if (find := getattr(task, "problems", None)) is not None:
+        yield from find(experiment, components.resolve(experiment.model, key="model", allowed=allowed))
 
 
 def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:

@@ -55,6 +55,13 @@ class Task(Protocol):
         """Compute the loss of a batch, which is collate_fn's result on the model's device."""
 
 
+class InSteps(Task, Protocol):
+    """Task that depends on the place in the training, e.g. for a weight of a term that grows."""
+
+    def begin_step(self, step: int, *, epoch: int, batch: int) -> None:
+        """Begin an optimizer step: steps and epochs done before, and this rank's batches of the epoch."""
+
+
 class Supervised(Task):
     """``loss(model(inputs), targets)`` for batches of (inputs, targets).
 
@@ -223,6 +230,15 @@ class FromModel(Task):
             "name a model with a head that computes it from labels, e.g. pipeline.models.pretrained with task: "
             "sequence-classification",
         )
+
+
+def __getattr__(name: str) -> Any:
+    """Import the adapter of LightningModules when it is asked for; it imports this module."""
+    if name == "Lightning":
+        from pipeline.tasks.lightning import Lightning
+
+        return Lightning
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def is_known(task: object) -> bool:

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -76,8 +76,9 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
         module.eval()
         if context.learned is not None:
             learned.take_from_first(context.learned, rank=context.rank, buffers_only=True)
-        with learned.evaluating(context.learned):
+        with learned.evaluating(context.learned), own_evaluation(context, split=split) as own:
             sums = _over_own_samples(context, module, split=split)
+            names = ("loss", *(context.log_names or ()))
     if context.rank.world_size > 1:
         mark(Phase.WAITING)
         dist.all_reduce(sums)
@@ -85,7 +86,6 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
     weight, *means = sums.tolist()
     if context.gives_weight:
         means = [total / weight if weight else math.nan for total in means]  # the mean of an empty set
-    names = ("loss", *(context.log_names or ()))
     values = {f"{split}/{name}": mean for name, mean in zip(names, means, strict=True)}
     if (collection := context.metrics) is not None:
         merge_lists(collection, rank=context.rank)
@@ -95,8 +95,40 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
             if show is not None:
                 show(name, curve)
         collection.reset()
+    values.update({f"{split}/{name}": value for name, value in own.items()})
     context.wrapped.train()
     return values
+
+
+@contextmanager
+def own_evaluation(context: TrainContext, *, split: Split) -> Iterator[dict[str, float]]:
+    """Let a task with a method ``evaluating`` evaluate in its own way inside the block. Collective.
+
+    It may have other logs there than in training, and metrics of its own among the model's modules, whose paths by log
+    it has returned. Yields their values, which are there after the block.
+    """
+    values: dict[str, float] = {}
+    if (evaluating := getattr(context.task, "evaluating", None)) is None:
+        yield values
+        return
+    in_training, context.log_names = context.log_names, None
+    with evaluating(split) as own:
+        yield values
+    context.log_names = in_training
+    paths = {name: path for part in gather(dict(own), rank=context.rank) for name, path in part.items()}
+    if not paths:
+        return
+    if context.sharded is not None:  # whose ranks evaluate as many batches each, some of them twice
+        message = "logs metrics, which fsdp would update with repeated batches; log their values, or write ddp"
+        raise ExperimentError.of("task", f"{message} ({', '.join(paths)})")
+    from torchmetrics import MetricCollection
+
+    metrics = {name: cast("Metric", context.model.get_submodule(path)) for name, path in sorted(paths.items())}
+    for metric in metrics.values():
+        merge_lists(MetricCollection([metric]), rank=context.rank)
+    values |= read({name: metric.compute() for name, metric in metrics.items()}, metrics).values
+    for metric in metrics.values():
+        metric.reset()
 
 
 @contextmanager

@@ -1,0 +1,336 @@
+"""A LightningModule as it is: its steps, logs, optimizer and scheduler, without Lightning's Trainer.
+
+What a module may not override is in `_REFUSED`; all of the Trainer that it may ask for is in `_Trainer`. This file
+doesn't import lightning: the class that a module derives from tells what it is.
+"""
+
+import dis
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import override
+
+from pipeline.config.lightning import OPTIMIZER
+from pipeline.config.schema import Experiment
+from pipeline.errors import ExperimentError, Problem
+from pipeline.tasks import StepOutput, Task
+
+_PACKAGES = ("lightning", "pytorch_lightning")
+_LOSS = re.compile(r"((val|valid|validation|test)[/_-])?loss")
+"""Names of a log that stands for the loss that a validation_step doesn't return."""
+_DATA = "name a function that returns a training and a validation dataset in data:"
+_CALLBACK = "no key of the file does what it does; write a task of your own (docs/losses.md)"
+_CLIPPING = "write train.clip_grad_norm"
+_DEVICE = "move it into a dataset or loader.collate, which make the batches"
+_BUILD = "build the layers in __init__, which may take arguments from the file"
+_REFUSED: Mapping[str, str] = {
+    "automatic_optimization": "manual optimization isn't supported; return the loss, or write a task for optimizers:",
+    **dict.fromkeys(("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"), _DATA),
+    **dict.fromkeys(("setup", "configure_model", "configure_sharded_model"), _BUILD),
+    "teardown": _CALLBACK,
+    "configure_callbacks": "write checkpoint.best, train.early_stopping or tracking.trackers in place of callbacks",
+    "configure_gradient_clipping": _CLIPPING,
+    "clip_gradients": _CLIPPING,
+    "lr_scheduler_step": "return a scheduler of torch from configure_optimizers",
+    "optimizer_step": "write train.gradient_accumulation, train.lr_scaling or a scheduler with warm-up in its place",
+    "optimizer_zero_grad": "gradients are always set to None; remove it",
+    "backward": _CALLBACK,
+    "on_before_batch_transfer": _DEVICE,
+    "on_after_batch_transfer": _DEVICE,
+    "transfer_batch_to_device": "tensors in tuples, lists and mappings are moved by themselves; remove it",
+    "on_save_checkpoint": "register what it saves as a buffer of the module",
+    "on_load_checkpoint": "register what it loads as a buffer of the module",
+}
+"""Hooks that a module must not override, and what to do instead; nor any that begins with on_, except predict's."""
+
+
+def lightning_module(kind: object) -> type | None:
+    """Return lightning's class that a class derives from; None for other objects."""
+    bases = kind.__mro__ if isinstance(kind, type) else ()
+    named = (one for one in bases if one.__name__ == "LightningModule")
+    return next((one for one in named if one.__module__.partition(".")[0] in _PACKAGES), None)
+
+
+def refused_hooks(kind: type) -> Iterator[str]:
+    """Yield a message for each hook that a LightningModule overrides and that isn't supported."""
+    base = lightning_module(kind)
+    for name in sorted(name for name in dir(base) if name in _REFUSED or _is_callback(name)):
+        if getattr(kind, name) is not getattr(base, name):
+            yield f"{kind.__name__}.{name} isn't supported: {_REFUSED.get(name, _CALLBACK)}"
+    if _sets_manual(kind):
+        yield f"{kind.__name__}.automatic_optimization is False: {_REFUSED['automatic_optimization']}"
+    if kind.training_step is getattr(base, "training_step"):  # type: ignore[attr-defined]  # noqa: B009
+        yield f"{kind.__name__} has no training_step; write one that returns the loss"
+
+
+class Lightning(Task):
+    """Task of a LightningModule: training_step, validation_step and test_step, with ``self.log``.
+
+    The losses are means over samples, as Lightning's are. A log of training_step is reported as train/NAME, one of
+    validation_step as validation/NAME, averaged over the samples of all workers.
+    """
+
+    def __init__(self) -> None:
+        self._trainer = _Trainer()
+        self._split: str | None = None
+        self._calls = 0
+        self._paths: dict[str, str] = {}
+        self._is_checked = False
+
+    @staticmethod
+    def problems(experiment: Experiment, model: object) -> Iterator[Problem]:
+        """Find what the module's class overrides; a function that returns a module is checked when it is built."""
+        if not isinstance(model, type):
+            return
+        if lightning_module(model) is None:
+            yield Problem("model._target_", f"{experiment.model.target} is no LightningModule; remove task:")
+            return
+        yield from (Problem("model._target_", message) for message in refused_hooks(model))
+        configures = model.configure_optimizers is not lightning_module(model).configure_optimizers  # type: ignore
+        own = experiment.optimizer is not None and experiment.optimizer.target == OPTIMIZER
+        if own and not configures:
+            yield Problem("optimizer", f"missing; {model.__name__} has no configure_optimizers; write one of them")
+        if configures and not own:
+            message = f"is given, but {model.__name__}.configure_optimizers makes one, too; remove one of them"
+            yield Problem("optimizer", message)
+
+    def begin_step(self, step: int, *, epoch: int, batch: int) -> None:
+        """Tell the module its place in the training: steps and epochs done, and this rank's batch in the epoch."""
+        self._trainer.global_step, self._trainer.current_epoch, self._calls = step, epoch, batch
+
+    @contextmanager
+    def evaluating(self, split: str) -> Iterator[dict[str, str]]:
+        """Run the module's own step of a split inside the block; yields its metrics' paths in the model by log."""
+        calls, self._calls, self._split, self._paths = self._calls, 0, split, {}
+        try:
+            yield self._paths
+        finally:
+            self._calls, self._split = calls, None
+
+    @override
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Compute the loss of a batch by the module's step."""
+        module = _module_in(model)
+        if not self._is_checked:
+            _check(module)
+            self._is_checked = True
+        logs: dict[str, Tensor] = {}
+        name = f"{self._split or 'training'}_step"
+        own = getattr(type(module), name) is not getattr(lightning_module(type(module)), name)
+        step = getattr(module, name if own else "training_step")
+        arguments = (batch, self._calls)[: _taken(step)]
+        self._calls += 1
+        with _attached(module, self._trainer, self._log(module, logs)):
+            returned = _through(model, module, step, arguments)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if not own:
+            logs.clear()
+        if loss is None and self._split:
+            loss = next((value for key, value in logs.items() if _LOSS.fullmatch(key)), None)
+        if not isinstance(loss, Tensor):
+            _refuse(module, name, f"returned {type(loss).__name__} as its loss; return it, or a dict with loss")
+        if (logged := logs.get("loss")) is not None and torch.equal(logged, loss.detach()):
+            del logs["loss"]  # reported anyway
+        return StepOutput(loss, None, None, logs=logs)
+
+    def _log(self, module: Any, logs: dict[str, Tensor]) -> Callable[..., None]:
+        """Return the module's ``log``, which adds to ``logs``."""
+
+        def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> None:
+            if reduce_fx not in ("mean", torch.mean):
+                _refuse(module, "log", f"of {name} has reduce_fx {reduce_fx}; only means are the same for all workers")
+            if isinstance(value, Mapping):
+                _refuse(module, "log", f"of {name} gets a mapping; write self.log_dict")
+            if isinstance(value, nn.Module):
+                self._add_metric(module, name, value)
+                return
+            value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            logs[name] = value.reshape(()) if value.numel() == 1 else value
+
+        return log
+
+    def _add_metric(self, module: Any, name: str, metric: nn.Module) -> None:
+        if self._split is None:
+            said = f"of {name} gets a metric, which is computed over a whole set; log its value of the batch instead"
+            _refuse(module, "log", f"{said}: self.log({name!r}, self.metric(outputs, targets))")
+        path = next((path for path, one in module.named_modules() if one is metric), None)
+        if path is None:
+            _refuse(module, "log", f"of {name} gets a metric that is no attribute of the module; make it one")
+        self._paths[name] = path
+
+
+class _Trainer:
+    """Stand-in for Lightning's Trainer: the place in the training, and nothing else."""
+
+    barebones = False
+    progress_bar_callback = None
+    sanity_checking = False
+
+    def __init__(self, *, total_steps: int = 0) -> None:
+        self.global_step = self.current_epoch = 0
+        self.estimated_stepping_batches = self.max_steps = total_steps
+
+    @property
+    def world_size(self) -> int:
+        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+    @property
+    def global_rank(self) -> int:
+        return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        message = f"uses self.trainer.{name}, and there is no Trainer; pass what it needs to the module's __init__"
+        raise ExperimentError.of("task", f"the LightningModule {message}")
+
+
+def configured_optimizer(module: Any, *, total_steps: int = 0) -> Optimizer:
+    """Return the optimizer of the module's configure_optimizers, with its scheduler for `configured_scheduler`.
+
+    Raises:
+        ExperimentError: there are several, or the scheduler is advanced in a way that isn't supported.
+    """
+    if not isinstance(module, nn.Module):
+        raise ExperimentError.of("model", "has sparse gradients, which task: Lightning doesn't support; sparse=False")
+    module = _module_in(module)
+    _check(module)
+    with _attached(module, _Trainer(total_steps=total_steps), None):
+        optimizer, scheduler = _divided(module, module.configure_optimizers())
+    optimizer.configured_scheduler = scheduler
+    return optimizer
+
+
+def configured_scheduler(optimizer: Any, *, interval: str) -> Any:
+    """Return the scheduler that came with the module's optimizer; None without one.
+
+    Raises:
+        ExperimentError: it isn't advanced each ``interval``, step or epoch, or in a way that isn't supported.
+    """
+    configuration = optimizer.configured_scheduler
+    if configuration is None:
+        return None
+    scheduler, given = configuration.get("scheduler"), dict(configuration)
+    if given.get("frequency", 1) != 1:
+        message = f"has frequency {given['frequency']}; a scheduler advances each step or each epoch: write 1"
+        raise ExperimentError.of("optimizer", f"configure_optimizers {message}")
+    monitor = given.get("monitor")
+    if isinstance(scheduler, ReduceLROnPlateau) and monitor is not None and not _LOSS.fullmatch(monitor):
+        message = f"monitors {monitor}; ReduceLROnPlateau follows the validation loss: write monitor: val_loss"
+        raise ExperimentError.of("optimizer", f"configure_optimizers {message}")
+    if (own := given.get("interval", "epoch")) != interval and not isinstance(scheduler, ReduceLROnPlateau):
+        message = (
+            f"is {interval}, but configure_optimizers advances the scheduler each {own} (Lightning's default: epoch)"
+        )
+        raise ExperimentError.of("train.scheduler_interval", f"{message}; write {own}")
+    return scheduler
+
+
+def _divided(module: Any, returned: Any) -> tuple[Any, Mapping[str, Any] | None]:
+    """Divide what configure_optimizers returned into one optimizer and the configuration of one scheduler."""
+    schedulers: Any = []
+    if isinstance(returned, Mapping):
+        returned, schedulers = returned.get("optimizer"), returned.get("lr_scheduler", [])
+    elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
+        returned, schedulers = returned
+    optimizers = list(returned) if isinstance(returned, Sequence) else [returned]
+    schedulers = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
+    if len(optimizers) > 1 or len(schedulers) > 1:
+        several = f"{len(optimizers)} optimizers and {len(schedulers)} schedulers"
+        message = f"returns {several}; a LightningModule has one of each: for several write optimizers: and a task"
+        _refuse(module, "configure_optimizers", message)
+    if not isinstance(optimizers[0], Optimizer):
+        _refuse(module, "configure_optimizers", f"returns {type(optimizers[0]).__name__}, not an optimizer of torch")
+    scheduler = schedulers[0] if schedulers else None
+    return optimizers[0], {"scheduler": scheduler} if isinstance(scheduler, LRScheduler) else scheduler
+
+
+def _through(model: nn.Module, module: Any, step: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call a step through the strategy's wrapper, as Lightning does: its forward must see the call.
+
+    The module's ``forward`` is the step for this call only, so that the step can call the module itself.
+    """
+    forward = module.__dict__.get("forward")
+
+    def restore() -> None:
+        module.__dict__.pop("forward", None)
+        if forward is not None:
+            module.__dict__["forward"] = forward
+
+    def redirected(*given: Any) -> Any:
+        restore()
+        return step(*given)
+
+    module.__dict__["forward"] = redirected
+    try:
+        return model(*arguments)
+    finally:
+        restore()
+
+
+@contextmanager
+def _attached(module: Any, trainer: _Trainer, log: Callable[..., None] | None) -> Iterator[None]:
+    """Give a module, and those inside, a trainer and a ``log`` inside the block."""
+    inner = [one for one in module.modules() if lightning_module(type(one)) is not None]
+    for one in inner:
+        one.__dict__["_trainer"] = trainer
+        if log is not None:
+            one.__dict__["log"] = log
+    try:
+        yield
+    finally:
+        for one in inner:
+            one.__dict__["_trainer"] = None
+            one.__dict__.pop("log", None)
+
+
+def _module_in(model: nn.Module) -> Any:
+    """Return the LightningModule that a strategy has wrapped."""
+    found = next((one for one in model.modules() if lightning_module(type(one)) is not None), None)
+    if found is None:
+        raise ExperimentError.of("model", f"is a {type(model).__name__}, not a LightningModule; remove task:")
+    return found
+
+
+def _check(module: Any) -> None:
+    problems = [Problem("model", message) for message in refused_hooks(type(module))]
+    if not problems and not module.automatic_optimization:
+        problems = [Problem("model", f"{type(module).__name__}: {_REFUSED['automatic_optimization']}")]
+    if problems:
+        raise ExperimentError(problems)
+
+
+def _is_callback(name: str) -> bool:
+    return name.startswith("on_") and name != "on_gpu" and "predict" not in name
+
+
+def _taken(step: Callable[..., Any]) -> int:
+    """Return how many of batch and batch_idx a step takes."""
+    code = getattr(step, "__code__", None) or getattr(getattr(step, "__func__", None), "__code__", None)
+    return 2 if code is None or code.co_flags & 0x04 else min(2, code.co_argcount - 1)
+
+
+def _sets_manual(kind: type) -> bool:
+    """Return True if the class's ``__init__`` sets ``self.automatic_optimization = False``."""
+    code = getattr(kind.__init__, "__code__", None)  # type: ignore[misc]
+    seen = list(dis.get_instructions(code)) if code is not None else []
+    return any(
+        one.opname == "STORE_ATTR"
+        and one.argval == "automatic_optimization"
+        and any(before.argval is False for before in seen[max(0, place - 2) : place])
+        for place, one in enumerate(seen)
+    )
+
+
+def _refuse(module: Any, name: str, message: str) -> NoReturn:
+    raise ExperimentError.of("task", f"{type(module).__name__}.{name} {message}")

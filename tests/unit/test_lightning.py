@@ -1,0 +1,109 @@
+"""A LightningModule as it is: what it logs and returns, what is refused by the name of the hook, and where."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+import lit
+import toys
+from lit import TASK, trained
+
+from pipeline.config.jsonschema import experiment_json_schema
+from pipeline.errors import ExperimentError
+from pipeline.tasks import Lightning
+
+
+def test_logs_are_reported_under_their_names_in_training_and_evaluation() -> None:
+    kept = trained()
+    losses = kept.series("train/loss")
+    assert len(losses) == 6
+    assert kept.series("train/train_loss") == losses
+    assert kept.series("train/place") == [0, 1, 2, 103, 104, 105]  # global_step, and 100 times current_epoch
+    assert kept.series("validation/val_loss") == kept.series("validation/loss")
+    assert len(kept.series("validation/val_f1")) == 2
+    rates = kept.series("train/learning_rate")  # configure_optimizers knew the six steps of the training
+    assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
+
+
+def test_an_interval_of_the_module_that_the_file_doesnt_follow_is_refused() -> None:
+    with pytest.raises(ExperimentError, match=r"train.scheduler_interval: is step, but configure_optimizers .*epoch"):
+        trained(arguments={"interval": "epoch"})
+    rates = trained(arguments={"interval": "epoch"}, train={"scheduler_interval": "epoch"}).series(
+        "train/learning_rate"
+    )
+    assert rates[0] == rates[2] == 0.1 > rates[3] == rates[5]
+
+
+def test_several_optimizers_are_refused_with_what_to_write() -> None:
+    with pytest.raises(
+        ExperimentError, match=r"SeveralLit.configure_optimizers returns 2 optimizers.* write optimizers"
+    ):
+        trained("SeveralLit")
+
+
+def test_a_step_without_loss_is_refused() -> None:
+    with pytest.raises(ExperimentError, match=r"SilentLit.validation_step returned NoneType as its loss; return it"):
+        trained("SilentLit")
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module = lit.Lit().train()
+    before = set(vars(module))
+    task: Any = Lightning()
+    output = task(module, toys.classification()[0][:])
+    assert output.loss.requires_grad
+    assert set(vars(module)) == before
+    assert module._trainer is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"module": "HookedLit"}, r"lit.yaml:3: task.module._target_: HookedLit.on_train_epoch_end isn't supported"),
+        ({"module": "HookedLit"}, r"HookedLit.train_dataloader isn't supported: name a function .* in data:"),
+        ({"module": "ManualLit"}, r"ManualLit.automatic_optimization is False: manual optimization isn't supported"),
+        ({"module": "PlainLit"}, r"optimizer: missing; PlainLit has no configure_optimizers"),
+        ({"more": "optimizer: {_target_: torch.optim.SGD, lr: 0.1}"}, r"lit.yaml:5: optimizer: is given, but Lit.conf"),
+        (
+            {"more": "scheduler: {_target_: torch.optim.lr_scheduler.StepLR, step_size: 1}"},
+            r"lit.yaml:5: scheduler: is",
+        ),
+        (
+            {"more": "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 3}"},
+            r"model: both model and task",
+        ),
+        ({"more": "compare: [{strategy: dp}]"}, r"compare\[0\].strategy: dp copies the module for each GPU"),
+        ({"arguments": ", width: 3"}, r"lit.yaml:3: task.module.width: lit.Lit has no such argument"),
+    ],
+)
+def test_what_isnt_supported_is_refused_when_the_file_is_checked(
+    command: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, str],
+    message: str,
+) -> None:
+    module = f"{{_target_: lit.{change.get('module', 'Lit')}{change.get('arguments', '')}}}"
+    file = tmp_path / "lit.yaml"
+    file.write_text(
+        "name: lit\n"
+        "data: {_target_: toys.classification}\n"
+        f"task: {{_target_: {TASK}, module: {module}}}\n"
+        "train: {epochs: 1, global_batch_size: 8}\n"
+        f"{change.get('more', '')}\n"
+    )
+    (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["lit", "toys"]\n')
+    monkeypatch.chdir(tmp_path)
+    ended = command("check", str(file))
+    assert ended.code == 2
+    assert re.search(message, ended.stderr), ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_editor_asks_for_neither_model_nor_optimizer() -> None:
+    assert experiment_json_schema()["then"]["required"] == ["name", "data", "train"]
