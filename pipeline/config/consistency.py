@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pipeline.config import finetuning, keys, lightning
+from pipeline.config import finetuning, keys, lightning_module
 from pipeline.config.parallel import Parallel
 from pipeline.config.reported import name_problems, source_of
 from pipeline.config.sample_order import KINDS
@@ -54,7 +54,7 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     yield from _taken_tags(experiment)
     for key, message in finetuning.misused(train.start_from, experiment.optimizer, experiment.scheduler):
         yield Problem(key, message)
-    yield from lightning.contradictions(experiment)
+    yield from lightning_module.contradictions(experiment)
     yield from _swept(experiment)
     yield from _only_for_ray(parallel)
     yield from _against_local_sgd(experiment)

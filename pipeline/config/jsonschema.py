@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from pipeline import registry
-from pipeline.config import keys, lightning
+from pipeline.config import keys, lightning_module
 from pipeline.config.keys import Part
 from pipeline.config.schema import Experiment
 
@@ -94,7 +94,7 @@ def experiment_json_schema() -> dict[str, Any]:
     """
     schema = copy.deepcopy(dict(Shape.of(Experiment).root))
     complete = _required(schema, Shape.of(Experiment))
-    complete["required"] = [name for name in complete["required"] if name not in lightning.BROUGHT]
+    complete |= lightning_module.required(complete["required"])
     for section in (schema, *schema["$defs"].values()):
         section.pop("required", None)
     return {**schema, "if": {"not": {"required": ["extends"]}}, "then": complete}

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import deferred, interpolation, keys, lightning, messages, source, sweep
+from pipeline.config import deferred, interpolation, keys, lightning_module, messages, source, sweep
 from pipeline.config.consistency import contradictions
 from pipeline.config.lines import Places
 from pipeline.config.overrides import apply_overrides, override
@@ -113,7 +113,7 @@ def checked(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile
 
 
 def _explain(problems: Iterable[Problem], places: Places) -> ExperimentError:
-    problems = [p._replace(key=lightning.as_written(p.key, places.entries)) for p in problems]
+    problems = [p._replace(key=lightning_module.as_written(p.key, places.entries)) for p in problems]
     return ExperimentError([p if p.place else p._replace(place=places.locate(p.key)) for p in places.sorted(problems)])
 
 

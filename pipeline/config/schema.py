@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, field_serializer, field_validator, model_validator
 
-from pipeline.config import lightning
+from pipeline.config import lightning_module
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.parallel import Parallel
 from pipeline.config.sample_order import OrderOptions
@@ -206,7 +206,7 @@ class Experiment(Section):
     @classmethod
     def _with_module(cls, value: Any) -> Any:
         """Fill in the model, optimizer and scheduler that a LightningModule stands for."""
-        return lightning.completed(value)
+        return lightning_module.completed(value)
 
     @model_validator(mode="wrap")
     @classmethod

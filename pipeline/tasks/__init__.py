@@ -55,7 +55,7 @@ class Task(Protocol):
         """Compute the loss of a batch, which is collate_fn's result on the model's device."""
 
 
-class InSteps(Task, Protocol):
+class InSteps(Protocol):
     """Task that depends on the place in the training, e.g. for a weight of a term that grows."""
 
     def begin_step(self, step: int, *, epoch: int, batch: int) -> None:

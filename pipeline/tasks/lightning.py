@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from pipeline.config.lightning import OPTIMIZER
+from pipeline.config.lightning_module import OPTIMIZER
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, Problem
 from pipeline.tasks import StepOutput, Task

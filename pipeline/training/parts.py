@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pipeline import registry
-from pipeline.config import components, lightning
+from pipeline.config import components, lightning_module
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
@@ -133,7 +133,7 @@ def optimizer(
         importlib.import_module("torch._dynamo")  # the first optimizer of a process does so, within a second
     is_scaled = experiment.train.precision == "fp16"
     chosen = optimizers.prefer_fused(experiment.optimizer, model=whole, is_sharded=is_sharded, is_scaled=is_scaled)
-    optimizer = create(chosen, model if chosen.target == lightning.OPTIMIZER else trained, key="optimizer")
+    optimizer = create(chosen, model if chosen.target == lightning_module.OPTIMIZER else trained, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
     parameter_groups.check_settings(optimizer, groups, has_own=bool(divided.own))
@@ -153,7 +153,7 @@ def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, v
     factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)
     chosen = with_scaled_rates(experiment.scheduler, factor=factor)
     scheduler = create(chosen, optimizer, key="scheduler")
-    if scheduler is None and experiment.scheduler.target == lightning.SCHEDULER:
+    if scheduler is None and experiment.scheduler.target == lightning_module.SCHEDULER:
         return None
     if not isinstance(scheduler, LRScheduler):
         raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}; it must be a torch LRScheduler")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 pytest.importorskip("lightning")
@@ -106,4 +107,11 @@ def test_what_isnt_supported_is_refused_when_the_file_is_checked(
 
 
 def test_an_editor_asks_for_neither_model_nor_optimizer() -> None:
-    assert experiment_json_schema()["then"]["required"] == ["name", "data", "train"]
+    values = {
+        "name": "lit",
+        "data": {"_target_": "toys.classification"},
+        "train": {"epochs": 1, "global_batch_size": 8},
+    }
+    schema = jsonschema.Draft202012Validator(experiment_json_schema())
+    assert schema.is_valid({**values, "task": {"_target_": TASK, "module": {"_target_": "lit.Lit"}}})
+    assert not schema.is_valid({**values, "task": {"_target_": "pipeline.tasks.LanguageModel"}})

@@ -1,6 +1,6 @@
 """Experiments with `pipeline.tasks.Lightning`: the module is the model, and brings its own optimizer and scheduler."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import keys
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 TASK = "pipeline.tasks.Lightning"
 OPTIMIZER = "pipeline.tasks.lightning.configured_optimizer"
 SCHEDULER = "pipeline.tasks.lightning.configured_scheduler"
-BROUGHT = ("model", "optimizer")
-"""Keys that an experiment with a LightningModule may leave out; others are told when a file is loaded."""
 MODULE = "task.module"
 
 
@@ -36,6 +34,14 @@ def completed(values: Any) -> Any:
             interval = train.get("scheduler_interval", "step") if isinstance(train, Mapping) else "step"
             found["scheduler"] = {"_target_": SCHEDULER, "interval": interval}
     return found
+
+
+def required(names: Sequence[str]) -> dict[str, Any]:
+    """Return a JSON Schema that requires keys, those that a module stands for only without `pipeline.tasks.Lightning`."""
+    own = [name for name in names if name in ("model", "optimizer")]
+    task = {"properties": {"_target_": {"const": TASK}}, "required": ["_target_"]}
+    brought = {"required": ["task"], "properties": {"task": task}}
+    return {"required": [name for name in names if name not in own], "anyOf": [{"required": own}, brought]}
 
 
 def as_written(key: str, entries: Mapping[str, Any]) -> str:
