@@ -37,7 +37,7 @@ def completed(values: Any) -> Any:
 
 
 def required(names: Sequence[str]) -> dict[str, Any]:
-    """Return a JSON Schema that requires keys, those that a module stands for only without `pipeline.tasks.Lightning`."""
+    """Return a JSON Schema that requires keys; with `pipeline.tasks.Lightning` not those that a module stands for."""
     own = [name for name in names if name in ("model", "optimizer")]
     task = {"properties": {"_target_": {"const": TASK}}, "required": ["_target_"]}
     brought = {"required": ["task"], "properties": {"task": task}}
