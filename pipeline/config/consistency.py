@@ -43,7 +43,12 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
         )
     yield from name_problems(experiment.metrics)
     for key, metric in followed(experiment).items():
-        if source_of(metric, experiment.metrics) is None:
+        if source_of(metric, experiment.metrics) is None and _is_lightning(experiment):
+            options = experiment.checkpoint if key == "checkpoint.best" else train.early_stopping
+            if options is not None and options.mode == "auto":
+                message = f"is {metric}, a log of the module, of which nobody knows whether larger or smaller is better"
+                yield Problem(key, f"{message}; write {key.rpartition('.')[0]}.mode: max, or min")
+        elif source_of(metric, experiment.metrics) is None:
             known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
             yield Problem(key, f"is {metric}, which isn't measured; choose one of {known}")
     if experiment.checkpoint.best is not None and not experiment.checkpoint.keep:
@@ -54,7 +59,7 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     yield from _taken_tags(experiment)
     for key, message in finetuning.misused(train.start_from, experiment.optimizer, experiment.scheduler):
         yield Problem(key, message)
-    yield from lightning_module.contradictions(experiment)
+    yield from _lightning(experiment)
     yield from _swept(experiment)
     yield from _only_for_ray(parallel)
     yield from _against_local_sgd(experiment)
@@ -192,6 +197,38 @@ def _order(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("order", f"{' and '.join(order.given)} are given, which are orders of their own; keep one")
     elif not (order.given or unknown):
         yield Problem("order", f"is empty; write one of {', '.join(KINDS)}")
+
+
+def _is_lightning(experiment: Experiment) -> bool:
+    return experiment.task is not None and experiment.task.target == lightning_module.TASK
+
+
+def _lightning(experiment: Experiment) -> Iterator[Problem]:
+    """Find keys that an experiment with a LightningModule doesn't support."""
+    if not _is_lightning(experiment):
+        return
+    if experiment.task is not None and "module" in experiment.task.arguments:
+        yield Problem("model", f"both model and {lightning_module.MODULE} are given; remove one")
+    if experiment.metrics:
+        message = "get outputs and targets, which a LightningModule doesn't return; log them in its validation_step"
+        yield Problem("metrics", f"{message}: self.log(name, metric)")
+    own, scheduler = experiment.optimizer, experiment.scheduler
+    if (
+        own is not None
+        and own.target == lightning_module.OPTIMIZER
+        and scheduler is not None
+        and scheduler.target != lightning_module.SCHEDULER
+    ):
+        message = "is given without optimizer: configure_optimizers of the module returns both; move it there"
+        yield Problem("scheduler", f"{message}, or write optimizer: and remove the method")
+    if experiment.train.compile is not None:
+        message = "would compile training_step with its logs; remove it, and compile a part in the module's __init__"
+        yield Problem("train.compile", message)
+    strategies = {"parallel.strategy": experiment.parallel.strategy}
+    strategies |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
+    for key, strategy in strategies.items():
+        if strategy == "dp":
+            yield Problem(key, "dp copies the module for each GPU, and its logs would be lost; write ddp")
 
 
 def _swept(experiment: Experiment) -> Iterator[Problem]:

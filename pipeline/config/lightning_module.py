@@ -1,13 +1,7 @@
 """Experiments with `pipeline.tasks.Lightning`: the module is the model, and brings its own optimizer and scheduler."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-from pipeline.config import keys
-from pipeline.errors import Problem
-
-if TYPE_CHECKING:
-    from pipeline.config.schema import Experiment
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 TASK = "pipeline.tasks.Lightning"
 OPTIMIZER = "pipeline.tasks.lightning.configured_optimizer"
@@ -46,28 +40,5 @@ def required(names: Sequence[str]) -> dict[str, Any]:
 
 def as_written(key: str, entries: Mapping[str, Any]) -> str:
     """Return the key of a part of the model as the file has it: of ``task.module``, if that stands for the model."""
-    is_moved = keys.split(key)[:1] == ("model",) and "model" not in entries and MODULE in entries
+    is_moved = (key == "model" or key.startswith("model.")) and "model" not in entries and MODULE in entries
     return f"{MODULE}{key.removeprefix('model')}" if is_moved else key
-
-
-def contradictions(experiment: "Experiment") -> Iterator[Problem]:
-    """Find keys that an experiment with a LightningModule doesn't support."""
-    if experiment.task is None or experiment.task.target != TASK:
-        return
-    if "module" in experiment.task.arguments:
-        yield Problem("model", f"both model and {MODULE} are given; remove one")
-    if experiment.metrics:
-        message = "get outputs and targets, which a LightningModule doesn't return; log them in its validation_step"
-        yield Problem("metrics", f"{message}: self.log(name, metric)")
-    own, scheduler = experiment.optimizer, experiment.scheduler
-    if own is not None and own.target == OPTIMIZER and scheduler is not None and scheduler.target != SCHEDULER:
-        message = "is given without optimizer: configure_optimizers of the module returns both; move it there"
-        yield Problem("scheduler", f"{message}, or write optimizer: and remove the method")
-    if experiment.train.compile is not None:
-        message = "would compile training_step with its logs; remove it, and compile a part in the module's __init__"
-        yield Problem("train.compile", message)
-    strategies = {"parallel.strategy": experiment.parallel.strategy}
-    strategies |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
-    for key, strategy in strategies.items():
-        if strategy == "dp":
-            yield Problem(key, "dp copies the module for each GPU, and its logs would be lost; write ddp")

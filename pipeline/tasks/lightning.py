@@ -207,7 +207,7 @@ def configured_optimizer(module: Any, *, total_steps: int = 0) -> Optimizer:
     _check(module)
     with _attached(module, _Trainer(total_steps=total_steps), None):
         optimizer, scheduler = _divided(module, module.configure_optimizers())
-    optimizer.configured_scheduler = scheduler
+    optimizer.configured_scheduler = scheduler  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -236,7 +236,7 @@ def configured_scheduler(optimizer: Any, *, interval: str) -> Any:
     return scheduler
 
 
-def _divided(module: Any, returned: Any) -> tuple[Any, Mapping[str, Any] | None]:
+def _divided(module: Any, returned: Any) -> tuple[Optimizer, Mapping[str, Any] | None]:
     """Divide what configure_optimizers returned into one optimizer and the configuration of one scheduler."""
     schedulers: Any = []
     if isinstance(returned, Mapping):

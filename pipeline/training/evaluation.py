@@ -96,6 +96,10 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
                 show(name, curve)
         collection.reset()
     values.update({f"{split}/{name}": value for name, value in own.items()})
+    if hasattr(context.task, "evaluating") and split == "validation":  # whose logs no check could know
+        for key, metric in followed(context.experiment).items():
+            if metric not in values:
+                raise ExperimentError.of(key, f"is {metric}, but the evaluation reports {', '.join(values)}")
     context.wrapped.train()
     return values
 

@@ -12,11 +12,13 @@ import pytest
 pytest.importorskip("lightning")
 import lit
 import toys
-from lit import TASK, trained
+from lit import TASK, trained, trial
 
 from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
 from pipeline.tasks import Lightning
+from pipeline.training.loop import train
 
 
 def test_logs_are_reported_under_their_names_in_training_and_evaluation() -> None:
@@ -38,6 +40,17 @@ def test_an_interval_of_the_module_that_the_file_doesnt_follow_is_refused() -> N
         "train/learning_rate"
     )
     assert rates[0] == rates[2] == 0.1 > rates[3] == rates[5]
+
+
+def test_a_log_can_be_followed_if_the_file_says_which_direction_is_better(tmp_path: Path) -> None:
+    best = {"best": "validation/val_f1", "mode": "max", "keep": 100}
+    outbox = toys.Kept()
+    result = train(trial(checkpoint=best, checkpoints=tmp_path), rank=Rank(), outbox=outbox).best
+    highest = max(outbox.points("validation/val_f1"), key=lambda point: point.value)
+    assert result is not None
+    assert result.step == highest.step == 3  # the first of two epochs
+    with pytest.raises(ExperimentError, match=r"checkpoint.best: is validation/f2, but .* validation/val_f1"):
+        trained(checkpoint={**best, "best": "validation/f2"})
 
 
 def test_several_optimizers_are_refused_with_what_to_write() -> None:
@@ -79,6 +92,10 @@ def test_the_module_is_left_as_it_was() -> None:
             r"model: both model and task",
         ),
         ({"more": "compare: [{strategy: dp}]"}, r"compare\[0\].strategy: dp copies the module for each GPU"),
+        (
+            {"more": "checkpoint: {best: validation/val_f1}"},
+            r"best: is validation/val_f1, a log .*checkpoint.mode: max",
+        ),
         ({"arguments": ", width: 3"}, r"lit.yaml:3: task.module.width: lit.Lit has no such argument"),
     ],
 )
