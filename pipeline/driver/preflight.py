@@ -135,9 +135,9 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
 
 
 def _task_problems(experiment: Experiment, *, allowed: tuple[str, ...]) -> Iterator[Problem]:
-    """Find what the task's class finds in an experiment, if it has a method ``problems``."""
+    """Find what the task's class finds in an experiment, if it has a method ``experiment_problems``."""
     task = components.resolve(experiment.task, key="task", allowed=allowed) if experiment.task is not None else None
-    if (find := getattr(task, "problems", None)) is not None:
+    if (find := getattr(task, "experiment_problems", None)) is not None:
         yield from find(experiment, components.resolve(experiment.model, key="model", allowed=allowed))
 
 

@@ -1,9 +1,11 @@
 """Description of a plan for ``--dry-run``, in words and as JSON."""
 
 import json
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline.config.schema import RegisteredModel
+from pipeline.config import lightning_module
+from pipeline.config.schema import Experiment, RegisteredModel
 from pipeline.config.uris import without_credentials
 from pipeline.planning.plan import Plan
 from pipeline.protocol.trial import Training, Trial
@@ -40,6 +42,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         f"data         {data}",
         *([f"order        {order.words}{count}"] if order is not None else []),
         f"steps        {steps}",
+        *_describe_module(plan.experiment),
         *([f"training     {', '.join(train.extras)}"] if train.extras else []),
         *(f"group        {group}" for group in plan.experiment.optimizer.groups),
         *([f"stops early  {train.early_stopping.condition}"] if train.early_stopping is not None else []),
@@ -54,6 +57,13 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         lines += [f"  {line}" for line in _describe_turns(plan.main)]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def _describe_module(experiment: Experiment) -> Iterator[str]:
+    """Describe a LightningModule, which stands for model, loss and, unless the file has one, optimizer."""
+    if experiment.task is not None and experiment.task.target == lightning_module.TASK:
+        has_optimizer = experiment.optimizer is not None and experiment.optimizer.target == lightning_module.OPTIMIZER
+        yield f"module       {experiment.model.target}{', with its own optimizer' if has_optimizer else ''}"
 
 
 def _registered(model: RegisteredModel) -> str:

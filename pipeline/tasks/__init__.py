@@ -5,8 +5,9 @@ the parallel strategy takes part.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +56,23 @@ class Task(Protocol):
         """Compute the loss of a batch, which is collate_fn's result on the model's device."""
 
 
+@runtime_checkable
 class InSteps(Protocol):
     """Task that depends on the place in the training, e.g. for a weight of a term that grows."""
 
     def begin_step(self, step: int, *, epoch: int, batch: int) -> None:
         """Begin an optimizer step: steps and epochs done before, and this rank's batches of the epoch."""
+
+
+@runtime_checkable
+class OwnEvaluation(Protocol):
+    """Task that evaluates in another way than it trains, with other logs."""
+
+    def own_evaluation(self, split: str) -> AbstractContextManager[Mapping[str, str]]:
+        """Return a context in which calls evaluate a split: validation or test.
+
+        It yields the paths in the model of metrics that the calls update, by the name to report.
+        """
 
 
 class Supervised(Task):

@@ -84,7 +84,7 @@ class Lightning(Task):
         self._is_checked = False
 
     @staticmethod
-    def problems(experiment: Experiment, model: object) -> Iterator[Problem]:
+    def experiment_problems(experiment: Experiment, model: object) -> Iterator[Problem]:
         """Find what the module's class overrides; a function that returns a module is checked when it is built."""
         if not isinstance(model, type):
             return
@@ -105,7 +105,7 @@ class Lightning(Task):
         self._trainer.global_step, self._trainer.current_epoch, self._calls = step, epoch, batch
 
     @contextmanager
-    def evaluating(self, split: str) -> Iterator[dict[str, str]]:
+    def own_evaluation(self, split: str) -> Iterator[dict[str, str]]:
         """Run the module's own step of a split inside the block; yields its metrics' paths in the model by log."""
         calls, self._calls, self._split, self._paths = self._calls, 0, split, {}
         try:

@@ -18,6 +18,7 @@ from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import Phase
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Measurement, Split
+from pipeline.tasks import OwnEvaluation
 from pipeline.training import learned
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
@@ -96,7 +97,7 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
                 show(name, curve)
         collection.reset()
     values.update({f"{split}/{name}": value for name, value in own.items()})
-    if hasattr(context.task, "evaluating") and split == "validation":  # whose logs no check could know
+    if isinstance(context.task, OwnEvaluation) and split == "validation":  # whose logs no check could know
         for key, metric in followed(context.experiment).items():
             if metric not in values:
                 raise ExperimentError.of(key, f"is {metric}, but the evaluation reports {', '.join(values)}")
@@ -106,17 +107,17 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
 
 @contextmanager
 def own_evaluation(context: TrainContext, *, split: Split) -> Iterator[dict[str, float]]:
-    """Let a task with a method ``evaluating`` evaluate in its own way inside the block. Collective.
+    """Let a task with a method ``own_evaluation`` evaluate in its own way inside the block. Collective.
 
     It may have other logs there than in training, and metrics of its own among the model's modules, whose paths by log
     it has returned. Yields their values, which are there after the block.
     """
     values: dict[str, float] = {}
-    if (evaluating := getattr(context.task, "evaluating", None)) is None:
+    if not isinstance(context.task, OwnEvaluation):
         yield values
         return
     in_training, context.log_names = context.log_names, None
-    with evaluating(split) as own:
+    with context.task.own_evaluation(split) as own:
         yield values
     context.log_names = in_training
     paths = {name: path for part in gather(dict(own), rank=context.rank) for name, path in part.items()}

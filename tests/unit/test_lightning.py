@@ -123,6 +123,20 @@ def test_what_isnt_supported_is_refused_when_the_file_is_checked(
     assert "Traceback" not in ended.stderr
 
 
+def test_the_plan_names_the_module(
+    command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lit.yaml"
+    file.write_text(
+        f"name: lit\ndata: {{_target_: toys.classification}}\ntrain: {{epochs: 1, global_batch_size: 8}}\n"
+        f"task: {{_target_: {TASK}, module: {{_target_: lit.Lit}}}}\n"
+    )
+    (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["lit", "toys"]\n')
+    monkeypatch.chdir(tmp_path)
+    ended = command("run", str(file), "task.module.lr=0.2", "--dry-run")
+    assert "module       lit.Lit, with its own optimizer\n" in ended.stdout, ended.output
+
+
 def test_an_editor_asks_for_neither_model_nor_optimizer() -> None:
     values = {
         "name": "lit",
