@@ -71,9 +71,12 @@ def make_plan(experiment: Experiment, resources: Resources, *, allowed: tuple[st
     """Plan a probe of one worker and, unless the link is given, one of several workers that measures the link.
 
     Raises:
-        ExperimentError: there is no prediction for the options.
+        ExperimentError: there is no prediction for the options, or for several optimizers.
         ResourceError: the link isn't given, and there is no room for two workers to measure it.
     """
+    if experiment.optimizers:
+        message = "take turns in a step, which the simulation of a step doesn't know; measure with pipeline compare"
+        raise ExperimentError.of("optimizers", message)
     options = _options(experiment)
     if options.communication_hook not in _HALVED:
         raise ExperimentError.of(

@@ -11,13 +11,16 @@ from pipeline.config import extras, keys, targets
 from pipeline.config.deferred import fill_in
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.schema import Experiment
+from pipeline.config.several_optimizers import own_problems
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem
 from pipeline.wording import did_you_mean
 
 _PASSED = {
     "optimizer": ("the model's parameters",),
+    "optimizers": ("the model's parameters",),
     "scheduler": ("the optimizer",),
+    "schedulers": ("the optimizer",),
     "tracking.trackers": ("the run's folder",),
     "order": ("the training set", "the epoch", "a generator"),
     "order.weights": ("the training set",),
@@ -39,9 +42,16 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     """Find what is wrong with the components without calling them; imports their packages."""
     problems: list[Problem] = []
     for key, component in named(experiment):
-        problems += _check(component, key=key, passed=_PASSED.get(key.partition("[")[0], ()), allowed=allowed)
-    if not any(problem.key.startswith("optimizer") for problem in problems):
+        passed = _PASSED.get(key.partition("[")[0], _PASSED.get(key.partition(".")[0], ()))
+        problems += _check(component, key=key, passed=passed, allowed=allowed)
+    if experiment.task is not None and not experiment.optimizers and not any(one.key.startswith("task") for one in problems):
+        problems += _check_task(experiment.task, allowed=allowed)
+    if any(problem.key.startswith("optimizer") for problem in problems):
+        return problems
+    if experiment.optimizer is not None:
         problems += _check_groups(experiment.optimizer, allowed=allowed)
+    for name, optimizer in experiment.optimizers.items():
+        problems += own_problems(list(_check_groups(optimizer, allowed=allowed)), name)
     return problems
 
 
@@ -96,6 +106,9 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
     for name in ("model", "data", "loss", "task", "optimizer", "scheduler"):
         if component := getattr(experiment, name):
             yield name, component
+    for section in ("optimizers", "schedulers"):
+        for name, component in getattr(experiment, section).items():
+            yield keys.child(section, name), component
     if experiment.order is not None:
         yield from experiment.order.components
     if experiment.loader.collate:
@@ -153,6 +166,14 @@ def _check_call(
         if parameter.default is parameter.empty and name not in given:
             problems.append(Problem(keys.child(key, name), f"missing; {target} can't be called without it"))
     return problems
+
+
+def _check_task(task: Component, *, allowed: tuple[str, ...]) -> Iterator[Problem]:
+    """Find a task that yields losses of several optimizers in an experiment with one."""
+    kind = resolve(task, key="task", allowed=allowed)
+    if inspect.isclass(kind) and inspect.isgeneratorfunction(kind.__call__):
+        message = f"{task.target} yields its losses, which takes several optimizers"
+        yield Problem("task", f"{message}; write optimizers: with a section for each in place of optimizer:")
 
 
 def _check_groups(optimizer: Optimizer, *, allowed: tuple[str, ...]) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from pipeline.config.parallel import Parallel
 from pipeline.config.reported import name_problems, source_of
 from pipeline.config.sample_order import KINDS
 from pipeline.config.schema import Experiment, followed
+from pipeline.config.several_optimizers import own_key
 from pipeline.config.sweep import misused
 from pipeline.errors import Problem
 from pipeline.wording import counted, did_you_mean
@@ -60,6 +61,7 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     for key, message in finetuning.misused(train.start_from, experiment.optimizer, experiment.scheduler):
         yield Problem(key, message)
     yield from _lightning(experiment)
+    yield from _optimizers(experiment)
     yield from _swept(experiment)
     yield from _only_for_ray(parallel)
     yield from _against_local_sgd(experiment)
@@ -72,6 +74,37 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
             "is powersgd, whose error feedback would keep the infinities of fp16 overflows; "
             "use train.precision: bf16, or communication_hook: fp16",
         )
+
+
+def _optimizers(experiment: Experiment) -> Iterator[Problem]:
+    """Find no optimizer, several ones beside a single one, and settings that several ones don't support."""
+    train, names = experiment.train, list(experiment.optimizers)
+    if experiment.optimizer is None and not names:
+        yield Problem("optimizer", "missing; write an optimizer, or optimizers with the parameters of each")
+    if experiment.optimizer is not None and names:
+        yield Problem("optimizer", "both optimizer and optimizers are given; remove one")
+    for name in experiment.schedulers:
+        if name not in names:
+            hint = did_you_mean(name, names) or f"; {', '.join(names) or 'none'} is given there"
+            yield Problem(keys.child("schedulers", name), f"is no name in optimizers{hint}")
+    if not names:
+        return
+    for name, own in experiment.by_optimizer.items():
+        for key, message in finetuning.misused(None, own.optimizer, own.scheduler):
+            yield Problem(own_key(key, name), message)
+        if own.scheduler is not None and own.scheduler.target.endswith(".ReduceLROnPlateau"):
+            message = "ReduceLROnPlateau follows one validation loss, but each optimizer has its own; use another"
+            yield Problem(own_key("scheduler", name), message)
+    if experiment.scheduler is not None:
+        yield Problem("scheduler", f"has several optimizers; write schedulers: {{{names[0]}: ...}}")
+    if experiment.task is None:
+        yield Problem("optimizers", "need a task that yields a loss for each, e.g. pipeline.tasks.gan.GAN; write task:")
+    if train.compile is not None:
+        message = "compiles the model as a whole, but a task with several optimizers calls its parts; remove it"
+        yield Problem("train.compile", message)
+    if train.on_nonfinite == "skip":
+        message = "skips whole steps, but an optimizer may have stepped before the loss of the next one is known"
+        yield Problem("train.on_nonfinite", f"{message}; write stop or rollback")
 
 
 def _batch_sizes(experiment: Experiment) -> Iterator[Problem]:

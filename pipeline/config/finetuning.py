@@ -69,20 +69,21 @@ class Optimizer(Component):
 
 
 def misused(
-    start_from: StartFrom | None, optimizer: Optimizer, scheduler: Component | None
+    start_from: StartFrom | None, optimizer: Optimizer | None, scheduler: Component | None
 ) -> Iterator[tuple[str, str]]:
     """Find contradictions between these keys; yield each key with a message."""
     if start_from is not None and (start_from.run is None) == (start_from.file is None):
         given = "has neither run nor file" if start_from.run is None else "has both run and file"
         yield "train.start_from", f"{given}; write one of them"
-    for index, group in enumerate(optimizer.groups):
+    for index, group in enumerate(optimizer.groups if optimizer is not None else ()):
         key = f"optimizer.groups[{index}]"
         if not group.settings:
             yield key, "has no setting of its own; write one beside match, e.g. weight_decay: 0"
         for name, value in group.settings.items():
             if isinstance(value, Mapping) or "${" in str(value):
                 yield keys.child(key, name), f"is {value}; write a number, true or false, or a list of them"
-    yield from _replaced_rates(optimizer, scheduler)
+    if optimizer is not None:
+        yield from _replaced_rates(optimizer, scheduler)
 
 
 def _replaced_rates(optimizer: Optimizer, scheduler: Component | None) -> Iterator[tuple[str, str]]:

@@ -16,8 +16,24 @@ from pipeline.config.schema import Experiment
 Schema = Mapping[str, Any]
 
 _NAMED: dict[str, registry.Kind] = {"strategy": "strategies", "launcher": "launchers"}
+_OPTIMIZERS = (
+    "torch.optim.SGD",
+    "torch.optim.AdamW",
+    "torch.optim.Adam",
+    "torch.optim.RMSprop",
+    "torch.optim.Adagrad",
+    "torch.optim.NAdam",
+)
+_SCHEDULERS = (
+    "torch.optim.lr_scheduler.CosineAnnealingLR",
+    "torch.optim.lr_scheduler.OneCycleLR",
+    "torch.optim.lr_scheduler.StepLR",
+    "torch.optim.lr_scheduler.MultiStepLR",
+    "torch.optim.lr_scheduler.LinearLR",
+)
 SUGGESTED: Mapping[str, tuple[str, ...]] = {
     "model": (
+        "pipeline.models.DCGAN",
         "pipeline.models.MLP",
         "pipeline.models.GPT",
         "pipeline.models.resnet18",
@@ -35,6 +51,7 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.data.arrays",
         "pipeline.data.tokens",
         "pipeline.data.shards",
+        "pipeline.data.with_noise",
         "pipeline.data.streamed",
         "pipeline.data.two_views",
     ),
@@ -53,6 +70,7 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.tasks.contrastive.Contrastive",
         "pipeline.tasks.loss_terms.LossTerms",
         "pipeline.tasks.Lightning",
+        "pipeline.tasks.gan.GAN",
     ),
     "metrics": (
         "torchmetrics.classification.MulticlassAccuracy",
@@ -64,22 +82,10 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "torchmetrics.regression.MeanAbsoluteError",
         "torchmetrics.text.Perplexity",
     ),
-    "optimizer": (
-        "torch.optim.SGD",
-        "torch.optim.AdamW",
-        "torch.optim.Adam",
-        "torch.optim.RMSprop",
-        "torch.optim.Adagrad",
-        "torch.optim.NAdam",
-    ),
-    "scheduler": (
-        "torch.optim.lr_scheduler.CosineAnnealingLR",
-        "torch.optim.lr_scheduler.OneCycleLR",
-        "torch.optim.lr_scheduler.StepLR",
-        "torch.optim.lr_scheduler.MultiStepLR",
-        "torch.optim.lr_scheduler.LinearLR",
-        "torch.optim.lr_scheduler.ReduceLROnPlateau",
-    ),
+    "optimizer": _OPTIMIZERS,
+    "optimizers": _OPTIMIZERS,
+    "scheduler": (*_SCHEDULERS, "torch.optim.lr_scheduler.ReduceLROnPlateau"),
+    "schedulers": _SCHEDULERS,
 }
 """Components that editors and shells offer, by section; any other name is valid, too.
 

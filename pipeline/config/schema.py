@@ -6,12 +6,21 @@ The larger sections have files of their own: `sample_order`, `train`, `parallel`
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, field_serializer, field_validator, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
+    field_serializer,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from pipeline.config import lightning_module
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.parallel import Parallel
 from pipeline.config.sample_order import OrderOptions
+from pipeline.config.several_optimizers import Name, NamedOptimizer
 from pipeline.config.sweep import Sweep
 from pipeline.config.train import Train
 from pipeline.config.uris import problem_of, without_credentials
@@ -186,12 +195,17 @@ class Experiment(Section):
     """torchmetrics metrics of the validation set, by name. They compute a number, a number per class (NAME_0), a
     confusion matrix (NAME_true_0_predicted_1), or a ROC or precision-recall curve, which the last evaluation writes to
     metrics/NAME.csv and .png."""
-    optimizer: Optimizer
+    optimizer: Optimizer | None = None
     """Any callable (parameters of model, loss and task) -> optimizer, with ``groups`` for parameters with settings of
-    their own. torch's SGD, Adam and AdamW run fused unless ``fused: false`` is given. An optimizer with train() and
+    their own. Required unless ``optimizers`` is given. torch's SGD, Adam and AdamW run fused unless ``fused: false`` is given. An optimizer with train() and
     eval(), such as a schedule-free one, is in eval() while the model is evaluated and exported."""
     scheduler: Component | None = None
     """Any callable (optimizer) -> learning-rate scheduler; may use ${total_steps} and ${steps_per_epoch}."""
+    optimizers: Mapping[Name, NamedOptimizer] = {}
+    """Several optimizers by name, in place of ``optimizer``, each with ``params``, the names of its parameters, for a
+    task that yields a loss for each: ``{critic: {_target_: torch.optim.Adam, params: "critic.*"}}``."""
+    schedulers: Mapping[Name, Component] = {}
+    """Schedulers of ``optimizers``, by the same names, in place of ``scheduler``; an optimizer may have none."""
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()
@@ -219,6 +233,22 @@ class Experiment(Section):
         filled = train.model_copy(update={"global_batch_size": share * experiment.parallel.workers})
         filled.model_fields_set.discard("global_batch_size")  # the file doesn't give it
         return experiment.model_copy(update={"train": filled})
+
+    @model_serializer(mode="wrap")
+    def _without_several(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out several optimizers if there are none, so that experiments of before keep their hash."""
+        absent = ("optimizer", "scheduler") if self.optimizers else ("optimizers", "schedulers")
+        return {name: value for name, value in write(self).items() if name not in absent}
+
+    @property
+    def by_optimizer(self) -> Mapping[str, "Experiment"]:
+        """Experiments with one of several optimizers each, and its scheduler, by its name; empty without several."""
+        return {
+            name: self.model_copy(
+                update={"optimizer": one, "scheduler": self.schedulers.get(name), "optimizers": {}, "schedulers": {}}
+            )
+            for name, one in self.optimizers.items()
+        }
 
     def batch_keys(self, global_batch_size: int) -> dict[str, int | None]:
         """Return the values of keys that make a global batch of a size: by worker if the file gives it by worker."""

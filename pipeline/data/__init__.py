@@ -4,6 +4,7 @@ from pipeline.data.arrays import arrays
 from pipeline.data.cifar import cifar10
 from pipeline.data.handwriting import digits
 from pipeline.data.labelled_texts import texts
+from pipeline.data.noise import with_noise
 from pipeline.data.shards import shards
 from pipeline.data.splits import Splits
 from pipeline.data.streamed import streamed
@@ -24,4 +25,5 @@ __all__ = [
     "texts",
     "tokens",
     "two_views",
+    "with_noise",
 ]

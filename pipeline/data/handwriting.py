@@ -15,11 +15,19 @@ from pipeline.errors import ExperimentError
 _BRIGHTEST = 16  # a pixel is the number of dark ones in a 4x4 square of the scan
 
 
-def digits(*, image_size: int = 8, channels: int = 1, validation_fraction: float = 0.2, seed: int = 0) -> Splits:
+def digits(
+    *,
+    image_size: int = 8,
+    channels: int = 1,
+    validation_fraction: float = 0.2,
+    seed: int = 0,
+    value_range: tuple[float, float] | None = None,
+) -> Splits:
     """Return 1797 digits as pairs of (image, label), split at random with an equal share of each class.
 
     Images are float32 of shape (channels, image_size, image_size), labels int64. Images have mean 0 and standard
-    deviation 1 over the training set, and are enlarged bilinearly from 8x8. ``seed`` determines the split.
+    deviation 1 over the training set, unless ``value_range`` has the values of white and black; they are enlarged
+    bilinearly from 8x8. ``seed`` determines the split.
 
     Raises:
         ExperimentError: a size is less than 1, or the fraction is not in [0, 1).
@@ -31,7 +39,10 @@ def digits(*, image_size: int = 8, channels: int = 1, validation_fraction: float
         )
     images, labels = _load()
     train, validation = stratified(labels, fraction=validation_fraction, seed=seed)
-    images = (images - images[train].mean()) / images[train].std()
+    if value_range is None:
+        images = (images - images[train].mean()) / images[train].std()
+    else:
+        images = value_range[0] + images * (value_range[1] - value_range[0])
     if image_size != images.shape[-1]:
         images = functional.interpolate(images, size=(image_size, image_size), mode="bilinear", align_corners=False)
     images = images.expand(-1, channels, -1, -1)

@@ -31,19 +31,24 @@ def problems(experiment: Experiment, *, allowed: tuple[str, ...], with_weights: 
             initial = initial_weights.find(experiment)
         except ExperimentError as error:
             found += error.problems
-    if initial is not None or experiment.train.freeze or experiment.optimizer.groups:
+    if initial is not None or experiment.train.freeze or _names_parameters(experiment):
         found += _mismatches(experiment, initial, allowed=allowed)
     return found
 
 
+def _names_parameters(experiment: Experiment) -> bool:
+    """Return True if optimizers have patterns of parameter names."""
+    return bool(experiment.optimizers or (experiment.optimizer is not None and experiment.optimizer.groups))
+
+
 def _mismatches(experiment: Experiment, initial: Weights | None, *, allowed: tuple[str, ...]) -> list[Problem]:
     with undisturbed():
-        from pipeline.training import frozen, parameter_groups, parts, start_from
+        from pipeline.training import frozen, parameter_groups, parts, several_optimizers, start_from
 
     create = partial(components.build, allowed=allowed)
-    start, groups = experiment.train.start_from, experiment.optimizer.groups
+    start = experiment.train.start_from
     try:
-        model, learned = parts.outline(create, experiment, with_task=bool(groups))
+        model, learned = parts.outline(create, experiment, with_task=_names_parameters(experiment))
     except Exception as error:  # noqa: BLE001 - user code; the workers raise what remains
         _log.info("the model can't be built without memory, so its parameters are checked later", exc_info=error)
         return []
@@ -51,5 +56,7 @@ def _mismatches(experiment: Experiment, initial: Weights | None, *, allowed: tup
     if start is not None and initial is not None:
         found += refusals(lambda: start_from.fit(model, start, initial))
     found += refusals(lambda: frozen.freeze(model, experiment.train.freeze))
-    found += refusals(lambda: parameter_groups.divide(model, groups, learned=learned))
-    return found
+    if experiment.optimizers:
+        return found + refusals(lambda: several_optimizers.divide(model, experiment, learned=learned))
+    groups = experiment.optimizer.groups if experiment.optimizer is not None else ()
+    return found + refusals(lambda: parameter_groups.divide(model, groups, learned=learned))

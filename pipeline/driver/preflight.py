@@ -172,7 +172,9 @@ def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
                 f"{key}.workers", f"is {entry.workers}, but {entry.strategy} is one process; write 1, or strategy: ddp"
             )
         try:
-            strategy.Options.model_validate(entry.options)
+            options = strategy.Options.model_validate(entry.options)
+            if experiment.optimizers and (reason := strategy.refuse_several(options)):
+                yield Problem(f"{key}.options" if entry.options else f"{key}.strategy", reason)
         except ValidationError as error:
             for problem in messages.problems(error, strategy.Options, entry.options):
                 yield problem._replace(key=f"{key}.options.{problem.key}")

@@ -44,7 +44,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         f"steps        {steps}",
         *_describe_module(plan.experiment),
         *([f"training     {', '.join(train.extras)}"] if train.extras else []),
-        *(f"group        {group}" for group in plan.experiment.optimizer.groups),
+        *_describe_optimizers(plan.experiment),
         *([f"stops early  {train.early_stopping.condition}"] if train.early_stopping is not None else []),
         *([f"result       weights with the best {best}"] if (best := plan.experiment.checkpoint.best) else []),
         f"tracking     {plan.experiment.tracking.uri}",
@@ -64,6 +64,16 @@ def _describe_module(experiment: Experiment) -> Iterator[str]:
     if experiment.task is not None and experiment.task.target == lightning_module.TASK:
         has_optimizer = experiment.optimizer is not None and experiment.optimizer.target == lightning_module.OPTIMIZER
         yield f"module       {experiment.model.target}{', with its own optimizer' if has_optimizer else ''}"
+
+
+def _describe_optimizers(experiment: Experiment) -> Iterator[str]:
+    """Describe the parameter groups, and which parameters each of several optimizers trains."""
+    for name, own in (experiment.by_optimizer or {"": experiment}).items():
+        if name:
+            one = experiment.optimizers[name]
+            schedule = f", {own.scheduler.target}" if own.scheduler is not None else ""
+            yield f"optimizer    {name}: {one.target} of {', '.join(one.patterns)}{schedule}"
+        yield from (f"group        {group}" for group in (own.optimizer.groups if own.optimizer is not None else ()))
 
 
 def _registered(model: RegisteredModel) -> str:

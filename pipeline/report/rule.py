@@ -85,5 +85,8 @@ def scaled_rate(experiment: Experiment, *, base: int) -> dict[str, Any]:
     train: Train = experiment.train
     if train.lr_scaling.rule != "none":
         return {}
-    rule = "sqrt" if "adam" in experiment.optimizer.target.lower() else "linear"
+    optimizer = experiment.optimizer
+    if optimizer is None:  # of several, each may follow another rule
+        return {}
+    rule = "sqrt" if "adam" in optimizer.target.lower() else "linear"
     return {"train.lr_scaling.rule": rule, "train.lr_scaling.base_batch_size": base}

@@ -91,6 +91,18 @@ class Strategy(ABC):
             ExperimentError: this model can't be trained with this strategy.
         """
 
+    @classmethod
+    def refuse_several(cls, options: Section) -> str | None:
+        """Return why these options can't train with several optimizers and what to write instead, or None."""
+        return "divides the calls of a whole model, but a task with several optimizers calls its parts; write ddp"
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Return the module that a task with several optimizers calls, in place of `wrap`.
+
+        The loop itself sums the gradients of each optimizer over the processes.
+        """
+        return model
+
     @property
     def gradient_scale(self) -> float:
         """Factor on each loss: the world size if the strategy averages gradients over processes, 1 if it sums them."""

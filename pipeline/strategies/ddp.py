@@ -86,11 +86,25 @@ class Strategy(base.Strategy):
         return _refuse_local_sgd(ddp)
 
     @override
+    @classmethod
+    def refuse_several(cls, options: Section) -> str | None:
+        changed = {name for name in options.model_fields_set if getattr(options, name) != cls.Options().__dict__[name]}
+        if ignored := sorted(changed - {"sync_batch_norm"}):
+            message = "is an option of torch's DDP, which several optimizers do without: gradients are summed by optimizer"
+            return f"{ignored[0]} {message}; remove it"
+        return None
+
+    @override
+    def prepare(self, model: nn.Module) -> nn.Module:
+        if cast(Options, self.options).sync_batch_norm:
+            return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))  # type: ignore[no-untyped-call]
+        return model
+
+    @override
     def wrap(self, model: nn.Module) -> nn.Module:
         options = cast(Options, self.options)
         _refuse_sparse(model, options)
-        if options.sync_batch_norm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        model = self.prepare(model)
         buffers: dict[str, Any] = {} if options.local_sgd_period is None else {_SYNC_BUFFERS: False}
         wrapped = DistributedDataParallel(
             model,
@@ -133,10 +147,9 @@ class Strategy(base.Strategy):
 
     @override
     def exchange_ms(self, wrapped: nn.Module) -> float | None:
-        if self.world_size == 1:
+        if self.world_size == 1 or not isinstance(wrapped, DistributedDataParallel):
             return None
-        ddp = cast(DistributedDataParallel, wrapped)
-        logged: Mapping[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        logged: Mapping[str, Any] = wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         steps, mean_ns = int(logged.get("iteration", 0)), float(logged.get("avg_backward_comm_time", 0))
         timed = timed_of(steps, every=_TIMED_EVERY[self.device.type])
         (timed_before, mean_before), self._exchanged = self._exchanged, (timed, mean_ns)

@@ -4,7 +4,7 @@ An experiment with other batches names its own class in ``task:``. A task calls 
 the parallel strategy takes part.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
@@ -47,13 +47,20 @@ class StepOutput(NamedTuple):
 
     ``kl`` is reported as train/kl for each step and as validation/kl. Names are the same for every batch.
     """
+    optimizer: str | None = None
+    """Name of the optimizer that this loss is for, if the experiment has several (``optimizers``)."""
 
 
 class Task(Protocol):
     """Computation of the loss of one batch, in training and in evaluation."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Compute the loss of a batch, which is collate_fn's result on the model's device."""
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput | Iterator[StepOutput]:
+        """Compute the loss of a batch, which is collate_fn's result on the model's device.
+
+        With several optimizers it yields a loss for each, and runs on after the optimizer's step. It may also have a
+        method ``pictures(model) -> Mapping[str, Tensor]``, called after each evaluation: images of values from 0 to 1
+        by name, shape (images, channels, height, width), which are logged as samples/NAME-STEP.png.
+        """
 
 
 @runtime_checkable

@@ -22,6 +22,7 @@ from pipeline.training.clock import synchronize
 from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.order import MicroBatch
+from pipeline.training.several_optimizers import each_of
 from pipeline.training.step import optimizer_step
 from pipeline.training.torch_errors import is_out_of_memory
 
@@ -117,7 +118,8 @@ class TrialBench:
         """Free the memory of a failed step, and discard state that it may have left incomplete."""
         context = self._context
         context.optimizer.zero_grad(set_to_none=True)
-        context.optimizer.state.clear()
+        for optimizer in each_of(context.optimizer):
+            optimizer.state.clear()
         # At a scale of 1 the gradients of fp16 don't overflow; an overflow would skip the optimizer and its memory.
         enabled = context.scaler.is_enabled()
         context.scaler = torch.amp.GradScaler(context.device.type, init_scale=1.0, enabled=enabled)

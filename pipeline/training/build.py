@@ -13,10 +13,20 @@ from pipeline.protocol.events import Loaded
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Task
-from pipeline.training import compilation, frozen, optimizers, parts, rank_equality, recomputation, start_from
+from pipeline.training import (
+    compilation,
+    frozen,
+    optimizers,
+    parts,
+    rank_equality,
+    recomputation,
+    several_optimizers,
+    start_from,
+)
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
 from pipeline.training.batches import Batches, Datasets, open_source, runtime
+from pipeline.training.collectives import copy_from_first
 from pipeline.training.context import DTYPES, TrainContext
 from pipeline.training.learned import learned_by, take_from_first, trainable
 
@@ -42,7 +52,14 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     built = _build_model(create, trial, strategy=strategy, rank=rank, device=device)
     task, learned = _build_task(create, experiment, rank=rank, device=device, is_sharded=is_sharded)
     model = built.model
-    optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=is_sharded)
+    validates = source.validation is not None
+    if experiment.optimizers:
+        optimizer, scheduler = several_optimizers.build(
+            create, experiment, model=model, learned=learned, validates=validates
+        )
+    else:
+        optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=is_sharded)
+        scheduler = parts.scheduler(create, experiment, optimizer=optimizer, validates=validates)
     optimizers.check_averaging(optimizer, trial=trial)
     context = TrainContext(
         trial=trial,
@@ -55,7 +72,7 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
         task=task,
         create=create,
         optimizer=optimizer,
-        scheduler=parts.scheduler(create, experiment, optimizer=optimizer, validates=source.validation is not None),
+        scheduler=scheduler,
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
         compiling=built.stopwatch,
         learned=learned,
@@ -93,7 +110,11 @@ def _build_model(create: parts.Create, trial: Trial, *, strategy: Strategy, rank
     rank_equality.check_module(model, key="model", rank=rank, is_sharded=sharded is not None)
     how, recomputed = train.compile, train.activation_checkpointing
     recomputation.apply(model, recomputed, is_compiled=how is not None)
-    wrapped = strategy.wrap(model)
+    if trial.experiment.optimizers:  # whose gradients `alternation` exchanges, each optimizer's by itself
+        wrapped = strategy.prepare(model)
+        copy_from_first([*model.parameters(), *model.buffers()], rank=rank, device=device)
+    else:
+        wrapped = strategy.wrap(model)
     frozen.hold_statistics(wrapped, train.freeze)
     stopwatch = None
     if how is not None:

@@ -63,6 +63,8 @@ class TrainContext:
     """Sorted names of `StepOutput.logs`; None before the task's first batch."""
     gathers: bool = False
     """True if the task compares all samples of a global batch with `pipeline.tasks.gathered`."""
+    losses_of: tuple[str, ...] | None = None
+    """Names of several optimizers in the order of the task's losses; None before its first batch."""
     unexamined: str = ""
     """Warning that the task's loss could not be checked to be a mean; empty if it was, or needs no check."""
     boundary: Boundary | None = None

@@ -1,5 +1,6 @@
 """The forward pass of a batch, in training and in evaluation, with checks of the task's output."""
 
+from collections.abc import Iterator
 from traceback import walk_tb
 from typing import Any
 
@@ -11,6 +12,7 @@ from pipeline.tasks import StepOutput
 from pipeline.training import logs, loss_errors
 from pipeline.training.context import TrainContext
 from pipeline.training.order import MicroBatch
+from pipeline.training.yielded import combined, outputs
 
 
 def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
@@ -20,7 +22,11 @@ def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
         ExperimentError: torch's loss can't be computed for what the model returned, loss, weight or a log isn't a
             scalar, or only some batches have a weight or a log.
     """
-    output = (_first_output if context.gives_weight is None else _output)(context, module, batch)
+    return accepted(context, (_first_output if context.gives_weight is None else _output)(context, module, batch))
+
+
+def accepted(context: TrainContext, output: StepOutput) -> StepOutput:
+    """Return a task's output with its weight in full precision; see `forward` for errors."""
     if output.loss.ndim:
         raise _refused(context, f"returned {_shape(output.loss)}; it must be a scalar, the mean over the samples")
     gives_weight = output.weight is not None
@@ -38,13 +44,18 @@ def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
 
 
 def _output(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
-    with context.autocast():
-        try:
-            return context.task(module, context.batches.placed(batch))
-        except Exception as error:
-            if said := loss_errors.explained(error):
-                raise _refused(context, said) from error
-            raise
+    try:
+        if context.experiment.optimizers:
+            return combined(list(outputs(context, module, batch)))
+        with context.autocast():
+            output = context.task(module, context.batches.placed(batch))
+    except Exception as error:
+        if said := loss_errors.explained(error):
+            raise _refused(context, said) from error
+        raise
+    if isinstance(output, Iterator):
+        raise _refused(context, "yields its losses, which takes several optimizers; write optimizers: in the file")
+    return output
 
 
 def _first_output(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:

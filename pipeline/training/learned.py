@@ -4,7 +4,7 @@ They are replicated on every rank, whatever the strategy: their gradients are su
 backward pass. They form a separate parameter group of the optimizer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -64,12 +64,11 @@ def take_from_first(learned: nn.Module, *, rank: Rank, buffers_only: bool = Fals
 
 
 @torch.no_grad()
-def exchange_gradients(learned: nn.Module, *, scale: float, device: torch.device) -> None:
-    """Sum the gradients over all ranks, divided by the strategy's ``scale``. Collective.
+def exchange_gradients(parameters: Sequence[nn.Parameter], *, scale: float, device: torch.device) -> None:
+    """Sum the gradients of parameters over all ranks, divided by the strategy's ``scale``. Collective.
 
     A parameter without a gradient on any rank stays without: the optimizer would let it decay.
     """
-    parameters = trainable(learned)
     for dtype in dict.fromkeys(one.dtype for one in parameters):
         chosen = [one for one in parameters if one.dtype == dtype]
         own = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in chosen]

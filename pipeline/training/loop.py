@@ -19,7 +19,7 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import CellMeasurement, Measurement, Probe, Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
-from pipeline.training import flops, logs, reporting
+from pipeline.training import flops, logs, pictures, reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
@@ -214,6 +214,7 @@ def after_report(context: TrainContext, *, step: int, epoch: int, meter: Meter, 
 
 def validate(context: TrainContext, *, step: int, epoch: int, meter: Meter) -> dict[str, float]:
     """Evaluate after ``step`` steps; report the values, and tell them to what follows them. Collective."""
+    pictures.log(context, meter.outbox, step=step)
     curves: dict[str, Curve] = {}
     values = evaluate(context, show=curves.__setitem__)
     meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch)

@@ -54,6 +54,7 @@ class Meter:
     _weights: list[torch.Tensor | None] = field(default_factory=list)
     _norms: list[torch.Tensor] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
+    _by_optimizer: list[Mapping[str, torch.Tensor | float]] = field(default_factory=list)
     _samples: int = 0
     _skipped_before: int = 0
     _sent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_SENT_AGAIN))
@@ -72,6 +73,7 @@ class Meter:
         self._losses.append(result.loss)
         self._weights.append(result.weight)
         self._rates.append(result.rate)
+        self._by_optimizer.append(result.by_optimizer)
         self._samples += samples
         if result.norm is not None:
             self._norms.append(result.norm)
@@ -100,9 +102,12 @@ class Meter:
         columns = {"train/loss": losses, "train/learning_rate": self._rates, **dict(zip(names, logs, strict=True))}
         if self._norms:
             columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
+        for name in self._by_optimizer[0]:
+            columns[f"train/{name}"] = [float(figures[name]) for figures in self._by_optimizer]
         self.clock.count(lap, is_disturbed=bool(has_compiled))
         self.cadence.reported(step, step_ms=step_ms / self.rank.world_size)
         self._losses, self._weights, self._norms, self._rates, self._samples = [], [], [], [], 0
+        self._by_optimizer = []
         self.gauge.read()
         measure = self.trial.experiment.measure
         self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]

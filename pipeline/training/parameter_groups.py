@@ -4,7 +4,7 @@ The group of the optimizer's own arguments comes first, so its learning rate is 
 a loss or task have names that begin with "task:", and are a last group of their own where no pattern matches them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -38,20 +38,33 @@ class Divided(NamedTuple):
         return [group for group in (*around[0], *matched, *around[1]) if group["params"]]
 
 
-def divide(model: nn.Module, groups: Sequence[ParameterGroup], *, learned: nn.Module | None = None) -> Divided:
+def all_named(model: nn.Module, learned: nn.Module | None) -> Named:
+    """Return all names of all parameters of a model, and of a task (``learned``), whose names have a prefix."""
+    beside = with_aliases(learned) if learned is not None else {}
+    return {**with_aliases(model), **{f"{PREFIX}{name}": one for name, one in beside.items()}}
+
+
+def divide(
+    model: nn.Module,
+    groups: Sequence[ParameterGroup],
+    *,
+    learned: nn.Module | None = None,
+    chosen: Container[int] | None = None,
+) -> Divided:
     """Divide the trainable parameters of a model, and of a task (``learned``).
+
+    ``chosen`` has the ids of those that one of several optimizers trains; None: all.
 
     Raises:
         ExperimentError: a pattern matches no parameter, or a group has none: they are frozen, or in earlier groups.
     """
-    beside = with_aliases(learned) if learned is not None else {}
-    named: Named = {**with_aliases(model), **{f"{PREFIX}{name}": one for name, one in beside.items()}}
+    named = {name: one for name, one in all_named(model, learned).items() if chosen is None or id(one) in chosen}
     places: dict[int, int] = {}
     for name, parameter in named.items():
         found = next((place for place, group in enumerate(groups) if matches(group.patterns, name)), len(groups))
         places[id(parameter)] = min(found, places.get(id(parameter), found))
     trainable = [one for one in dict.fromkeys(named.values()) if one.requires_grad]
-    of_task = {id(one) for one in beside.values()}
+    of_task = {id(one) for one in learned.parameters()} if learned is not None else set[int]()
     rest = [one for one in trainable if places[id(one)] == len(groups)]
     divided = Divided(
         own=[one for one in rest if id(one) not in of_task],

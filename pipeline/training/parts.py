@@ -4,7 +4,7 @@ All functions raise ExperimentError with the key of the part that is wrong.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, cast
 
 import torch
@@ -115,6 +115,7 @@ def optimizer(
     model: nn.Module,
     learned: nn.Module | None = None,
     is_sharded: bool = False,
+    chosen: Container[int] | None = None,
 ) -> Optimizer:
     """Build the optimizer of the trainable parameters, with the learning rate scaled by ``train.lr_scaling``.
 
@@ -124,15 +125,18 @@ def optimizer(
         model: its parameters are the first group, unless ``optimizer.groups`` divides them.
         learned: its parameters, those of the task, are the last group.
         is_sharded: True if each rank holds a shard of the model's parameters.
+        chosen: ids of the parameters that it trains, as one of several optimizers; None: all.
     """
-    groups = experiment.optimizer.groups
-    divided = parameter_groups.divide(model, groups, learned=learned)
+    declared = experiment.optimizer
+    assert declared is not None
+    groups = declared.groups
+    divided = parameter_groups.divide(model, groups, learned=learned, chosen=chosen)
     trained: list[Any] = divided.arguments(groups) if groups or divided.task else divided.own
     whole = model if learned is None else nn.ModuleList([model, learned])
     with undisturbed():
         importlib.import_module("torch._dynamo")  # the first optimizer of a process does so, within a second
     is_scaled = experiment.train.precision == "fp16"
-    chosen = optimizers.prefer_fused(experiment.optimizer, model=whole, is_sharded=is_sharded, is_scaled=is_scaled)
+    chosen = optimizers.prefer_fused(declared, model=whole, is_sharded=is_sharded, is_scaled=is_scaled)
     optimizer = create(chosen, model if chosen.target == lightning_module.OPTIMIZER else trained, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
@@ -157,9 +161,8 @@ def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, v
         return None
     if not isinstance(scheduler, LRScheduler):
         raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}; it must be a torch LRScheduler")
-    refuse_hidden_rates(
-        scheduler, target=experiment.scheduler.target, factor=factor, groups=experiment.optimizer.groups
-    )
+    groups = experiment.optimizer.groups if experiment.optimizer is not None else ()
+    refuse_hidden_rates(scheduler, target=experiment.scheduler.target, factor=factor, groups=groups)
     if isinstance(scheduler, ReduceLROnPlateau) and experiment.train.scheduler_interval == "step":
         raise ExperimentError.of(
             "scheduler", "ReduceLROnPlateau follows the validation loss; write train.scheduler_interval: epoch"

@@ -3,7 +3,10 @@
 What guards it (random numbers, skipped steps) is in `pipeline.training.step_guard`.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,11 +14,12 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
+from pipeline.training.alternation import alternate
 from pipeline.training.batches import MicroBatches
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward, has_lone_sample, lone_sample_error
 from pipeline.training.global_batch import training_pass
-from pipeline.training.learned import exchange_gradients
+from pipeline.training.learned import exchange_gradients, trainable
 from pipeline.training.learning_rate import advance_scheduler, warmup
 from pipeline.training.logs import with_loss
 from pipeline.training.norms import total_norm
@@ -39,6 +43,8 @@ class StepResult(NamedTuple):
     """Learning rate."""
     is_skipped: bool
     """True if the weights were left as they are because of a loss or gradient that isn't finite; equal on all ranks."""
+    by_optimizer: Mapping[str, Tensor | float] = MappingProxyType({})
+    """Learning rate and gradient norm of each of several optimizers, by the name of the metric without "train/"."""
 
 
 def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, exchange: bool = True) -> StepResult:
@@ -51,20 +57,31 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
         exchange: false keeps gradients on their rank, for measuring.
     """
     with StepGuard(context, step=step) as guard, warmup(context.optimizer, context.experiment.train, step=step) as rate:
-        loss, weight = forward_backward(context, stream, exchange=exchange)
-        mark(Phase.UPDATING)
-        norm = _clip(context, unscales=not guard.is_left_out)
-        if guard.allows_update(norm):
-            context.scaler.step(context.optimizer)
+        if context.experiment.optimizers:
+            update, weight = partial(_update, guard=guard), None
+            loss, norm, by_optimizer = alternate(context, _one_step(stream), exchange=exchange, update=update)
+        else:
+            loss, weight = forward_backward(context, stream, exchange=exchange)
+            norm, by_optimizer = _update(context, guard=guard), {}
+        if guard.has_updated:
             context.scaler.update()
-        context.optimizer.zero_grad(set_to_none=True)
     if exchange and (local := context.strategy.local_updates) is not None:
         local.after_step(context.whole)
     if context.averages is not None:
         context.averages.update(step=step)
     if context.scheduler is not None and context.experiment.train.scheduler_interval == "step":
         advance_scheduler(context.scheduler, is_skipped=not guard.has_updated)
-    return StepResult(loss, weight, norm, rate, guard.is_skipped)
+    return StepResult(loss, weight, norm, rate, guard.is_skipped, by_optimizer)
+
+
+def _update(context: TrainContext, *, guard: StepGuard) -> Tensor | None:
+    """Clip the gradients, step the optimizer and clear them; return `StepResult`'s norm."""
+    mark(Phase.UPDATING)
+    norm = _clip(context, unscales=not guard.is_left_out)
+    if guard.allows_update(norm):
+        context.scaler.step(context.optimizer)
+    context.optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def forward_backward(
@@ -74,6 +91,8 @@ def forward_backward(
 
     Without ``exchange`` ranks send each other nothing. Returns `StepResult`'s loss and weight.
     """
+    if context.experiment.optimizers:
+        return alternate(context, _one_step(stream), exchange=exchange).loss, None
     losses = _StepLoss(context, exchange=exchange)
     for micro_batch, batch in _one_step(stream):
         with _communication(context, micro_batch, exchange=exchange):
@@ -81,7 +100,8 @@ def forward_backward(
             mark(Phase.BACKWARD)
             context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     if context.learned is not None and exchange and context.rank.world_size > 1 and not context.is_local_step:
-        exchange_gradients(context.learned, scale=context.strategy.gradient_scale, device=context.device)
+        scale = context.strategy.gradient_scale
+        exchange_gradients(trainable(context.learned), scale=scale, device=context.device)
     return losses.settle()
 
 

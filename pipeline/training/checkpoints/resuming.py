@@ -20,6 +20,7 @@ from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import from_first, tensors_from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.learning_rate import advance_scheduler
+from pipeline.training.several_optimizers import each_of
 
 Warn = Callable[[str], None]
 _MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
@@ -170,12 +171,13 @@ class Overrides:
         follows_a_metric = isinstance(context.scheduler, ReduceLROnPlateau)
         if _settings(now) == _settings(then) and (follows_a_metric or _length(now) == _length(then)):
             return
-        is_another = now["optimizer"]["_target_"] != then["optimizer"]["_target_"]
-        counters = set() if is_another else _counters(context.optimizer)
+        is_another = _classes(now) != _classes(then)
+        counters = set().union(*() if is_another else map(_counters, each_of(context.optimizer)))
         for group, written in zip(context.optimizer.param_groups, self.groups, strict=True):
             group.update({key: copy.deepcopy(own) for key, own in written.items() if key not in counters})
         if is_another:
-            context.optimizer.state.clear()
+            for optimizer in each_of(context.optimizer):
+                optimizer.state.clear()
             warn(f"the optimizer class differs from {manifest.name}; its state was reset")
         if context.scheduler is not None and self.scheduler is not None:
             self._reschedule(context, manifest=manifest)
@@ -203,11 +205,19 @@ def _buffers(context: TrainContext) -> dict[str, Tensor]:
     return dict(context.learned.named_buffers()) if context.learned is not None else {}
 
 
+def _classes(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the class of each optimizer by name; that of a single one by ""."""
+    several = experiment.get("optimizers") or {"": experiment.get("optimizer")}
+    return {name: (one or {}).get("_target_") for name, one in several.items()}
+
+
 def _settings(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
-    return experiment["optimizer"], experiment.get("scheduler"), experiment["train"].get("lr_scaling")
+    keys = ("optimizer", "optimizers", "scheduler", "schedulers")
+    return *map(experiment.get, keys), experiment["train"].get("lr_scaling")
 
 
 def _length(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the settings that determine the length of a schedule."""
-    train, grows = experiment["train"], "${total_steps}" in str(experiment.get("scheduler"))
+    schedules = str((experiment.get("scheduler"), experiment.get("schedulers")))
+    train, grows = experiment["train"], "${total_steps}" in schedules
     return (train.get("epochs"), train.get("steps")) if grows else None, train.get("scheduler_interval")

@@ -1,0 +1,40 @@
+"""Keys of several optimizers: ``optimizers`` and ``schedulers``, by name."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from pipeline.config import keys
+from pipeline.config.finetuning import Optimizer, Pattern
+from pipeline.errors import Problem
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
+
+
+class NamedOptimizer(Optimizer):
+    """One of several optimizers: ``_target_: package.name`` with keyword arguments, and the parameters it trains."""
+
+    params: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1)]
+    """Names of the parameters that it trains, or a list of them; an asterisk stands for any characters, dots too. Each
+    trainable parameter belongs to exactly one optimizer; names of the task's own begin with ``task:``."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns as a tuple."""
+        return (self.params,) if isinstance(self.params, str) else self.params
+
+
+def own_key(key: str, name: str) -> str:
+    """Return the key of one of several optimizers, e.g. "optimizers.critic.lr" for "optimizer.lr"."""
+    for single in ("optimizer", "scheduler"):
+        if key == single or key.startswith((f"{single}.", f"{single}[")):
+            return f"{keys.child(f'{single}s', name)}{key.removeprefix(single)}"
+    return key
+
+
+def own_problems(problems: Sequence[Problem], name: str) -> list[Problem]:
+    """Return problems with the keys of one of several optimizers."""
+    return [problem._replace(key=own_key(problem.key, name)) for problem in problems]
+
+
