@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from pipeline.system.imports import importable
 from pipeline.tasks import StepOutput
 from pipeline.training.build import build
 from pipeline.training.randomness import generators_kept
+from pipeline.training.yielded import combined, outputs
 
 Source = str | PathLike[str] | Mapping[str, Any]
 
@@ -136,6 +137,11 @@ class Parts:
         return self._context.batches.placed(self._context.batches.read(list(samples), validation=validation))
 
     def step(self, batch: Any) -> StepOutput:
-        """Return loss, outputs and targets of the model on a batch, by the experiment's loss or task."""
+        """Return loss, outputs and targets of the model on a batch, by the experiment's loss or task.
+
+        With several optimizers the loss is the sum of theirs, each of which is among the logs.
+        """
+        if self._context.experiment.optimizers:
+            return combined(list(outputs(self._context, self.model, batch)))
         with self._context.autocast():
-            return self._context.task(self.model, batch)
+            return cast(StepOutput, self._context.task(self.model, batch))

@@ -44,7 +44,11 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     for key, component in named(experiment):
         passed = _PASSED.get(key.partition("[")[0], _PASSED.get(key.partition(".")[0], ()))
         problems += _check(component, key=key, passed=passed, allowed=allowed)
-    if experiment.task is not None and not experiment.optimizers and not any(one.key.startswith("task") for one in problems):
+    if (
+        experiment.task is not None
+        and not experiment.optimizers
+        and not any(one.key.startswith("task") for one in problems)
+    ):
         problems += _check_task(experiment.task, allowed=allowed)
     if any(problem.key.startswith("optimizer") for problem in problems):
         return problems

@@ -197,8 +197,9 @@ class Experiment(Section):
     metrics/NAME.csv and .png."""
     optimizer: Optimizer | None = None
     """Any callable (parameters of model, loss and task) -> optimizer, with ``groups`` for parameters with settings of
-    their own. Required unless ``optimizers`` is given. torch's SGD, Adam and AdamW run fused unless ``fused: false`` is given. An optimizer with train() and
-    eval(), such as a schedule-free one, is in eval() while the model is evaluated and exported."""
+    their own. Required unless ``optimizers`` is given. torch's SGD, Adam and AdamW run fused unless ``fused: false`` is
+    given. An optimizer with train() and eval(), such as a schedule-free one, is in eval() while the model is evaluated
+    and exported."""
     scheduler: Component | None = None
     """Any callable (optimizer) -> learning-rate scheduler; may use ${total_steps} and ${steps_per_epoch}."""
     optimizers: Mapping[Name, NamedOptimizer] = {}

@@ -36,5 +36,3 @@ def own_key(key: str, name: str) -> str:
 def own_problems(problems: Sequence[Problem], name: str) -> list[Problem]:
     """Return problems with the keys of one of several optimizers."""
     return [problem._replace(key=own_key(problem.key, name)) for problem in problems]
-
-

@@ -90,7 +90,9 @@ class Strategy(base.Strategy):
     def refuse_several(cls, options: Section) -> str | None:
         changed = {name for name in options.model_fields_set if getattr(options, name) != cls.Options().__dict__[name]}
         if ignored := sorted(changed - {"sync_batch_norm"}):
-            message = "is an option of torch's DDP, which several optimizers do without: gradients are summed by optimizer"
+            message = (
+                "is an option of torch's DDP, which several optimizers do without: gradients are summed by optimizer"
+            )
             return f"{ignored[0]} {message}; remove it"
         return None
 

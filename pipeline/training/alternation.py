@@ -144,5 +144,5 @@ def _buffers_from_first(context: TrainContext) -> None:
         return
     content = torch.cat([buffer.contiguous().reshape(-1).view(torch.uint8) for buffer in buffers])
     dist.broadcast(content, src=0)
-    for buffer, received in zip(buffers, content.split([one.nbytes for one in buffers]), strict=True):
+    for buffer, received in zip(buffers, torch.split(content, [one.nbytes for one in buffers]), strict=True):
         buffer.copy_(received.clone().view(buffer.dtype).view(buffer.shape))

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
@@ -53,6 +55,8 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     task, learned = _build_task(create, experiment, rank=rank, device=device, is_sharded=is_sharded)
     model = built.model
     validates = source.validation is not None
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
     if experiment.optimizers:
         optimizer, scheduler = several_optimizers.build(
             create, experiment, model=model, learned=learned, validates=validates

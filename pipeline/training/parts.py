@@ -136,12 +136,13 @@ def optimizer(
     with undisturbed():
         importlib.import_module("torch._dynamo")  # the first optimizer of a process does so, within a second
     is_scaled = experiment.train.precision == "fp16"
-    chosen = optimizers.prefer_fused(declared, model=whole, is_sharded=is_sharded, is_scaled=is_scaled)
-    optimizer = create(chosen, model if chosen.target == lightning_module.OPTIMIZER else trained, key="optimizer")
+    preferred = optimizers.prefer_fused(declared, model=whole, is_sharded=is_sharded, is_scaled=is_scaled)
+    is_own = declared.target == lightning_module.OPTIMIZER
+    optimizer = create(preferred, model if is_own else trained, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
     parameter_groups.check_settings(optimizer, groups, has_own=bool(divided.own))
-    optimizers.check(optimizer, again=lambda toys: create(chosen, toys, key="optimizer"), model=whole)
+    optimizers.check(optimizer, again=lambda toys: create(preferred, toys, key="optimizer"), model=whole)
     optimizers.train(optimizer)
     optimizers.complete(optimizer)
     factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)

@@ -1,4 +1,4 @@
-"""Several optimizers and their schedulers, each with parameters of its own; to checkpoints and measuring they are one."""
+"""Several optimizers and their schedulers, each with its own parameters; checkpoints and measuring see them as one."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from pipeline.training.parameter_names import Named, listed, matches, unmatched,
 
 
 class Optimizers(Optimizer):
-    """Several optimizers by name. Groups, states and numbers of parameters are theirs, one optimizer after the other."""
+    """Several optimizers by name, joined: parameter groups and states are theirs, one optimizer after the other."""
 
     def __init__(self, named: Mapping[str, Optimizer]) -> None:
         """Join the optimizers; torch's own constructor would want parameters."""

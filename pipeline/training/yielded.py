@@ -67,15 +67,18 @@ def _checked(context: TrainContext, output: object) -> str:
     declared = context.experiment.optimizers
     if not isinstance(output, StepOutput):
         raise _refused(f"yielded a {type(output).__name__}; yield a StepOutput for each loss")
-    if output.optimizer not in declared:
+    if output.optimizer is None or output.optimizer not in declared:
         named = "no optimizer" if output.optimizer is None else f"optimizer {output.optimizer!r}"
-        raise _refused(f"yielded a loss for {named}; write StepOutput(..., optimizer=NAME), one of {', '.join(declared)}")
+        raise _refused(
+            f"yielded a loss for {named}; write StepOutput(..., optimizer=NAME), one of {', '.join(declared)}"
+        )
     if cast(Any, output.loss).ndim:
         shape = tuple(output.loss.shape)
         raise _refused(f"yielded a loss of shape {shape}; it must be a scalar, the mean over the samples")
     if output.weight is not None:
         raise _refused("yielded a StepOutput.weight; with several optimizers, each loss is the mean over the samples")
-    return output.optimizer
+    name: str = output.optimizer
+    return name
 
 
 def _refused(message: str) -> ExperimentError:

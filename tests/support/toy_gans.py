@@ -1,0 +1,76 @@
+"""A tiny pair of networks that train against each other, and tasks that several optimizers can't be trained by."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from pipeline.tasks import StepOutput
+
+
+class Pair(nn.Module):
+    def __init__(self, noise: int = 3) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(noise, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.critic = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, noise: Tensor) -> Tensor:
+        outputs: Tensor = self.generator(noise)
+        return outputs
+
+
+class Duel:
+    """The noise comes with the batch: `toys.regression`'s inputs; ``fails`` is what goes wrong."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails = fails
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def __call__(self, model: Any, batch: Any) -> Iterator[StepOutput]:
+        noise, real = batch
+        made = model.generator(noise)
+        if model.training:
+            model.count += torch.tensor([1, len(noise)])
+        critic = softplus(model.critic(made.detach())).mean() + softplus(-model.critic(real)).mean()
+        scored = {"score": model.critic(made).mean()}
+        yield StepOutput(
+            critic * self.scale, made, real, logs=scored, optimizer=None if self.fails == "name" else "critic"
+        )
+        if self.fails == "missing":
+            return
+        loss = softplus(-model.critic(made)).mean()
+        if self.fails == "detached":
+            loss = loss.detach()
+        if self.fails == "independent":
+            loss = model.critic(real).mean()
+        if self.fails == "taken":
+            scored = {"loss_critic": loss}
+        weight = torch.tensor(2.0) if self.fails == "weight" else None
+        yield StepOutput(loss, None, None, weight, {} if self.fails != "taken" else scored, "generator")
+
+    def pictures(self, model: Any) -> dict[str, Tensor]:
+        if self.fails == "pictures":
+            raise LookupError("no such picture")
+        return {
+            "made up": model.generator(torch.randn(5, 3, dtype=torch.float64))
+            .sigmoid()
+            .view(5, 1, 1, 1)
+            .expand(5, 1, 4, 3)
+        }
+
+
+ADAM = {"_target_": "torch.optim.Adam", "lr": 0.02}
+SECTIONS: dict[str, Any] = {
+    "model": {"_target_": "toy_gans.Pair"},
+    "loss": None,
+    "task": {"_target_": "toy_gans.Duel"},
+    "optimizer": None,
+    "optimizers": {
+        "critic": {**ADAM, "params": ["critic.*", "task:scale"]},
+        "generator": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "params": "generator.*"},
+    },
+    "schedulers": {"generator": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5}},
+}

@@ -1,0 +1,221 @@
+"""Several optimizers: each loss trains the parameters of its optimizer, in the order in which a task yields them."""
+
+from typing import Any
+
+import pytest
+import torch
+import toy_gans
+import toys
+from torch.nn.functional import softplus
+
+from pipeline.config.consistency import contradictions
+from pipeline.config.summary import config_hash
+from pipeline.driver import parameters
+from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
+from pipeline.training.build import build
+from pipeline.training.loop import train
+from pipeline.training.step import optimizer_step
+
+ALLOWED = ("pipeline", "torch", "torchmetrics", "toys", "toy_gans")
+
+
+def _trial(**sections: Any) -> Any:
+    trial = toys.trial(max_steps=None, **{**toy_gans.SECTIONS, **sections})
+    return trial.model_copy(update={"allowed": ALLOWED, "train_only": True})
+
+
+def _trained(**sections: Any) -> toys.Kept:
+    kept = toys.Kept()
+    train(_trial(**sections), rank=Rank(), outbox=kept)
+    return kept
+
+
+def _problems(experiment: Any) -> dict[str, str]:
+    return {problem.key: problem.message for problem in contradictions(experiment)}
+
+
+def test_each_loss_trains_its_own_parameters_in_the_order_of_a_loop_in_plain_torch() -> None:
+    context = build(_trial(train={"clip_grad_norm": 0.1}), rank=Rank())
+    model = toy_gans.Pair().double()
+    model.load_state_dict(context.model.state_dict())
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    critic, generator = [*model.critic.parameters(), scale], list(model.generator.parameters())
+    first, second = torch.optim.Adam(critic, lr=0.02), torch.optim.SGD(generator, lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(second, step_size=2, gamma=0.5)
+    stream = context.batches.training(0)
+    for step in range(3):
+        indices = context.order.global_batch(0, step)
+        noise, real = context.batches.placed(context.batches.read(indices))
+        made = model.generator(noise)
+        one = (softplus(model.critic(made.detach())).mean() + softplus(-model.critic(real)).mean()) * scale
+        one.backward()
+        norm = torch.nn.utils.clip_grad_norm_(critic, 0.1)
+        first.step()
+        model.zero_grad()
+        scale.grad = None
+        other = softplus(-model.critic(made)).mean()
+        other.backward()
+        torch.nn.utils.clip_grad_norm_(generator, 0.1)
+        rate = second.param_groups[0]["lr"]
+        second.step()
+        scheduler.step()
+        model.zero_grad()
+
+        result = optimizer_step(context, stream, step=step)
+        assert context.log_names == ("loss_critic", "loss_generator", "score")
+        assert result.loss[:3].tolist() == pytest.approx([(one + other).item(), one.item(), other.item()], rel=1e-12)
+        assert result.by_optimizer["learning_rate_generator"] == rate
+        assert float(result.by_optimizer["gradient_norm_critic"]) == pytest.approx(float(norm), rel=1e-12)
+    trained = dict(context.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(trained[name], parameter, rtol=1e-12, atol=0), name
+
+
+def test_metrics_of_each_optimizer_and_pictures_are_reported() -> None:
+    kept = _trained()
+    for name in ("loss", "loss_critic", "loss_generator", "learning_rate_critic", "learning_rate_generator"):
+        assert len(kept.series(f"train/{name}")) == 6
+    assert kept.series("train/learning_rate_generator") == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025, 0.025])
+    assert len(kept.series("validation/loss_critic")) == 2
+    pictures = [name for name in kept.files if name.startswith("samples/")]
+    assert pictures == ["samples/made%20up-000003.png", "samples/made%20up-000006.png"]
+    assert kept.files[pictures[0]].startswith(b"\x89PNG")
+
+
+def test_a_task_that_cannot_draw_is_warned_of() -> None:
+    kept = _trained(task={"_target_": "toy_gans.Duel", "fails": "pictures"})
+    (warning, *_) = [event.message for event in kept.events if event.kind == "warned"]
+    assert warning == "the task's pictures could not be drawn, the training is not affected: no such picture"
+    assert kept.series("train/loss") == _trained().series("train/loss")
+
+
+def test_fp16_scales_the_gradients_of_each_optimizer() -> None:
+    context = build(_trial(train={"precision": "fp16", "clip_grad_norm": 1.0}), rank=Rank())
+    context.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    before = {name: one.clone() for name, one in context.model.named_parameters()}
+    stream = context.batches.training(0)
+    optimizer_step(context, stream, step=0)
+    assert context.scaler.get_scale() == 2.0**39
+    assert all(torch.equal(one, before[name]) for name, one in context.model.named_parameters())
+    context.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    optimizer_step(context, stream, step=1)
+    assert not any(
+        torch.equal(one, before[name]) for name, one in context.model.named_parameters() if "bias" not in name
+    )
+
+
+def test_a_training_resumed_within_an_epoch_is_the_same_to_the_bit(tmp_path: Any) -> None:
+    loop_trial = _trial(checkpoint={"every_steps": 2, "keep": 9}).model_copy(update={"checkpoints": str(tmp_path)})
+    whole, again = toys.Kept(), toys.Kept()
+    train(loop_trial, rank=Rank(), outbox=whole)
+    for folder in tmp_path.glob("step-*"):
+        if folder.name > "step-00000002":
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+    train(loop_trial.model_copy(update={"resume": True}), rank=Rank(), outbox=again)
+    assert again.series("train/loss")[-4:] == whole.series("train/loss")[-4:]
+    assert again.series("train/learning_rate_generator")[-4:] == whole.series("train/learning_rate_generator")[-4:]
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        (
+            "name",
+            "task: yielded a loss for no optimizer; write StepOutput(..., optimizer=NAME), one of critic, generator",
+        ),
+        ("missing", "task: yields no loss for optimizers.generator; yield one for each optimizer, for every batch"),
+        (
+            "detached",
+            "task: yielded a loss that depends on no parameter of optimizers.generator: it would train nothing",
+        ),
+        ("independent", "task: yielded a loss that depends on no parameter of optimizers.generator"),
+        ("taken", "task: logs loss_critic twice, or as a metric that is reported already; choose another name"),
+        (
+            "weight",
+            "task: yielded a StepOutput.weight; with several optimizers, each loss is the mean over the samples",
+        ),
+    ],
+)
+def test_a_task_that_trains_something_else_is_refused(fails: str, message: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        _trained(task={"_target_": "toy_gans.Duel", "fails": fails})
+    assert str(caught.value).startswith(message)
+
+
+def test_a_task_of_several_optimizers_and_one_of_one_are_not_mixed_up() -> None:
+    with pytest.raises(ExperimentError, match=r"task: returned a StepOutput; with optimizers, yield a StepOutput"):
+        every = {"one": {**toy_gans.ADAM, "params": "*"}}
+        _trained(task={"_target_": "toys.SquaredTask"}, optimizers=every, schedulers={})
+    with pytest.raises(ExperimentError, match=r"task: yields its losses, which takes several optimizers"):
+        _trained(optimizer=toy_gans.ADAM, optimizers={}, schedulers={})
+
+
+@pytest.mark.parametrize(
+    ("critic", "generator", "key", "message"),
+    [
+        (
+            ["critic.*", "task:scale"], "generatr.*", "optimizers.generator.params",
+            "generatr.* matches no parameter of the model; did you mean generator.*?; there are generator.0.weight, ",
+        ),
+        (
+            ["*", "task:scale"], "generator.*", "optimizers.generator.params",
+            "generator.0.weight, generator.0.bias, generator.2.weight, generator.2.bias are in optimizers.critic, too; ",
+        ),
+        (
+            ["critic.*"], "generator.*", "optimizers",
+            "task:scale is in none of critic, generator; add a pattern to params, or freeze with train.freeze what",
+        ),
+    ],
+)  # fmt: skip
+def test_parameters_that_are_not_divided_are_refused_before_anything_starts(
+    critic: list[str], generator: str, key: str, message: str
+) -> None:
+    sections = {
+        "critic": {**toy_gans.ADAM, "params": critic}, "generator": {**toy_gans.ADAM, "params": generator}
+    }  # fmt: skip
+    experiment = toys.experiment(**{**toy_gans.SECTIONS, "optimizers": sections})
+    (problem,) = parameters.problems(experiment, allowed=ALLOWED)
+    assert problem.key == key
+    assert problem.message.startswith(message)
+
+
+def test_keys_that_exclude_each_other_are_refused() -> None:
+    experiment = toys.experiment(
+        **{
+            **toy_gans.SECTIONS,
+            "optimizer": toy_gans.ADAM,
+            "scheduler": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2},
+            "schedulers": {"genrator": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}},
+            "train": {"compile": True, "on_nonfinite": "skip"},
+        }
+    )
+    assert _problems(experiment) == {
+        "optimizer": "both optimizer and optimizers are given; remove one",
+        "scheduler": "has several optimizers; write schedulers: {critic: ...}",
+        "schedulers.genrator": "is no name in optimizers; did you mean generator?",
+        "train.compile": "compiles the model as a whole, but a task with several optimizers calls its parts; remove it",
+        "train.on_nonfinite": "skips whole steps, but an optimizer may have stepped before the loss of the next one is "
+        "known; write stop or rollback",
+    }
+    assert "missing" in _problems(toys.experiment(optimizer=None))["optimizer"]
+
+
+def test_strategies_that_call_the_whole_model_are_refused() -> None:
+    from pipeline.driver.preflight import _strategy_problems
+
+    parallel = {"strategy": "ddp", "launcher": "torchrun", "workers": 2, "options": {"static_graph": True}}
+    experiment = toys.experiment(**toy_gans.SECTIONS, parallel=parallel, compare=[{"strategy": "dp"}])
+    assert [(problem.key, problem.message.partition(",")[0]) for problem in _strategy_problems(experiment)] == [
+        ("parallel.options", "static_graph is an option of torch's DDP"),
+        ("compare[0].strategy", "divides the calls of a whole model"),
+    ]
+
+
+def test_an_experiment_with_one_optimizer_keeps_its_hash() -> None:
+    one = toys.experiment()
+    assert {"optimizers", "schedulers"}.isdisjoint(one.model_dump())
+    assert {"optimizer", "scheduler"}.isdisjoint(toys.experiment(**toy_gans.SECTIONS).model_dump())
+    assert config_hash(one) != config_hash(toys.experiment(**toy_gans.SECTIONS))
