@@ -40,9 +40,6 @@ class DCGAN(nn.Module):
         widths = [width * 2**place for place in range(doublings)]  # of the layers, from the image inwards
         self.generator = _generator(noise, widths, channels)
         self.discriminator = _discriminator(widths, channels)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
 
     @override
     def forward(self, noise: Tensor) -> Tensor:

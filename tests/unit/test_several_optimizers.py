@@ -146,8 +146,8 @@ def test_a_task_that_trains_something_else_is_refused(fails: str, message: str) 
 
 
 def test_a_task_of_several_optimizers_and_one_of_one_are_not_mixed_up() -> None:
+    every = {"one": {**toy_gans.ADAM, "params": "*"}}
     with pytest.raises(ExperimentError, match=r"task: returned a StepOutput; with optimizers, yield a StepOutput"):
-        every = {"one": {**toy_gans.ADAM, "params": "*"}}
         _trained(task={"_target_": "toys.SquaredTask"}, optimizers=every, schedulers={})
     with pytest.raises(ExperimentError, match=r"task: yields its losses, which takes several optimizers"):
         _trained(optimizer=toy_gans.ADAM, optimizers={}, schedulers={})
@@ -162,7 +162,7 @@ def test_a_task_of_several_optimizers_and_one_of_one_are_not_mixed_up() -> None:
         ),
         (
             ["*", "task:scale"], "generator.*", "optimizers.generator.params",
-            "generator.0.weight, generator.0.bias, generator.2.weight, generator.2.bias are in optimizers.critic, too; ",
+            "generator.0.weight, generator.0.bias, generator.2.weight, generator.2.bias are in optimizers.critic, too",
         ),
         (
             ["critic.*"], "generator.*", "optimizers",
