@@ -48,6 +48,8 @@ def communication_hook(case: Case) -> Finding | None:
     row, precision = case.row, case.experiment.train.precision
     if row.strategy != "ddp" or row.options.get("communication_hook", "none") != "none" or precision == "fp64":
         return None
+    if case.experiment.optimizers:  # which use no hook of DDP
+        return None
     # CPU processes on one machine exchange through memory, which fewer bits don't speed up.
     is_local = row.device == "cpu" and len(set(row.parts.nodes)) == 1
     if is_local or row.gradient_mb < FEWEST_MB or not _exchange_is_long(case, share=SLOW_EXPOSED):
