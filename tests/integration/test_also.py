@@ -15,6 +15,12 @@ from pipeline.recording import journal
 Command = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine importing MLflow alone takes longer than a user would wait."""
+    monkeypatch.setattr("pipeline.recording.mlflow._DRAIN_SECONDS", 200.0)
+
+
 def run(command: Command, folder: Path, also: str, *more: str) -> tuple[Path, Any]:
     """A run of lab.yaml with its folder."""
     ended = command(
@@ -105,10 +111,9 @@ def test_one_that_fails_leaves_the_run_and_the_others_alone(
     (tmp_path / "wandb.py").write_text("raise OSError('no route to https://me:pa55@api.wandb.ai')\n")
     monkeypatch.syspath_prepend(tmp_path)
     folder, ended = run(command, tmp_path, "[wandb, csv]")
-    told = [line for line in ended.stderr.splitlines() if "wandb" in line]
-    assert len(told) == 1
-    assert told[0].startswith("wandb raised OSError: no route to https://")
-    assert told[0].endswith(f"send the rest with: pipeline sync {folder}")
+    said = " ".join(ended.stderr.split())
+    assert said.count("wandb raised OSError: no route to https://") == 1
+    assert f"it gets no further events, send the rest with: pipeline sync {folder}" in said
     assert "pa55" not in ended.output
     assert (folder / "metrics.csv").read_text().count("\n") > len(losses(folder))
     assert json.loads((folder / "tracking.json").read_text())["delivered"]
