@@ -113,7 +113,10 @@ def test_its_result_is_saved_as_an_adapter(
 
     monkeypatch.chdir(tmp_path)
     Path("pyproject.toml").write_text('[tool.pipeline]\npackages = ["peft"]\n')
-    fast = {"parallel": {"strategy": "single", "launcher": "inprocess", "workers": 1}, "tracking": {"uri": "sqlite:///mlflow.db"}}
+    fast = {
+        "parallel": {"strategy": "single", "launcher": "inprocess", "workers": 1},
+        "tracking": {"uri": "sqlite:///mlflow.db"},
+    }
     whole = {"name": "lora", "seed": 1, **lora(encoder), **fast}
     Path("lora.yaml").write_text(json.dumps({name: section for name, section in whole.items() if section is not None}))
     plan = command("run", "lora.yaml", "--dry-run")
@@ -125,7 +128,9 @@ def test_its_result_is_saved_as_an_adapter(
     model.save_pretrained("adapter")  # type: ignore[operator]
     with safe_open("adapter/adapter_model.safetensors", "pt") as file:
         assert all("lora_" in name or "classifier" in name for name in file.keys())  # noqa: SIM118
-    again = PeftModel.from_pretrained(pretrained(encoder, task="sequence-classification", num_labels=4), "adapter").eval()
+    again = PeftModel.from_pretrained(
+        pretrained(encoder, task="sequence-classification", num_labels=4), "adapter"
+    ).eval()
     inputs = {"input_ids": torch.tensor([[2, 9, 8, 3]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
     with torch.no_grad():
         torch.testing.assert_close(again(**inputs).logits, model.get_base_model()(**inputs).logits)  # type: ignore[operator]

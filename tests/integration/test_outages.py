@@ -23,7 +23,7 @@ from pipeline.config.load import load
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
-from pipeline.protocol.events import ArtifactSaved, Finished, Metrics, Point, RunClosed, SystemMetrics
+from pipeline.protocol.events import ArtifactSaved, Metrics, Point, RunClosed
 from pipeline.protocol.trial import Status
 from pipeline.recording import journal
 from pipeline.recording import mlflow_entities as entities
