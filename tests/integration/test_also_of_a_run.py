@@ -111,7 +111,7 @@ def test_one_that_fails_leaves_the_run_and_the_others_alone(
     (tmp_path / "wandb.py").write_text("raise OSError('no route to https://me:pa55@api.wandb.ai')\n")
     monkeypatch.syspath_prepend(tmp_path)
     folder, ended = run(command, tmp_path, "[wandb, csv]")
-    said = " ".join(ended.stderr.split())
+    said = " ".join(ended.output.split())
     assert said.count("wandb raised OSError: no route to https://") == 1
     assert f"it gets no further events, send the rest with: pipeline sync {folder}" in said
     assert "pa55" not in ended.output
