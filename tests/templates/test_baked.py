@@ -43,7 +43,11 @@ def expected(project: Baked) -> set[str]:
         files |= {".dockerignore", "docker/Dockerfile", "docker/compose.yaml"}
     if project.template == "ddp-project":
         files.add(f"src/{project.package}/predict.py")
-    if (example := {"image_folder": "images", "table": "table", "table_classes": "table"}.get(project.answers.get("data", ""))) is not None:
+    if (
+        example := {"image_folder": "images", "table": "table", "table_classes": "table"}.get(
+            project.answers.get("data", "")
+        )
+    ) is not None:
         files.add(f"src/{project.package}/example_{example}.py")
     return files
 
