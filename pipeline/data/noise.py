@@ -10,18 +10,25 @@ from typing_extensions import override
 from pipeline.errors import ExperimentError
 
 
-def with_noise(*, data: Any, size: int) -> tuple[Any, ...]:
+def with_noise(of: Any, *, size: int) -> tuple[Any, ...]:
     """Return pairs of (noise, input) of the training, validation and test set that another data function returned.
 
     Noise is standard normal, float32 of shape (size,): in training drawn anew for a sample in each epoch, in evaluation
     always the same. Where samples are tuples, their first field is the input.
 
+    Args:
+        of: data function, as ``_target_``.
+        size: numbers of noise for a sample.
+
     Raises:
-        ExperimentError: the size is less than 1.
+        ExperimentError: the size is less than 1, or ``of`` returns no data sets.
     """
+    if not isinstance(of, tuple) or len(of) < 2:
+        message = f"is a {type(of).__name__}; name a data function, e.g. pipeline.data.digits"
+        raise ExperimentError.of("data.of", message)
     if size < 1:
         raise ExperimentError.of("data.size", f"is {size}; write the numbers of noise for a sample, at least 1")
-    return tuple(None if part is None else _WithNoise(part, size) for part in data)
+    return tuple(None if part is None else _WithNoise(part, size) for part in of)
 
 
 class _WithNoise(Dataset[tuple[Tensor, Any]]):
