@@ -20,7 +20,7 @@ from pipeline.config import lightning_module
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.parallel import Parallel
 from pipeline.config.sample_order import OrderOptions
-from pipeline.config.several_optimizers import Name, NamedOptimizer
+from pipeline.config.several_optimizers import NamedOptimizer
 from pipeline.config.sweep import Sweep
 from pipeline.config.train import Train
 from pipeline.config.uris import problem_of, without_credentials
@@ -202,10 +202,10 @@ class Experiment(Section):
     and exported."""
     scheduler: Component | None = None
     """Any callable (optimizer) -> learning-rate scheduler; may use ${total_steps} and ${steps_per_epoch}."""
-    optimizers: Mapping[Name, NamedOptimizer] = {}
+    optimizers: Mapping[str, NamedOptimizer] = {}
     """Several optimizers by name, in place of ``optimizer``, each with ``params``, the names of its parameters, for a
     task that yields a loss for each: ``{critic: {_target_: torch.optim.Adam, params: "critic.*"}}``."""
-    schedulers: Mapping[Name, Component] = {}
+    schedulers: Mapping[str, Component] = {}
     """Schedulers of ``optimizers``, by the same names, in place of ``scheduler``; an optimizer may have none."""
     train: Train
     checkpoint: Checkpoint = Checkpoint()

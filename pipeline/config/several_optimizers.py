@@ -9,8 +9,6 @@ from pipeline.config import keys
 from pipeline.config.finetuning import Optimizer, Pattern
 from pipeline.errors import Problem
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
-
 
 class NamedOptimizer(Optimizer):
     """One of several optimizers: ``_target_: package.name`` with keyword arguments, and the parameters it trains."""

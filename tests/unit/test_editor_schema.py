@@ -125,7 +125,8 @@ def test_suggestions_hold_all_that_is_built_in() -> None:
 def test_an_editor_can_offer_components_where_they_belong() -> None:
     properties = experiment_json_schema()["properties"]
     offered = {
-        "optimizer": properties["optimizer"]["properties"],
+        "optimizer": properties["optimizer"]["anyOf"][0]["properties"],
+        "optimizers": properties["optimizers"]["additionalProperties"]["properties"],
         "scheduler": properties["scheduler"]["anyOf"][0]["properties"],
         "metrics": properties["metrics"]["additionalProperties"]["properties"],
     }

@@ -234,7 +234,7 @@ e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer keeps runs in 
 write sqlite:///mlflow.db or a server's http address
 e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
 e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, order, loader, loss, task, metrics, \
-optimizer, scheduler, train, checkpoint, parallel, compare, measure, tracking, sweep
+optimizer, scheduler, optimizers, schedulers, train, checkpoint, parallel, compare, measure, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
 e.yaml:19: measure: is empty; write a mapping, its keys are pairs, budget_s, interval, warmup_steps, steps, \
 windows, nvtx, price_per_device_hour
