@@ -35,7 +35,7 @@ ELSEWHERE = {
     r"python -m PACKAGE\.predict ": "a module of a generated project, whose own tests call it",
 }
 """Commands that can't be read or run here, and why."""
-NOBODYS = {"README.md": "mypackage"}
+NOBODYS = {"docs/several-optimizers.md": "mypackage", "README.md": "mypackage"}
 """Packages that only a reader has, whose components can't be looked for."""
 
 
@@ -89,9 +89,11 @@ def test_yaml_is_an_experiment_or_a_part_of_one(block: Block, monkeypatch: pytes
 
 def completed(given: dict[str, Any]) -> dict[str, Any]:
     """A part of an experiment with all that it leaves out, that of experiments/mlp.yaml."""
-    if {"name", "model", "data", "optimizer", "train"} <= given.keys():
+    if {"name", "model", "data", "train"} <= given.keys() and {"optimizer", "optimizers"} & given.keys():
         return given
     whole = yaml.safe_load((ROOT / "experiments" / "mlp.yaml").read_text())
+    for key in ("loss", "optimizer") if "optimizers" in given else ():
+        del whole[key]
     for key, value in given.items():
         is_section = isinstance(value, dict) and "_target_" not in value
         whole[key] = {**whole.get(key, {}), **value} if is_section else value
