@@ -35,6 +35,9 @@ test-unit test-contract test-replay test-journeys test-integration test-faults t
 test-the-tests: $(STAMP)  ## Put faults into a copy of the tree, one at a time, and say which test of make test noticed; ten minutes
 	@$(BIN)/python tests/mutations/run.py $(FAULTS)
 
+test-versions: $(STAMP)  ## Run contract and journeys with other versions; gigabytes, hours; CELLS="lowest newest" chooses: docs/versions.md
+	@$(BIN)/python tests/versions.py $(CELLS)
+
 test-docker: $(STAMP)  ## Build the images, run an experiment on the compose cluster and kill a worker; needs Docker
 	docker info --format 'Docker {{.ServerVersion}}'
 	@$(BIN)/python tests/tiers.py docker
@@ -98,4 +101,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(INSTALL) '.[dev]'
 	touch $(STAMP) $(RUNS)
 
-.PHONY: help run ui lint test test-all test-the-tests test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more gpu gpu-kit schema docs install clean
+.PHONY: help run ui lint test test-all test-the-tests test-versions test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more gpu gpu-kit schema docs install clean

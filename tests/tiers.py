@@ -64,18 +64,19 @@ def _check(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
 
 
-def tests(name: str) -> tuple[Counter[str], list[str]]:
+def run_folder(name: str, *options: str, python: str = sys.executable) -> tuple[Counter[str], list[str]]:
     """Run the tests of a folder."""
     more = {"HYPOTHESIS_PROFILE": "default"} if name == "fuzz" else {}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         line = [
-            sys.executable,
+            python,
             "-m",
             "pytest",
             f"--junitxml={results}",
             "-o=junit_family=xunit1",
             *OPTIONS.get(name, [f"tests/{name}"]),
+            *options,
         ]
         code = subprocess.run(line, cwd=ROOT, env=os.environ | more, check=False).returncode
         counts, failures = _read(results) if results.exists() else (Counter(), [])
@@ -109,7 +110,7 @@ def _place(case: ElementTree.Element) -> str:
 def timed(name: str) -> Tier:
     print(f"\n{f' {name} ':─^80}", flush=True)
     began, cpu = time.monotonic(), _cpu_s()
-    counts, failures = lint() if name == "lint" else tests(name)
+    counts, failures = lint() if name == "lint" else run_folder(name)
     return Tier(name, time.monotonic() - began, _cpu_s() - cpu, counts, failures)
 
 

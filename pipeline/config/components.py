@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from pipeline.config import extras, keys, targets
 from pipeline.config.deferred import fill_in
 from pipeline.config.finetuning import Optimizer
+from pipeline.config.named_optimizers import own_problems
 from pipeline.config.schema import Experiment
-from pipeline.config.several_optimizers import own_problems
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem
 from pipeline.wording import did_you_mean

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from pipeline.config import finetuning, keys, lightning_module
+from pipeline.config.named_optimizers import own_key
 from pipeline.config.parallel import Parallel
 from pipeline.config.reported import name_problems, source_of
 from pipeline.config.sample_order import KINDS
 from pipeline.config.schema import Experiment, followed
-from pipeline.config.several_optimizers import own_key
 from pipeline.config.sweep import misused
 from pipeline.errors import Problem
 from pipeline.wording import counted, did_you_mean

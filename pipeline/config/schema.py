@@ -18,9 +18,9 @@ from pydantic import (
 
 from pipeline.config import lightning_module
 from pipeline.config.finetuning import Optimizer
+from pipeline.config.named_optimizers import NamedOptimizer
 from pipeline.config.parallel import Parallel
 from pipeline.config.sample_order import OrderOptions
-from pipeline.config.several_optimizers import NamedOptimizer
 from pipeline.config.sweep import Sweep
 from pipeline.config.train import Train
 from pipeline.config.uris import problem_of, without_credentials

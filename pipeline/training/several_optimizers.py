@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
+from pipeline.config.named_optimizers import NamedOptimizer, own_problems
 from pipeline.config.schema import Experiment
-from pipeline.config.several_optimizers import NamedOptimizer, own_problems
 from pipeline.errors import ExperimentError, Problem
 from pipeline.training import parameter_groups, parts
 from pipeline.training.optimizers import has_modes

@@ -10,7 +10,7 @@ import toys
 from toy_runs import T0, toy_run
 
 from pipeline.commands import evaluate as evaluating
-from pipeline.commands.history.evaluations import evaluations
+from pipeline.commands.history.evaluations import evaluations, line
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.targets import BUILT_IN
 from pipeline.driver.checkpoint_choice import Checkpoint, choose, ended_training
@@ -222,7 +222,7 @@ def test_the_status_and_the_duration_stay(run: Path, tmp_path: Path, is_killed: 
             recorder.receive(event)
     assert summarized(folder) == before
     assert journal.ending(path) == end
-    assert next(evaluations(folder)).endswith("test/loss 0.5: test set, 5 samples: weights of step 3 (epoch 1)")
+    assert line(evaluations(folder)[0]).endswith("test/loss 0.5: test set, 5 samples: weights of step 3 (epoch 1)")
     with closing(Recorder(folder, subscribers=[])) as recorder:  # continued, and killed
         begun = next(event for event in journal.read(path) if isinstance(event, RunOpened))
         recorder.receive(begun.model_copy(update={"time": T0 + 2000}))

@@ -20,7 +20,7 @@ from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Trial
 from pipeline.recording.console import _finished
-from pipeline.recording.mlflow_entities import figures
+from pipeline.recording.scalars import figures
 from pipeline.report.report import Report
 from pipeline.training.checkpoints.manifest import trained
 

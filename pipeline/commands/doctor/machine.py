@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from pipeline.cluster.node_facts import NodeFacts
+from pipeline.commands.doctor import tested
 from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, listed, low_to_high
 from pipeline.launchers._ray.interface import public_because
 
@@ -32,6 +33,8 @@ def judged(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResu
     if not nodes:
         return
     yield from _versions(nodes, here=here)
+    if untested := tested.judged(here, tested.ranges(tested.results().values())):
+        yield untested
     yield from _gpus(nodes)
     yield from by_node(nodes, _memory, fine=lambda: _ok("memory", _memories(nodes)))
     yield from by_node(nodes, _shared_memory, fine=lambda: _ok("shared memory", _shared_memories(nodes)))

@@ -9,6 +9,7 @@ from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError
 from pipeline.recording.store import check_store, is_server, redacted, resolve_uri, with_credentials
+from pipeline.system.releases import release
 
 if TYPE_CHECKING:
     import requests
@@ -80,15 +81,10 @@ def _versions(server: str, *, shown: str, client: str | None) -> CheckResult:
     if not server or client is None:
         return CheckResult(subject=_SUBJECT, status="ok", what=f"{shown} accepts results; its version is unknown")
     what = f"{shown} accepts results; the server is MLflow {server}, the client here {client}"
-    if _numbers(server) < _numbers(client):
+    if release(server) < release(client):  # different patch versions are compatible
         fix = f"on the server: pip install mlflow=={client}; mlflow db upgrade DATABASE"
         return CheckResult(subject=_SUBJECT, status="warning", what=f"{what}, which may need a newer server", fix=fix)
     return CheckResult(subject=_SUBJECT, status="ok", what=what)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return major and minor; servers and clients with different patch versions are compatible."""
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
 def _ask(uri: str, path: str) -> "requests.Response":

