@@ -16,7 +16,7 @@ from pydantic import (
 
 from pipeline.config.values import Component, DottedName, Section
 
-KINDS = ("weights", "bucket_by", "_target_")
+KINDS = ("weights", "bucket_by", "contiguous", "_target_")
 """Keys of the section, of which one is given."""
 
 
@@ -72,18 +72,22 @@ class OrderOptions(Section):
     bucket_by: Annotated[Literal["length"] | Component | None, WrapValidator(_bucket_by)] = None
     """Global batches of samples of similar length, the batches shuffled, so that padding is short: length, of the
     first field of a sample; or a component, called with the training set, that returns a number for each sample."""
+    contiguous: bool = False
+    """Global batches of as many streams as they have rows, for tasks that carry a state from batch to batch: each row
+    continues the row of the batch before, in the order of the training set, not shuffled. Validation and test set are
+    read the same way."""
     target: Annotated[DottedName | None, Field(alias="_target_")] = None
     """Function (training set, epoch, generator) that returns the indices of an epoch's samples, with its other
     arguments beside it. Epochs count from 0, each has equally many indices, and an index may occur several times."""
 
     @model_serializer(mode="wrap")
     def _only_what_is_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in write(self).items() if name not in KINDS or value is not None}
+        return {name: value for name, value in write(self).items() if name not in KINDS or value}
 
     @property
     def given(self) -> tuple[str, ...]:
         """Keys that are given; exactly one in a valid file."""
-        values = (self.weights, self.bucket_by, self.target)
+        values = (self.weights, self.bucket_by, self.contiguous or None, self.target)
         return tuple(key for key, value in zip(KINDS, values, strict=True) if value is not None)
 
     @property
@@ -110,6 +114,8 @@ class OrderOptions(Section):
     @property
     def words(self) -> str:
         """Order in words, for a plan."""
+        if self.contiguous:
+            return "contiguous: each row of a global batch continues the row of the batch before, also in evaluation"
         if self.bucket_by is not None:
             what = "length" if self.bucket_by == "length" else self.bucket_by.target
             return f"global batches of samples of similar {what}, shuffled"

@@ -179,8 +179,8 @@ class Experiment(Section):
     """Any callable that returns a torch.nn.Module. Required unless ``task`` is pipeline.tasks.Lightning with a
     ``module``."""
     data: Component
-    """Any callable that returns a training and a validation dataset (map-style; the second may be None), and a test
-    dataset if there is one, which is evaluated once, at the end; or pipeline.data.streamed."""
+    """Any callable that returns a training and a validation dataset (the second may be None), and a test dataset if
+    there is one, which is evaluated once, at the end: map-style, or iterable; or pipeline.data.streamed."""
     order: OrderOptions | None = None
     """Order of the training samples; default: each sample once in an epoch, shuffled."""
     loader: Loader = Loader()

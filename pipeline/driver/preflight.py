@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from pipeline import registry
 from pipeline.config import components, deferred, messages, sweep
+from pipeline.config.consistency import against_state
 from pipeline.config.load import ExperimentFile
 from pipeline.config.reported import PREFIX, source_of
 from pipeline.config.schema import Comparison, Experiment
@@ -44,6 +45,8 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     wrong = {problem.key.partition(".")[0] for problem in problems}
     if "metrics" not in wrong:
         problems += refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
+    if wrong.isdisjoint(("task", "order")) and (task := file.experiment.task) is not None:
+        problems += against_state(components.resolve(task, key="task", allowed=allowed), file.experiment)
     if with_data and wrong.isdisjoint(("data", "order")) and not file.experiment.is_streamed:
         problems += refusals(lambda: data_sizes(file.experiment, allowed=allowed))
     if wrong.isdisjoint(("model", "optimizer")):
@@ -124,14 +127,20 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
         TrainingError: a sample that the order needs can't be read.
     """
     with undisturbed():
-        from pipeline.training import loader, own_order, parts
+        from pipeline.training import data_source, iterable_order, parts
 
     train, *held_out = parts.data(experiment, allowed=allowed)
-    samples = loader.length(train, what="training")
+    order = data_source.train_order(experiment, train, allowed=allowed)
     named = zip(("validation", "test"), held_out, strict=True)
-    validation, test = (0 if one is None else loader.length(one, what=name) for name, one in named)
-    order = own_order.order_of(experiment, train, samples=samples, allowed=allowed)
-    return DataSizes(samples, validation, order.steps_per_epoch, test, order.samples)
+    validation, test = (data_source.held_out_size(experiment, one, what=name) for name, one in named)
+    return DataSizes(
+        None if order.is_endless else order.set_size,
+        validation,
+        order.steps_per_epoch,
+        test,
+        order.samples,
+        iterable_order.notes(train, experiment),
+    )
 
 
 def _task_problems(experiment: Experiment, *, allowed: tuple[str, ...]) -> Iterator[Problem]:

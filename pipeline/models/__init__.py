@@ -8,5 +8,4 @@ from pipeline.models.pretrained import pretrained
 from pipeline.models.resnet import resnet18, resnet34, resnet50
 from pipeline.models.simclr import SimCLR
 
-__all__ = ["DCGAN", "GPT", "MLP", "SimCLR", "pretrained", "resnet18", "resnet34", "resnet50"]
-__all__ = ["GPT", "LSTM", "MLP", "SimCLR", "pretrained", "resnet18", "resnet34", "resnet50"]
+__all__ = ["DCGAN", "GPT", "LSTM", "MLP", "SimCLR", "pretrained", "resnet18", "resnet34", "resnet50"]

@@ -15,12 +15,15 @@ from pipeline.wording import counted
 class DataSizes(NamedTuple):
     """Numbers of samples, and of steps in an epoch."""
 
-    train_samples: int
+    train_samples: int | None
+    """None for a training set without a length, of which ``train.steps`` is one epoch."""
     validation_samples: int
     steps_per_epoch: int
     test_samples: int = 0
     epoch_samples: int | None = None
     """Samples of an epoch; None: as many as the training set has."""
+    notes: tuple[str, ...] = ()
+    """What can't be promised of the data."""
 
 
 def describe(plan: Plan, sizes: DataSizes | None) -> str:
@@ -29,10 +32,11 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
     batches = f"{train.global_batch_size} samples each{_by_worker(plan)}, {train.precision}"
     data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.length}, {batches}"
     if sizes is not None:
-        data = f"{sizes.train_samples} training samples, {sizes.validation_samples} validation samples"
+        data = f"{sizes.train_samples} training samples" if sizes.train_samples else "a training set without a length"
+        data += f", {sizes.validation_samples} validation samples"
         data += f", {sizes.test_samples} test samples" if sizes.test_samples else ""
         whole = train.length if train.steps else f"{train.steps_of(sizes.steps_per_epoch)} in {train.length}"
-        steps = f"{sizes.steps_per_epoch} per epoch, {whole}, {batches}"
+        steps = f"{sizes.steps_per_epoch} per epoch, {whole}, {batches}" if sizes.train_samples else steps
     order = plan.experiment.order
     drawn = sizes.epoch_samples if sizes is not None else None
     count = f", {drawn} samples in an epoch" if sizes is not None and drawn not in (None, sizes.train_samples) else ""
@@ -55,7 +59,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
     lines += [f"  {line}" for trial in plan.trials for line in _describe_trial(trial)]
     if isinstance(plan.main, Training) and plan.main.compared_with:
         lines += [f"  {line}" for line in _describe_turns(plan.main)]
-    lines += [f"note: {note}" for note in plan.notes]
+    lines += [f"note: {note}" for note in (*plan.notes, *(sizes.notes if sizes is not None else ()))]
     return "\n".join(lines)
 
 
@@ -97,7 +101,7 @@ def record(plan: Plan, sizes: DataSizes | None) -> str:
             "batch_size_per_worker": plan.experiment.train.batch_size_per_worker,
             "tracking": without_credentials(plan.experiment.tracking.uri),
             "trials": [{"max_steps": None} | trial.model_dump(mode="json", include=fields) for trial in plan.measured],
-            "notes": list(plan.notes),
+            "notes": [*plan.notes, *(sizes.notes if sizes is not None else ())],
         },
         indent=2,
     )

@@ -97,6 +97,7 @@ class Row(Frozen):
     gradient_mb: float
     unused_parameters: int = 0
     coupling: tuple[str, ...] = ()
+    data_notes: tuple[str, ...] = ()
     time_to_first_step_s: float | None = None
     """Seconds from the launch to the end of the first step; None if it ran beside the training that was launched."""
     compile_s: float | None = None
@@ -153,6 +154,7 @@ class Row(Frozen):
                     "gradient_mb",
                     "unused_parameters",
                     "coupling",
+                    "data_notes",
                     "losses",
                     "metrics",
                     "best",

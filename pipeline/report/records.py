@@ -209,6 +209,7 @@ def _flat(row: Row) -> dict[str, Any]:
         "losses",
         "repeats",
         "coupling",
+        "data_notes",
         "gpus",
         "communication",
         "flops",

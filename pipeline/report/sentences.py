@@ -126,6 +126,7 @@ def remarks(rows: Sequence[Row], *, main: Row, restricted: str = "") -> Iterator
     """
     baseline = rows[0]
     yield from _losses(rows, main=main)
+    yield from (f"{note[0].upper()}{note[1:]}." for note in main.data_notes)
     if restricted:
         yield f"{restricted}."
     elif baseline.role != "baseline":

@@ -17,7 +17,17 @@ from typing_extensions import override
 from pipeline.errors import ExperimentError
 from pipeline.tasks.gathering import gathered
 
-__all__ = ["FromModel", "LanguageModel", "StepOutput", "Supervised", "Task", "gathered", "is_known"]
+__all__ = [
+    "FromModel",
+    "LanguageModel",
+    "RecurrentLanguageModel",
+    "Stateful",
+    "StepOutput",
+    "Supervised",
+    "Task",
+    "gathered",
+    "is_known",
+]
 
 _HINT = "return pairs from the dataset, or write a `task:` that reads this batch"
 _MEAN_REDUCTIONS = ("mean", "batchmean")  # batchmean is KLDivLoss's mean over samples
@@ -49,6 +59,8 @@ class StepOutput(NamedTuple):
     """
     optimizer: str | None = None
     """Name of the optimizer that this loss is for, if the experiment has several (``optimizers``)."""
+    state: Any = None
+    """State at the end of the batch that a `Stateful` task gets with the next one; with its graph, which is cut."""
 
 
 class Task(Protocol):
@@ -79,6 +91,23 @@ class OwnEvaluation(Protocol):
         """Return a context in which calls evaluate a split: validation or test.
 
         It yields the paths in the model of metrics that the calls update, by the name to report.
+        """
+
+
+class Stateful(Protocol):
+    """Task that carries a state from batch to batch: truncated backpropagation through time.
+
+    Any task with ``batch_dim`` is one. It needs ``order: {contiguous: true}``, by which each row of a batch continues
+    that row of the batch before (docs/sequences.md).
+    """
+
+    batch_dim: int
+    """Dimension of the state's tensors that counts the rows of a batch: 1 for torch's LSTM, GRU and RNN."""
+
+    def __call__(self, model: nn.Module, batch: Any, state: Any = None) -> StepOutput:
+        """Compute the loss of a batch, with `StepOutput.state`: a tensor, or tuples, lists and dicts of tensors.
+
+        ``state`` is that of the batch before, detached; None where the rows begin.
         """
 
 
@@ -171,6 +200,27 @@ class LanguageModel(Task):
         targets = next_tokens.flatten()
         loss = functional.cross_entropy(logits, targets, ignore_index=_IGNORED)
         return StepOutput(loss, logits, targets, (targets != _IGNORED).sum())
+
+
+class RecurrentLanguageModel(LanguageModel):
+    """`LanguageModel` with truncated backpropagation through time, for ``model(tokens, state)`` -> (logits, state).
+
+    The state is that of torch's LSTM, GRU or RNN. Metrics see logits (batch, time, vocabulary) and tokens (batch,
+    time), as torchmetrics' Perplexity takes them.
+    """
+
+    batch_dim = 1
+
+    @override
+    def __call__(self, model: nn.Module, batch: Any, state: Any = None) -> StepOutput:
+        """Compute the loss of (tokens, next_tokens), whose rows continue those that ``state`` is of."""
+        tokens, targets = _pair(batch)
+        outputs = model(tokens, state)
+        if not isinstance(outputs, tuple) or len(outputs) != 2:
+            raise ExperimentError.of("task", f"needs a model that returns logits and state, not {_describe(outputs)}")
+        logits, state = outputs
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
+        return StepOutput(loss, logits, targets, (targets != _IGNORED).sum(), state=state)
 
 
 class FromModel(Task):

@@ -21,6 +21,7 @@ from pipeline.tasks.gathering import Pass
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.learned import held_by
+from pipeline.training.order import StreamOrder
 from pipeline.training.randomness import generators_kept, seed_all
 from pipeline.training.weighting import Boundary
 from pipeline.wording import figure
@@ -140,7 +141,7 @@ def _part(context: TrainContext, batch: Any, indices: range) -> Any:
     """Return some samples of the batch: sliced from it, or read again if a custom collate function made it."""
     leaves = tree_leaves(batch)
     cuts = all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves) and context.experiment.loader.collate is None
-    if cuts or context.order.is_stream:
+    if cuts or isinstance(context.order, StreamOrder):
         return tree_map(lambda leaf: leaf[indices.start : indices.stop], batch)
     return context.batches.read(list(indices))
 

@@ -4,112 +4,26 @@ Apart from the loaders, which know of no ranks, and from `TrainContext`, which h
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank, Split, Trial
+from pipeline.protocol.trial import Rank, Split
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Supervised, Task
-from pipeline.training import parts, rank_equality
-from pipeline.training.loader import BatchLoader, length, prefetched, to_device
-from pipeline.training.order import MicroBatch, SampleOrder, StreamOrder, padded, padded_evaluation
-from pipeline.training.own_order import order_of
-from pipeline.training.stream import RowStream, StreamLoader, received
+from pipeline.training.data_source import Datasets, Source
+from pipeline.training.iterable import IterableLoader
+from pipeline.training.loader import BatchLoader, prefetched, to_device
+from pipeline.training.order import MicroBatch, SampleOrder, padded, padded_evaluation
+from pipeline.training.stream import StreamLoader
 
 MicroBatches = Iterator[tuple[MicroBatch, Any]]
 """A rank's micro-batches with their data, in order."""
 _MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-
-
-class Source(NamedTuple):
-    """The data of a rank."""
-
-    train: BatchLoader | StreamLoader
-    validation: BatchLoader | StreamLoader | None
-    order: SampleOrder
-    validation_samples: int
-    first: Any
-    """First sample or schema, which tells the data from other data of the same size."""
-    datasets: "Datasets | None" = None
-    """Datasets behind the loaders; None for streams."""
-    test: BatchLoader | None = None
-    test_samples: int = 0
-
-
-Datasets = tuple[Any, Any, Any]
-"""Training, validation and test set; None in place of a set that there isn't."""
-
-
-def open_source(trial: Trial, *, rank: Rank, device: torch.device, datasets: Datasets | None = None) -> Source:
-    """Build the loaders of the streams that the launcher sends, or of the experiment's datasets. Collective.
-
-    ``datasets`` are those of another trial in this process, which may be large; None builds them.
-
-    Raises:
-        ExperimentError: a dataset can't be built, is not map-style, or differs between ranks.
-    """
-    if received:
-        return _streamed(trial, rank=rank, device=device)
-    return _read(trial, datasets or parts.data(trial.experiment, allowed=trial.allowed), rank=rank, device=device)
-
-
-def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device) -> Source:
-    experiment, (train, validation, test) = trial.experiment, datasets
-    samples = length(train, what="training")
-    validation_samples = length(validation, what="validation") if validation is not None else 0
-    test_samples = length(test, what="test") if test is not None else 0
-    order = order_of(experiment, train, samples=samples, allowed=trial.allowed, silent=not rank.is_first)
-    known, own = runtime(trial, order=order, rank=rank), experiment.loader.collate
-    collate = components.build(own, key="loader.collate", allowed=trial.allowed, runtime=known) if own else None
-
-    def loader(dataset: Any) -> BatchLoader:
-        return BatchLoader(dataset, options=experiment.loader, collate=collate, seed=experiment.seed, device=device)
-
-    train_loader = loader(train)
-    validation_loader = loader(validation) if validation is not None else None
-    test_loader = loader(test) if test is not None else None
-    held_out = {"validation": (validation_loader, validation_samples), "test": (test_loader, test_samples)}
-    there = {name: (loader, size) for name, (loader, size) in held_out.items() if loader is not None}
-    rank_equality.check_data({"training": (train_loader, samples), **there}, rank=rank)
-    if experiment.order is not None:
-        rank_equality.check_order(order, rank=rank)
-    first = train_loader.read([0])
-    return Source(
-        train_loader, validation_loader, order, validation_samples, first, datasets, test_loader, test_samples
-    )
-
-
-def _streamed(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
-    train, validation = received["train"], received.get("validation")
-    batch_size, pin = trial.experiment.train.global_batch_size, trial.experiment.loader.pin_memory
-    order = StreamOrder(
-        samples=train.rows,
-        global_batch_size=batch_size,
-        seed=trial.experiment.seed,
-        share_size=batch_size // rank.world_size,
-        deals_evenly=not train.keeps_order,
-    )
-
-    def loader(stream: RowStream) -> StreamLoader:
-        return StreamLoader(stream, order=order, pin_memory=device.type == "cuda" if pin == "auto" else pin)
-
-    validation_loader, rows = (loader(validation), validation.rows) if validation else (None, 0)
-    return Source(loader(train), validation_loader, order, rows, train.schema)
-
-
-def runtime(trial: Trial, *, order: SampleOrder, rank: Rank) -> Mapping[str, int]:
-    """Return the values of ${total_steps}, ${steps_per_epoch} and ${world_size}."""
-    return {
-        "total_steps": trial.experiment.train.steps_of(order.steps_per_epoch),
-        "steps_per_epoch": order.steps_per_epoch,
-        "world_size": rank.world_size,
-    }
 
 
 class Batches:
@@ -158,7 +72,7 @@ class Batches:
         """Return the number of samples of a set; 0 without it."""
         return self._held_out(split)[1]
 
-    def _held_out(self, split: Split) -> tuple[BatchLoader | StreamLoader | None, int]:
+    def _held_out(self, split: Split) -> tuple[BatchLoader | StreamLoader | IterableLoader | None, int]:
         source = self._source
         if split == "test":
             return source.test, source.test_samples
@@ -216,7 +130,28 @@ class Batches:
     def validation_sample(self) -> Any:
         """Return a batch as large as those of evaluation, on the CPU; of a stream, rows that have arrived."""
         first = next(self._evaluation(0, samples=self.validation_samples))
-        return self.read(first.indices, validation=not self.order.is_stream)
+        return self.read(first.indices, validation=not isinstance(self._source.validation, StreamLoader))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What can't be promised of the data."""
+        return self._source.notes
+
+    def position(self, step: int) -> Mapping[str, Any] | None:
+        """Return the position of iterable data after ``step`` steps; None of data that needs none."""
+        train, place = self._source.train, self._place(step)
+        return train.position(*place) if isinstance(train, IterableLoader) and place[1] else None
+
+    def resume(self, position: Mapping[str, Any] | None, *, step: int, warn: Callable[[str], None]) -> None:
+        """Continue iterable data after ``step`` steps, where `position` was as given; None if it wasn't saved."""
+        train, (epoch, index) = self._source.train, self._place(step)
+        if isinstance(train, IterableLoader) and index:
+            train.resume(position, epoch=epoch, index=index, warn=warn, silent=not self.rank.is_first)
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """Return the epoch that goes on after ``step`` steps, and its samples so far."""
+        epoch, done = (0, step) if self.order.is_endless else divmod(step, self.order.steps_per_epoch)
+        return epoch, done * self.order.global_batch_size
 
     @property
     def _accumulation(self) -> int:
@@ -242,6 +177,7 @@ def _without_ignored(batches: MicroBatches, task: Supervised) -> MicroBatches:
 def _digest(source: Source, *, declaration: str) -> str:
     """Return a short hash of the declaration, the sizes and the first sample."""
     first = apply_to_collection(source.first, torch.Tensor, torch.Tensor.tolist)  # large tensors have shortened texts
-    sizes = (source.order.set_size, source.validation_samples, *([source.test_samples] if source.test else []))
+    size = 0 if source.order.is_endless else source.order.set_size
+    sizes = (size, source.validation_samples, *([source.test_samples] if source.test else []))
     parts = (declaration, *sizes, first)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeline.config import components
+from pipeline.config.consistency import against_state
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Loaded
@@ -27,9 +28,11 @@ from pipeline.training import (
 )
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
-from pipeline.training.batches import Batches, Datasets, open_source, runtime
+from pipeline.training.batches import Batches
+from pipeline.training.carried_state import carried_by
 from pipeline.training.collectives import copy_from_first
 from pipeline.training.context import DTYPES, TrainContext
+from pipeline.training.data_source import Datasets, open_source, runtime
 from pipeline.training.learned import learned_by, take_from_first, trainable
 
 
@@ -53,6 +56,8 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     is_sharded = isinstance(strategy, Sharded)
     built = _build_model(create, trial, strategy=strategy, rank=rank, device=device)
     task, learned = _build_task(create, experiment, rank=rank, device=device, is_sharded=is_sharded)
+    if problems := list(against_state(task, experiment)):
+        raise ExperimentError(problems)
     model = built.model
     validates = source.validation is not None
     optimizer: Optimizer
@@ -80,6 +85,7 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
         compiling=built.stopwatch,
         learned=learned,
+        carried=carried_by(task, source.order, samples=source.order.samples, copies=built.stopwatch is not None),
         loaded=built.loaded,
         averages=Averages(model, ema, learned=learned) if (ema := experiment.train.ema) is not None else None,
     )

@@ -22,8 +22,9 @@ def dry_run(context: TrainContext, *, with_last: bool = False) -> None:
     """Compute and discard the gradients of the first step, and of an epoch's last (``with_last``). Collective."""
     buffers = Buffers(context.whole)  # checkpoints lack some of them
     context.wrapped.train()
-    micro_batches = _steps(context.batches.micro_batches(0))
-    chosen = [micro_batches[0], micro_batches[-1]] if with_last and len(micro_batches) > 1 else [micro_batches[0]]
+    chosen = [list(first_steps(1, context.batches.micro_batches(0)))]
+    if with_last and len(micro_batches := _steps(context.batches.micro_batches(0))) > 1:
+        chosen.append(micro_batches[-1])
     stream = context.batches.load(micro_batch for step in chosen for micro_batch in step)
     for _ in chosen:
         forward_backward(context, stream)
@@ -36,7 +37,8 @@ def compile_ahead(context: TrainContext) -> None:
     if context.compiling is None:
         return
     memory = context.strategy.state_dict()
-    dry_run(context, with_last=context.steps >= context.order.steps_per_epoch)
+    is_read_in_sequence = context.order.is_stream  # an epoch's last step would take reading all of it
+    dry_run(context, with_last=context.steps >= context.order.steps_per_epoch and not is_read_in_sequence)
     if context.strategy.local_updates is not None:
         context.strategy.local_updates.set_step(steps=0)
     if memory is not None:

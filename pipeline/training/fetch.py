@@ -67,19 +67,22 @@ class Samples(Dataset[Any]):
                 try:
                     samples.append(self._dataset[index])
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
-                    return _Unusable(_failed(f"sample {index} of the data can't be read", error))
-            return self._batch(micro_batch.indices, samples)  # a collate function draws after the last sample
-
-    def _batch(self, indices: list[int], samples: list[Any]) -> Any:
-        try:
-            return (self._collate or default_collate)(samples)
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
-            if self._collate is not None:
-                return _Unusable(_failed(f"loader.collate failed on samples {_some(indices)}", error))
-            return _Unusable(_not_a_batch(indices, samples, error))
+                    return _Unusable(failed(f"sample {index} of the data can't be read", error))
+            return collated(micro_batch.indices, samples, self._collate)  # which draws after the last sample
 
 
-def _failed(what: str, error: Exception) -> TrainingError:
+def collated(indices: list[int], samples: list[Any], collate: Collate | None) -> Any:
+    """Make a batch of samples; an error in its place is raised by `usable`."""
+    try:
+        return (collate or default_collate)(samples)
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
+        if collate is not None:
+            return _Unusable(failed(f"loader.collate failed on samples {_some(indices)}", error))
+        return _Unusable(_not_a_batch(indices, samples, error))
+
+
+def failed(what: str, error: Exception) -> TrainingError:
+    """Make the error for an exception of user code, with its traceback."""
     own = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, own))
     return TrainingError(f"{what}: {type(error).__name__}: {error}", text)

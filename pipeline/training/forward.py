@@ -1,6 +1,6 @@
 """The forward pass of a batch, in training and in evaluation, with checks of the task's output."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from traceback import walk_tb
 from typing import Any
 
@@ -10,19 +10,35 @@ from torch.nn.functional import batch_norm
 from pipeline.errors import ExperimentError
 from pipeline.tasks import StepOutput
 from pipeline.training import logs, loss_errors
+from pipeline.training.carried_state import CarriedState
 from pipeline.training.context import TrainContext
-from pipeline.training.order import MicroBatch
+from pipeline.training.order import MicroBatch, StreamOrder
 from pipeline.training.yielded import combined, outputs
 
 
-def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
+def forward(
+    context: TrainContext,
+    module: nn.Module,
+    batch: Any,
+    *,
+    micro_batch: MicroBatch | None = None,
+    carried: CarriedState | None = None,
+) -> StepOutput:
     """Compute the task's output for a batch: a scalar loss with its graph, and a weight without, in full precision.
+
+    A task with a state gets what is ``carried`` to this micro-batch, and none without it.
 
     Raises:
         ExperimentError: torch's loss can't be computed for what the model returned, loss, weight or a log isn't a
             scalar, or only some batches have a weight or a log.
     """
-    return accepted(context, (_first_output if context.gives_weight is None else _output)(context, module, batch))
+    state = carried.of(micro_batch) if carried is not None and micro_batch is not None else None
+    output = (_first_output if context.gives_weight is None else _output)(context, module, batch, state)
+    if carried is not None and micro_batch is not None:
+        carried.keep(micro_batch, output.state)
+    elif output.state is not None and context.carried is None:
+        raise _refused(context, "returns StepOutput.state, but has no batch_dim; name the dimension that counts rows")
+    return accepted(context, output)
 
 
 def accepted(context: TrainContext, output: StepOutput) -> StepOutput:
@@ -43,12 +59,14 @@ def accepted(context: TrainContext, output: StepOutput) -> StepOutput:
     return output if output.weight is None else output._replace(weight=_weight(context, output.weight, output.loss))
 
 
-def _output(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
+def _output(context: TrainContext, module: nn.Module, batch: Any, state: Any) -> StepOutput:
+    task: Callable[..., Any] = context.task
     try:
         if context.experiment.optimizers:
             return combined(list(outputs(context, module, batch)))
         with context.autocast():
-            output = context.task(module, context.batches.placed(batch))
+            given = () if context.carried is None else (state,)
+            output: StepOutput | Iterator[StepOutput] = task(module, context.batches.placed(batch), *given)
     except Exception as error:
         if said := loss_errors.explained(error):
             raise _refused(context, said) from error
@@ -58,10 +76,10 @@ def _output(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
     return output
 
 
-def _first_output(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
+def _first_output(context: TrainContext, module: nn.Module, batch: Any, state: Any) -> StepOutput:
     """Compute the output of the first batch; refuse a loss that broadcasts outputs and targets of different shapes."""
     with loss_errors.warned() as told:
-        output = _output(context, module, batch)
+        output = _output(context, module, batch, state)
     if said := loss_errors.broadcast(context.task, output) or next(iter(told), ""):
         raise _refused(context, said)
     return output
@@ -93,9 +111,11 @@ def lone_sample_error(context: TrainContext, micro_batch: MicroBatch) -> Experim
     batch = round(1 / micro_batch.weight) if micro_batch.weight else order.samples % order.global_batch_size
     split = [f"{rank.world_size} workers"] * (rank.world_size > 1) + [f"{parts} micro-batches each"] * (parts > 1)
     shared = f" ({', '.join(split)})" if split else ""
-    if order.is_stream:
+    if isinstance(order, StreamOrder):
         return _too_small(rank.rank, batch, shared, f"write a size that divides the {order.samples} rows of an epoch")
     needed = 2 * rank.world_size * parts
+    if order.is_endless:  # all batches have the same size
+        return _too_small(rank.rank, batch, shared, f"write {needed} or more, which leaves at least 2 everywhere")
     sizes = [size for size in range(1, order.samples + 1) if _smallest(size, order.samples) >= needed]
     if sizes:
         closest = min(sizes, key=lambda size: abs(size - order.global_batch_size))

@@ -54,7 +54,7 @@ def _refuse(context: TrainContext) -> None:
     """Refuse a training in which a rank's batch is no share of a global batch that all ranks step on.
 
     Raises:
-        ExperimentError: there are micro-batches, local steps or a stream.
+        ExperimentError: there are micro-batches, local steps, a stream, or a state that rows carry on.
     """
     task = "the task compares all samples of a global batch (pipeline.tasks.gathered)"
     if context.accumulation > 1:
@@ -63,6 +63,11 @@ def _refuse(context: TrainContext) -> None:
     if context.strategy.local_updates is not None:
         message = f"lets each worker step on its own samples, but {task}; remove it"
         raise ExperimentError.of("parallel.options.local_sgd_period", message)
+    if context.carried is not None:
+        message = (
+            "carries a state from batch to batch and calls pipeline.tasks.gathered, which can't be evaluated together"
+        )
+        raise ExperimentError.of("task", f"{message}; do without one of them")
     if context.order.is_stream:
         message = f"is a stream, but {task}, which is supported for datasets that are read by index; write such a one"
         raise ExperimentError.of("data", message)

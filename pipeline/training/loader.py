@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError
@@ -126,17 +126,13 @@ def length(dataset: Dataset[Any], *, what: str) -> int:
     Raises:
         ExperimentError: the dataset is empty, or not map-style.
     """
-    # An IterableDataset inherits a __getitem__.
-    streams = isinstance(dataset, IterableDataset) or type(dataset).__module__.startswith("ray.data.")
-    if streams or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        instead = (
-            ". A stream has no order that can be divided among any number of workers and resumed exactly; give each "
-            "sample an index and read it on request, or use pipeline.data.streamed"
-        )
+    is_rays = type(dataset).__module__.startswith("ray.data.")
+    if is_rays or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        instead = "; use pipeline.data.streamed" if is_rays else ", or be a torch.utils.data.IterableDataset"
         raise ExperimentError.of(
             "data",
             f"the {what} set is {_article(type(dataset).__name__)}; it needs __len__ and __getitem__ (map-style)"
-            f"{instead if streams else ''}",
+            f"{instead}",
         )
     if not (samples := len(cast(Sized, dataset))):
         raise ExperimentError.of("data", f"the {what} set is empty; it needs at least one sample")

@@ -124,6 +124,7 @@ def _result(context: TrainContext, meter: Meter, *, start: int) -> TrialResult:
         compile_s=reporting.compile_s(context),
         gradient_mb=reporting.gradient_mb(context.whole),
         coupling=reporting.coupling_layers(context.model),
+        data_notes=context.batches.notes,
         losses=meter.first_losses,
         metrics=meter.reached,
     )

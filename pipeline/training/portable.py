@@ -13,7 +13,7 @@ from pipeline.config.schema import Experiment
 from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.protocol.events import EXAMPLE, WEIGHTS
 from pipeline.protocol.trial import Evaluation, Rank
-from pipeline.training.batches import runtime
+from pipeline.training.data_source import runtime
 from pipeline.training.exported_model import Example, trained_model, write_onnx, write_program
 from pipeline.training.reporting import example_of
 from pipeline.training.restored import epoch_of, restored, whole_weights

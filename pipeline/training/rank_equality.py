@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Number
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.training.collectives import gather
-from pipeline.training.loader import BatchLoader
 from pipeline.training.order import SampleOrder
 
 _FEW = 4
@@ -25,11 +24,19 @@ _OWN = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
 _GENERATORS = "torch's, NumPy's and Python's global generators are seeded alike on all ranks"
 
+
+class Readable(Protocol):
+    """Loader that reads samples by index."""
+
+    def read(self, indices: list[int]) -> Any:
+        """Return samples as one batch, on the CPU."""
+
+
 Prints = dict[str, str]
 """Fingerprints of values by path."""
 
 
-def check_data(sets: Mapping[str, tuple[BatchLoader, int]], *, rank: Rank) -> None:
+def check_data(sets: Mapping[str, tuple[Readable, int]], *, rank: Rank) -> None:
     """Compare the sizes and some samples of the datasets ("training", "validation") over the ranks. Collective.
 
     Samples that differ each time they are read, e.g. by a private generator or the clock, differ between ranks by
@@ -100,11 +107,18 @@ def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = Fal
         )
 
 
-def _sampled(sets: Mapping[str, tuple[BatchLoader, int]]) -> Prints:
+def fingerprint(value: Any) -> str:
+    """Return a short hash of all tensors, arrays, numbers and texts in a value."""
+    leaves = repr(sorted(_leaves(value, "", with_text=True)))
+    return hashlib.blake2b(leaves.encode(), digest_size=8).hexdigest()
+
+
+def _sampled(sets: Mapping[str, tuple[Readable, int]]) -> Prints:
     """Compute fingerprints of a few samples of each dataset."""
     prints: Prints = {}
     for name, (loader, samples) in sets.items():
-        for index in sorted({number * (samples - 1) // (_FEW - 1) for number in range(_FEW)}):
+        last = min(samples, getattr(loader, "readable", samples)) - 1
+        for index in sorted({number * last // (_FEW - 1) for number in range(_FEW)}):
             prints |= _leaves(loader.read([index]), f"sample {index} of the {name} set/", with_text=True)
     return prints
 

@@ -161,7 +161,10 @@ def coupling_layers(model: nn.Module) -> tuple[str, ...]:
         if (isinstance(module, _BatchNorm) and not frozen.stays_in_evaluation(module))
         or (isinstance(module, _DropoutNd) and module.p > 0)
     )
-    return tuple(dict.fromkeys(type(module).__name__.removeprefix("FSDP") for module in coupled))
+    names = [type(module).__name__.removeprefix("FSDP") for module in coupled]
+    recurrent = (module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout > 0)
+    names += [f"Dropout of {type(module).__name__}" for module in recurrent]
+    return tuple(dict.fromkeys(names))
 
 
 def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | None = None) -> None:

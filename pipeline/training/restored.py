@@ -17,6 +17,7 @@ from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate, full_state_dict, prepare, resulting_weights
+from pipeline.training.order import StreamOrder
 
 
 def restored(trial: Evaluation, *, rank: Rank) -> tuple[TrainContext, Manifest]:
@@ -46,7 +47,7 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
     """
     context, manifest = restored(trial, rank=rank)
     split = _split(context, trial.split)
-    if not context.order.is_stream:  # of which no rows have arrived yet
+    if not isinstance(context.order, StreamOrder):  # of which no rows have arrived yet
         prepare(context)
     values = evaluate(
         context,

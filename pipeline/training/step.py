@@ -166,7 +166,7 @@ def _forward(context: TrainContext, micro_batch: MicroBatch, batch: Any, *, exch
         context.boundary.clear()
     try:
         with training_pass(context, micro_batch, exchange=exchange):
-            return forward(context, context.wrapped, batch)
+            return forward(context, context.wrapped, batch, micro_batch=micro_batch, carried=context.carried)
     except ValueError as error:
         if has_lone_sample(micro_batch, error=error):
             raise lone_sample_error(context, micro_batch) from error

@@ -21,7 +21,7 @@ class StepGuard:
 
     A step is skipped if a rollback left it out, or if its loss or a gradient is not finite with ``train.on_nonfinite:
     skip``. It is computed all the same, so that ranks and loaders keep in step; then the weights and the optimizer's
-    state stay as they are, and buffers such as BatchNorm's statistics are restored.
+    state stay as they are, and buffers such as BatchNorm's statistics and what a task carries are restored.
     """
 
     has_updated = False
@@ -66,6 +66,8 @@ class StepGuard:
         if self._buffers is not None and not self.has_updated:
             self.is_skipped = True
             self._buffers.restore()
+            if self._context.carried is not None:
+                self._context.carried.revert()
 
 
 class Buffers:

@@ -124,7 +124,7 @@ class StreamLoader:
             raise TrainingError(f"the stream of rows can't be read: {said}", traceback.format_exc()) from error
         if block is None:
             return False
-        self._block = tree_map(_pinned, block) if self._pin else block
+        self._block = tree_map(pinned, block) if self._pin else block
         return True
 
     def _cut(self, block: Any, rows: slice) -> Any:
@@ -141,5 +141,6 @@ def _rows(block: Any) -> int:
     return len(tree_leaves(block)[0])
 
 
-def _pinned(leaf: Any) -> Any:
+def pinned(leaf: Any) -> Any:
+    """Copy a tensor to page-locked memory; return anything else as it is."""
     return leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["tabular", "nanogpt", "contrastive", "dcgan"])
+@pytest.mark.parametrize("name", ["tabular", "nanogpt", "contrastive", "dcgan", "wordlm"])
 def test_a_quick_run_ends_well(
     name: str, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ def trial(*, max_steps: int | None = None, kind: type[Measurement] = Baseline, *
     shared: dict[str, Any] = {
         "name": "main", "experiment": experiment(**sections), "strategy": "single", "launcher": "inprocess",
         "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1,
-        "allowed": (*BUILT_IN, "toys", "toy_metrics", "toy_orders"),
+        "allowed": (*BUILT_IN, "toys", "toy_metrics", "toy_orders", "toy_sequences", "toy_streams"),
     }  # fmt: skip
     return Training(**shared) if max_steps is None else kind(**shared, max_steps=max_steps)
 
@@ -152,10 +152,6 @@ class SizedStream(Stream):
 
 def stream() -> tuple[Dataset[Any], None]:
     return Stream(), None
-
-
-def sized_stream() -> tuple[Dataset[Any], None]:
-    return SizedStream(), None
 
 
 def empty() -> tuple[Dataset[Any], None]:

@@ -55,9 +55,3 @@ def test_the_size_that_is_advised_works() -> None:
 def test_other_errors_of_the_first_forward_pass_keep_their_name() -> None:
     with pytest.raises(LookupError, match="the user's own mistake"):
         toys.trained(model={"_target_": "toys.BrokenModel"})
-
-
-@pytest.mark.parametrize("name", ["stream", "sized_stream"])
-def test_a_stream_is_refused_with_what_to_do_instead(name: str) -> None:
-    with pytest.raises(ExperimentError, match="resumed exactly; give each sample an index"):
-        toys.trained(data={"_target_": f"toys.{name}"})

@@ -122,8 +122,7 @@ def test_collate_makes_a_batch_of_ragged_samples() -> None:
     ("build", "message"),
     [
         (toys.empty, "data: the training set is empty; it needs at least one sample"),
-        (toys.stream, "data: the training set is a Stream; it needs __len__ and __getitem__ (map-style)"),
-        (toys.sized_stream, "data: the training set is a SizedStream; it needs __len__ and __getitem__ (map-style)"),
+        (lambda: (iter(()), None), "data: the training set is a tuple_iterator; it needs __len__ and __getitem__ (map"),
     ],
 )
 def test_data_must_be_map_style_and_not_empty(build: Callable[[], Any], message: str) -> None:

@@ -424,7 +424,7 @@ def test_a_large_batch_is_not_listed_whole() -> None:
         ({"data": {"_target_": "toys.one_set"}}, "data", "returned a Plain; it must return a tuple"),
         ({"data": {"_target_": "toys.singles"}}, "data", "a batch has 1 parts, not (inputs, targets)"),
         ({"data": {"_target_": "toys.empty"}}, "data", "the training set is empty"),
-        ({"data": {"_target_": "toys.sized_stream"}}, "data", "the training set is a SizedStream"),
+        ({"data": {"_target_": "toys.stream"}}, "train.epochs", "the training set is iterable and has no length"),
         (
             {"metrics": {"a": {"_target_": "toys.accuracy_function"}}},
             "metrics.a",

@@ -14,7 +14,7 @@ from pipeline.protocol.events import AnyEvent, Outbox, Resumed, Warned
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.protocol.trial_result import Best
 from pipeline.training.build import device_of
-from pipeline.training.checkpoints import rank_state, resuming
+from pipeline.training.checkpoints import data_state, rank_state, resuming
 from pipeline.training.checkpoints.manifest import describe, entries, folder_name
 from pipeline.training.checkpoints.resuming import Overrides
 from pipeline.training.checkpoints.state import State, is_sharded, restore, restore_weights, snapshot, view
@@ -130,6 +130,7 @@ class CheckpointManager:
             local.set_step(steps=manifest.step)
         restore(self._context, found.state)
         rank_state.load(self._context, found.state, warn=self._warn)
+        data_state.load(self._context, found.state, step=manifest.step, warn=self._warn)
         overrides.apply(self._context, manifest=manifest, warn=self._warn)
         self._meter.restore(found.state.values["meter"], is_over=self._context.is_over(manifest.step))
         if self._writer is not None:
@@ -177,13 +178,13 @@ class CheckpointManager:
         elif not self._is_idle():
             self._tell_left_out(step)
             return
-        local = rank_state.gather(self._context)
+        local, data = rank_state.gather(self._context), data_state.gather(self._context, step=step)
         with averaged_weights(self._context):
             state = snapshot(self._context) if self._writer is not None else None
         if self._writer is None or state is None:
             return
-        values = {**state.values, **local.values, "meter": self._meter.state()}
-        state = State({**state.tensors, **local.tensors}, values)
+        values = {**state.values, **local.values, **data.values, "meter": self._meter.state()}
+        state = State({**state.tensors, **local.tensors, **data.tensors}, values)
         blocked = time.perf_counter() - began
         manifest = describe(self._context, step=step, metric=metric)
         self._writer.start(CheckpointJob(state=state, manifest=manifest, began=began, blocked_s=blocked))

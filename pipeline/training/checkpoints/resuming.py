@@ -130,7 +130,7 @@ def _check(context: TrainContext, manifest: Manifest) -> None:
             f"is {context.order.global_batch_size}, but the checkpoint's steps have {manifest.global_batch_size} "
             f"samples; write {manifest.global_batch_size}, or train from the beginning",
         )
-    if manifest.steps_per_epoch != context.order.steps_per_epoch:
+    if manifest.steps_per_epoch != context.order.steps_per_epoch and not context.order.is_endless:
         raise ExperimentError.of(
             "data",
             f"has {context.order.steps_per_epoch} steps in an epoch, but {manifest.steps_per_epoch} when the "

@@ -1,0 +1,166 @@
+"""Source of a rank's data: loaders and order of its samples, of datasets or of streams that a launcher sends."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from pipeline.config import components
+from pipeline.config.schema import Experiment, Loader
+from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.training import parts, rank_equality
+from pipeline.training.iterable import IterableLoader
+from pipeline.training.iterable_order import IterableOrder, is_iterable, promises
+from pipeline.training.iterable_reader import counted_length
+from pipeline.training.loader import BatchLoader, length
+from pipeline.training.order import SampleOrder, StreamOrder
+from pipeline.training.own_order import order_of
+from pipeline.training.stream import RowStream, StreamLoader, received
+
+
+class Source(NamedTuple):
+    """The data of a rank."""
+
+    train: BatchLoader | StreamLoader | IterableLoader
+    validation: BatchLoader | StreamLoader | IterableLoader | None
+    order: SampleOrder
+    validation_samples: int
+    first: Any
+    """First sample or schema, which tells the data from other data of the same size."""
+    datasets: "Datasets | None" = None
+    """Datasets behind the loaders; None for streams."""
+    test: BatchLoader | IterableLoader | None = None
+    test_samples: int = 0
+    notes: tuple[str, ...] = ()
+    """What can't be promised of the data."""
+
+
+Datasets = tuple[Any, Any, Any]
+"""Training, validation and test set; None in place of a set that there isn't."""
+
+
+def open_source(trial: Trial, *, rank: Rank, device: torch.device, datasets: Datasets | None = None) -> Source:
+    """Build the loaders of the streams that the launcher sends, or of the experiment's datasets. Collective.
+
+    ``datasets`` are those of another trial in this process, which may be large; None builds them.
+
+    Raises:
+        ExperimentError: a dataset can't be built, is not map-style, or differs between ranks.
+    """
+    if received:
+        return _streamed(trial, rank=rank, device=device)
+    return _read(trial, datasets or parts.data(trial.experiment, allowed=trial.allowed), rank=rank, device=device)
+
+
+def train_order(experiment: Experiment, train: Any, *, allowed: tuple[str, ...], silent: bool = False) -> SampleOrder:
+    """Return the order of a training set; see `order_of` and `IterableOrder`.
+
+    Raises:
+        ExperimentError: the dataset is empty, of another kind, or doesn't go with the experiment.
+        TrainingError: a sample that the order needs can't be read.
+    """
+    if is_iterable(train):
+        return IterableOrder.of(train, experiment)
+    samples = length(train, what="training")
+    return order_of(experiment, train, samples=samples, allowed=allowed, silent=silent)
+
+
+def held_out_size(experiment: Experiment, dataset: Any, *, what: str) -> int:
+    """Return the number of samples of a validation or test set; 0 without it.
+
+    Raises:
+        ExperimentError: the dataset is empty, of another kind, or doesn't go with the experiment.
+    """
+    if dataset is None:
+        return 0
+    if not is_iterable(dataset):
+        return length(dataset, what=what)
+    if experiment.order is not None and experiment.order.contiguous:
+        message = f"needs samples by their index, but the {what} set is iterable; give it __getitem__ and __len__"
+        raise ExperimentError.of("order.contiguous", message)
+    if experiment.loader.num_workers:
+        message = f"but the {what} set is iterable, and loader processes would each read all of it; write 0"
+        raise ExperimentError.of("loader.num_workers", f"is {experiment.loader.num_workers}, {message}")
+    if not (samples := counted_length(dataset, what=what)):
+        raise ExperimentError.of("data", f"the {what} set is empty; it needs at least one sample")
+    return samples
+
+
+def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device) -> Source:
+    experiment, (train, *held_out) = trial.experiment, datasets
+    order = train_order(experiment, train, allowed=trial.allowed, silent=not rank.is_first)
+    named = zip(("validation", "test"), held_out, strict=True)
+    sizes = {what: held_out_size(experiment, dataset, what=what) for what, dataset in named}
+    known, own = runtime(trial, order=order, rank=rank), experiment.loader.collate
+    collate = components.build(own, key="loader.collate", allowed=trial.allowed, runtime=known) if own else None
+    share = max(1, order.global_batch_size // (rank.world_size * experiment.train.gradient_accumulation))
+
+    def loader(dataset: Any, what: str, *, samples: int | None, block: int) -> BatchLoader | IterableLoader:
+        seed, options = experiment.seed, experiment.loader
+        if not is_iterable(dataset):
+            return BatchLoader(dataset, options=options, collate=collate, seed=seed, device=device)
+        return IterableLoader(
+            dataset,
+            what=what,
+            samples=samples,
+            block=block,
+            seed=seed,
+            collate=collate,
+            pin_memory=_pins(options, device),
+            keeps_state=what == "training" and rank.is_first and isinstance(trial, Training) and trial.saves,
+        )
+
+    count = None if order.is_endless else order.set_size
+    train_loader = loader(train, "training", samples=count, block=order.global_batch_size)
+    validation, test = (
+        loader(dataset, what, samples=sizes[what], block=share * rank.world_size) if dataset is not None else None
+        for what, dataset in zip(sizes, held_out, strict=True)
+    )
+    loaders = {"validation": validation, "test": test}
+    there = {what: (loader, sizes[what]) for what, loader in loaders.items() if loader is not None}
+    rank_equality.check_data({"training": (train_loader, order.set_size), **there}, rank=rank)
+    if experiment.order is not None:
+        rank_equality.check_order(order, rank=rank)
+    return Source(
+        train_loader,
+        validation,
+        order,
+        sizes["validation"],
+        train_loader.read([0]),
+        datasets,
+        test,
+        sizes["test"],
+        promises(train),
+    )
+
+
+def _pins(options: Loader, device: torch.device) -> bool:
+    return device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory
+
+
+def _streamed(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
+    train, validation = received["train"], received.get("validation")
+    batch_size, options = trial.experiment.train.global_batch_size, trial.experiment.loader
+    order = StreamOrder(
+        samples=train.rows,
+        global_batch_size=batch_size,
+        seed=trial.experiment.seed,
+        share_size=batch_size // rank.world_size,
+        deals_evenly=not train.keeps_order,
+    )
+
+    def loader(stream: RowStream) -> StreamLoader:
+        return StreamLoader(stream, order=order, pin_memory=_pins(options, device))
+
+    validation_loader, rows = (loader(validation), validation.rows) if validation else (None, 0)
+    return Source(loader(train), validation_loader, order, rows, train.schema)
+
+
+def runtime(trial: Trial, *, order: SampleOrder, rank: Rank) -> Mapping[str, int]:
+    """Return the values of ${total_steps}, ${steps_per_epoch} and ${world_size}."""
+    return {
+        "total_steps": trial.experiment.train.steps_of(order.steps_per_epoch),
+        "steps_per_epoch": order.steps_per_epoch,
+        "world_size": rank.world_size,
+    }

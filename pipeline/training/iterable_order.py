@@ -1,0 +1,104 @@
+"""Order and length of an IterableDataset as training data, and what can't be promised of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from typing_extensions import override
+
+from pipeline.config.schema import Experiment
+from pipeline.errors import ExperimentError
+from pipeline.training.order import Indices, SampleOrder
+
+
+def is_iterable(dataset: object) -> bool:
+    """Return True for an IterableDataset of torch or of Hugging Face's datasets, which is a subclass."""
+    return isinstance(dataset, IterableDataset)
+
+
+def stated_length(dataset: Any) -> int | None:
+    """Return ``len(dataset)``; None for a dataset without a length."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterableOrder(SampleOrder):
+    """The order of an iterable dataset: that in which it yields its samples.
+
+    A dataset without a length has one epoch of ``train.steps`` steps, in which it may be read several times.
+    """
+
+    is_endless: bool
+
+    is_stream = True
+
+    @classmethod
+    def of(cls, dataset: Any, experiment: Experiment) -> "IterableOrder":
+        """Return the order of a training set.
+
+        Raises:
+            ExperimentError: it is empty, or has no length without ``train.steps``; or a key has no effect on it.
+        """
+        train, length = experiment.train, stated_length(dataset)
+        if experiment.order is not None:
+            raise ExperimentError.of(
+                "order", "has no effect on an iterable dataset, which has an order of its own; shuffle there, remove it"
+            )
+        if experiment.loader.num_workers:
+            message = "which would read an iterable dataset apart from each other; write 0: the worker itself reads it"
+            raise ExperimentError.of("loader.num_workers", f"is {experiment.loader.num_workers}, {message}")
+        if length is None and train.steps is None:
+            message = "but the training set is iterable and has no length (__len__); write train.steps in place of this"
+            raise ExperimentError.of("train.epochs", f"is {train.epochs}, {message}")
+        if length == 0:
+            raise ExperimentError.of("data", "the training set is empty; it needs at least one sample")
+        size = train.global_batch_size
+        samples = train.steps_of(1) * size if length is None else length
+        return cls(samples=samples, global_batch_size=size, seed=experiment.seed, is_endless=length is None)
+
+    @override
+    def permutation(self, epoch: int) -> torch.Tensor:
+        return torch.arange(self.samples)
+
+    @override
+    def global_batches(self, epoch: int, *, first: int = 0) -> Iterator[Indices]:
+        size = self.global_batch_size
+        for start in range(first * size, self.samples, size):
+            yield np.arange(start, min(start + size, self.samples))
+
+
+def promises(dataset: Any) -> tuple[str, ...]:
+    """Return what holds for an iterable training set, and on what condition; empty for other datasets."""
+    if not is_iterable(dataset):
+        return ()
+    how = "continues by its state_dict" if offers_state(dataset) else "reads it again up to its step"
+    return (
+        "the training set is iterable: each worker reads all of it and takes its share of every global batch. Any "
+        "number of workers trains the same if it yields the same samples in each process; four of the first 16 are "
+        "compared",
+        f"a resumed training {how}, and compares the last samples before with those of then",
+    )
+
+
+def notes(dataset: Any, experiment: Experiment) -> tuple[str, ...]:
+    """Return `promises`, and what the lack of a length means for evaluation and checkpoints."""
+    told = list(promises(dataset))
+    checkpoint, train = experiment.checkpoint, experiment.train
+    if is_iterable(dataset) and stated_length(dataset) is None:
+        told.append("the training set has no length: the training is one epoch, in which it may be read several times")
+        if checkpoint.keep and checkpoint.every_steps is None and checkpoint.every_minutes is None:
+            told.append("only the end of the training is saved; write checkpoint.every_steps for more checkpoints")
+        if train.evaluate_every_steps is None:
+            told.append("only the end of the training is evaluated; write train.evaluate_every_steps for more")
+    return tuple(told)
+
+
+def offers_state(dataset: object) -> bool:
+    """Return True if a dataset can tell where it is, and continue there, as Hugging Face's and torchdata's do."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")

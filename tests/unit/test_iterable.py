@@ -1,0 +1,284 @@
+"""Iterable datasets: the batches of their order, validation whole, resumed by state or by reading again."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import torch
+import toy_streams
+import toys
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.driver import preflight
+from pipeline.errors import ExperimentError, TrainingError
+from pipeline.planning.describe import describe
+from pipeline.planning.plan import make_plan
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import Warned
+from pipeline.protocol.trial import Rank
+from pipeline.training import loop, rank_equality
+from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.iterable import IterableLoader
+from pipeline.training.iterable_order import IterableOrder
+from pipeline.training.loop import train
+from pipeline.training.order import SampleOrder, padded
+
+ENDLESS = {"epochs": None, "steps": 9, "global_batch_size": 8}
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured behind the last step takes ten times as long as the training of a toy."""
+    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
+
+
+def data(kind: str, **arguments: Any) -> dict[str, Any]:
+    return {"_target_": "toy_streams.stream", "kind": kind, **arguments}
+
+
+def losses(kept: toys.Kept, *, after: int = 0, name: str = "train/loss") -> list[float]:
+    return [point.value for point in kept.points(name) if point.step > after]
+
+
+def test_a_stream_trains_what_samples_in_this_order_train() -> None:
+    """At each sample once in an epoch, the last batch smaller, each sample of the validation set counted once."""
+    streamed = toys.trained(data=data("Sized", validation=True))[1]
+    by_index = toys.trained(order={"_target_": "toy_streams.in_order"})[1]
+    assert losses(streamed) == losses(by_index)
+    assert losses(streamed, name="validation/loss") == losses(by_index, name="validation/loss")
+    assert len(losses(streamed)) == 6
+
+
+def test_only_the_validation_set_may_be_a_stream() -> None:
+    streamed = toys.trained(data={"_target_": "toy_streams.with_sized_validation"})[1]
+    assert losses(streamed, name="validation/loss") == losses(toys.trained()[1], name="validation/loss")
+
+
+def test_a_stream_without_a_length_is_read_again_from_its_end() -> None:
+    """Nine steps of eight samples are three times 22 samples, and six."""
+    streamed = toys.trained(data=data("Plain"), train=ENDLESS)[1]
+    repeated = {"_target_": "toy_orders.given", "indices": [index % 22 for index in range(72)]}
+    by_index = toys.trained(data={"_target_": "toys.regression", "validation": 0}, order=repeated, train=ENDLESS)[1]
+    assert losses(streamed) == losses(by_index)
+
+
+def test_a_collate_function_makes_batches_of_a_streams_samples() -> None:
+    named = toys.trained(data=data("Named"), loader={"collate": {"_target_": "toy_streams.collated"}}, train=ENDLESS)
+    assert losses(named[1]) == pytest.approx(losses(toys.trained(data=data("Plain"), train=ENDLESS)[1]), rel=1e-6)
+
+
+def run(folder: Path, kind: str, *, resume: bool = False, steps: int = 9) -> toys.Kept:
+    has_length = issubclass(getattr(toy_streams, kind), toy_streams.Sized)
+    sections: dict[str, Any] = {} if has_length else {"train": {**ENDLESS, "steps": steps}}
+    trial = toys.trial(data=data(kind), checkpoint={"every_steps": 1, "keep": 100}, **sections)
+    kept = toys.Kept()
+    train(trial.model_copy(update={"checkpoints": str(folder), "resume": resume}), rank=Rank(), outbox=kept)
+    return kept
+
+
+def resumed(root: Path, kind: str, *, stopped: int, steps: int = 9) -> tuple[list[float], list[float], list[str]]:
+    """Losses after a step of a training, of one that was resumed there, and its warnings."""
+    whole = run(root / "whole", kind)
+    return losses(whole, after=stopped), *continued(root, kind, stopped=stopped, steps=steps)
+
+
+def continued(root: Path, kind: str, *, stopped: int, steps: int = 9) -> tuple[list[float], list[str]]:
+    """Losses of a training that was resumed from a checkpoint of the one in ``root / "whole"``, and its warnings."""
+    folder = root / str(stopped)
+    shutil.copytree(root / "whole" / folder_name(stopped), folder / folder_name(stopped))
+    again = run(folder, kind, resume=True, steps=steps)
+    warnings = [event.message for event in again.events if isinstance(event, Warned)]
+    return losses(again, after=stopped), warnings
+
+
+@pytest.mark.parametrize("kind", ["Plain", "Stateful", "Code", "Shuffled"])
+def test_a_training_resumed_after_any_step_is_the_same(tmp_path: Path, kind: str) -> None:
+    """After the first one, at the end of an epoch or just after the end of a pass, and within the second one."""
+    whole = run(tmp_path / "whole", kind)
+    for stopped in (1, 3, 5):
+        assert continued(tmp_path, kind, stopped=stopped) == (losses(whole, after=stopped), [])
+
+
+def test_a_stream_with_a_state_is_not_read_from_its_beginning(tmp_path: Path) -> None:
+    run(tmp_path / "whole", "Stateful")
+    shutil.copytree(tmp_path / "whole" / folder_name(7), tmp_path / "again" / folder_name(7))
+    toy_streams.Stateful.read = 0
+    run(tmp_path / "again", "Stateful", resume=True)
+    # the first sample to tell the data, eight to compare, sixteen to train on, eight to measure a step behind the last
+    assert toy_streams.Stateful.read == 1 + 8 + 16 + 8
+
+
+def test_a_state_that_lacks_a_shuffle_buffer_is_told_and_not_used(tmp_path: Path) -> None:
+    whole, again, (warning,) = resumed(tmp_path, "Buffered", stopped=5)
+    assert again == whole
+    assert "doesn't bring back the samples before the checkpoint" in warning
+
+
+def test_other_samples_than_before_are_told(tmp_path: Path) -> None:
+    _, _, warnings = resumed(tmp_path, "Unseeded", stopped=2)
+    assert "yields other samples than before the checkpoint" in warnings[-1]
+
+
+def test_a_finished_training_on_a_stream_may_be_longer(tmp_path: Path) -> None:
+    whole, again, warnings = resumed(tmp_path, "Stateful", stopped=8, steps=14)
+    assert again[:1] == whole
+    assert (len(again), warnings) == (6, [])
+
+
+# Loader
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    length=st.integers(1, 40), batch=st.integers(1, 9), world_size=st.integers(1, 5), accumulation=st.integers(1, 3),
+    sharded=st.booleans(),
+)  # fmt: skip
+def test_each_rank_takes_its_share_of_the_same_batches(
+    length: int, batch: int, world_size: int, accumulation: int, sharded: bool
+) -> None:
+    world_size = min(world_size, batch)
+    plan = IterableOrder(samples=length, global_batch_size=batch, seed=0, is_endless=False)
+    plain = SampleOrder(samples=length, global_batch_size=batch, seed=0)
+    seen = list[int]()
+    for rank in range(world_size):
+        loader = _loader(length, block=batch)
+        loader.read([0, 3])
+        split = {"world_size": world_size, "accumulation": accumulation}
+        micro_batches = plan.micro_batches(0, rank=rank, **split)
+        if sharded:
+            micro_batches = padded(micro_batches, order=plan, first=0, **split)
+        for micro_batch, batch_of_rank in loader.batches(micro_batches):
+            if micro_batch.weight:
+                assert batch_of_rank.tolist() == micro_batch.indices
+                seen += micro_batch.indices
+    assert sorted(seen) == list(range(length))
+    held_out = list[int]()
+    block = max(1, batch // (world_size * accumulation)) * world_size
+    for rank in range(world_size):
+        loader = _loader(length, block=block)
+        for _ in range(2):
+            micro_batches = plain.evaluation_micro_batches(
+                length, rank=rank, world_size=world_size, accumulation=accumulation
+            )
+            found = [index for _, samples in loader.batches(micro_batches) for index in samples.tolist()]
+        held_out += found
+    assert sorted(held_out) == list(range(length))
+
+
+def test_samples_of_the_beginning_are_compared_between_ranks() -> None:
+    prints = rank_equality._sampled({"training": (_loader(49, block=7), 49)})
+    assert list(prints) == [f"sample {index} of the training set/" for index in (0, 5, 10, 15)]
+    assert len(set(prints.values())) == 4
+
+
+def _loader(length: int, *, block: int) -> IterableLoader:
+    dataset = _Numbers(length)
+    return IterableLoader(
+        dataset, what="training", samples=length, block=block, seed=0, collate=None, pin_memory=False
+    )  # fmt: skip
+
+
+class _Numbers(toys.SizedStream):
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __iter__(self) -> Any:
+        return iter(range(self._length))
+
+    def __len__(self) -> int:
+        return self._length
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": data("Plain")}, r"train\.epochs: is 2, but the training set is iterable and has no length"),
+        ({"data": data("Sized"), "order": {"weights": "balanced"}}, "order: has no effect on an iterable dataset"),
+        ({"data": data("Sized"), "loader": {"num_workers": 2}}, r"loader\.num_workers: is 2, which would read an iter"),
+        (
+            {"data": {"_target_": "toy_streams.with_sized_validation"}, "loader": {"num_workers": 2}},
+            r"loader\.num_workers: is 2, but the validation set is iterable",
+        ),
+        (
+            {"data": {"_target_": "toy_streams.with_sized_validation"}, "order": {"contiguous": True}},
+            r"order\.contiguous: needs samples by their index, but the validation set is iterable",
+        ),
+        ({"data": data("Sized", samples=0)}, "data: the training set is empty"),
+        ({"data": data("Plain", samples=0), "train": ENDLESS}, "the training set has no sample 0, counted from 0"),
+    ],
+)
+def test_what_a_stream_can_not_do_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises((ExperimentError, TrainingError), match=message):
+        toys.trained(**sections)
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (data("Failing"), "sample 10 of the training set can't be read: OSError: the connection broke"),
+        (data("Longer", by=1), "the training set yields more samples than its length, 22; correct its __len__"),
+        (data("Longer", by=-1), "the training set has no sample 21, counted from 0, in epoch 1"),
+    ],
+)
+def test_a_stream_that_ends_early_or_late_is_told(stream: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        toys.trained(data=stream)
+
+
+# Plan
+
+
+@pytest.mark.parametrize(
+    ("kind", "train", "expected"),
+    [
+        ("Sized", {}, ["22 training samples, 10 validation samples", "3 per epoch, 6 in 2 epochs", "reads it again"]),
+        (
+            "Stateful",
+            ENDLESS,
+            [
+                *("a training set without a length, 10 validation samples", "steps        9 steps, 8 samples each"),
+                *("continues by its state_dict", "only the end of the training is evaluated; write train.evaluate"),
+                "only the end of the training is saved; write checkpoint.every_steps",
+            ],
+        ),
+    ],
+)
+def test_the_plan_says_what_is_promised(kind: str, train: dict[str, Any], expected: list[str]) -> None:
+    experiment = toys.experiment(data=data(kind, validation=True), train=train)
+    sizes = preflight.data_sizes(experiment, allowed=("torch", "toy_streams"))
+    plan = make_plan(experiment, Resources(cpus=2, memory_mb=1000), with_baseline=False)
+    text = describe(plan, sizes)
+    assert all(part in text for part in expected), text
+    assert "Any number of workers trains the same if it yields the same samples in each process" in text
+
+
+def test_the_result_says_what_is_promised() -> None:
+    notes = toys.trained(data=data("Sized"))[0].data_notes
+    assert notes[0].startswith("the training set is iterable: each worker reads all of it")
+    assert toys.trained()[0].data_notes == ()
+
+
+def test_a_streaming_dataset_of_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+
+    def run(name: str, *, resume: bool = False) -> toys.Kept:
+        trial = toys.trial(
+            data={"_target_": "toy_streams.hugging_face"}, loader={"collate": {"_target_": "toy_streams.collated"}},
+            train=ENDLESS, checkpoint={"every_steps": 1, "keep": 100},
+        )  # fmt: skip
+        kept = toys.Kept()
+        update = {"checkpoints": str(tmp_path / name), "resume": resume}
+        train(trial.model_copy(update=update), rank=Rank(), outbox=kept)
+        return kept
+
+    whole = run("whole")
+    shutil.copytree(tmp_path / "whole" / folder_name(5), tmp_path / "again" / folder_name(5))
+    again = run("again", resume=True)
+    assert losses(again, after=5) == losses(whole, after=5)
+    assert torch.tensor(losses(whole, name="validation/loss")).isfinite().all()
