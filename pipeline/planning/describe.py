@@ -23,7 +23,7 @@ class DataSizes(NamedTuple):
     epoch_samples: int | None = None
     """Samples of an epoch; None: as many as the training set has."""
     notes: tuple[str, ...] = ()
-    """What can't be promised of the data."""
+    """Promises that the data can't keep, one sentence each."""
 
 
 def describe(plan: Plan, sizes: DataSizes | None) -> str:

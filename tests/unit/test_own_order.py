@@ -321,9 +321,12 @@ def loaded(**sections: Any) -> ExperimentFile:
 
 WRONG = {
     "unknown key": ({"weight": "balanced"}, "order.weight: unknown key; did you mean weights?"),
-    "unlike any key": ({"shuffle": True}, "order.shuffle: unknown key; order takes weights, bucket_by, _target_"),
+    "unlike any key": (
+        {"shuffle": True},
+        "order.shuffle: unknown key; order takes weights, bucket_by, contiguous, _target_",
+    ),
     "two": ({"weights": "balanced", "bucket_by": "length"}, "order: weights and bucket_by are given, which are"),
-    "nothing": ({}, "order: is empty; write one of weights, bucket_by, _target_"),
+    "nothing": ({}, "order: is empty; write one of weights, bucket_by, contiguous, _target_"),
     "no section": ("balanced", "order: is 'balanced' (a string); write a mapping, its keys are weights, bucket_by,"),
     "typo": ({"weights": "balnced"}, "order.weights: is 'balnced' (a string); write balanced, a list with a number"),
     "entry": ({"weights": [1.0, -0.5]}, "order.weights: is a list; entry 2 is -0.5, write balanced, a list"),

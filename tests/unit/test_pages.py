@@ -92,7 +92,8 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
     if {"name", "model", "data", "train"} <= given.keys() and {"optimizer", "optimizers"} & given.keys():
         return given
     whole = yaml.safe_load((ROOT / "experiments" / "mlp.yaml").read_text())
-    for key in ("loss", "optimizer") if "optimizers" in given else ():
+    replaced = {"loss": {"task", "optimizers"}, "optimizer": {"optimizers"}}
+    for key in (key for key, others in replaced.items() if others & given.keys() and key not in given):
         del whole[key]
     for key, value in given.items():
         is_section = isinstance(value, dict) and "_target_" not in value
