@@ -131,7 +131,7 @@ def test_check_reports_all_files_and_all_problems(command: Command, tmp_path: Pa
     assert ended.stdout == f"{MLP}: ok\n"
     assert f"{broken}:" in ended.stderr
     assert "train.epochs" in ended.stderr
-    for section in ("model", "data", "optimizer", "train"):
+    for section in ("model", "data", "train"):
         assert f"{missing}: {section}: " in ended.stderr
     assert "Traceback" not in ended.stderr
 
