@@ -37,7 +37,7 @@ NEEDED = (
     "pytest-timeout",
     "hypothesis",
 )
-"""What the tests of tests/gpu and benchmarks/gpu.py import, beside torch and what torch itself needs."""
+"""Imports of tests/gpu and benchmarks/gpu.py, without torch and its own dependencies."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE", "pipeline", "templates")
 """Sources of the project's own wheel."""
@@ -47,7 +47,7 @@ SOURCES = (
     "tests/support",
     *(f"benchmarks/{name}.py" for name in ("gpu", "gpu_page", "gpu_work")),
 )
-"""What runs there, beside the wheels."""
+"""Files that the kit has beside the wheels."""
 MOST_MB = 60
 SCRIPT = """\
 #!/bin/sh

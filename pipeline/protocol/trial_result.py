@@ -282,7 +282,7 @@ class TrialResult(Frozen):
     coupling: tuple[str, ...] = ()
     """Types of layers whose output depends on how ranks share a global batch, e.g. "BatchNorm2d", "Dropout"."""
     data_notes: tuple[str, ...] = ()
-    """What can't be promised of the data; empty for samples that can be read by index."""
+    """Promises that the data can't keep; empty for samples that can be read by index."""
     losses: tuple[float, ...] = ()
     """Losses of the first steps, as many as a measurement has; equal losses mean the same training."""
     metrics: Mapping[str, float] = {}

@@ -134,7 +134,7 @@ class Batches:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What can't be promised of the data."""
+        """Promises that the data can't keep."""
         return self._source.notes
 
     def position(self, step: int) -> Mapping[str, Any] | None:

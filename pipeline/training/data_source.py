@@ -33,7 +33,7 @@ class Source(NamedTuple):
     test: BatchLoader | IterableLoader | None = None
     test_samples: int = 0
     notes: tuple[str, ...] = ()
-    """What can't be promised of the data."""
+    """Promises that the data can't keep."""
 
 
 Datasets = tuple[Any, Any, Any]

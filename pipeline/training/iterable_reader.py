@@ -27,7 +27,7 @@ def counted_length(dataset: Any, *, what: str) -> int:
 
 
 class SampleReader:
-    """One reading of a dataset's samples, in sequence; of one without a length several, one after another."""
+    """Reading of a dataset's samples, in sequence; of one without a length several, one after another."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What only a CUDA GPU shows: NCCL, memory that runs out, fp16, offload, NVML. Every test is skipped without one.
+"""Paths that need a CUDA GPU: NCCL, memory that runs out, fp16, offload, NVML. Every test is skipped without one.
 
 Needs neither Ray, MLflow nor scikit-learn, so that the folder of `make gpu-kit` runs it, with `--noconftest`.
 """

@@ -1,4 +1,4 @@
-"""What the tests of detection and segmentation train besides the detector of the docs."""
+"""Models and data of the tests of detection and segmentation, besides the detector of the docs."""
 
 from typing import Any
 

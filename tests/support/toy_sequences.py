@@ -88,7 +88,7 @@ class Gathering(RecurrentLanguageModel):
 
 
 class Infinite(RecurrentLanguageModel):
-    """One of the steps has a loss and a state that are no numbers."""
+    """Task whose loss and state are no numbers in one step."""
 
     def __init__(self, at: int) -> None:
         self._left = at

@@ -1,4 +1,4 @@
-"""What dcgan.yaml consists of: noise of each sample, generator and discriminator, and their quick training."""
+"""Parts of dcgan.yaml: noise of each sample, generator and discriminator, and their quick training."""
 
 from pathlib import Path
 from typing import Any

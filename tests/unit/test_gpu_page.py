@@ -1,4 +1,4 @@
-"""What a GPU proves: the table of docs/gpu.md, from results or without them; what the kit for such a machine holds."""
+"""Page on a GPU: the table of docs/gpu.md, from results or without them; what the kit for such a machine holds."""
 
 import importlib
 import json

@@ -31,7 +31,7 @@ ENDLESS = {"epochs": None, "steps": 9, "global_batch_size": 8}
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured behind the last step takes ten times as long as the training of a toy."""
+    """Skip what is measured behind the last step: it takes ten times as long as the training of a toy."""
     monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
 
 

@@ -41,7 +41,7 @@ TRAIN = {"global_batch_size": ROWS, "evaluate_every_steps": 4, "clip_grad_norm":
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured behind the last step takes ten times as long as the training of a toy."""
+    """Skip what is measured behind the last step: it takes ten times as long as the training of a toy."""
     monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
 
 
