@@ -11,7 +11,7 @@ from pipeline.errors import Problem
 
 
 class NamedOptimizer(Optimizer):
-    """Optimizer with a name, of several: ``_target_: package.name`` with keyword arguments, and the parameters it trains."""
+    """Optimizer with a name: ``_target_: package.name`` with keyword arguments, and the parameters that it trains."""
 
     params: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1)]
     """Names of the parameters that it trains, or a list of them; an asterisk stands for any characters, dots too. Each
