@@ -226,12 +226,15 @@ def test_the_speedup_was_measured_in_turn(artifacts: Path, main: Run, whole_run:
         for event in journal.read(whole_run.folder / journal.FILE_NAME)
         if isinstance(event, Finished)
     }
-    assert {name: len(result.slots) for name, result in ends.items()} == {"main": 5, "baseline": 5, "reference": 5}
+    took = len(ends["main"].slots)
+    assert 2 <= took <= 5  # fewer where three times the budget is over, on a busy machine
+    assert {name: len(result.slots) for name, result in ends.items()} == dict.fromkeys(ends, took)
+    assert ends.keys() == {"main", "baseline", "reference"}
     assert [row.repeats for row in report.rows] == [ends[row.trial].slots for row in report.rows]
     low, high, pairs = (main.data.metrics[name] for name in ("speedup_low", "speedup_high", "speedup_pairs"))
     assert low <= main.data.metrics["speedup"] <= high
-    assert (low, high, pairs) == pytest.approx((report.main.speedup_low, report.main.speedup_high, 5))
-    assert len((artifacts / "pairs.csv").read_text().splitlines()) == 6
+    assert (low, high, pairs) == pytest.approx((report.main.speedup_low, report.main.speedup_high, took))
+    assert len((artifacts / "pairs.csv").read_text().splitlines()) == took + 1
     assert (artifacts / "pairs.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -169,6 +169,8 @@ def written_here() -> Iterator[None]:
 class _WriterHere:
     """What the process of `pipeline.recording.mlflow_process` does, at once and in this one."""
 
+    late: tuple[str, ...] = ()
+
     def __init__(
         self, *, folder: Path, log: Path, warn: Callable[[str], None], uri: str, known: int, adds: bool, **_: Any
     ) -> None:
