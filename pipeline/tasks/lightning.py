@@ -57,11 +57,16 @@ def lightning_module(kind: object) -> type | None:
     return next((one for one in named if one.__module__.partition(".")[0] in _PACKAGES), None)
 
 
+def overrides(kind: type, name: str) -> bool:
+    """Return True if a class of LightningModules has its own method in place of lightning's."""
+    return getattr(kind, name) is not getattr(lightning_module(kind), name)
+
+
 def refused_hooks(kind: type) -> Iterator[str]:
     """Yield a message for each hook that a LightningModule overrides and that isn't supported."""
     base = lightning_module(kind)
     for name in sorted(name for name in dir(base) if name in _REFUSED or _is_callback(name)):
-        if getattr(kind, name) is not getattr(base, name):
+        if overrides(kind, name):
             yield f"{kind.__name__}.{name} isn't supported: {_REFUSED.get(name, _CALLBACK)}"
     if _sets_manual(kind):
         yield f"{kind.__name__}.automatic_optimization is False: {_REFUSED['automatic_optimization']}"
@@ -92,7 +97,7 @@ class Lightning(Task):
             yield Problem("model._target_", f"{experiment.model.target} is no LightningModule; remove task:")
             return
         yield from (Problem("model._target_", message) for message in refused_hooks(model))
-        configures = model.configure_optimizers is not lightning_module(model).configure_optimizers  # type: ignore
+        configures = overrides(model, "configure_optimizers")
         own = experiment.optimizer is not None and experiment.optimizer.target == OPTIMIZER
         if own and not configures:
             yield Problem("optimizer", f"missing; {model.__name__} has no configure_optimizers; write one of them")
