@@ -7,7 +7,7 @@ import psutil
 from attempts import DDP, PATIENCE_S, STEPS, Attempt, Undisturbed, check, kill, workers_of
 from census import injected
 
-from pipeline.protocol.events import Resumed, Warned
+from pipeline.protocol.events import CheckpointSaved, Resumed, Warned
 
 
 def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(
@@ -17,6 +17,8 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(
     attempt = attempt_in(*DDP, "parallel.max_failures=1", f"checkpoint.every_steps={draw.randint(1, 9)}")
     process = attempt.start()
     attempt.wait_for_step(first, process)
+    # Without one the training rightly begins again, and nothing is resumed.
+    attempt.wait_for(lambda: bool(attempt.all_of(CheckpointSaved)), process, what="the first complete checkpoint")
     draw.choice(workers_of(process)).kill()
     injected("kills")
     attempt.wait_for_step(second, process)
