@@ -11,6 +11,7 @@ A message says what is wrong with the live value, where, and what to do. The com
 traceback; any other exception that escapes is a bug of this project and keeps its traceback.
 """
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -133,6 +134,24 @@ class Terminated(KeyboardInterrupt):
 def terminate(*_: object) -> NoReturn:
     """Raise Terminated; a handler of signals."""
     raise Terminated
+
+
+_interrupts: list[KeyboardInterrupt] = []
+
+
+def interrupt(number: int, _: object) -> NoReturn:
+    """Raise KeyboardInterrupt at SIGINT, Terminated at SIGTERM; a command's handler of signals."""
+    _interrupts.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+    raise _interrupts[-1]
+
+
+def raise_swallowed_interrupt() -> None:
+    """Raise the interrupt of a command that went on: C extensions drop exceptions that Python code raises inside them.
+
+    Such as pydantic's core while it builds a model.
+    """
+    if _interrupts:
+        raise _interrupts[-1]
 
 
 class Interrupted(PipelineError):

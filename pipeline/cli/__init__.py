@@ -18,7 +18,7 @@ import typer
 from pipeline.cli import completion, experiments, jobs, projects, results, weights
 from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
-from pipeline.errors import PipelineError, ResourceError, terminate
+from pipeline.errors import PipelineError, ResourceError, interrupt
 from pipeline.system.imports import importable
 
 _DISTRIBUTION = "ddp-pipeline"
@@ -102,7 +102,9 @@ for _group, _commands in GROUPS.items():
 
 def main() -> NoReturn:
     """Run the command line and exit; print an error that the user can fix without a traceback."""
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in a shell's background
+        signal.signal(signal.SIGINT, interrupt)
     completion.prepare(sys.argv[1:])
     try:
         _check_system()

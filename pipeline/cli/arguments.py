@@ -139,8 +139,9 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
         tracked: results will go to MLflow.
     """
     stages.begin("importing torch")
-    from pipeline.launchers import _head_start
-    from pipeline.recording import mlflow
+    with interruptible(), undisturbed():
+        from pipeline.launchers import _head_start
+        from pipeline.recording import mlflow
 
     with interruptible(), ExitStack() as begun:
         begun.enter_context(allocator.huge_pages())

@@ -14,7 +14,7 @@ import rich.console
 from pipeline.config.summary import flatten
 from pipeline.config.uris import without_credentials
 from pipeline.config.values import Direction
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, raise_swallowed_interrupt
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.trial import Status, Training, Trial
@@ -103,6 +103,7 @@ def recorded(
         ResourceError: the run's folder or the tracking store can't be written, now or later.
         UsageError: the run to resume hasn't ended.
     """
+    raise_swallowed_interrupt()  # nothing has been made yet
     stages.begin("opening the run")
     uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None

@@ -2,7 +2,9 @@
 
 import json
 import re
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 import pytest
 from recordings import JOURNALS, Store
 
+from pipeline.driver import preflight
+from pipeline.errors import interrupt
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
 from pipeline.recording.journal import FILE_NAME, is_open, read
 from pipeline.report.report import Report
 from pipeline.report.tables import speedup
+from pipeline.system.signals import handled
 
 Play = Callable[..., Any]
 DDP = ("parallel.strategy=ddp", "parallel.workers=2")
@@ -166,6 +171,24 @@ def test_an_interrupted_run_says_so_everywhere(play: Play, lab: Path, store: Sto
     (closed,) = kinds(run_in(lab), RunClosed)
     assert (closed.status, closed.message) == ("KILLED", "interrupted")
     assert [run.info.status for run in store.runs("lab")] == ["KILLED"]
+
+
+def test_an_interrupt_that_an_extension_swallowed_comes_before_there_is_a_run(
+    play: Play, lab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = preflight.check
+
+    def check(*arguments: Any, **options: Any) -> Any:
+        with suppress(KeyboardInterrupt), handled(interrupt, signal.SIGINT):
+            signal.raise_signal(signal.SIGINT)  # as pydantic's core may while it builds a model
+        return checked(*arguments, **options)
+
+    monkeypatch.setattr("pipeline.errors._interrupts", [])
+    monkeypatch.setattr(preflight, "check", check)
+    ended = play("finished", "run", "lab.yaml", *DDP)
+
+    assert (ended.code, ended.stderr) == (130, "error: interrupted\n")
+    assert not (lab / "runs").exists()
 
 
 def test_a_comparison_reports_each_cell(play: Play, lab: Path, store: Store) -> None:

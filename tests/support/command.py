@@ -45,7 +45,7 @@ def command(
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the working directory to both
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setattr(waiting, "_LONG_S", 600.0)  # on a busy machine a stage may get a line of its own
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["pipeline", *arguments])
@@ -55,7 +55,8 @@ def command(
         return Ended(int(exit_.value.code or 0), *capfd.readouterr())
 
     yield run
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def started(*arguments: str | Path, cwd: Path, **more: Any) -> subprocess.Popen[str]:
