@@ -213,16 +213,16 @@ def flush(
     """Wait until the tracking store has all results, at most a minute or until Ctrl-C; print where they are."""
     stages.end()
     try:
-        if tracker and not _sent(tracker, _SILENT_SECONDS, console=terminal.progress):
-            verb = "have" if len(tracker.late) > 1 else "has"
+        if tracker and not _sent(tracker, _SILENT_SECONDS, console=terminal.progress) and (late := tracker.late):
+            verb = "have" if len(late) > 1 else "has"
             warn(
-                f"waiting until {_listed(*tracker.late)} {verb} everything, {_DRAIN_SECONDS:.0f} seconds at most; "
+                f"waiting until {_listed(*late)} {verb} everything, {_DRAIN_SECONDS:.0f} seconds at most; "
                 f"Ctrl-C ends the wait, pipeline sync {recorder.folder} sends the rest later"
             )
             _sent(tracker, _DRAIN_SECONDS - _SILENT_SECONDS, console=terminal.progress)
     finally:
-        if tracker and (late := [name for name in tracker.late if name != "MLflow"]):  # whose outcome says so itself
-            warn(f"not in {_listed(*late)} yet: some results; send them with: pipeline sync {recorder.folder}")
+        if tracker and (others := [name for name in tracker.late if name != "MLflow"]):  # MLflow's outcome says so
+            warn(f"not in {_listed(*others)} yet: some results; send them with: pipeline sync {recorder.folder}")
         recorder.close()
         outcome = tracker.outcome if tracker else None
         if tracker:
