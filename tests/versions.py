@@ -40,7 +40,6 @@ TOOLS = [
 ]  # fmt: skip
 """Packages that these tests need, in any release; others would narrow what can be installed beside them."""
 PATH = os.environ["PATH"]
-ALL = tuple(name for name in RANGES if name != "torch")
 
 
 def lower(requirement: Requirement) -> str:
@@ -55,6 +54,8 @@ class Cell(NamedTuple):
     about: str
     lowest: Sequence[str] = ()
     """Packages at the lower end of their range."""
+    resolution: str = "highest"
+    """Of uv; "lowest-direct" takes a lower end that another package excludes for the next version above it."""
     torch: str = f"torch=={PINS['torch']}"
     """Requirement that pip installs first, so that it chooses the build."""
     python: str = ""
@@ -64,7 +65,7 @@ class Cell(NamedTuple):
 
 CELLS = {
     "pinned": Cell("constraints.txt", is_pinned=True),
-    "lowest": Cell("each package at the lower end of its range; torch as pinned", lowest=ALL),
+    "lowest": Cell("each package at the lower end of its range; torch as pinned", resolution="lowest-direct"),
     "lowest-mlflow": Cell("MLflow at the lower end", lowest=["mlflow"]),
     "lowest-ray": Cell("Ray at the lower end", lowest=["ray"]),
     "lowest-torch": Cell("torch at the lower end", torch=f"torch=={lower(RANGES['torch'])}"),
@@ -123,8 +124,9 @@ def install(cell: Cell, program: str, *, folder: Path) -> Path:
     _run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv", cell.torch)
     lowest = [f"{name}=={lower(RANGES[name])}" for name in cell.lowest]
     pins = ["--constraint", ROOT / "constraints.txt"] if cell.is_pinned else []
-    wanted = [cell.torch, *lowest, *TOOLS, "--editable", ROOT, *pins]
-    _run(environment / "bin" / "uv", "pip", "install", "--quiet", "--python", python, *wanted)
+    uv = [environment / "bin" / "uv", "pip", "install", "--quiet", "--python", python, *pins]
+    _run(*uv, "--resolution", cell.resolution, cell.torch, *lowest, "--editable", ROOT)
+    _run(*uv, *TOOLS)  # afterwards: the newest that fit, and nothing that is there is exchanged without need
     return python
 
 
