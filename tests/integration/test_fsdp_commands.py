@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from pipeline.config.load import load
 from pipeline.config.targets import allowed_packages
@@ -41,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "let go": {"reshard_after_forward": True},
     "reduced each time": {"reduce_each_micro_batch": True},
-    "zeros": {"zero_unused_gradients": True},
+    **({"zeros": {"zero_unused_gradients": True}} if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else {}),
 }
 STOPPED = 3
 """Of eight steps, four in an epoch."""

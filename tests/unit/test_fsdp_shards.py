@@ -133,3 +133,14 @@ class TestPadding:
         assert [
             [micro_batch for micro_batch in micro_batches if micro_batch.weight] for micro_batches in together
         ] == own
+
+
+def test_an_option_that_this_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = fsdp.Options(zero_unused_gradients=True)
+
+    monkeypatch.setattr(fsdp, "_SETS_ZEROS", True)
+    assert fsdp.Strategy.refuse(options, device="cpu") is None
+    monkeypatch.setattr(fsdp, "_SETS_ZEROS", False)
+    refusal = fsdp.Strategy.refuse(options, device="cpu")
+    assert refusal == f"zero_unused_gradients needs torch 2.13, here is {torch.__version__}; remove it or install that"
+    assert fsdp.Strategy.refuse(fsdp.Options(), device="cpu") is None
