@@ -7,6 +7,7 @@ It reads the run's journal while it is written. `pipeline.recording.mlflow` send
 `WriterReply` on standard output.
 """
 
+import gc
 import importlib
 import logging
 import os
@@ -189,6 +190,7 @@ def main() -> None:
             waiting = tuple(each.name for each in also if not each.done.is_set())
             _tell(replies, reply.model_copy(update={"also": waiting}))
     _tell(replies, writer.reply())
+    gc.freeze()  # the driver waits for this process, whose end would look through all of MLflow
 
 
 def _import(modules: Iterable[str]) -> None:

@@ -226,6 +226,7 @@ def main() -> None:
     except WorkerFailed:
         traceback.print_exc()  # into this rank's log file
         sys.exit(1)
+    gc.freeze()  # the interpreter's end would look through all of torch
 
 
 if __name__ == "__main__":
