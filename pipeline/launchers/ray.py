@@ -212,12 +212,13 @@ def _trainer_class() -> "type[FastTrainer | PublicTrainer]":
 def _patience(trial: Trial) -> dict[str, str]:
     """Return Ray Train's settings as environment variables: timeouts, and no process that watches for draining nodes.
 
-    The hang detector finds hanging ranks; Ray's health check is for ranks whose node is gone. The driver itself asks
-    for draining nodes, see `departures`.
+    It asks twice a second if its workers have ended, not every two seconds. The hang detector finds hanging ranks; Ray's
+    health check is for ranks whose node is gone. The driver itself asks for draining nodes, see `departures`.
     """
     parallel = trial.experiment.parallel
     return {
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{parallel.start_timeout_s:g}",
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{parallel.timeout_s + _AFTER_OTHERS_S:g}",
     }

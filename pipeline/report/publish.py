@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.report.about import About
 from pipeline.report.report import Report, comparison_json
 from pipeline.report.report_files import CURVES_NAME, PAGE_NAME, PAIRS_NAME, REPORT_NAME, AnyReport
+from pipeline.system.imports import uncollected
 
 if TYPE_CHECKING:
     from pipeline.report.courses import Course
@@ -40,7 +41,7 @@ def save(
     curves: Sequence[Course] = ()
     with _spared(folder / CURVES_NAME, warn):
         curves = courses()
-    with _spared(folder / PAGE_NAME, warn):
+    with _spared(folder / PAGE_NAME, warn), uncollected():
         # Imported here, since the first step shouldn't wait half a second for matplotlib.
         from pipeline.report import drawings, html
 

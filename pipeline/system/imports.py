@@ -31,14 +31,23 @@ def importable(folder: Path) -> Iterator[None]:
 def undisturbed() -> Iterator[None]:
     """Pause garbage collection, and defer SIGINT and SIGTERM, inside the context.
 
-    Imported objects stay alive, and collecting them repeatedly takes a quarter of the time of importing torch. A C
-    extension that is being imported may swallow a signal handler's exception, or abort. A second Ctrl-C interrupts.
+    A C extension that is being imported may swallow a signal handler's exception, or abort. A second Ctrl-C interrupts.
+    """
+    with uncollected(), deferred_signals():
+        yield
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause garbage collection inside the context.
+
+    Imported objects stay alive, and collecting them repeatedly takes a quarter of the time of importing torch, or of
+    drawing pictures beside it.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with deferred_signals():
-            yield
+        yield
     finally:
         if was_enabled:
             gc.enable()

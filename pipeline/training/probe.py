@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 ROUNDS = 7
 SLOT_SECONDS = 0.2  # long enough for the clock
-BUDGET_SECONDS = 8.0  # long steps are measured in fewer rounds
+BUDGET_SECONDS = (1.0, 8.0)  # least and most: a tenth of the training, so long steps are measured in fewer rounds
 BUDGET_OF_MEASUREMENT_SECONDS = 4.0  # a measurement is shorter than a training itself
 FEWEST_ROUNDS = 3
 TRACED_STEPS = 3
@@ -115,7 +115,10 @@ def _measure(context: TrainContext, *, step_ms: float) -> Times:
     steps = max(1, min(10, int(SLOT_SECONDS * 1000 / step_ms)))
     round_ms = len(variants) * (steps + 1) * step_ms
     times: Times = {name: [] for name in variants}
-    budget = BUDGET_SECONDS if isinstance(context.trial, Training) else BUDGET_OF_MEASUREMENT_SECONDS
+    budget = BUDGET_OF_MEASUREMENT_SECONDS
+    if isinstance(context.trial, Training):
+        least, most = BUDGET_SECONDS
+        budget = min(most, max(least, context.steps * step_ms / 10_000))
     rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(budget * 1000 / round_ms)))
     with ProgressReporter(
         "measuring the parts of a step", total=rounds, unit="rounds", silent=not context.rank.is_first

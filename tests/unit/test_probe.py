@@ -100,6 +100,7 @@ def test_long_steps_are_measured_in_fewer_rounds() -> None:
 
     assert rounds(1.0) == 7
     assert rounds(1e6) == 3
+    assert rounds(100.0) == 3  # 0.6 s each, after a training of less than a second
 
 
 def test_it_leaves_scheduler_and_learning_rate_alone() -> None:

@@ -1,5 +1,6 @@
 """Imports of a prestarted Ray process, made before it becomes a worker."""
 
+import gc
 import importlib
 
 from pipeline.system.imports import undisturbed
@@ -8,3 +9,4 @@ with undisturbed():
     # torch's optimizers import torch._dynamo.
     for _name in ("pipeline.launchers._ray.work", "pipeline.worker.main", "torch._dynamo"):
         importlib.import_module(_name)
+gc.freeze()  # as in the fork server: collections need not look through all of torch
