@@ -212,8 +212,8 @@ def _trainer_class() -> "type[FastTrainer | PublicTrainer]":
 def _patience(trial: Trial) -> dict[str, str]:
     """Return Ray Train's settings as environment variables: timeouts, and no process that watches for draining nodes.
 
-    It asks twice a second if its workers have ended, not every two seconds. The hang detector finds hanging ranks; Ray's
-    health check is for ranks whose node is gone. The driver itself asks for draining nodes, see `departures`.
+    It asks twice a second if its workers have ended, not every two seconds. The hang detector finds hanging ranks;
+    Ray's health check is for ranks whose node is gone. The driver itself asks for draining nodes, see `departures`.
     """
     parallel = trial.experiment.parallel
     return {
