@@ -15,7 +15,10 @@ FOLDER = Path(__file__).parent
 def build(value):
     if isinstance(value, dict):
         arguments = {name: build(inner) for name, inner in value.items() if name != "_target_"}
-        return resolve_name(value["_target_"])(**arguments) if "_target_" in value else arguments
+        if "_target_" not in value:
+            return arguments
+        home, _, name = value["_target_"].rpartition(".")
+        return getattr(resolve_name(home), name)(**arguments)
     return [build(inner) for inner in value] if isinstance(value, list) else value
 
 

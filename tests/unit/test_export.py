@@ -1,6 +1,7 @@
 """``pipeline export``: files of a trained model, and a script that loads them where ``pipeline`` can't be imported."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -195,6 +196,25 @@ def test_the_script_says_what_it_needs(target: str, said: str) -> None:
     compile(text, "load.py", "exec")
     assert "print(model(torch.zeros((2, 3), dtype=torch.float32)))" in text
     assert ".double()" not in text
+
+
+def test_the_script_builds_with_a_function_that_is_named_like_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "__init__.py").write_text("from named.tower import tower\n")
+    (tmp_path / "named" / "tower.py").write_text("def tower(inner): return [inner]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = loader_script("safetensors", origin="It", target="named.tower", is_double=False, inputs={})
+    script: dict[str, Any] = {"__file__": str(tmp_path / "load.py")}
+    exec(text.partition("model = ")[0], script)
+
+    try:
+        made = script["build"]({"_target_": "named.tower", "inner": {"_target_": "named.tower", "inner": 1}})
+    finally:
+        for name in ("named", "named.tower"):
+            del sys.modules[name]
+    assert made == [[1]]
 
 
 def test_the_script_of_onnx_is_right() -> None:
