@@ -14,6 +14,9 @@ from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.loop import train
 
+PRECISION = "mean average precision"
+PACKAGES = ("torchvision", "pycocotools")
+"""Packages that torchmetrics needs for the mean average precision."""
 ROOT = Path(__file__).parents[2]
 DETECTOR = {
     "model": {"_target_": "mine.shapes.Detector", "width": 2},
@@ -41,6 +44,13 @@ CASES: dict[str, dict[str, Any]] = {
                 "ignore_index": 255,
             }
         },
+    },
+    PRECISION: DETECTOR
+    | {
+        "model": {"_target_": "toy_detection.outlined"},
+        "data": {"_target_": "mine.shapes.shapes", "samples": 60},
+        "task": {"_target_": "pipeline.tasks.loss_terms.LossTerms"},
+        "metrics": {"detection": {"_target_": "torchmetrics.detection.MeanAveragePrecision", "class_metrics": True}},
     },
 }
 
@@ -76,15 +86,31 @@ def _as_one(rank: Rank, folder: str, expected: dict[str, dict[str, list[float]]]
                 assert found[series] == pytest.approx(values, abs=1e-11, rel=1e-12), (name, series)
 
 
-def test_two_workers_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(written(tmp_path)))
+def _compared(cases: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[float]]]:
+    """Return the series of one process by case, which are those of two workers."""
+    monkeypatch.syspath_prepend(str(written(folder)))
     monkeypatch.setattr(loop, "probe", loop.probe)
-    expected = {name: _trained(Rank(), case) for name, case in CASES.items()}
+    expected = {name: _trained(Rank(), CASES[name]) for name in cases}
     sys.modules.pop("mine.shapes")
+    on_ranks(_as_one, str(folder), expected, folder=folder)
+    return expected
+
+
+def test_two_workers_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _compared([name for name in CASES if name != PRECISION], tmp_path, monkeypatch)
     detector = expected["means over images"]
     assert {"train/boxes", "train/objects", "validation/labels", "validation/found"} <= detector.keys()
     assert detector["train/loss"][0] == pytest.approx(
         detector["train/objects"][0] + 5 * detector["train/boxes"][0] + detector["train/labels"][0]
     )
     assert "validation/iou" in expected["segmentation"]
-    on_ranks(_as_one, str(tmp_path), expected, folder=tmp_path)
+
+
+def test_the_mean_average_precision_of_two_workers_is_that_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in PACKAGES:
+        pytest.importorskip(package)
+    found = _compared([PRECISION], tmp_path, monkeypatch)[PRECISION]
+    assert 0.01 < found["validation/map"][-1] < 1
+    assert found["validation/map_per_class_0"] != found["validation/map_per_class_1"]
