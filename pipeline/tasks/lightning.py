@@ -8,7 +8,7 @@ import dis
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from pipeline.config.lightning_module import OPTIMIZER
-from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, Problem
-from pipeline.tasks import StepOutput, Task
+from pipeline.tasks.protocols import StepOutput, Task
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Experiment
 
 _PACKAGES = ("lightning", "pytorch_lightning")
 _LOSS = re.compile(r"((val|valid|validation|test)[/_-])?loss")
@@ -89,7 +91,7 @@ class Lightning(Task):
         self._is_checked = False
 
     @staticmethod
-    def experiment_problems(experiment: Experiment, model: object) -> Iterator[Problem]:
+    def experiment_problems(experiment: "Experiment", model: object) -> Iterator[Problem]:
         """Find what the module's class overrides; a function that returns a module is checked when it is built."""
         if not isinstance(model, type):
             return
