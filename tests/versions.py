@@ -55,7 +55,7 @@ class Cell(NamedTuple):
     lowest: Sequence[str] = ()
     """Packages at the lower end of their range."""
     resolution: str = "highest"
-    """Of uv; "lowest-direct" takes a lower end that another package excludes for the next version above it."""
+    """Resolution of uv; "lowest-direct" takes the next version above a lower end that another package excludes."""
     torch: str = f"torch=={PINS['torch']}"
     """Requirement that pip installs first, so that it chooses the build."""
     python: str = ""
