@@ -14,6 +14,7 @@ from pipeline.config.load import ExperimentFile, from_mapping, load
 from pipeline.config.summary import to_yaml
 from pipeline.config.targets import allowed_packages
 from pipeline.config.values import Component
+from pipeline.driver import initial_weights
 from pipeline.driver.execute import explained
 from pipeline.errors import UsageError
 from pipeline.protocol.trial import Rank, Training
@@ -107,6 +108,7 @@ class Parts:
                 device="cpu",
                 cpus_per_worker=torch.get_num_threads(),
                 allowed=allowed_packages(),
+                initial=initial_weights.find(file.experiment),
             )
             self._context = build(trial, rank=Rank())
             self.metrics = self._context.metrics or MetricCollection({})

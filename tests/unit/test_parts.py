@@ -1,10 +1,12 @@
 """An experiment's parts from Python: what a project's own tests ask."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toys
+from safetensors.torch import save_file
 
 from pipeline import Experiment
 from pipeline.errors import ExperimentError
@@ -31,6 +33,15 @@ def test_they_are_what_a_worker_trains_with() -> None:
     assert torch.equal(step.loss, torch.nn.functional.mse_loss(parts.model(inputs), targets))
     assert float(parts.metrics.compute()["mae"]) == pytest.approx(float((step.outputs - targets).abs().mean().detach()))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_they_start_from_the_weights_of_a_file(tmp_path: Path) -> None:
+    weights = {"weight": torch.full((1, 3), 2.0), "bias": torch.ones(1)}
+    save_file(weights, tmp_path / "net.safetensors")
+    parts = experiment(train={"start_from": {"file": str(tmp_path / "net.safetensors")}}).build()
+    assert all(torch.equal(value.float(), weights[name]) for name, value in parts.model.state_dict().items())
+    with pytest.raises(ExperimentError, match="there is no such file"):
+        experiment(train={"start_from": {"file": str(tmp_path / "other.safetensors")}}).build()
 
 
 def test_the_validation_set_has_batches_too() -> None:
