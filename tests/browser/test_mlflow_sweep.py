@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-from browser import CHROMIUM, INSTALL, Pages, cell, columns, names
+from browser import CHROMIUM, INSTALL, PATIENCE_MS, Pages, cell, columns, names
 from playwright.sync_api import Page, expect, sync_playwright
 from recordings import recording
 from test_mlflow_ui import ui
@@ -96,6 +96,7 @@ def test_the_description_of_a_sweep_links_to_its_trials(swept: Shown, pages: Pag
         page.get_by_text("Show more").click()
         best = swept.report.swept.trial(swept.report.swept.best)
         assert best is not None
-        page.locator("table").get_by_role("link", name=str(best.number), exact=True).click()
+        with page.expect_popup() as opened:  # MLflow opens the links of a description in a tab of their own
+            page.locator("table").get_by_role("link", name=str(best.number), exact=True).click()
         title = f"trial {best.number}: optimizer.lr={best.values['optimizer.lr']}"
-        expect(page.get_by_role("heading", name=title)).to_be_visible()
+        expect(opened.value.get_by_role("heading", name=title)).to_be_visible(timeout=PATIENCE_MS)
