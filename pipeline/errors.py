@@ -146,10 +146,7 @@ def interrupt(number: int, _: object) -> NoReturn:
 
 
 def raise_swallowed_interrupt() -> None:
-    """Raise the interrupt of a command that went on: C extensions drop exceptions that Python code raises inside them.
-
-    Such as pydantic's core while it builds a model.
-    """
+    """Raise the interrupt of a command that went on, since what it was raised in may drop or replace any exception."""
     if _interrupts:
         raise _interrupts[-1]
 

@@ -65,7 +65,10 @@ class Cell(NamedTuple):
 
 CELLS = {
     "pinned": Cell("constraints.txt", is_pinned=True),
-    "lowest": Cell("each package at the lower end of its range; torch as pinned", resolution="lowest-direct"),
+    "lowest": Cell(
+        "each package as low as its range and the others allow; torch as pinned",
+        resolution="lowest-direct",
+    ),
     "lowest-mlflow": Cell("MLflow at the lower end", lowest=["mlflow"]),
     "lowest-ray": Cell("Ray at the lower end", lowest=["ray"]),
     "lowest-torch": Cell("torch at the lower end", torch=f"torch=={lower(RANGES['torch'])}"),

@@ -36,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 ROUNDS = 7
 SLOT_SECONDS = 0.2  # long enough for the clock
-BUDGET_SECONDS = (1.0, 8.0)  # least and most: a tenth of the training, so long steps are measured in fewer rounds
+BUDGET_SHARE = 0.1  # of a training's time; long steps are measured in fewer rounds
+BUDGET_SECONDS = (1.0, 8.0)  # least and most
 BUDGET_OF_MEASUREMENT_SECONDS = 4.0  # a measurement is shorter than a training itself
 FEWEST_ROUNDS = 3
 TRACED_STEPS = 3
@@ -118,7 +119,7 @@ def _measure(context: TrainContext, *, step_ms: float) -> Times:
     budget = BUDGET_OF_MEASUREMENT_SECONDS
     if isinstance(context.trial, Training):
         least, most = BUDGET_SECONDS
-        budget = min(most, max(least, context.steps * step_ms / 10_000))
+        budget = min(most, max(least, BUDGET_SHARE * context.steps * step_ms / 1000))
     rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(budget * 1000 / round_ms)))
     with ProgressReporter(
         "measuring the parts of a step", total=rounds, unit="rounds", silent=not context.rank.is_first

@@ -173,14 +173,14 @@ def test_an_interrupted_run_says_so_everywhere(play: Play, lab: Path, store: Sto
     assert [run.info.status for run in store.runs("lab")] == ["KILLED"]
 
 
-def test_an_interrupt_that_an_extension_swallowed_comes_before_there_is_a_run(
+def test_an_interrupt_that_was_swallowed_comes_before_there_is_a_run(
     play: Play, lab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = preflight.check
 
     def check(*arguments: Any, **options: Any) -> Any:
         with suppress(KeyboardInterrupt), handled(interrupt, signal.SIGINT):
-            signal.raise_signal(signal.SIGINT)  # as pydantic's core may while it builds a model
+            signal.raise_signal(signal.SIGINT)
         return checked(*arguments, **options)
 
     monkeypatch.setattr("pipeline.errors._interrupts", [])
