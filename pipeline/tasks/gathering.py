@@ -27,7 +27,8 @@ def gathered(tensor: Tensor) -> Tensor:
 
     Returns:
         A row for each sample of the global batch, shape (samples of all ranks, ...). A loss that is computed of such
-        rows alone is the same on all ranks: return it without `StepOutput.weight`.
+        rows alone is the same on all ranks: return it without `StepOutput.weight`. A loss that compares the rank's own
+        rows with such rows is a mean over its own samples, or over what its weight counts.
 
     Raises:
         ExperimentError: the tensor has another number of rows, or the experiment has no global batch to gather, e.g.
@@ -48,6 +49,8 @@ def gathered(tensor: Tensor) -> Tensor:
     if len(batch.sizes) == 1:
         return tensor
     rows: Tensor = _Gather.apply(tensor, batch)  # type: ignore[no-untyped-call]
+    if rows.requires_grad and batch.communicates:
+        Pass.current.rows.append(rows)
     return rows
 
 
@@ -74,7 +77,7 @@ class Pass:
         stands_in: called in place of `gathered`, to compute parts of a batch one after the other in one process.
     """
 
-    __slots__ = ("_before", "_find", "_found", "is_used", "stands_in")
+    __slots__ = ("_before", "_find", "_found", "is_used", "rows", "stands_in")
 
     current: "Pass | None" = None
     """The pass that is running; None: the task's batch is the global batch."""
@@ -86,6 +89,8 @@ class Pass:
         self._found: GlobalBatch | None = None
         self._before: Pass | None = None
         self.is_used = False
+        self.rows: list[Tensor] = []
+        """Gathered rows with gradients."""
 
     def __enter__(self) -> Self:
         self._before, Pass.current = Pass.current, self
@@ -100,6 +105,12 @@ class Pass:
             self._found = self._find()
             self.is_used = True
         return self._found
+
+    def reaching_rows(self, loss: Tensor) -> Tensor:
+        """Return a loss whose backward passes all gathered rows, even if it depends on none: all ranks meet there."""
+        for rows in self.rows:
+            loss = loss + torch.where(rows.new_zeros((), dtype=torch.bool), rows.sum(), 0.0).to(loss.dtype)
+        return loss
 
 
 class _Gather(torch.autograd.Function):

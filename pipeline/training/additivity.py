@@ -180,6 +180,8 @@ def _refuse(context: TrainContext, whole: _Loss, parts: Sequence[_Loss], *, tole
     values = [figure(one.value) for one in (whole, *parts)]
     seen = f"{values[0]} for {count} samples, {values[1]} and {values[2]} for its two parts"
     how = "return its divisor as StepOutput.weight" if context.experiment.task else _IN_A_TASK
+    if context.gathers and context.gives_weight:
+        how = "return the loss of all rows without StepOutput.weight"
     if not context.gives_weight and _close(whole.value, sum(part.value for part in parts), tolerance):
         raise _error(context, f"is a sum over the samples ({seen}); return their mean")
     if (dealt := context.rank.world_size * context.accumulation) > 1:

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
+from pipeline.tasks.gathering import Pass
 from pipeline.training.alternation import alternate
 from pipeline.training.batches import MicroBatches
 from pipeline.training.context import TrainContext
@@ -96,7 +97,9 @@ def forward_backward(
     losses = _StepLoss(context, exchange=exchange)
     for micro_batch, batch in _one_step(stream):
         with _communication(context, micro_batch, exchange=exchange):
-            loss = losses.add(_forward(context, micro_batch, batch, exchange=exchange), micro_batch)
+            gathering = training_pass(context, micro_batch, exchange=exchange)
+            output = _forward(context, micro_batch, batch, gathering=gathering)
+            loss = gathering.reaching_rows(losses.add(output, micro_batch))
             mark(Phase.BACKWARD)
             context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     if context.learned is not None and exchange and context.rank.world_size > 1 and not context.is_local_step:
@@ -161,11 +164,11 @@ def _one_step(stream: MicroBatches) -> MicroBatches:
         mark(Phase.READING)
 
 
-def _forward(context: TrainContext, micro_batch: MicroBatch, batch: Any, *, exchange: bool) -> StepOutput:
+def _forward(context: TrainContext, micro_batch: MicroBatch, batch: Any, *, gathering: Pass) -> StepOutput:
     if context.boundary is not None:
         context.boundary.clear()
     try:
-        with training_pass(context, micro_batch, exchange=exchange):
+        with gathering:
             return forward(context, context.wrapped, batch, micro_batch=micro_batch, carried=context.carried)
     except ValueError as error:
         if has_lone_sample(micro_batch, error=error):

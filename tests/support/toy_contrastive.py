@@ -1,5 +1,7 @@
 """Contrastive data and tasks, whose losses compare all samples of a global batch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -7,6 +9,8 @@ from torch.utils.data import TensorDataset
 from pipeline.tasks import StepOutput, gathered
 from pipeline.tasks.contrastive import nt_xent
 
+STOPPED = 4
+"""Step within the second epoch of 3 steps, whose last batches have 2 samples for up to 4 workers."""
 SAMPLES = 18
 """The last global batch of 8 has 2 samples, fewer than 4 workers."""
 
@@ -63,6 +67,13 @@ class AgainstOwn(Similar):
         return StepOutput((gathered(first) @ second.T).exp().mean().log(), *batch)
 
 
+class WeighsAll(Similar):
+    """The loss of the whole global batch with a weight, which the shares of all ranks are divided by again."""
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        return super().__call__(model, batch)._replace(weight=torch.tensor(7.0))
+
+
 class InEvaluation(Similar):
     """Gathers in evaluation only, and with more samples than the check has."""
 
@@ -70,3 +81,39 @@ class InEvaluation(Similar):
         rows = model(batch[0][:, 0])
         rows = rows if torch.is_grad_enabled() or len(rows) < 6 else gathered(rows)
         return StepOutput(rows.square().mean(), *batch)
+
+
+class OwnAgainstAll(Similar):
+    """Own samples of one class against all: the mean over none, NaN, on a rank that has none; ``weighted`` by them."""
+
+    def __init__(self, *, weighted: bool) -> None:
+        super().__init__()
+        self.weighted = weighted
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        views, targets = batch
+        rows, labels = gathered(model(views[:, 0])), gathered(targets)
+        own, counted = model(views[:, 1]) / self.temperature, targets == 0
+        if not (self.weighted or counted.any()):  # a branch that depends on none of the gathered rows
+            return StepOutput(0 * own.sum(), views[:, 0], targets)
+        likely = torch.where(targets[:, None] == labels, (own @ rows.T).log_softmax(1), 0).sum(1)
+        loss = -torch.where(counted, likely, 0).sum() / (counted.sum() if self.weighted else len(targets))
+        return StepOutput(loss, views[:, 0], targets, counted.sum() if self.weighted else None)
+
+
+def case(task: str, **arguments: Any) -> dict[str, Any]:
+    """Return the sections of an experiment with one of the tasks."""
+    return {
+        "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 4},
+        "data": {"_target_": "toy_contrastive.pairs"},
+        "loss": None,
+        "task": {"_target_": f"toy_contrastive.{task}", **arguments},
+    }
+
+
+CASES = {
+    "similar": case("Similar") | {"train": {"clip_grad_norm": 0.5}},
+    "both": case("Both") | {"train": {"clip_grad_norm": 0.5}},
+    "weighted": case("OwnAgainstAll", weighted=True),
+    "branching": case("OwnAgainstAll", weighted=False),
+}

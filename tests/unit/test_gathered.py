@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import samples
 import torch
+import toy_contrastive
 import toys
 from torch import nn
 from torch.nn import functional
@@ -22,15 +23,7 @@ from pipeline.training.loop import train
 
 
 def trained(task: str, **sections: Any) -> None:
-    trial = toys.trial(
-        model={"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 4},
-        data={"_target_": "toy_contrastive.pairs"},
-        loss=None,
-        task={"_target_": f"toy_contrastive.{task}"},
-        **sections,
-    )
-    allowed = (*trial.allowed, "toy_contrastive")
-    train(trial.model_copy(update={"allowed": allowed}), rank=Rank(), outbox=toys.Kept())
+    train(toys.trial(**toy_contrastive.case(task), **sections), rank=Rank(), outbox=toys.Kept())
 
 
 def test_outside_of_a_training_the_batch_is_the_global_batch() -> None:
@@ -59,6 +52,8 @@ def test_what_is_not_gathered_is_told_before_the_first_step() -> None:
     with pytest.raises(ExperimentError, match=r"task: is not the mean over the samples .* pipeline\.tasks\.gathered"):
         trained("AgainstOwn", train={"gradient_accumulation": 2})
     trained("AgainstOwn")
+    with pytest.raises(ExperimentError, match=r"; return the loss of all rows without StepOutput\.weight, or"):
+        trained("WeighsAll", train={"gradient_accumulation": 2})
 
 
 def test_a_prediction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
