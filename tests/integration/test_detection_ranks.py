@@ -67,7 +67,7 @@ def written(folder: Path) -> Path:
 def _trained(rank: Rank, case: dict[str, Any]) -> dict[str, list[float]]:
     loop.probe = lambda context, **_: samples.parts(step_ms=5.0)
     trial = toys.trial(**case, train={"epochs": 2})
-    allowed = (*trial.allowed, "mine", "toy_detection")
+    allowed = (*trial.allowed, "mine")
     strategy = "ddp" if rank.world_size > 1 else "single"
     update = {"allowed": allowed, "strategy": strategy, "workers": rank.world_size}
     kept = toys.Kept()

@@ -74,3 +74,9 @@ SECTIONS: dict[str, Any] = {
     },
     "schedulers": {"generator": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5}},
 }
+STOPPED = 4
+"""Step within the second epoch of three, after which a training is resumed."""
+CASES: dict[str, dict[str, Any]] = {
+    "clipped": SECTIONS | {"train": {"clip_grad_norm": 0.05}},
+    "accumulated": SECTIONS | {"train": {"gradient_accumulation": 2}},
+}

@@ -13,6 +13,46 @@ from toys import Plain, regression
 
 CLASSES = (37, 5, 1)
 """Samples of each class of `imbalanced`."""
+STOPPED = 3
+"""Step within the first epoch of each case, after which it is resumed."""
+CASES: dict[str, dict[str, Any]] = {
+    "balanced": {
+        "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
+        "data": {"_target_": "toy_orders.imbalanced"},
+        "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+        "order": {"weights": "balanced"},
+    },
+    "length": {
+        "model": {"_target_": "torch.nn.Linear", "in_features": 30, "out_features": 1},
+        "data": {"_target_": "toy_orders.ragged"},
+        "loader": {"collate": {"_target_": "toy_orders.padded"}},
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 1e-3},
+        "order": {"bucket_by": "length"},
+    },
+    "function": {
+        "order": {"_target_": "toy_orders.twice"},
+        "train": {"global_batch_size": None, "batch_size_per_worker": 2},
+        "parallel": {"strategy": "ddp", "launcher": "torchrun", "workers": 4},
+    },
+    "contiguous": {
+        "model": {"_target_": "toy_sequences.Net"},
+        "data": {"_target_": "toy_sequences.text", "chunks": 51},
+        "loss": None,
+        "task": {"_target_": "pipeline.tasks.RecurrentLanguageModel"},
+        "order": {"contiguous": True},
+        "train": {"global_batch_size": 6, "evaluate_every_steps": 4, "clip_grad_norm": 0.5},  # shares of 2 and 1 rows
+    },
+    "iterable": {
+        "data": {"_target_": "toy_streams.stream", "kind": "Shuffled", "validation": True},
+        "train": {"global_batch_size": 6},  # four in the last batch of an epoch, so that some ranks have none
+    },
+    "endless": {
+        "data": {"_target_": "toy_streams.stream", "kind": "Stateful", "validation": True},
+        "train": {"epochs": None, "steps": 8, "global_batch_size": 6},
+    },
+}
+SAVED_FOR_ALL = ("contiguous", "endless")
+"""Cases whose checkpoints of several workers are continued by one."""
 _calls = itertools.count()
 
 

@@ -21,6 +21,8 @@ from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
 from pipeline.training.loop import train
 
+KINDS = ("contrastive", "detection", "gans", "metrics", "orders", "sequences", "streams")
+"""Modules toy_KIND that experiments may name, too."""
 SAMPLES = 22
 """Training samples of `regression`; doesn't divide by the usual batch of 8."""
 
@@ -69,7 +71,7 @@ def trial(*, max_steps: int | None = None, kind: type[Measurement] = Baseline, *
     shared: dict[str, Any] = {
         "name": "main", "experiment": experiment(**sections), "strategy": "single", "launcher": "inprocess",
         "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1,
-        "allowed": (*BUILT_IN, "toys", "toy_metrics", "toy_orders", "toy_sequences", "toy_streams"),
+        "allowed": (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in KINDS)),
     }  # fmt: skip
     return Training(**shared) if max_steps is None else kind(**shared, max_steps=max_steps)
 

@@ -22,7 +22,7 @@ ALLOWED = ("pipeline", "torch", "torchmetrics", "toys", "toy_gans")
 
 def _trial(**sections: Any) -> Any:
     trial = toys.trial(max_steps=None, **{**toy_gans.SECTIONS, **sections})
-    return trial.model_copy(update={"allowed": ALLOWED, "train_only": True})
+    return trial.model_copy(update={"train_only": True})
 
 
 def _trained(**sections: Any) -> toys.Kept:
