@@ -97,6 +97,9 @@ def _optimizers(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(own_key("scheduler", name), message)
     if experiment.scheduler is not None:
         yield Problem("scheduler", f"has several optimizers; write schedulers: {{{names[0]}: ...}}")
+    if all(one.every not in (None, 1) for one in experiment.optimizers.values()):
+        message = "leave out steps, each by its every, so that some would train nothing; remove every from one of them"
+        yield Problem("optimizers", message)
     if experiment.task is None:
         yield Problem("optimizers", "need a task that yields a loss for each, e.g. pipeline.tasks.gan.GAN; write task:")
     if train.compile is not None:

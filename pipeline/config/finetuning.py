@@ -63,9 +63,9 @@ class Optimizer(Component):
     """Parameters with other arguments, such as ``{match: "*.bias", weight_decay: 0}``."""
 
     @model_serializer(mode="wrap")
-    def _without_empty_groups(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out groups if there are none, so that experiments of before keep their hash."""
-        return {name: value for name, value in write(self).items() if name != "groups" or value}
+    def _without_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out keys of the section that are empty, so that experiments of before keep their hash."""
+        return {name: value for name, value in write(self).items() if value or name not in type(self).model_fields}
 
 
 def misused(

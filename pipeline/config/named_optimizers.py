@@ -7,6 +7,7 @@ from pydantic import Field
 
 from pipeline.config import keys
 from pipeline.config.finetuning import Optimizer, Pattern
+from pipeline.config.values import Positive, PositiveFloat
 from pipeline.errors import Problem
 
 
@@ -16,6 +17,16 @@ class NamedOptimizer(Optimizer):
     params: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1)]
     """Names of the parameters that it trains, or a list of them; an asterisk stands for any characters, dots too. Each
     trainable parameter belongs to exactly one optimizer; names of the task's own begin with ``task:``."""
+
+    every: Positive | None = None
+    """Steps from one of its updates to the next: 5 updates in the first step and every fifth after it, and computes and
+    reports its loss in the others, too. Without it each step updates. Schedulers count all steps."""
+    clip_grad_norm: PositiveFloat | None = None
+    """Largest norm of its gradients, in place of train.clip_grad_norm."""
+
+    def updates_in(self, step: int) -> bool:
+        """Return True if a step, counted from 0, updates its parameters."""
+        return step % (self.every or 1) == 0
 
     @property
     def patterns(self) -> tuple[str, ...]:

@@ -204,7 +204,8 @@ class Experiment(Section):
     """Any callable (optimizer) -> learning-rate scheduler; may use ${total_steps} and ${steps_per_epoch}."""
     optimizers: Mapping[str, NamedOptimizer] = {}
     """Several optimizers by name, in place of ``optimizer``, each with ``params``, the names of its parameters, for a
-    task that yields a loss for each: ``{critic: {_target_: torch.optim.Adam, params: "critic.*"}}``."""
+    task that yields a loss for each: ``{critic: {_target_: torch.optim.Adam, params: "critic.*"}}``. ``every: 5``
+    updates in every fifth step only; ``clip_grad_norm`` takes the place of train.clip_grad_norm."""
     schedulers: Mapping[str, Component] = {}
     """Schedulers of ``optimizers``, by the same names, in place of ``scheduler``; an optimizer may have none."""
     train: Train

@@ -76,7 +76,8 @@ def _describe_optimizers(experiment: Experiment) -> Iterator[str]:
         if name:
             one = experiment.optimizers[name]
             schedule = f", {own.scheduler.target}" if own.scheduler is not None else ""
-            yield f"optimizer    {name}: {one.target} of {', '.join(one.patterns)}{schedule}"
+            every = f", every {one.every} steps" if one.every not in (None, 1) else ""
+            yield f"optimizer    {name}: {one.target} of {', '.join(one.patterns)}{every}{schedule}"
         yield from (f"group        {group}" for group in (own.optimizer.groups if own.optimizer is not None else ()))
 
 

@@ -25,8 +25,9 @@ from pipeline.training.several_optimizers import Optimizers
 from pipeline.training.watch import mark
 from pipeline.training.yielded import combined, outputs
 
-Update = Callable[[TrainContext], Tensor | None]
-"""Function that clips the gradients of one optimizer, steps it, clears them, and returns their norm before clipping."""
+Update = Callable[..., Tensor | None]
+"""Function that clips the gradients of a context's optimizer to a ``limit``, steps it, clears them, and returns their
+norm before clipping."""
 
 
 class Alternated(NamedTuple):
@@ -35,9 +36,9 @@ class Alternated(NamedTuple):
     loss: Tensor
     """This rank's part of the sum of the mean losses and of the logs, shape (1 + logs,)."""
     norm: Tensor | None
-    """Norm of all gradients before clipping; None without clipping."""
+    """Norm of all gradients before clipping; None without ``train.clip_grad_norm``."""
     by_optimizer: Mapping[str, Tensor | float]
-    """Learning rate and gradient norm of each optimizer, by the name of the metric without "train/"."""
+    """Learning rate and gradient norm of each optimizer that updates, by the name of the metric without "train/"."""
 
 
 def alternate(
@@ -45,11 +46,13 @@ def alternate(
     micro_batches: Iterator[tuple[MicroBatch, Any]],
     *,
     exchange: bool = True,
+    step: int = 0,
     update: Update | None = None,
 ) -> Alternated:
     """Train on the micro-batches of one step, loss by loss; without ``update`` leave the gradients in the model.
 
-    Without ``exchange`` ranks send each other nothing. Collective with it.
+    A loss whose optimizer doesn't update in this ``step``, counted from 0, is only computed. Without ``exchange`` ranks
+    send each other nothing. Collective with it.
 
     Raises:
         ExperimentError: a loss depends on no parameter of its optimizer.
@@ -59,17 +62,22 @@ def alternate(
     if exchanges:
         _buffers_from_first(context)
     runs = [_Run(context, micro_batch, batch, exchange=exchange) for micro_batch, batch in micro_batches]
-    parts = {name: replace(context, optimizer=one) for name, one in context.optimizer.named.items()}
+    declared = context.experiment.optimizers
+    named = {name: one for name, one in context.optimizer.named.items() if declared[name].updates_in(step)}
+    parts = {name: replace(context, optimizer=one) for name, one in named.items()}
     figures: dict[str, Tensor | float] = {}
     norms: dict[str, Tensor] = {}
+    shared = context.experiment.train.clip_grad_norm
     while (name := _backward(runs, parts)) is not None:
-        part = parts[name]
+        if (part := parts.get(name)) is None:
+            continue
         if exchanges:
             exchange_gradients(part.trained, scale=1.0, device=part.device)
         figures[f"learning_rate_{name}"] = float(part.optimizer.param_groups[0]["lr"])
-        if update is not None and (norm := update(part)) is not None:
+        limit = declared[name].clip_grad_norm or shared
+        if update is not None and (norm := update(part, limit=limit)) is not None:
             figures[f"gradient_norm_{name}"] = norms[name] = norm
-    norm = torch.stack([norm.square() for norm in norms.values()]).sum().sqrt() if norms else None
+    norm = torch.stack([one.square() for one in norms.values()]).sum().sqrt() if norms and shared else None
     return Alternated(_loss(context, runs), norm, figures)
 
 
@@ -100,7 +108,10 @@ class _Run:
 
 
 def _backward(runs: Sequence[_Run], parts: Mapping[str, TrainContext]) -> str | None:
-    """Compute the gradients of the next loss in all micro-batches; return its optimizer, None after the last one."""
+    """Compute the gradients of the next loss in all micro-batches, if its optimizer is among the parts.
+
+    Returns the name of the optimizer; None after the last loss.
+    """
     name: str | None = None
     for run in runs:
         output = run.next()
@@ -108,13 +119,14 @@ def _backward(runs: Sequence[_Run], parts: Mapping[str, TrainContext]) -> str | 
             continue
         assert output.optimizer is not None
         name = output.optimizer
-        part = parts[name]
+        if (part := parts.get(name)) is None:
+            continue
         mark(Phase.BACKWARD)
         if not output.loss.requires_grad:
             raise _independent(name)
         loss = part.scaler.scale(output.loss * run.micro_batch.weight)
         loss.backward(inputs=part.trained)  # type: ignore[no-untyped-call]
-    if name is not None and not parts[name].gradients():
+    if name in parts and not parts[name].gradients():
         raise _independent(name)
     return name
 

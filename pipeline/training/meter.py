@@ -102,20 +102,23 @@ class Meter:
         columns = {"train/loss": losses, "train/learning_rate": self._rates, **dict(zip(names, logs, strict=True))}
         if self._norms:
             columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
-        for name in self._by_optimizer[0]:
-            columns[f"train/{name}"] = [float(figures[name]) for figures in self._by_optimizer]
         self.clock.count(lap, is_disturbed=bool(has_compiled))
         self.cadence.reported(step, step_ms=step_ms / self.rank.world_size)
         self._losses, self._weights, self._norms, self._rates, self._samples = [], [], [], [], 0
-        self._by_optimizer = []
         self.gauge.read()
         measure = self.trial.experiment.measure
         self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]
         first = step - len(losses) + 1
         count = self.finiteness.trusted(losses, first=first)
         points = [Point(name, first + i, column[i]) for name, column in columns.items() for i in range(count)]
+        points += [
+            Point(f"train/{name}", first + i, float(value))
+            for i, figures in enumerate(self._by_optimizer[:count])
+            for name, value in figures.items()
+        ]
         points += self._of_window(lap, step=step)
         points += self.communication.record(ranks[:, -len(alone)].tolist(), lap=lap, step=step)
+        self._by_optimizer = []
         self.send(points, step=step, epoch=epoch)
         norms = columns.get("train/gradient_norm", [])
         self.finiteness.judge(losses, norms=norms, own=own[0], first=first)

@@ -45,7 +45,7 @@ class StepResult(NamedTuple):
     is_skipped: bool
     """True if the weights were left as they are because of a loss or gradient that isn't finite; equal on all ranks."""
     by_optimizer: Mapping[str, Tensor | float] = MappingProxyType({})
-    """Learning rate and gradient norm of each of several optimizers, by the name of the metric without "train/"."""
+    """Learning rate and gradient norm of each of several optimizers that updated, by the metric without "train/"."""
 
 
 def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, exchange: bool = True) -> StepResult:
@@ -60,10 +60,13 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
     with StepGuard(context, step=step) as guard, warmup(context.optimizer, context.experiment.train, step=step) as rate:
         if context.experiment.optimizers:
             update, weight = partial(_update, guard=guard), None
-            loss, norm, by_optimizer = alternate(context, _one_step(stream), exchange=exchange, update=update)
+            loss, norm, by_optimizer = alternate(
+                context, _one_step(stream), exchange=exchange, step=step, update=update
+            )
         else:
             loss, weight = forward_backward(context, stream, exchange=exchange)
-            norm, by_optimizer = _update(context, guard=guard), {}
+            limit = context.experiment.train.clip_grad_norm
+            norm, by_optimizer = _update(context, guard=guard, limit=limit), {}
         if guard.has_updated:
             context.scaler.update()
     if exchange and (local := context.strategy.local_updates) is not None:
@@ -75,10 +78,10 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
     return StepResult(loss, weight, norm, rate, guard.is_skipped, by_optimizer)
 
 
-def _update(context: TrainContext, *, guard: StepGuard) -> Tensor | None:
+def _update(context: TrainContext, *, guard: StepGuard, limit: float | None) -> Tensor | None:
     """Clip the gradients, step the optimizer and clear them; return `StepResult`'s norm."""
     mark(Phase.UPDATING)
-    norm = _clip(context, unscales=not guard.is_left_out)
+    norm = _clip(context, limit=limit, unscales=not guard.is_left_out)
     if guard.allows_update(norm):
         context.scaler.step(context.optimizer)
     context.optimizer.zero_grad(set_to_none=True)
@@ -188,13 +191,13 @@ def _communication(context: TrainContext, micro_batch: MicroBatch, *, exchange: 
     return nullcontext() if exchange and micro_batch.is_last else context.strategy.no_sync(context.wrapped)
 
 
-def _clip(context: TrainContext, *, unscales: bool) -> Tensor | None:
-    """Clip the gradients and return their norm before, or None if they are not to be clipped.
+def _clip(context: TrainContext, *, limit: float | None, unscales: bool) -> Tensor | None:
+    """Clip the gradients to a norm and return their norm before, or None if they are not to be clipped.
 
     Gradients that no optimizer step follows are measured but neither unscaled nor clipped: the scaler would refuse to
     unscale them a second time in the next step.
     """
-    if (limit := context.experiment.train.clip_grad_norm) is None:
+    if limit is None:
         return None
     if unscales:
         context.scaler.unscale_(context.optimizer)

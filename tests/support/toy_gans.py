@@ -74,9 +74,18 @@ SECTIONS: dict[str, Any] = {
     },
     "schedulers": {"generator": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5}},
 }
+
+
+def every(steps: int, **more: Any) -> dict[str, Any]:
+    """Return the section optimizers with a generator that is updated in some steps only."""
+    optimizers: dict[str, Any] = SECTIONS["optimizers"]
+    return optimizers | {"generator": {**optimizers["generator"], "every": steps, **more}}
+
+
 STOPPED = 4
 """Step within the second epoch of three, after which a training is resumed."""
 CASES: dict[str, dict[str, Any]] = {
     "clipped": SECTIONS | {"train": {"clip_grad_norm": 0.05}},
     "accumulated": SECTIONS | {"train": {"gradient_accumulation": 2}},
+    "every second step": SECTIONS | {"optimizers": every(2, clip_grad_norm=0.1)},
 }

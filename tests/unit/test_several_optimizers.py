@@ -12,6 +12,7 @@ from pipeline.config.consistency import contradictions
 from pipeline.config.summary import config_hash
 from pipeline.driver import parameters
 from pipeline.errors import ExperimentError
+from pipeline.planning.describe import _describe_optimizers
 from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
 from pipeline.training.loop import train
@@ -35,8 +36,10 @@ def _problems(experiment: Any) -> dict[str, str]:
     return {problem.key: problem.message for problem in contradictions(experiment)}
 
 
-def test_each_loss_trains_its_own_parameters_in_the_order_of_a_loop_in_plain_torch() -> None:
-    context = build(_trial(train={"clip_grad_norm": 0.1}), rank=Rank())
+@pytest.mark.parametrize("every", [1, 2])
+def test_each_loss_trains_its_own_parameters_in_the_order_of_a_loop_in_plain_torch(every: int) -> None:
+    optimizers = toy_gans.every(every, clip_grad_norm=0.05)
+    context = build(_trial(train={"clip_grad_norm": 0.1}, optimizers=optimizers), rank=Rank())
     model = toy_gans.Pair().double()
     model.load_state_dict(context.model.state_dict())
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -55,17 +58,18 @@ def test_each_loss_trains_its_own_parameters_in_the_order_of_a_loop_in_plain_tor
         model.zero_grad()
         scale.grad = None
         other = softplus(-model.critic(made)).mean()
-        other.backward()
-        torch.nn.utils.clip_grad_norm_(generator, 0.1)
         rate = second.param_groups[0]["lr"]
-        second.step()
+        if step % every == 0:
+            other.backward()
+            torch.nn.utils.clip_grad_norm_(generator, 0.05)
+            second.step()
         scheduler.step()
         model.zero_grad()
 
         result = optimizer_step(context, stream, step=step)
         assert context.log_names == ("loss_critic", "loss_generator", "score")
         assert result.loss[:3].tolist() == pytest.approx([(one + other).item(), one.item(), other.item()], rel=1e-12)
-        assert result.by_optimizer["learning_rate_generator"] == rate
+        assert result.by_optimizer.get("learning_rate_generator") == (rate if step % every == 0 else None)
         assert float(result.by_optimizer["gradient_norm_critic"]) == pytest.approx(float(norm), rel=1e-12)
     trained = dict(context.model.named_parameters())
     for name, parameter in model.named_parameters():
@@ -81,6 +85,15 @@ def test_metrics_of_each_optimizer_and_pictures_are_reported() -> None:
     pictures = [name for name in kept.files if name.startswith("samples/")]
     assert pictures == ["samples/made%20up-000003.png", "samples/made%20up-000006.png"]
     assert kept.files[pictures[0]].startswith(b"\x89PNG")
+
+
+def test_an_optimizer_that_leaves_out_steps_reports_its_loss_in_each_of_them() -> None:
+    kept = _trained(optimizers=toy_gans.every(3, clip_grad_norm=0.1))
+    assert len(kept.series("train/loss_generator")) == 6
+    for name in ("learning_rate_generator", "gradient_norm_generator"):
+        assert [point.step for point in kept.points(f"train/{name}")] == [1, 4]
+    assert not kept.series("train/gradient_norm")  # of all optimizers, of which one is clipped
+    assert kept.series("train/loss") != _trained().series("train/loss")
 
 
 def test_a_task_that_cannot_draw_is_warned_of() -> None:
@@ -182,6 +195,14 @@ def test_parameters_that_are_not_divided_are_refused_before_anything_starts(
     assert problem.message.startswith(message)
 
 
+def test_the_plan_says_what_each_optimizer_trains_and_how_often() -> None:
+    lines = list(_describe_optimizers(toys.experiment(**toy_gans.SECTIONS | {"optimizers": toy_gans.every(5)})))
+    assert lines == [
+        "optimizer    critic: torch.optim.Adam of critic.*, task:scale",
+        "optimizer    generator: torch.optim.SGD of generator.*, every 5 steps, torch.optim.lr_scheduler.StepLR",
+    ]
+
+
 def test_keys_that_exclude_each_other_are_refused() -> None:
     experiment = toys.experiment(
         **{
@@ -199,6 +220,11 @@ def test_keys_that_exclude_each_other_are_refused() -> None:
         "train.compile": "compiles the model as a whole, but a task with several optimizers calls its parts; remove it",
         "train.on_nonfinite": "skips whole steps, but an optimizer may have stepped before the loss of the next one is "
         "known; write stop or rollback",
+    }
+    never = {name: {**one, "every": 2} for name, one in toy_gans.SECTIONS["optimizers"].items()}
+    assert _problems(toys.experiment(**toy_gans.SECTIONS | {"optimizers": never})) == {
+        "optimizers": "leave out steps, each by its every, so that some would train nothing; remove every from one of "
+        "them"
     }
     assert "missing" in _problems(toys.experiment(optimizer=None))["optimizer"]
 
@@ -218,4 +244,6 @@ def test_an_experiment_with_one_optimizer_keeps_its_hash() -> None:
     one = toys.experiment()
     assert {"optimizers", "schedulers"}.isdisjoint(one.model_dump())
     assert {"optimizer", "scheduler"}.isdisjoint(toys.experiment(**toy_gans.SECTIONS).model_dump())
-    assert config_hash(one) != config_hash(toys.experiment(**toy_gans.SECTIONS))
+    several = toys.experiment(**toy_gans.SECTIONS)
+    assert config_hash(one) != config_hash(several)
+    assert several.model_dump(mode="json")["optimizers"]["critic"].keys() == {"_target_", "lr", "params"}
