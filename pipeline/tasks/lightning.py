@@ -31,8 +31,9 @@ _CALLBACK = "no key of the file does what it does; write a task of your own (doc
 _CLIPPING = "write train.clip_grad_norm"
 _DEVICE = "move it into a dataset or loader.collate, which make the batches"
 _BUILD = "build the layers in __init__, which may take arguments from the file"
+_SEVERAL = "for several write optimizers: and a task that yields a loss for each (docs/several-optimizers.md)"
 _REFUSED: Mapping[str, str] = {
-    "automatic_optimization": "manual optimization isn't supported; return the loss, or write a task for optimizers:",
+    "automatic_optimization": f"manual optimization isn't supported; return the loss from training_step; {_SEVERAL}",
     **dict.fromkeys(("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"), _DATA),
     **dict.fromkeys(("setup", "configure_model", "configure_sharded_model"), _BUILD),
     "teardown": _CALLBACK,
@@ -70,7 +71,7 @@ def refused_hooks(kind: type) -> Iterator[str]:
     for name in sorted(name for name in dir(base) if name in _REFUSED or _is_callback(name)):
         if overrides(kind, name):
             yield f"{kind.__name__}.{name} isn't supported: {_REFUSED.get(name, _CALLBACK)}"
-    if _sets_manual(kind):
+    if any(map(_sets_manual, kind.__mro__)):
         yield f"{kind.__name__}.automatic_optimization is False: {_REFUSED['automatic_optimization']}"
     if kind.training_step is getattr(base, "training_step"):  # type: ignore[attr-defined]  # noqa: B009
         yield f"{kind.__name__} has no training_step; write one that returns the loss"
@@ -254,7 +255,7 @@ def _divided(module: Any, returned: Any) -> tuple[Optimizer, Mapping[str, Any] |
     schedulers = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
     if len(optimizers) > 1 or len(schedulers) > 1:
         several = f"{len(optimizers)} optimizers and {len(schedulers)} schedulers"
-        message = f"returns {several}; a LightningModule has one of each: for several write optimizers: and a task"
+        message = f"returns {several}; a LightningModule has one of each here; {_SEVERAL}"
         _refuse(module, "configure_optimizers", message)
     if not isinstance(optimizers[0], Optimizer):
         _refuse(module, "configure_optimizers", f"returns {type(optimizers[0]).__name__}, not an optimizer of torch")
@@ -328,8 +329,8 @@ def _taken(step: Callable[..., Any]) -> int:
 
 
 def _sets_manual(kind: type) -> bool:
-    """Return True if the class's ``__init__`` sets ``self.automatic_optimization = False``."""
-    code = getattr(kind.__init__, "__code__", None)  # type: ignore[misc]
+    """Return True if a class's own ``__init__`` sets ``self.automatic_optimization = False``."""
+    code = getattr(vars(kind).get("__init__"), "__code__", None)
     seen = list(dis.get_instructions(code)) if code is not None else []
     return any(
         one.opname == "STORE_ATTR"

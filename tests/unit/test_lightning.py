@@ -55,7 +55,7 @@ def test_a_log_can_be_followed_if_the_file_says_which_direction_is_better(tmp_pa
 
 def test_several_optimizers_are_refused_with_what_to_write() -> None:
     with pytest.raises(
-        ExperimentError, match=r"SeveralLit.configure_optimizers returns 2 optimizers.* write optimizers"
+        ExperimentError, match=r"SeveralLit.configure_optimizers returns 2 optimizers.* write optimizers: and a task"
     ):
         trained("SeveralLit")
 
@@ -81,6 +81,7 @@ def test_the_module_is_left_as_it_was() -> None:
         ({"module": "HookedLit"}, r"lit.yaml:3: task.module._target_: HookedLit.on_train_epoch_end isn't supported"),
         ({"module": "HookedLit"}, r"HookedLit.train_dataloader isn't supported: name a function .* in data:"),
         ({"module": "ManualLit"}, r"ManualLit.automatic_optimization is False: manual optimization isn't supported"),
+        ({"module": "StillManualLit"}, r"StillManualLit.automatic_opt.*; for several write optimizers: and a task"),
         ({"module": "PlainLit"}, r"optimizer: missing; PlainLit has no configure_optimizers"),
         ({"more": "optimizer: {_target_: torch.optim.SGD, lr: 0.1}"}, r"lit.yaml:5: optimizer: is given, but Lit.conf"),
         (
