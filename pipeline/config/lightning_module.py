@@ -9,6 +9,11 @@ SCHEDULER = "pipeline.tasks.lightning.configured_scheduler"
 MODULE = "task.module"
 
 
+def is_named(task: Any) -> bool:
+    """Return True if an experiment's ``task``, None without one, is that of LightningModules."""
+    return task is not None and task.target == TASK
+
+
 def completed(values: Any) -> Any:
     """Return an experiment's values with ``task.module`` as the model and, unless it names one, the module's optimizer.
 

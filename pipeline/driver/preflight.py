@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from pipeline import registry
 from pipeline.config import components, deferred, messages, sweep
-from pipeline.config.consistency import against_state
 from pipeline.config.load import ExperimentFile
 from pipeline.config.reported import PREFIX, source_of
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.sweep import Sweep
 from pipeline.config.targets import allowed_packages
+from pipeline.config.task_consistency import against_state
 from pipeline.config.values import Direction, Mode
 from pipeline.driver import parameters
 from pipeline.errors import ExperimentError, Problem, refusals

@@ -65,7 +65,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
 
 def _describe_module(experiment: Experiment) -> Iterator[str]:
     """Describe a LightningModule, which stands for model, loss and, unless the file has one, optimizer."""
-    if experiment.task is not None and experiment.task.target == lightning_module.TASK:
+    if lightning_module.is_named(experiment.task):
         has_optimizer = experiment.optimizer is not None and experiment.optimizer.target == lightning_module.OPTIMIZER
         yield f"module       {experiment.model.target}{', with its own optimizer' if has_optimizer else ''}"
 

@@ -67,13 +67,12 @@ def overrides(kind: type, name: str) -> bool:
 
 def refused_hooks(kind: type) -> Iterator[str]:
     """Yield a message for each hook that a LightningModule overrides and that isn't supported."""
-    base = lightning_module(kind)
-    for name in sorted(name for name in dir(base) if name in _REFUSED or _is_callback(name)):
+    for name in sorted(name for name in dir(lightning_module(kind)) if name in _REFUSED or _is_callback(name)):
         if overrides(kind, name):
             yield f"{kind.__name__}.{name} isn't supported: {_REFUSED.get(name, _CALLBACK)}"
     if any(map(_sets_manual, kind.__mro__)):
         yield f"{kind.__name__}.automatic_optimization is False: {_REFUSED['automatic_optimization']}"
-    if kind.training_step is getattr(base, "training_step"):  # type: ignore[attr-defined]  # noqa: B009
+    if not overrides(kind, "training_step"):
         yield f"{kind.__name__} has no training_step; write one that returns the loss"
 
 
@@ -130,7 +129,7 @@ class Lightning(Task):
             self._is_checked = True
         logs: dict[str, Tensor] = {}
         name = f"{self._split or 'training'}_step"
-        own = getattr(type(module), name) is not getattr(lightning_module(type(module)), name)
+        own = overrides(type(module), name)
         step = getattr(module, name if own else "training_step")
         arguments = (batch, self._calls)[: _taken(step)]
         self._calls += 1
@@ -324,7 +323,7 @@ def _is_callback(name: str) -> bool:
 
 def _taken(step: Callable[..., Any]) -> int:
     """Return how many of batch and batch_idx a step takes."""
-    code = getattr(step, "__code__", None) or getattr(getattr(step, "__func__", None), "__code__", None)
+    code = getattr(step, "__code__", None)
     return 2 if code is None or code.co_flags & 0x04 else min(2, code.co_argcount - 1)
 
 

@@ -126,7 +126,7 @@ def _backward(runs: Sequence[_Run], parts: Mapping[str, TrainContext]) -> str | 
             raise _independent(name)
         loss = part.scaler.scale(output.loss * run.micro_batch.weight)
         loss.backward(inputs=part.trained)  # type: ignore[no-untyped-call]
-    if name in parts and not parts[name].gradients():
+    if name is not None and name in parts and not parts[name].gradients():
         raise _independent(name)
     return name
 

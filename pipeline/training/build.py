@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeline.config import components
-from pipeline.config.consistency import against_state
 from pipeline.config.schema import Experiment
+from pipeline.config.task_consistency import against_state
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Loaded
 from pipeline.protocol.trial import Rank, Trial

@@ -9,6 +9,7 @@ import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.utils._pytree import tree_map
@@ -74,12 +75,14 @@ class IterableLoader:
             pin_memory: True to copy batches to page-locked memory.
             keeps_state: True to keep the dataset's state for checkpoints.
         """
-        self._dataset, self._what, self._samples, self._block, self._seed = dataset, what, samples, block, seed
+        self._dataset, self._what, self._samples, self._block = dataset, what, samples, block
         self._collate, self._pin = collate, pin_memory
         self._keeps_state = keeps_state and offers_state(dataset)
         self._head: list[Any] = []
         self._marks = deque[_Mark](maxlen=_MARKS)
         self._began: tuple[int, Any] = (0, None)  # pass and state of the dataset where the step began
+        again, keeps = samples is None, min(_LAST, block)
+        self._new_reader = partial(SampleReader, dataset, what=what, seed=seed, again=again, keeps=keeps)
         self._reader = self._new_reader()
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
@@ -89,10 +92,8 @@ class IterableLoader:
             ExperimentError: samples can't be stacked into a batch.
             TrainingError: a sample can't be read, or there are others than its length says.
         """
-        has_begun = False
-        for micro_batch in micro_batches:
-            if not has_begun:
-                has_begun = True
+        for number, micro_batch in enumerate(micro_batches):
+            if not number:
                 self._begin(micro_batch)
             with generators_kept():
                 samples = self._taken(micro_batch)
@@ -133,7 +134,7 @@ class IterableLoader:
                     "the state_dict of the training set doesn't bring back the samples before the checkpoint (that of "
                     "a shuffle buffer lacks its samples): it is read again up to there"
                 )
-            self._reader = self._new_reader(epoch)
+            self._reader = self._new_reader(epoch=epoch)
             with ProgressReporter("reading up to the checkpoint", total=index, unit="samples", silent=silent) as told:
                 while self._reader.index < index:
                     self._reader.read()
@@ -151,31 +152,18 @@ class IterableLoader:
             set_epoch(dataset, epoch + saved["pass"])
             dataset.load_state_dict(saved["state"][0])
             start = index - self._block
-            reader = self._new_reader(epoch, index=start, passes=saved["pass"], restored=dataset)
+            reader = self._new_reader(epoch=epoch, index=start, passes=saved["pass"], restored=dataset)
             reader.skip_to(index)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the other way remains
             _log.warning("the state of the training set can't be restored", exc_info=error)
             return None
         return reader if fingerprint(list(reader.latest)) == saved["print"] else None
 
-    def _new_reader(self, epoch: int = 0, *, index: int = 0, passes: int = 0, restored: Any = None) -> SampleReader:
-        return SampleReader(
-            self._dataset,
-            what=self._what,
-            seed=self._seed,
-            epoch=epoch,
-            index=index,
-            passes=passes,
-            again=self._samples is None,
-            keeps=min(_LAST, self._block),
-            restored=restored,
-        )
-
     def _begin(self, micro_batch: MicroBatch) -> None:
         """Start an epoch's reading, unless it was only looked at or resumed so far."""
         reader, start = self._reader, micro_batch.indices[0]
         if not (reader.is_fresh and reader.epoch == micro_batch.epoch and reader.index <= start):
-            self._reader = self._new_reader(micro_batch.epoch)
+            self._reader = self._new_reader(epoch=micro_batch.epoch)
         self._reader.is_fresh = False
 
     def _taken(self, micro_batch: MicroBatch) -> list[Any]:

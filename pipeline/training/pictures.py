@@ -3,13 +3,12 @@
 import logging
 import math
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from pipeline.protocol.events import ArtifactSaved, Outbox, Warned
@@ -36,7 +35,7 @@ def log(context: TrainContext, outbox: Outbox, *, step: int) -> None:
         module = evaluation_module(context).eval()
         seed_all(mix(context.experiment.seed, "pictures"), device=context.device)
         try:
-            drawn = {name: _grid(images) for name, images in _drawn(context.task, module).items()}
+            drawn = {name: _grid(images) for name, images in cast(Any, context.task).pictures(module).items()}
         except Exception as error:  # noqa: BLE001 - user code may raise anything
             _log.warning("the task could not draw", exc_info=error)
             drawn = {}
@@ -46,11 +45,6 @@ def log(context: TrainContext, outbox: Outbox, *, step: int) -> None:
             context.wrapped.train()
     for name, grid in drawn.items() if context.rank.is_first else ():
         _send(grid, f"samples/{quote(name, safe='')}-{step:06d}.png", context=context, outbox=outbox)
-
-
-def _drawn(task: Any, module: nn.Module) -> Mapping[str, Tensor]:
-    pictures: Mapping[str, Tensor] = task.pictures(module)
-    return pictures
 
 
 def _grid(images: Tensor) -> Tensor:
