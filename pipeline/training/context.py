@@ -18,7 +18,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Loaded
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.strategies.base import Sharded, Strategy
-from pipeline.tasks import Task
+from pipeline.tasks import InSteps, Task
 from pipeline.training import metrics, parts
 from pipeline.training.averages import Averages
 from pipeline.training.batches import Batches
@@ -100,6 +100,11 @@ class TrainContext:
     def sharded(self) -> Sharded | None:
         """The strategy if it shards the weights, else None."""
         return self.strategy if isinstance(self.strategy, Sharded) else None
+
+    @cached_property
+    def in_steps(self) -> InSteps | None:
+        """The task if it is told each step, else None; asking a protocol takes 10 µs."""
+        return self.task if isinstance(self.task, InSteps) else None
 
     @property
     def is_local_step(self) -> bool:

@@ -9,7 +9,6 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from pipeline.tasks import InSteps
 from pipeline.training.context import TrainContext
 from pipeline.training.norms import total_norm
 from pipeline.training.order import mix
@@ -36,9 +35,9 @@ class StepGuard:
 
     def __enter__(self) -> Self:
         context = self._context
-        if isinstance(context.task, InSteps):
+        if (task := context.in_steps) is not None:
             epoch, since = divmod(self._step, context.order.steps_per_epoch)
-            context.task.begin_step(self._step, epoch=epoch, batch=since * context.accumulation)
+            task.begin_step(self._step, epoch=epoch, batch=since * context.accumulation)
         # Dropout draws the same numbers in a resumed step, and different ones on each rank.
         seed_all(mix(context.experiment.seed, "step", self._step, context.rank.rank), device=context.device)
         self._buffers = Buffers(context.whole) if self._may_skip else None

@@ -83,6 +83,19 @@ def test_the_page_says_what_tracking_costs(tmp_path: Path) -> None:
     assert "| | first step, s | x bare | prompt, s | x bare | MB, all (PSS) | x bare |" in page
 
 
+@pytest.mark.timeout(300)
+def test_the_parts_of_both_ends_add_up(tmp_path: Path) -> None:
+    options = ["--rounds", "1", "--trainings", "mlp", "--launchers", "torchrun", "--out", str(tmp_path)]
+    done = run("ends.py", *options)
+    assert done.returncode == 0, done.stderr
+    (taken,) = json.loads((tmp_path / "ends.json").read_text())["runs"]["mlp, torchrun"]
+    assert min(taken["seconds"].values()) > 0
+    assert min(taken["pace"]) > 0
+    held = {role: count for role, (_, _, count) in taken["memory"].items()}
+    assert held == {"driver": 1, "fork server": 1, "rank": 2, "process for MLflow": 1}
+    assert all(0 < uss <= pss for pss, uss, _ in taken["memory"].values())
+
+
 @pytest.mark.timeout(900)
 def test_all_competitors_do_the_same_work(tmp_path: Path) -> None:
     """Losses of all are equal, else it ends with 1; needs the optional dependencies "bench"."""
