@@ -1,6 +1,6 @@
-"""Encoder and sentences for experiments/finetune.yaml, made without a download by python experiments/tiny_encoder.py.
+"""Write an encoder and sentences to fine-tune it on, without a download.
 
-The folder tiny-encoder gets sentences of Python's own help() with the topic that each is from (sentences.csv), a
+The folder gets sentences of Python's own help() with the topic that each is from (sentences.csv), a
 tokenizer trained on them, and a BERT of two layers trained to fill in masked tokens: config.json, model.safetensors.
 """
 
@@ -22,22 +22,27 @@ MASKED = 0.15
 
 
 def main() -> None:
-    """Write the folder."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Write to the folder that the command line names."""
+    parser = argparse.ArgumentParser(description=write.__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("tiny-encoder"))
     parser.add_argument("--steps", type=int, default=300, help="steps of training on masked tokens")
     given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
+    said = write(given.folder, steps=given.steps)
+    sys.stdout.write(f"{given.folder}: {said}\n")
+
+
+def write(folder: Path, *, steps: int = 300) -> str:
+    """Write sentences, tokenizer and a trained encoder to a folder; returns what it has."""
+    folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     rows = [(sentence, topic) for topic in TOPICS for sentence in sentences(topics[topic])]
-    with (given.folder / "sentences.csv").open("w", encoding="utf-8", newline="") as file:
+    with (folder / "sentences.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("text", "label"), *rows])
     everything = [sentence for topic in sorted(topics) for sentence in sentences(topics[topic])]
     tokenizer = trained_tokenizer(everything)
-    tokenizer.save_pretrained(given.folder)
-    model = trained_model(everything, tokenizer, steps=given.steps)
-    model.save_pretrained(given.folder)
-    sys.stdout.write(f"{given.folder}: {len(rows)} sentences of {len(TOPICS)} topics, {len(tokenizer)} tokens\n")
+    tokenizer.save_pretrained(folder)
+    trained_model(everything, tokenizer, steps=steps).save_pretrained(folder)
+    return f"{len(rows)} sentences of {len(TOPICS)} topics, {len(tokenizer)} tokens"
 
 
 def sentences(text: str) -> list[str]:

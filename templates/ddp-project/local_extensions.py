@@ -18,8 +18,19 @@ from cookiecutter.exceptions import FailedHookException
 from jinja2 import Environment
 from jinja2.ext import Extension
 
-MODELS = {"table": ("mlp", "own"), "table_classes": ("mlp", "own"), "text": ("transformer", "own")}
-"""Models that support the data; all models support images."""
+IMAGES = dict.fromkeys(("digits", "cifar10", "image_folder", "own"), ("resnet", "transformer", "mlp", "own"))
+TABLES = dict.fromkeys(("table", "table_classes"), ("mlp", "own"))
+TASKS = {
+    "supervised": {**IMAGES, **TABLES, "text": ("transformer", "own")},
+    "finetune": {"text_classes": ("pretrained",)},
+    "gan": {"image_folder": ("dcgan",)},
+    "contrastive": IMAGES,
+}
+"""Data that a task takes, and the models that take the data."""
+WITHOUT_DP = {
+    "finetune": "each GPU's model would return a mean loss of its own",
+    "gan": "dp calls the whole model, not its parts",
+}
 TAKEN = {"pipeline", "src", "test", "tests", "conftest", "experiments", "docker", "notebooks"}
 STORE = re.compile(r"sqlite:///[\w./-]+|https?://[\w.-]+(:\d+)?(/[\w./-]*)?")
 
@@ -73,10 +84,17 @@ def _installed(package: str, project: str) -> bool:
 
 
 def _components(answers: Mapping[str, str]) -> Iterator[str]:
-    data, model = answers.get("data", ""), answers.get("model", "")
-    allowed = MODELS.get(data)
-    if allowed and model not in allowed:
-        yield f"model: {model} doesn't take {data}; write {' or '.join(allowed)}, or other data"
+    task, data, model = (answers.get(key, "") for key in ("task", "data", "model"))
+    fitting = TASKS.get(task, {})
+    if fitting and data not in fitting:
+        needed = [name for name, each in TASKS.items() if data in each]
+        yield f"data: {task} doesn't take {data}; write {' or '.join(fitting)}, or task {' or '.join(needed)}"
+    elif fitting and model not in fitting[data]:
+        other = "other data" if task == "supervised" else "another task"
+        subject = model if task == "supervised" else f"{model} for {task}"
+        yield f"model: {subject} doesn't take {data}; write {' or '.join(fitting[data])}, or {other}"
+    if answers["strategy"] == "dp" and (reason := WITHOUT_DP.get(task)):
+        yield f"strategy: {task} doesn't run with dp, because {reason}; write ddp or single"
 
 
 def _parallel(answers: Mapping[str, str]) -> Iterator[str]:

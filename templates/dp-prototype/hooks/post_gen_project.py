@@ -75,7 +75,10 @@ def _assignment(source: str) -> str:
 def _unwanted(answers: Mapping[str, str]) -> Iterator[str]:
     if answers.get("docker") == "no":
         yield from ("docker", ".dockerignore")
-    for data, name in (("image_folder", "example_images"), ("table", "example_table")):
+    if answers.get("task") == "finetune":  # the model is a component of ddp-pipeline
+        yield f"src/{answers['package_name']}/model.py"
+    examples = {"image_folder": "example_images", "table": "example_table", "text_classes": "example_encoder"}
+    for data, name in examples.items():
         if not answers.get("data", data).startswith(data):
             yield f"src/{answers['package_name']}/{name}.py"
 

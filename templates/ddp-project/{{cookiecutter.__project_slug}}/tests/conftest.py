@@ -1,6 +1,6 @@
 """Shared fixtures: the working directory, data without a download, the smoke experiment and its training."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator{% if cookiecutter.task == "finetune" %}, Mapping{% endif %}
 from pathlib import Path
 
 {% if cookiecutter.data in ("cifar10", "image_folder") -%}
@@ -11,7 +11,11 @@ import pytest
 from PIL import Image
 {% endif -%}
 from pipeline import Experiment, Parts, RunResult, run
-{%- if cookiecutter.data.startswith("table") %}
+from torch import Tensor
+{%- if cookiecutter.data == "text_classes" %}
+
+from {{ cookiecutter.package_name }} import example_encoder
+{%- elif cookiecutter.data.startswith("table") %}
 
 from {{ cookiecutter.package_name }} import example_table
 {%- endif %}
@@ -38,7 +42,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     noise[:, 0] %= 10  # the label
     for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
         noise.tofile(folder / f"{name}.bin")
-    return [f"data.directory={folder.parent}"]
+    return [f"data{{ ".of" if cookiecutter.task == "contrastive" }}.directory={folder.parent}"]
 {% elif cookiecutter.data == "image_folder" -%}
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Noise in a few image files, so that the tests don't depend on what lies in data/images."""
@@ -48,13 +52,19 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         file = folder / str(number % 10) / f"{number}.png"
         file.parent.mkdir(exist_ok=True)
         Image.fromarray(pixels).save(file)
-    return [f"data.directory={folder}"]
+    return [f"data{{ ".of" if cookiecutter.task in ("gan", "contrastive") }}.directory={folder}"]
 {% elif cookiecutter.data.startswith("table") -%}
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The example table, so that the tests don't depend on what lies in data."""
     path = tmp_path_factory.mktemp("data") / "table.csv"
     example_table.write(path)
     return [f"data.path={path}"]
+{% elif cookiecutter.data == "text_classes" -%}
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """An encoder after one step, so that the tests don't depend on what lies in data/encoder."""
+    folder = tmp_path_factory.mktemp("encoder")
+    example_encoder.write(folder, steps=1)
+    return [f"model.path={folder}", f"data.path={folder}/sentences.csv"]
 {% else -%}
 def overrides() -> list[str]:
     """Changes to an experiment, if the tests need any, such as other data: ["data.limit=10"]."""
@@ -65,6 +75,11 @@ def overrides() -> list[str]:
 def built(overrides: list[str]) -> Parts:
     """Model, data, loss and metrics of the smoke experiment, built as a worker builds them."""
     return Experiment.load(SMOKE, *overrides).build()
+
+
+def tensors(batch: {{ "Mapping[str, Tensor]" if cookiecutter.task == "finetune" else "tuple[Tensor, ...]" }}) -> tuple[Tensor, ...]:
+    """Return the tensors of a batch, a row for each sample."""
+    return tuple(batch{{ ".values()" if cookiecutter.task == "finetune" }})
 
 
 def train(folder: Path, *overrides: str) -> RunResult:

@@ -1,7 +1,7 @@
-"""Requirements on the data: two map-style datasets of (inputs, target), the same in every worker."""
+"""Requirements on the data: two map-style datasets of {{ {"finetune": "mappings", "gan": "(noise, image)", "contrastive": "(first view, second view, target)"}.get(cookiecutter.task, "(inputs, target)") }}, the same in every worker."""
 
 import torch
-from conftest import SMOKE
+from conftest import SMOKE, tensors
 from pipeline import Experiment, Parts
 
 
@@ -10,12 +10,11 @@ def test_both_parts_have_samples(built: Parts) -> None:
 
 
 def test_all_samples_make_a_batch(built: Parts) -> None:
-    """Samples have the same shape and no missing values."""
+    """Samples {{ "are padded to one length" if cookiecutter.task == "finetune" else "have the same shape" }} and{{ " have" if cookiecutter.task == "finetune" }} no missing values."""
     for samples, validation in ((built.train_samples, False), (built.validation_samples, True)):
-        inputs, targets = built.batch(range(samples), validation=validation)
-
-        assert len(inputs) == len(targets) == samples
-        assert torch.isfinite(inputs).all()
+        for values in tensors(built.batch(range(samples), validation=validation)):
+            assert len(values) == samples
+            assert torch.isfinite(values).all()
 
 
 def test_the_loss_takes_every_target(built: Parts) -> None:
@@ -31,6 +30,6 @@ def test_every_worker_gets_the_same(built: Parts, overrides: list[str]) -> None:
 
     assert (again.train_samples, again.validation_samples) == (built.train_samples, built.validation_samples)
     for validation in (False, True):
-        pairs = zip(again.batch([0], validation=validation), built.batch([0], validation=validation), strict=True)
-        for one, other in pairs:
+        batches = (tensors(each.batch([0], validation=validation)) for each in (again, built))
+        for one, other in zip(*batches, strict=True):
             assert torch.equal(one, other)
