@@ -39,13 +39,13 @@ class Baked(NamedTuple):
 def combinations(template: str) -> tuple[Answers, ...]:
     """Pairwise-complete answers to what the template asks, names aside."""
     found = catalog.find(template)
-    problems = found.module("local_extensions.py").problems
-    names = {"project_name": "baked", "package_name": "baked", "__project_slug": "baked"}
+    extension = found.module("local_extensions.py")
+    vars(extension)["_names"] = lambda _: ()  # equal in all; to look for installed packages takes a millisecond
     questions = {**found.questions(), "mlflow_store": STORES}
     if "workers" in questions:
         questions["workers"] = ("1", "2")
     choices = {key: values for key, values in questions.items() if values}
-    return tuple(pairwise(choices, valid=lambda answers: not problems(answers | names)))
+    return tuple(pairwise(choices, valid=lambda answers: not extension.problems(answers)))
 
 
 def bake(folder: Path, template: str = "ddp-project", **answers: str) -> Baked:

@@ -13,11 +13,13 @@ import pytest
 import yaml
 from baking import REPOSITORY, Baked, bake, combinations, command, git, succeed
 from pairwise import pairs
+from PIL import Image
 from typer.testing import CliRunner
 
 from pipeline import cli
 from pipeline.commands.new import catalog
 
+SUPERVISED = ("digits", "cifar10", "image_folder", "table", "table_classes", "text", "own")
 COMMON = {".cruft.json", ".gitignore", "Makefile", "README.md", "pipeline.local.mk", "pipeline.mk", "pyproject.toml"}
 DDP = COMMON | {
     ".github/workflows/test.yaml",
@@ -39,27 +41,27 @@ PROTOTYPE = COMMON | {
 def expected(project: Baked) -> set[str]:
     files = set(DDP if project.template == "ddp-project" else PROTOTYPE)
     files |= {f"src/{project.package}/{name}.py" for name in ("__init__", "data", "model")}
+    if project.answers.get("task") == "finetune":
+        files.remove(f"src/{project.package}/model.py")
     if project.answers.get("docker") == "yes":
         files |= {".dockerignore", "docker/Dockerfile", "docker/compose.yaml"}
     if project.template == "ddp-project":
         files.add(f"src/{project.package}/predict.py")
-    if (
-        example := {"image_folder": "images", "table": "table", "table_classes": "table"}.get(
-            project.answers.get("data", "")
-        )
-    ) is not None:
+    examples = {"image_folder": "images", "table": "table", "table_classes": "table", "text_classes": "encoder"}
+    if (example := examples.get(project.answers.get("data", ""))) is not None:
         files.add(f"src/{project.package}/example_{example}.py")
     return files
 
 
 def test_the_answers_are_pairwise_complete() -> None:
     found = frozenset().union(*map(pairs, combinations("ddp-project")))
-    answers = {key: {value for pair in found for name, value in pair if name == key} for key in ("data", "model")}
-
-    assert answers["data"] == set(catalog.find("ddp-project").questions()["data"])
-    assert answers["model"] == set(catalog.find("ddp-project").questions()["model"])
+    asked = catalog.find("ddp-project").questions()
+    for key in ("task", "data", "model"):
+        assert {value for pair in found for name, value in pair if name == key} == set(asked[key])
     assert (("data", "text"), ("model", "resnet")) not in found
     assert (("data", "table"), ("model", "transformer")) not in found
+    assert (("data", "digits"), ("task", "gan")) not in found
+    assert (("strategy", "dp"), ("task", "gan")) not in found
     for one, other in subsets(("data", "precision", "mlflow_store", "docker"), 2):  # these go with one another
         values = [{value for pair in found for name, value in pair if name == key} for key in (one, other)]
         for first in values[0]:
@@ -179,10 +181,21 @@ def test_types_of_models_and_data(baked: tuple[Baked, ...], tmp_path: Path) -> N
     succeed(tmp_path, "mypy", "--config-file", config, "--cache-dir", _cache(baked), *sources)
 
 
-@pytest.mark.parametrize("data", [None, "digits", "cifar10", "image_folder", "table", "table_classes", "text", "own"])
-def test_types_of_a_whole_project(baked: tuple[Baked, ...], data: str | None) -> None:
-    """One for each form of the tests; the prototype has no data to choose."""
-    project = next(project for project in baked if project.answers.get("data") == data)
+FORMS = [
+    {},  # the prototype, which has no data to choose
+    *({"task": "supervised", "data": data} for data in SUPERVISED),
+    {"task": "finetune"},
+    {"task": "gan"},
+    {"task": "contrastive", "data": "digits"},
+    {"task": "contrastive", "data": "own"},
+]
+"""Answers with tests of their own."""
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()) or "prototype")
+def test_types_of_a_whole_project(baked: tuple[Baked, ...], form: dict[str, str]) -> None:
+    template = "ddp-project" if form else "dp-prototype"
+    project = next(each for each in baked if each.template == template and form.items() <= each.answers.items())
     for source in project.folder.rglob("*.py"):  # for the shared cache, which tells files apart by size and time
         source.touch()
 
@@ -191,6 +204,36 @@ def test_types_of_a_whole_project(baked: tuple[Baked, ...], data: str | None) ->
 
 def _cache(baked: tuple[Baked, ...]) -> str:
     return str(baked[0].folder.parent.parent / "mypy-cache")
+
+
+TASKS = [("finetune", "text_classes"), ("gan", "image_folder"), ("contrastive", "digits")]
+
+
+@pytest.mark.parametrize(("task", "data"), TASKS)
+def test_a_task_runs_and_passes_its_own_tests(tmp_path: Path, task: str, data: str) -> None:
+    """What a user does: example data, a check, the shortest run, its result, all tests."""
+    project = bake(tmp_path / "mine", task=task, launcher="torchrun")
+    where = {"PYTHONPATH": os.pathsep.join(["src", str(REPOSITORY)])}
+    module = [sys.executable, "-m"]
+    if data == "image_folder":
+        succeed(project.folder, *module, "mine.example_images", "data/images", **where)
+    elif data == "text_classes":
+        missing = command(project.folder, "pipeline", "check", "experiments/first.yaml", **where)
+        assert "./data/encoder; there is no such folder" in missing.stderr
+        succeed(project.folder, *module, "mine.example_encoder", "data/encoder", "--steps", "1", **where)
+    experiments = sorted((project.folder / "experiments").glob("*.yaml"))
+
+    assert succeed(project.folder, "pipeline", "check", *experiments, **where).count(": ok") == 3
+    succeed(project.folder, "pipeline", "run", "experiments/first.yaml", "--quick", **where)
+    (run,) = (project.folder / "runs").glob("*-mine-*")
+    assert bool(list(run.glob("samples/generated-*.png"))) == (task == "gan")
+    given = {"gan": ["new.png"], "finetune": ["A text."], "contrastive": ["zero.png", "zero.png"]}[task]
+    Image.new("L", (9, 9)).save(project.folder / "zero.png")
+    said = succeed(project.folder, *module, "mine.predict", *given, **where)
+    assert {"gan": "new.png has 64 images of ", "finetune": "A text.: ", "contrastive": "(1.00)"}[task] in said
+
+    out = succeed(project.folder, "pytest", "-q", "-p", "no:cacheprovider", **where)
+    assert re.search(r"^\d+ passed in ", out, re.MULTILINE), out
 
 
 OWN_TESTS = [
@@ -208,9 +251,8 @@ OWN_TESTS = [
 
 
 @pytest.mark.parametrize(("data", "model"), OWN_TESTS)
-def test_models_and_data_pass_their_own_tests(baked: tuple[Baked, ...], data: str, model: str) -> None:
-    wanted = {"data": data, "model": model}
-    project = next(project for project in baked if wanted.items() <= project.answers.items())
+def test_models_and_data_pass_their_own_tests(tmp_path: Path, data: str, model: str) -> None:
+    project = bake(tmp_path / "mine", data=data, model=model)
     path = os.pathsep.join([str(project.folder / "src"), str(REPOSITORY)])
 
     out = succeed(
@@ -325,12 +367,14 @@ def test_what_templates_run_is_the_same_in_each() -> None:
 
 
 def test_templates_share_what_they_have_in_common() -> None:
-    """The prototype's model and data are copies."""
+    """The prototype's model and data are copies, and so is the script that makes an encoder."""
     parts = REPOSITORY / "templates" / "ddp-project" / "templates"
     (source,) = (REPOSITORY / "templates" / "dp-prototype").glob("{{*/src/{{*")
 
     assert (source / "model.py").read_text() == (parts / "model" / "own_images.py").read_text()
     assert (source / "data.py").read_text() == (parts / "data" / "digits.py").read_text()
+    (encoder,) = (REPOSITORY / "templates" / "ddp-project").glob("{{*/src/{{*/example_encoder.py")
+    assert encoder.read_text() == (REPOSITORY / "experiments" / "tiny_encoder.py").read_text()
 
 
 def test_hooks_are_clean() -> None:

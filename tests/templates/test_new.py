@@ -27,12 +27,12 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["modle=resnet"], "has no question modle; did you mean model?; its questions are project_name, package_name, data, model"),
+        (["modle=resnet"], "has no question modle; did you mean model?; its questions are project_name, package_name, task, data, model"),
         (
             ["model=resnett"],
-            "'resnett' is not a choice; did you mean resnet?; choose one of resnet, transformer, mlp, own",
+            "'resnett' is not a choice; did you mean resnet?; choose one of resnet, transformer, mlp, pretrained, dcgan, own",
         ),
-        (["data=mnist"], "choose one of digits, cifar10, image_folder, table, table_classes, text, own"),
+        (["data=mnist"], "choose one of digits, cifar10, image_folder, table, table_classes, text, text_classes, own"),
         (["strategy=fsdp"], "choose one of ddp, dp, single"),
         (["launcher=slurm"], "choose one of ray, torchrun, inprocess"),
         (["precision=int8"], "choose one of fp32, bf16, fp16, fp64"),
@@ -41,6 +41,12 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["data=text", "model=resnet"], "model: resnet doesn't take text; write transformer or own"),
         (["data=table", "model=transformer"], "model: transformer doesn't take table; write mlp or own"),
         (["data=text", "model=mlp"], "model: mlp doesn't take text; write transformer or own"),
+        (["data=text_classes"], "data: supervised doesn't take text_classes; write digits or cifar10 or "),
+        (["data=text_classes"], "or text, or task finetune"),
+        (["task=gan", "data=digits"], "data: gan doesn't take digits; write image_folder, or task supervised or contrastive"),
+        (["task=finetune", "model=own"], "model: own for finetune doesn't take text_classes; write pretrained, or another"),
+        (["task=gan", "strategy=dp"], "strategy: gan doesn't run with dp, because dp calls the whole model, not its parts"),
+        (["task=finetune", "strategy=dp"], "strategy: finetune doesn't run with dp, because each GPU's model would return"),
         (["workers=0"], "workers: '0' is no number of workers; write 1 to 9999"),
         (["workers=two"], "workers: 'two' is no number of workers; write 1 to 9999"),
         (["strategy=dp", "workers=2"], "workers: 2, but dp is one process; write 1, or strategy ddp"),
@@ -297,7 +303,7 @@ class TestCookiecutter:
 
         assert done.returncode == 1
         assert done.stdout.splitlines() == [
-            "error: data: 'csv' is not a choice; write one of digits, cifar10, image_folder, table, table_classes, text, own",
+            "error: data: 'csv' is not a choice; write one of digits, cifar10, image_folder, table, table_classes, text, text_classes, own",
             "error: docker: 'maybe' is not a choice; write one of no, yes",
         ]
         assert done.stderr == ""
