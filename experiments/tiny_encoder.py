@@ -58,9 +58,8 @@ def trained_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     made.normalizer = normalizers.Lowercase()
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=SPECIAL))
-    ends = [(name, made.token_to_id(name)) for name in ("[SEP]", "[CLS]")]
-    made.post_processor = processors.BertProcessing(*ends)
     pad, unknown, first, last, mask = SPECIAL
+    made.post_processor = processors.BertProcessing((last, SPECIAL.index(last)), (first, SPECIAL.index(first)))
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token=pad,
