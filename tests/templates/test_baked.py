@@ -176,7 +176,7 @@ def test_the_answers_are_in_the_first_experiment(baked: tuple[Baked, ...]) -> No
 
 def test_types_of_models_and_data(baked: tuple[Baked, ...], tmp_path: Path) -> None:
     sources = [project.folder / "src" / project.package for project in baked]
-    config = baked[0].folder / "pyproject.toml"
+    config = next(each.folder for each in baked if each.answers.get("task") == "finetune") / "pyproject.toml"
 
     succeed(tmp_path, "mypy", "--config-file", config, "--cache-dir", _cache(baked), *sources)
 
@@ -219,7 +219,7 @@ def test_a_task_runs_and_passes_its_own_tests(tmp_path: Path, task: str, data: s
         succeed(project.folder, *module, "mine.example_images", "data/images", **where)
     elif data == "text_classes":
         missing = command(project.folder, "pipeline", "check", "experiments/first.yaml", **where)
-        assert "./data/encoder; there is no such folder" in missing.stderr
+        assert "sentences.csv is not there; put your texts there, or run `make data` for examples" in missing.stderr
         succeed(project.folder, *module, "mine.example_encoder", "data/encoder", "--steps", "1", **where)
     experiments = sorted((project.folder / "experiments").glob("*.yaml"))
 

@@ -43,8 +43,11 @@ def text_classes(
         limit: use only this many texts, training and validation together, evenly spread.
 
     Raises:
+        FileNotFoundError: the file is missing.
         ValueError: a label is not among CLASSES.
     """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is not there; put your texts there, or run `make data` for examples")
     with Path(path).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     rows = rows[:: -(-len(rows) // limit)] if limit else rows
