@@ -27,6 +27,7 @@ TASKS = {
     "contrastive": IMAGES,
 }
 """Data that a task takes, and the models that take the data."""
+MODELS = {model for data in TASKS.values() for models in data.values() for model in models}
 WITHOUT_DP = {
     "finetune": "each GPU's model would return a mean loss of its own",
     "gan": "dp calls the whole model, not its parts",
@@ -86,13 +87,13 @@ def _installed(package: str, project: str) -> bool:
 def _components(answers: Mapping[str, str]) -> Iterator[str]:
     task, data, model = (answers.get(key, "") for key in ("task", "data", "model"))
     fitting = TASKS.get(task, {})
-    if fitting and data not in fitting:
-        needed = [name for name, each in TASKS.items() if data in each]
-        yield f"data: {task} doesn't take {data}; write {' or '.join(fitting)}, or task {' or '.join(needed)}"
-    elif fitting and model not in fitting[data]:
-        other = "other data" if task == "supervised" else "another task"
+    others = [name for name, each in TASKS.items() if data in each]
+    if fitting and others and data not in fitting:
+        yield f"data: {task} doesn't take {data}; write {' or '.join(fitting)}, or task {' or '.join(others)}"
+    elif model in MODELS and model not in (models := fitting.get(data, MODELS)):
         subject = model if task == "supervised" else f"{model} for {task}"
-        yield f"model: {subject} doesn't take {data}; write {' or '.join(fitting[data])}, or {other}"
+        other = "other data" if task == "supervised" else "another task"
+        yield f"model: {subject} doesn't take {data}; write {' or '.join(models)}, or {other}"
     if answers["strategy"] == "dp" and (reason := WITHOUT_DP.get(task)):
         yield f"strategy: {task} doesn't run with dp, because {reason}; write ddp or single"
 

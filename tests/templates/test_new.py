@@ -234,7 +234,7 @@ def test_questions_are_asked(tmp_path: Path) -> None:
 
 
 def test_the_menu_begins_with_a_model_that_takes_the_data(tmp_path: Path) -> None:
-    answers = ["1", "Rows", "", "4", *[""] * 8]  # template, project, package, data, all others
+    answers = ["1", "Rows", "", "", "4", *[""] * 8]  # template, project, package, task, data, all others
     lines = "\\n".join(answers)
     out = succeed(tmp_path, "sh", "-c", f"printf '{lines}\\n' | {sys.executable} -m pipeline new", **CHECKOUT)
 
