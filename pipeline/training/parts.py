@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from pipeline import registry
 from pipeline.config import components, lightning_module
@@ -73,9 +75,22 @@ def outline(create: Create, experiment: Experiment, *, with_task: bool) -> tuple
         Exception: whatever a model or task raises that can't be built so, or has no parameters.
     """
     meta = torch.device("meta")
-    with generators_kept(), meta:
+    with generators_kept(), meta, _Uninitialized():
         built = model(create, experiment, device=meta)
         return built, learned_by(task(create, experiment, device=meta)) if with_task else None
+
+
+class _Uninitialized(TorchFunctionMode):
+    """Mode in which functions of `torch.nn.init` do nothing: on the meta device they take a second for imports."""
+
+    @override
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named = named or {}
+        if getattr(function, "__module__", None) == nn.init.__name__:
+            return arguments[0] if arguments else named["tensor"]
+        return function(*arguments, **named)
 
 
 def in_double(module: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """Parameter groups: each trainable parameter in the first that matches, with settings that are in force."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipeline.config.summary import config_hash, flatten
 from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
-from pipeline.training import loop
+from pipeline.training import loop, parts
 from pipeline.training.build import build
 from pipeline.training.checkpoints import state
 from pipeline.training.parameter_groups import divide
@@ -124,6 +125,19 @@ def test_a_setting_that_the_optimizer_lacks_is_found_before_anything_starts() ->
 
     assert problem.key == "optimizer.groups[0].weight_decy"
     assert "torch.optim.AdamW has no such argument; did you mean weight_decay?" in problem.message
+
+
+def test_names_are_read_from_a_model_whose_weights_nobody_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(*_: object, **__: object) -> None:
+        raise AssertionError("on the meta device this imports a second's worth of modules")
+
+    for name in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, name, drawn)
+    model = {"_target_": "pipeline.models.GPT", "vocabulary_size": 5, "context_length": 4, "width": 4, "depth": 1}
+    experiment = toys.experiment(model={**model, "heads": 2})
+    outline, _ = parts.outline(partial(components.build, allowed=BUILT_IN), experiment, with_task=False)
+
+    assert {name for name, _ in outline.named_parameters()} >= {"token.weight", "blocks.0.norm1.bias", "norm.weight"}
 
 
 def test_an_optimizer_that_drops_groups_is_refused() -> None:
