@@ -43,8 +43,19 @@ Show = Callable[[str, Curve], None]
 """Receives the metric's name and its curve."""
 
 
+def build_metrics(context: TrainContext) -> "MetricCollection | None":
+    """Build the metrics at the first call; return None in a trial that evaluates nothing.
+
+    It takes a second or two for imports, which belong before the first step: after it they would interrupt the pace.
+
+    Raises:
+        ExperimentError: a metric can't be built.
+    """
+    return context.metrics if context.batches.has_validation and not isinstance(context.trial, Measurement) else None
+
+
 def prepare(context: TrainContext) -> None:
-    """Build the metrics and try them on a batch that is the same on all ranks, before the first step. Collective.
+    """Try the metrics on a batch that is the same on all ranks, as soon as the names of logs are known. Collective.
 
     Metrics that can't be computed from one batch are left to the evaluation. Weights and buffers don't change.
 
@@ -52,9 +63,9 @@ def prepare(context: TrainContext) -> None:
         ExperimentError: a metric can't be built, refuses the batch, computes neither numbers nor a curve, or reports a
             name that is taken; or a key such as ``checkpoint.best`` names none of the numbers.
     """
-    if not context.batches.has_validation or isinstance(context.trial, Measurement) or context.metrics is None:
+    if (metrics := build_metrics(context)) is None:
         return
-    collection = context.metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
+    collection = metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
     with warnings.catch_warnings(action="ignore"):  # e.g. that the batch lacks samples of a class
         problems = list(_updated(context, collection))
         problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))

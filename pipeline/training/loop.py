@@ -27,7 +27,7 @@ from pipeline.training.collectives import from_first, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.costs import costs
 from pipeline.training.dry_run import compile_ahead, held_step
-from pipeline.training.evaluation import evaluate
+from pipeline.training.evaluation import build_metrics, evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.meter import Meter
 from pipeline.training.metrics import Curve
@@ -64,6 +64,7 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     meter = Meter(context=context, clock=clock, outbox=outbox)
     manager = CheckpointManager(context, meter=meter, outbox=outbox)
     is_training = isinstance(trial, Training)
+    build_metrics(context)
     reporting.start(context, outbox)
     reporting.matmul_precision(context, outbox)
     if is_training:
