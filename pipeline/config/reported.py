@@ -1,16 +1,21 @@
 """Names of reported metrics, such as validation/accuracy, in experiments and in MLflow."""
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from pipeline.errors import Problem
+from pipeline.wording import figure
 
 PREFIX, TRAIN = "validation/", "train/"
 OF_TRAINING = ("loss", "learning_rate", "gradient_norm", "skipped_steps")
 """Metrics of a step that the project reports itself, without "train/"; all others are logs of a task."""
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")
 _MLFLOW_LENGTH = 250
+_MOST_VALUES = 4
 _INDEX = re.compile(r"(_true|_predicted)?_\d+\Z")
+_PLACE = re.compile(r"(_true_\d+_predicted)?_\d+\Z")
+"""Place of a value among those of a class or of a matrix."""
 
 
 def source_of(reported: str, metrics: Container[str]) -> str | None:
@@ -24,6 +29,21 @@ def source_of(reported: str, metrics: Container[str]) -> str | None:
             return None
         name = shorter
     return name
+
+
+def shown_names(names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield each name and 1, or the metric and the number of its values if they are more than four (a matrix)."""
+    by_metric = defaultdict[str, list[str]](list)
+    for name in names:
+        by_metric[_PLACE.sub("", name)].append(name)
+    for metric, own in by_metric.items():
+        yield from [(metric, len(own))] if len(own) > _MOST_VALUES else [(name, 1) for name in own]
+
+
+def named(values: Mapping[str, float]) -> Iterator[str]:
+    """Yield values with their names for a line of text, e.g. "validation/loss 0.31" and "test/confusion (9 values)"."""
+    for name, count in shown_names(values):
+        yield f"{name} {figure(values[name])}" if count == 1 else f"{name} ({count} values)"
 
 
 def mlflow_name(name: str) -> str:

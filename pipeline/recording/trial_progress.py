@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from pipeline.config.reported import OF_TRAINING, TRAIN
+from pipeline.config.reported import OF_TRAINING, TRAIN, named, shown_names
 from pipeline.config.values import Direction
 from pipeline.protocol.events import AnyEvent, FirstStep, Heartbeat, Metrics, Phase, Resumed, Started, Trained
 from pipeline.wording import figure
@@ -174,7 +174,10 @@ class TrialProgress:
 
     def validation(self) -> Iterator[str]:
         """Yield the latest validation metrics, the main one first, with the best so far, and the epoch of old ones."""
-        for name in self._validated():
+        for name, count in shown_names(self._validated()):
+            if count > 1:
+                yield f"{name} ({count} values)"
+                continue
             latest, best = self.values[name], self._best.get(name)
             is_best = best == latest and self._evaluations[name] > 1
             notes = [f"epoch {latest.epoch}"] * (latest.epoch < self.epoch) + ["best so far"] * is_best
@@ -228,7 +231,7 @@ def figures(values: Mapping[str, float]) -> Iterator[str]:
         yield f"loss {figure(values[LOSS])}"
     if THROUGHPUT in values:
         yield f"{figure(values[THROUGHPUT])} samples/s"
-    yield from (f"{name} {figure(value)}" for name, value in values.items() if name.startswith((VALIDATION, TEST)))
+    yield from named({name: value for name, value in values.items() if name.startswith((VALIDATION, TEST))})
     yield from _logs(values)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from pydantic import ConfigDict
 
+from pipeline.config.reported import named
 from pipeline.config.values import Frozen
 from pipeline.protocol.events import Evaluated
 from pipeline.protocol.trial import Split, Trial
@@ -84,4 +85,4 @@ class EvaluationReport(Frozen):
 
 def sentence(values: Mapping[str, float]) -> str:
     """Return values in a line, e.g. "test/loss 0.1, test/accuracy 0.97"."""
-    return ", ".join(f"{name} {figure(value)}" for name, value in values.items())
+    return ", ".join(named(values))

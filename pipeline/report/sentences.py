@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from pipeline.config.reported import named
 from pipeline.protocol import estimates
 from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
 from pipeline.report.tables import amount, is_wide, low_to_high, placed, rate, times
@@ -81,7 +82,7 @@ def outcome(row: Row) -> str:
     """Return final metrics and costs of a training: time to the first step, compile time, peak memory."""
     reached = {name: value for name, value in row.metrics.items() if name.startswith(("validation/", "test/"))}
     reached = reached or {name: value for name, value in row.metrics.items() if name == _LOSS}
-    parts = [f"{name} {value:.4g}" for name, value in reached.items()]
+    parts = [*named(reached)]
     if row.best is not None:
         parts.append(str(row.best))
     if row.trained_at is not None:

@@ -23,7 +23,7 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial import Rank, Training
 from pipeline.recording.outlook import Schedule
-from pipeline.recording.trial_progress import TrialProgress, clock, fitted, left
+from pipeline.recording.trial_progress import TrialProgress, clock, figures, fitted, left
 
 DIRECTIONS = {"validation/accuracy": "max", "validation/loss": "min"}
 
@@ -135,6 +135,16 @@ def test_validation_names_the_best_so_far_and_the_epoch_of_an_old_value() -> Non
         "validation/accuracy 0.92", "best 0.93 (epoch 2)", "validation/loss 0.7", "best 0.5 (epoch 1)"
     ]  # fmt: skip
     assert after(first, second, third).best() == ("validation/accuracy", (0.93, 2))
+
+
+def test_the_values_of_a_large_matrix_are_counted() -> None:
+    places = [(true, predicted) for true in range(3) for predicted in range(3)]
+    matrix = {f"validation__of_3_true_{true}_predicted_{predicted}": 5.0 for true, predicted in places}
+    progress = after(metrics(10, validation__loss=0.7, **matrix, validation__recall_0=0.9, validation__recall_1=0.8))
+
+    shown = ["validation/of_3 (9 values)", "validation/recall_0 0.9", "validation/recall_1 0.8"]
+    assert [*progress.validation()] == ["validation/loss 0.7", *shown]
+    assert [*figures({name: one.value for name, one in progress.values.items()})] == ["validation/loss 0.7", *shown]
 
 
 def test_a_nan_is_never_the_best_and_a_metric_without_a_direction_has_none() -> None:
