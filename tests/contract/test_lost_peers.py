@@ -101,18 +101,22 @@ USES: dict[str, Callable[[Group], Use]] = {
     "forward of fsdp": _sharded_forward,
     "backward of fsdp": lambda group: _loss(_sharded(group)).backward,
 }
-LATE = timedelta(milliseconds=300)
+LATE = timedelta(seconds=3)
+"""Long enough for what both ranks do before, on a busy machine; all pairs wait at the same time."""
 
 
 def _pairs(_: int, folder: Path) -> None:
     """Two ranks for each use, forked where everything is imported and no thread runs yet."""
     processes = multiprocessing.get_context("fork")
-    for number, (name, prepare) in enumerate(USES.items()):
-        both = [processes.Process(target=_pair, args=(rank, name, prepare, folder, number)) for rank in range(2)]
-        for process in both:
-            process.start()
-        for process in both:
-            process.join()
+    pairs = [
+        processes.Process(target=_pair, args=(rank, name, prepare, folder, number))
+        for number, (name, prepare) in enumerate(USES.items())
+        for rank in range(2)
+    ]
+    for process in pairs:
+        process.start()
+    for process in pairs:
+        process.join()
 
 
 def _pair(rank: int, name: str, prepare: Callable[[Group], Use], folder: Path, number: int) -> None:
