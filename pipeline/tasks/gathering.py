@@ -90,7 +90,7 @@ class Pass:
         self._before: Pass | None = None
         self.is_used = False
         self.rows: list[Tensor] = []
-        """Gathered rows with gradients."""
+        """Gathered rows with gradients that no loss reaches yet."""
 
     def __enter__(self) -> Self:
         self._before, Pass.current = Pass.current, self
@@ -107,9 +107,13 @@ class Pass:
         return self._found
 
     def reaching_rows(self, loss: Tensor) -> Tensor:
-        """Return a loss whose backward passes all gathered rows, even if it depends on none: all ranks meet there."""
+        """Return a loss whose backward passes the rows gathered since the last one, where all ranks meet.
+
+        Without it a rank whose loss leaves some of them out would let the others wait.
+        """
         for rows in self.rows:
             loss = loss + torch.where(rows.new_zeros((), dtype=torch.bool), rows.sum(), 0.0).to(loss.dtype)
+        self.rows.clear()
         return loss
 
 

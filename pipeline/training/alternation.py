@@ -102,6 +102,7 @@ class _Run:
                 raise lone_sample_error(self._context, self.micro_batch) from error
             raise
         if output is not None:
+            output = output._replace(loss=self._pass.reaching_rows(output.loss))
             logs = {name: one.detach() if isinstance(one, Tensor) else one for name, one in output.logs.items()}
             self.done.append(StepOutput(output.loss.detach(), None, None, None, logs, output.optimizer))
         return output

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from pipeline.tasks import StepOutput
+from pipeline.tasks import StepOutput, gathered
 
 
 class Pair(nn.Module):
@@ -62,6 +62,21 @@ class Duel:
         }
 
 
+class Compared(Duel):
+    """Generated rows compared with those of all ranks, which a rank without a sample that counts leaves out."""
+
+    def __call__(self, model: Any, batch: Any) -> Iterator[StepOutput]:
+        noise, real = batch
+        made = model.generator(noise)
+        critic = softplus(model.critic(made.detach())).mean() + softplus(-model.critic(real)).mean()
+        yield StepOutput(critic * self.scale, made, real, optimizer="critic")
+        counted, others = real > 0, gathered(made)
+        loss = softplus(-model.critic(made)).mean()
+        if counted.any():
+            loss = loss + torch.where(counted, (made - others.mean(0)).square(), 0).mean()
+        yield StepOutput(loss, None, None, optimizer="generator")
+
+
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.02}
 SECTIONS: dict[str, Any] = {
     "model": {"_target_": "toy_gans.Pair"},
@@ -87,5 +102,6 @@ STOPPED = 4
 CASES: dict[str, dict[str, Any]] = {
     "clipped": SECTIONS | {"train": {"clip_grad_norm": 0.05}},
     "accumulated": SECTIONS | {"train": {"gradient_accumulation": 2}},
+    "compared": SECTIONS | {"task": {"_target_": "toy_gans.Compared"}},
     "every second step": SECTIONS | {"optimizers": every(2, clip_grad_norm=0.1)},
 }
