@@ -75,20 +75,20 @@ def outline(create: Create, experiment: Experiment, *, with_task: bool) -> tuple
         Exception: whatever a model or task raises that can't be built so, or has no parameters.
     """
     meta = torch.device("meta")
-    with generators_kept(), meta, _Uninitialized():
+    with generators_kept(), meta, _NothingDrawn():
         built = model(create, experiment, device=meta)
         return built, learned_by(task(create, experiment, device=meta)) if with_task else None
 
 
-class _Uninitialized(TorchFunctionMode):
-    """Mode in which functions of `torch.nn.init` do nothing: on the meta device they take a second for imports."""
+class _NothingDrawn(TorchFunctionMode):
+    """Mode in which ``normal_`` leaves a tensor as it is: on the meta device torch imports modules for a second."""
 
     @override
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
         named = named or {}
-        if getattr(function, "__module__", None) == nn.init.__name__:
+        if getattr(function, "__name__", "") == torch.Tensor.normal_.__name__:  # that of torch.nn.init, too
             return arguments[0] if arguments else named["tensor"]
         return function(*arguments, **named)
 

@@ -32,7 +32,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 @pytest.fixture(scope="module")
 def two(alone: Alone) -> Any:
-    """What two ranks have found, after all their trainings were compared with those of one."""
+    """Findings of two ranks, whose trainings are compared with those of one process."""
     return alone.on(2, _more)
 
 

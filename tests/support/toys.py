@@ -532,6 +532,19 @@ class LateBloomer(nn.Module):
         return outputs + self.late(inputs) if self.passes > 3 else outputs
 
 
+class Drawn(nn.Module):
+    """Weights drawn in the ways of torch.nn.init and of scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+        for draw in (nn.init.normal_, nn.init.xavier_normal_, nn.init.kaiming_normal_):
+            draw(self.weight)
+        nn.init.normal_(tensor=self.weight)
+        with torch.no_grad():
+            self.weight.normal_(std=0.02)
+
+
 class NormedNet(nn.Module):
     """A body with batch statistics, and a head."""
 

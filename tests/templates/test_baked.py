@@ -211,7 +211,7 @@ TASKS = [("finetune", "text_classes"), ("gan", "image_folder"), ("contrastive", 
 
 @pytest.mark.parametrize(("task", "data"), TASKS)
 def test_a_task_runs_and_passes_its_own_tests(tmp_path: Path, task: str, data: str) -> None:
-    """What a user does: example data, a check, the shortest run, its result, all tests."""
+    """Walk as a user: make example data, check, run for two steps, predict, run the project's tests."""
     project = bake(tmp_path / "mine", task=task, launcher="torchrun")
     where = {"PYTHONPATH": os.pathsep.join(["src", str(REPOSITORY)])}
     module = [sys.executable, "-m"]

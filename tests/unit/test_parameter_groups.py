@@ -127,17 +127,12 @@ def test_a_setting_that_the_optimizer_lacks_is_found_before_anything_starts() ->
     assert "torch.optim.AdamW has no such argument; did you mean weight_decay?" in problem.message
 
 
-def test_names_are_read_from_a_model_whose_weights_nobody_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drawn(*_: object, **__: object) -> None:
-        raise AssertionError("on the meta device this imports a second's worth of modules")
+def test_names_are_read_from_a_model_whose_normal_weights_nobody_draws() -> None:
+    experiment = toys.experiment(model={"_target_": "toys.Drawn"})
+    model, _ = parts.outline(partial(components.build, allowed=("toys",)), experiment, with_task=False)
 
-    for name in ("normal_", "uniform_"):
-        monkeypatch.setattr(torch.Tensor, name, drawn)
-    model = {"_target_": "pipeline.models.GPT", "vocabulary_size": 5, "context_length": 4, "width": 4, "depth": 1}
-    experiment = toys.experiment(model={**model, "heads": 2})
-    outline, _ = parts.outline(partial(components.build, allowed=BUILT_IN), experiment, with_task=False)
-
-    assert {name for name, _ in outline.named_parameters()} >= {"token.weight", "blocks.0.norm1.bias", "norm.weight"}
+    assert {name: value._version for name, value in model.named_parameters()} == {"weight": 0}  # no change in place
+    assert toys.Drawn().weight._version == 5
 
 
 def test_an_optimizer_that_drops_groups_is_refused() -> None:
