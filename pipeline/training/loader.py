@@ -4,8 +4,11 @@ On a GPU the next micro-batch is read and copied while the current one is comput
 computing stream its copy would wait for the step before.
 """
 
+import multiprocessing
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError
-from pipeline.system.signals import sigterm_blocked, sigterm_only_from_parent
+from pipeline.system.signals import sigterm_blocked, sigterm_only_from
 from pipeline.training.fetch import Collate, fetcher, usable
 from pipeline.training.order import MicroBatch
 
@@ -46,7 +49,8 @@ class BatchLoader:
             pin_memory=pins,
             persistent_workers=options.persistent_workers and workers > 0,
             prefetch_factor=options.prefetch_factor if workers else None,
-            worker_init_fn=sigterm_only_from_parent,
+            worker_init_fn=partial(_begin, reader=os.getpid()),
+            multiprocessing_context=_start_method() if workers else None,
             generator=torch.Generator(),  # each iteration draws a number, which must not come from the model's
         )
 
@@ -92,6 +96,21 @@ class _Replay:
 
 def _as_is(batch: Any) -> Any:
     return batch
+
+
+def _begin(_: int, *, reader: int) -> None:
+    sigterm_only_from(reader)
+
+
+def _start_method() -> str | None:
+    """Return "fork" where it was Python's default before 3.14; None for a method that the user has set, or elsewhere.
+
+    A forked loader process shares the dataset's memory and starts at once. One of a forkserver, the default since
+    then, imports torch again, and the dataset and the collate function must be picklable.
+    """
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    default, *_ = multiprocessing.get_all_start_methods()
+    return "fork" if chosen is None and default == "forkserver" else None
 
 
 def to_device(
