@@ -1,4 +1,4 @@
-"""SIGTERM in loader processes: a job's doesn't end them, their parent's does."""
+"""SIGTERM in loader processes: a job's doesn't end them, that of the rank which reads does."""
 
 import multiprocessing
 import os
@@ -14,16 +14,18 @@ import torch
 from torch.utils.data import TensorDataset
 
 from pipeline.config.schema import Loader
-from pipeline.training.loader import BatchLoader
+from pipeline.training.loader import BatchLoader, _start_method
 from pipeline.training.order import SampleOrder
 
 
 @pytest.fixture
-def reading() -> Iterator[Iterator[object]]:
-    """Batches that one process reads."""
+def reading(request: pytest.FixtureRequest) -> Iterator[Iterator[object]]:
+    """Batches that one process reads, started by the method that the test asks for."""
     options = Loader(num_workers=1, prefetch_factor=1, persistent_workers=False)
     dataset = TensorDataset(torch.arange(40.0))
     loader = BatchLoader(dataset, options=options, collate=None, seed=1, device=torch.device("cpu"))
+    if method := getattr(request, "param", ""):
+        loader._loader.multiprocessing_context = multiprocessing.get_context(method)  # type: ignore[union-attr]
     batches = loader.batches(
         SampleOrder(samples=40, global_batch_size=2, seed=1).micro_batches(0, rank=0, world_size=1)
     )
@@ -46,13 +48,22 @@ def test_a_strangers_signal_is_ignored(reading: Iterator[object]) -> None:
     assert not process.is_alive()
 
 
-def test_the_parents_signal_ends_it(reading: Iterator[object]) -> None:
+@pytest.mark.parametrize("reading", ["fork", "forkserver"], indirect=True)
+def test_the_signal_of_the_rank_ends_it(reading: Iterator[object]) -> None:
     next(reading)
     process = _loader()
     os.kill(process.pid or 0, signal.SIGTERM)
 
     process.join(timeout=20)
     assert not process.is_alive()
+
+
+def test_loader_processes_are_forked_unless_the_user_wants_another_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14's own choice is a forkserver."""
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["forkserver", "fork", "spawn"])
+    for chosen, method in ((None, "fork"), ("spawn", None), ("forkserver", None)):
+        monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none, chosen=chosen: chosen)
+        assert _start_method() == method
 
 
 COMPUTING_WITH_TWO_THREADS = """

@@ -7,7 +7,7 @@ import rich.console
 
 from pipeline.cluster.node_facts import Disk, Gpu, NodeFacts, Torch, facts_here
 from pipeline.commands.doctor import link_speed as link
-from pipeline.commands.doctor import machine
+from pipeline.commands.doctor import machine, tested
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination, show
 from pipeline.commands.doctor.link_speed import MeasuredLink
@@ -31,6 +31,12 @@ HERE = facts_here().model_copy(
 )
 WITH_CUDA = Torch(version="2.13.0+cu130", cuda="13.0", nccl="2.28.9", cuda_available=True, cuda_error=None)
 GPUS = {"gpus": (Gpu(name="NVIDIA H200", memory_mb=143_771),) * 2, "driver": "580.1", "driver_cuda": "13.0"}
+
+
+@pytest.fixture(autouse=True)
+def _here_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of other versions has tests of its own, and these run with any."""
+    monkeypatch.setattr(tested, "results", dict)
 
 
 def node(**facts: object) -> NodeFacts:

@@ -3,6 +3,7 @@
 import pytest
 import toys
 from ranges import ranges_of
+from torch.cuda import nvtx
 
 from pipeline.protocol.events import Warned
 from pipeline.training.watch import Phase, mark
@@ -40,7 +41,11 @@ def test_the_weights_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) ->
     assert marked.series("validation/loss") == plain.series("validation/loss")
 
 
-def test_a_torch_without_cuda_is_told() -> None:
+def test_a_torch_without_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("NVTX functions not installed. Are you sure you have a CUDA build?")
+
+    monkeypatch.setattr(nvtx, "mark", fail)  # as torch's own in a build for CPUs
     _, outbox = toys.trained(measure={"nvtx": True})
     assert [event.message for event in outbox.events if isinstance(event, Warned)] == [
         "measure.nvtx has no effect: this torch was built without CUDA, which NVTX belongs to"
