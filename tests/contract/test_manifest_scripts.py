@@ -116,7 +116,7 @@ def test_sbatch_script_is_sound(
 PYTHON = """
 case "$*" in
   *scripts*) printenv RAY_AUTH_TOKEN >> "$SECRETS"; exec sleep 60 ;;
-  -\\ *) until (($(wc -l < "$STEPS") >= 2)); do sleep 0.05; done; exit "${JOINED:-0}" ;;
+  -\\ *) until [[ -e $SECRETS ]] && (($(wc -l < "$SECRETS") >= 2)); do sleep 0.05; done; exit "${JOINED:-0}" ;;
 esac
 echo "$@" >> "$CALLS"
 for word; do case $word in tracking.directory=*) runs=${word#*=} ;; esac; done
