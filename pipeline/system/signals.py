@@ -103,18 +103,20 @@ def sigterm_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def sigterm_only_from(sender: int) -> None:
-    """Ignore SIGTERM in a loader process unless a process sends it: the rank that reads, as torch does to end it.
+def sigterm_only_from(reader: int, _: int = 0) -> None:
+    """Ignore SIGTERM in a loader process unless the rank that reads sends it, as torch does to end the process.
 
     Otherwise the job's SIGTERM would end the loader, and training with an error instead of a checkpoint. The loader
-    still ends when its parent does: torch checks for it every few seconds. The parent isn't always the rank: with the
-    start method "forkserver" it is the server.
+    still ends when its parent does: torch checks for it every few seconds.
+
+    Args:
+        reader: process id of the rank; not always the parent's, which with "forkserver" is the server.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_wait_for, args=(sender,), name="sigterm", daemon=True).start()
+    threading.Thread(target=_wait_for, args=(reader,), name="sigterm", daemon=True).start()
 
 
-def _wait_for(sender: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != sender:
+def _wait_for(reader: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != reader:
         pass  # sent by another process
     os._exit(0)  # as torch's own handler does

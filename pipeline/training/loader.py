@@ -49,7 +49,7 @@ class BatchLoader:
             pin_memory=pins,
             persistent_workers=options.persistent_workers and workers > 0,
             prefetch_factor=options.prefetch_factor if workers else None,
-            worker_init_fn=partial(_begin, reader=os.getpid()),
+            worker_init_fn=partial(sigterm_only_from, os.getpid()),
             multiprocessing_context=_start_method() if workers else None,
             generator=torch.Generator(),  # each iteration draws a number, which must not come from the model's
         )
@@ -96,10 +96,6 @@ class _Replay:
 
 def _as_is(batch: Any) -> Any:
     return batch
-
-
-def _begin(_: int, *, reader: int) -> None:
-    sigterm_only_from(reader)
 
 
 def _start_method() -> str | None:

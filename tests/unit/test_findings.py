@@ -34,8 +34,8 @@ GPUS = {"gpus": (Gpu(name="NVIDIA H200", memory_mb=143_771),) * 2, "driver": "58
 
 
 @pytest.fixture(autouse=True)
-def _here_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said of other versions has tests of its own, and these run with any."""
+def _without_tested_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judge nodes whatever releases these tests run with; `test_tested_versions.py` has the warning about others."""
     monkeypatch.setattr(tested, "results", dict)
 
 
