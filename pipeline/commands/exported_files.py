@@ -59,7 +59,7 @@ class Exported(Frozen):
     format: Form
     weights: Weights
     inputs: Inputs | Mapping[str, Inputs] | None
-    """Inputs of the model, by name if they have names; None if they are neither a tensor nor named tensors."""
+    """Inputs of the model, by name if they have names; None if they are no tensors."""
     precision: str
     """``train.precision`` of the training."""
     model: Mapping[str, Any]

@@ -9,6 +9,7 @@ from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.values import Frozen
 from pipeline.planning.layout import Planner
 from pipeline.planning.resources import Resources
+from pipeline.planning.scheduler_units import scheduler_units
 from pipeline.protocol.trial import QUICK_STEPS, Baseline, Reference, Training, Trial
 
 
@@ -137,6 +138,7 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
         )
     if main.experiment.train.ema is not None:
         yield "train.ema: the averaged weights are evaluated and logged as the model"
+    yield from scheduler_units(main.experiment)
     if (start := main.options.get("local_sgd_start_step")) is not None:
         warmup = main.experiment.measure.warmup_steps
         yield f"local SGD: from step {start + 1} on weights differ between workers; their average is evaluated"

@@ -119,6 +119,7 @@ class MlflowRun:
             log_model(self._client, event, self._exported, run_id=run_id, folder=folder, warn=self._warn)
         else:
             self._client.log_artifact(run_id, str(folder / event.weights), str(PurePosixPath(event.weights).parent))
+            self._warn("only the model's weights are logged to MLflow: the task doesn't call it with tensors alone")
         is_due = event.registered and (event.run or not self._is_member)
         if is_due and self._has_finished and event == self._models[-1]:
             register(self._client, event, run_id=run_id, warn=self._warn)

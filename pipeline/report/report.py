@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.config.values import Frozen
 from pipeline.planning.plan import restriction
+from pipeline.planning.scheduler_units import scheduler_units
 from pipeline.protocol.events import Evaluated, Finished
 from pipeline.protocol.trial import Role, Training, Trial
 from pipeline.report import Advice, Row, Unmeasured, device, records, tables
@@ -88,7 +89,8 @@ class Report(Frozen):
         extras = (f"All trials use {extra}." for extra in next(iter(once.values())).experiment.train.extras)
         restricted = next(filter(None, map(restriction, once.values())), "")
         told = summary.remarks(rows, main=report.main, restricted=restricted)
-        return report.model_copy(update={"remarks": (*left_out, *told, *extras)})
+        units = (f"{note}." for note in scheduler_units(next(iter(once.values())).experiment))
+        return report.model_copy(update={"remarks": (*left_out, *told, *extras, *units)})
 
     @property
     def is_comparison(self) -> bool:

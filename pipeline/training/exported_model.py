@@ -92,7 +92,10 @@ def write_onnx(module: nn.Module, example: torch.Tensor, path: Path) -> None:
 def _exported(module: nn.Module, example: Example) -> torch.export.ExportedProgram:
     if not isinstance(example, dict):
         return torch.export.export(module, (example,), dynamic_shapes=({0: Dim.AUTO},))
-    sizes = {name: dict.fromkeys(range(tensor.ndim), Dim.AUTO) for name, tensor in example.items()}
+    # torch takes a size of 1 for a constant anyway, and logs that it does.
+    sizes = {
+        name: {dim: Dim.AUTO for dim, size in enumerate(tensor.shape) if size > 1} for name, tensor in example.items()
+    }
     return torch.export.export(_PlainOutputs(module, names=example), (), kwargs=example, dynamic_shapes=sizes)
 
 

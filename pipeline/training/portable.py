@@ -14,8 +14,8 @@ from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.protocol.events import EXAMPLE, WEIGHTS
 from pipeline.protocol.trial import Evaluation, Rank
 from pipeline.training.data_source import runtime
+from pipeline.training.example import example_of
 from pipeline.training.exported_model import Example, trained_model, write_onnx, write_program
-from pipeline.training.reporting import example_of
 from pipeline.training.restored import epoch_of, restored, whole_weights
 from pipeline.wording import first_line
 
@@ -35,7 +35,7 @@ class PortableModel:
     allowed: tuple[str, ...]
     weights: Mapping[str, Tensor]
     example: Example | None
-    """Inputs of two samples; None if they are neither a tensor nor named tensors of `FromModel`."""
+    """Inputs of two samples; None if they are no tensors."""
     runtime: Mapping[str, int]
     """Values of ``${total_steps}`` and the like, by name."""
     epoch: int
@@ -116,7 +116,7 @@ def write_model(model: PortableModel, form: str, folder: Path) -> None:
         return
     if model.example is None:
         raise UsageError(
-            f"--format {form}: it needs example inputs, and the batches of this data don't begin with a single tensor; "
+            f"--format {form}: it needs example inputs, but the task doesn't call the model with tensors alone; "
             "write --format safetensors"
         )
     single = model.example if isinstance(model.example, Tensor) else None

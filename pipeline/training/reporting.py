@@ -4,9 +4,7 @@ import logging
 import resource
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -28,14 +26,13 @@ from pipeline.protocol.events import (
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import Best, Held
-from pipeline.tasks import FromModel
 from pipeline.training import frozen
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import full_state_dict, resulting_weights
-from pipeline.training.exported_model import Example, export, trained_model
+from pipeline.training.example import example_of
+from pipeline.training.exported_model import export, trained_model
 from pipeline.training.learned import kept, trainable
-from pipeline.training.loader import to_device
 from pipeline.training.metrics import Curve
 from pipeline.training.norms import local
 from pipeline.wording import counted
@@ -238,18 +235,6 @@ def _save_learned(context: TrainContext, path: Path) -> None:
     """Save the parameters and buffers of the task, if it has any."""
     if context.learned is not None:
         torch.save({name: value.detach().cpu() for name, value in kept(context.learned).items()}, path)
-
-
-def example_of(context: TrainContext) -> Example | None:
-    """Return the inputs of two training samples: a tensor, or named ones of `FromModel`; None if they are neither."""
-    batch = context.batches.read(list(range(min(2, context.order.set_size))))
-    inputs: Any = batch[0] if isinstance(batch, tuple | list) and batch else None
-    if isinstance(context.task, FromModel) and isinstance(batch, Mapping):
-        inputs = context.task.inputs(batch)
-    if not isinstance(inputs, torch.Tensor | dict) or not len(inputs):
-        return None
-    moved: Example = to_device(inputs, device=torch.device("cpu"), dtype=context.batches.dtype)
-    return moved
 
 
 def _device_name(context: TrainContext) -> str:

@@ -81,9 +81,13 @@ def test_only_a_finished_run_is_registered(lab: Path, store: Store, status: Any)
 
 def test_a_model_that_is_not_logged_is_told(lab: Path, store: Store) -> None:
     warned: list[str] = []
-    folder = made(lab, "a", data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
+    task = {"_target_": "toys.ComparedTask", "more": 2.5}
+    folder = made(lab, "a", model={"_target_": "toys.ComparedNet"}, task=task, loss=None)
     assert sync(folder, warn=warned.append).delivered
-    assert warned == ["tracking.register_model: toys gets no version, since the model isn't logged to MLflow"]
+    assert warned == [
+        "only the model's weights are logged to MLflow: the task doesn't call it with tensors alone",
+        "tracking.register_model: toys gets no version, since the model isn't logged to MLflow",
+    ]
     assert versions(store) == {}
 
 

@@ -425,6 +425,39 @@ class NamedTask:
         return StepOutput((outputs - batch["y"]).pow(2).mean(), outputs, batch["y"])
 
 
+class ComparedNet(nn.Module):
+    """A model of two inputs, as a siamese network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 2)
+
+    def forward(self, first: Tensor, second: Tensor, scale: Tensor | None = None) -> Tensor:
+        distance = (self.body(first) - self.body(second)).square().sum(1, keepdim=True)
+        return distance if scale is None else distance * scale
+
+
+class ComparedTask:
+    """Calls the model with two tensors, or with ``more``."""
+
+    def __init__(self, more: Any = None) -> None:
+        self.more = more
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        inputs, targets = batch
+        more = () if self.more is None else (self.more,)
+        outputs = model(inputs, inputs.flip(1), *more)
+        return StepOutput((outputs - targets).pow(2).mean(), outputs, targets)
+
+
+class BodyTask:
+    """Calls a part of the model."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        outputs = model.body(batch[0])
+        return StepOutput(outputs.pow(2).mean(), outputs, batch[1])
+
+
 class Undecided(nn.Linear):
     """Computes what depends on values of its inputs, so it can't be exported as one program."""
 

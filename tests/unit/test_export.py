@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from toy_runs import toy_run
+from toys import ComparedNet
 
 from pipeline.commands import export as exporting
 from pipeline.commands.export import export, refuse
-from pipeline.commands.exported_files import Exported
+from pipeline.commands.exported_files import Exported, Inputs
 from pipeline.commands.loader_script import loader_script
 from pipeline.config.load import load
 from pipeline.config.targets import BUILT_IN
@@ -146,11 +147,49 @@ def test_a_model_that_cannot_be_traced_is_told(tmp_path: Path, monkeypatch: pyte
         exported(folder, tmp_path / "out", "torch-export")
 
 
-def test_inputs_that_are_no_single_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+COMPARED = {"model": {"_target_": "toys.ComparedNet"}, "loss": None}
+
+
+def test_inputs_are_what_the_task_gives_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are mappings here, of which the model gets one tensor."""
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path, data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
+    found = exported(folder, tmp_path / "out", "torch-export").inputs
+    assert isinstance(found, Inputs)
+    assert found.shape == (None, 3)
+    inputs = torch.rand(5, 3, dtype=torch.float64)
+    outputs = torch.export.load(tmp_path / "out" / "model.pt2").module()(inputs)
+    weights = torch.load(folder / "model" / "weights.pt")
+    assert torch.equal(outputs, torch.nn.functional.linear(inputs, weights["weight"], weights["bias"]))
+
+
+def test_a_model_of_several_inputs_is_a_program_of_named_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, task={"_target_": "toys.ComparedTask"}, exports=True, **COMPARED)
+    found = exported(folder, tmp_path / "out", "torch-export").inputs
+    assert isinstance(found, dict)
+    assert {name: one.shape for name, one in found.items()} == {"first": (None, 3), "second": (None, 3)}
+    model = ComparedNet().double()
+    model.load_state_dict(torch.load(folder / "model" / "weights.pt"))
+    first, second = torch.rand(2, 5, 3, dtype=torch.float64)
+    for program in (tmp_path / "out" / "model.pt2", folder / "model" / "model.pt2"):
+        outputs = torch.export.load(program).module()(first=first, second=second)
+        assert torch.equal(outputs, model(first, second))
+
+
+def test_of_a_model_whose_parts_are_called_the_inputs_are_the_first_of_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, task={"_target_": "toys.BodyTask"}, **COMPARED)
+    assert exported(folder, tmp_path / "out").inputs == Inputs(shape=(None, 3), dtype="float64")
+
+
+def test_inputs_that_are_no_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, task={"_target_": "toys.ComparedTask", "more": 2.5}, **COMPARED)
     assert exported(folder, tmp_path / "out").inputs is None
-    with pytest.raises(UsageError, match="--format torch-export: it needs example inputs"):
+    with pytest.raises(UsageError, match="--format torch-export: it needs example inputs, but the task doesn't call"):
         exported(folder, tmp_path / "program", "torch-export")
 
 

@@ -1,6 +1,7 @@
 """Who runs where: pure decisions from an experiment and a machine."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -107,6 +108,51 @@ def test_without_a_baseline_there_is_only_the_training() -> None:
     made = plan(baseline=False, parallel=ddp(2))
     assert [trial.role for trial in made.trials] == ["main"]
     assert made.notes == ("no GPU here: workers compute on CPU",)
+
+
+def scheduled(name: str, *, train: dict[str, Any] | None = None, **arguments: Any) -> Plan:
+    declared = {"_target_": f"torch.optim.lr_scheduler.{name}", **arguments}
+    return plan(scheduler=declared, train={"epochs": 90, **(train or {})})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("StepLR", {"step_size": 30}, "step_size is 30, which counts steps"),
+        ("MultiStepLR", {"milestones": [30, 80]}, r"milestones is \[30, 80\], which counts steps"),
+        ("CosineAnnealingLR", {"T_max": 90}, "T_max is 90, which counts steps"),
+        ("ExponentialLR", {"gamma": 0.9}, "gamma is 0.9: the learning rate is multiplied by it after each step"),
+    ],
+)
+def test_a_schedule_in_steps_that_looks_like_epochs_is_told(name: str, arguments: dict[str, Any], said: str) -> None:
+    notes = [note for note in scheduled(name, **arguments).notes if note.startswith("scheduler.")]
+    assert len(notes) == 1
+    assert re.match(
+        rf"scheduler\.{said}.*; if this is meant for epochs, write train.scheduler_interval: epoch", notes[0]
+    )
+    by_epoch = scheduled(name, train={"scheduler_interval": "epoch"}, **arguments)
+    assert not any("scheduler" in note for note in by_epoch.notes)
+
+
+def test_a_schedule_in_steps_that_is_meant_so_is_not_told() -> None:
+    for made in (
+        scheduled("CosineAnnealingLR", T_max="${total_steps}"),
+        scheduled("StepLR", step_size=1000),
+        scheduled("MultiStepLR", milestones=[60, 1000]),
+        scheduled("ExponentialLR", gamma=0.9999),
+        scheduled("StepLR", step_size=30, train={"epochs": None, "steps": 600}),
+    ):
+        assert not any("scheduler" in note for note in made.notes)
+
+
+def test_the_schedule_of_each_optimizer_is_looked_at() -> None:
+    sgd = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    made = plan(
+        task={"_target_": "toys.NamedTask"}, loss=None, optimizer=None, train={"epochs": 5},
+        optimizers={"one": {**sgd, "params": "weight"}, "other": {**sgd, "params": "bias"}},
+        schedulers={"other": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 5}},
+    )  # fmt: skip
+    assert any(note.startswith("schedulers.other.step_size is 5, which") for note in made.notes)
 
 
 def test_a_training_only_measures_nothing_and_says_what_is_left_out() -> None:

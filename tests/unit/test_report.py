@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import toys
 from samples import (
     ALL_CORES,
     BASELINE,
@@ -194,6 +195,14 @@ def test_the_table_for_mlflow_has_one_entry_per_row_in_every_column() -> None:
 def test_the_outcome_is_what_the_training_reached(metrics: dict[str, float], text: str) -> None:
     result = Report.of([MAIN], [finished("main", spread(190), metrics=metrics)], hardware=HARDWARE)
     assert result.outcome == f"{text} after 6.2 s, peak memory 410 MB"
+
+
+def test_a_schedule_that_looks_like_epochs_is_a_caveat() -> None:
+    declared = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1}
+    experiment = toys.experiment(scheduler=declared)
+    main = trial("main", "main", strategy="ddp", workers=2).model_copy(update={"experiment": experiment})
+    found = compare(main, main_at=spread(2.0), baseline_at=spread(1.0)).remarks
+    assert sum("scheduler.step_size is 1, which counts steps" in one for one in found) == 1
 
 
 def test_markdown_holds_the_result_the_table_and_the_remarks() -> None:
