@@ -326,9 +326,10 @@ def test_a_model_that_cannot_be_exported_is_left_to_the_writer() -> None:
     assert exporting(model=model).kinds()[-2:] == ["model_saved", "trained"]
 
 
-def test_inputs_that_are_no_tensor_leave_the_weights_alone() -> None:
+def test_inputs_that_are_not_only_tensors_leave_the_weights_alone() -> None:
     """Without an example there is no signature, so no model."""
-    _, outbox = toys.trained(data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
+    task = {"_target_": "toys.ComparedTask", "more": 2.5}
+    _, outbox = toys.trained(model={"_target_": "toys.ComparedNet"}, task=task, loss=None)
 
     saved = outbox.events[-2]
     assert isinstance(saved, ModelSaved)
