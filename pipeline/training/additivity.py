@@ -6,9 +6,11 @@ a batch with each other. torch's own losses are known and not checked.
 """
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,11 @@ _log = logging.getLogger(__name__)
 
 SAMPLES = 5
 """An odd number, whose uneven parts also reveal a mean of means."""
+DRAWS, DRAWS_S = 64, 2.0
+"""Most draws of a loss that draws random numbers, and the seconds after which no further one begins."""
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
+_ERRORS = 5
+"""Standard errors that the mean over draws may be off: one in 200,000 losses that are means is further away."""
 
 
 class _Loss(NamedTuple):
@@ -48,8 +54,9 @@ class _Loss(NamedTuple):
 def examine(context: TrainContext) -> None:
     """Refuse a user's loss that depends on the number of workers or micro-batches. Collective.
 
-    A loss that draws random numbers can't be checked and is accepted. So is one that fails on few samples, with a
-    warning in `TrainContext.unexamined`: if the mistake isn't in the check, the first step raises it.
+    A loss that draws random numbers is judged by its mean over several draws, and accepted where they differ too much to
+    tell, or where the model is sharded. A loss that fails on few samples is accepted with a warning in `TrainContext.unexamined`: if the mistake isn't
+    in the check, the first step raises it.
 
     Of a loss that compares samples with `pipeline.tasks.gathered` the parts get the rows of the whole batch.
 
@@ -58,13 +65,13 @@ def examine(context: TrainContext) -> None:
     """
     if is_known(context.task) and context.experiment.loader.collate is None:
         return
-    losses: list[_Loss] = []
+    draws: list[_Draw] = []
     rows = _GatheredRows()
     whole_batch = Pass(lambda: None, stands_in=rows.gathered)
     if (count := min(SAMPLES, context.order.set_size)) > 1:
         try:
             with whole_batch:
-                losses = _tried(context, count, rows=rows)
+                draws = _tried(context, count, rows=rows)
         except ExperimentError:
             raise
         except Exception as error:  # noqa: BLE001 - user code may raise anything
@@ -78,32 +85,60 @@ def examine(context: TrainContext) -> None:
     if context.gives_weight is not False and not (is_known(context.task) or isinstance(context.task, FromModel)):
         context.boundary = Boundary(context.wrapped)
     context.gathers = whole_batch.is_used
-    if losses and not rows.is_unlike:  # otherwise the first step raises it
-        _judge(context, losses)
+    if draws and not rows.is_unlike:  # otherwise the first step raises it
+        _judge(context, draws)
 
 
-def _judge(context: TrainContext, losses: Sequence[_Loss]) -> None:
+class _Draw(NamedTuple):
+    """The losses of a batch and of its two parts; the random numbers of a loss that draws any are others in each."""
+
+    whole: _Loss
+    first: _Loss
+    second: _Loss
+
+    @property
+    def excess(self) -> float:
+        """Loss of the batch less those of its parts, each times its weight: of a mean 0, apart from noise."""
+        return self.whole.sum - self.first.sum - self.second.sum
+
+
+def _judge(context: TrainContext, draws: Sequence[_Draw]) -> None:
     """Refuse a loss that isn't the weighted mean of its parts."""
-    whole, again, *parts = losses
-    tolerance = _TOLERANCE_16_BITS if context.sharded is not None and context.strategy.compute_dtype else _TOLERANCE
-    if not isfinite(whole.sum) or not _close(whole.sum, again.sum, tolerance):
+    mean, tolerance = _Draw(*map(_mean, zip(*draws, strict=True))), _tolerance(context)
+    if not isfinite(mean.whole.sum):
         return
-    if not _is_mean(whole, parts, tolerance=tolerance):
-        _refuse(context, whole, parts, tolerance=tolerance)
+    if len(draws) > 1:
+        error = stdev(one.excess for one in draws) / len(draws) ** 0.5
+        tolerance = max(tolerance, _ERRORS * error / max(abs(mean.whole.sum), error))
+    if not _is_mean(mean, tolerance=tolerance):
+        _refuse(context, mean, draws=len(draws), tolerance=tolerance)
 
 
-def _tried(context: TrainContext, count: int, *, rows: "_GatheredRows") -> list[_Loss]:
-    """Compute the losses of a batch, of the same batch with a different seed, and of its two parts."""
-    cut = count // 2
-    whole = range(count)
-    chosen = [(whole, 0), (whole, 1), (range(cut), 0), (range(cut, count), 0)]
+def _tolerance(context: TrainContext) -> float:
+    return _TOLERANCE_16_BITS if context.sharded is not None and context.strategy.compute_dtype else _TOLERANCE
+
+
+def _tried(context: TrainContext, count: int, *, rows: "_GatheredRows") -> list[_Draw]:
+    """Compute the losses of a batch and of its two parts, once, or several times if another seed gives another loss."""
+    cut, whole = count // 2, range(count)
     with _as_it_was(context) as module:
         batch = context.batches.read(list(whole))
-        losses = []
-        for indices, seed in chosen:
+
+        def loss(indices: range, seed: int) -> _Loss:
             rows.begin(indices, of=count)
-            losses.append(_loss(context, module, _part(context, batch, indices), seed=seed, indices=indices))
-        return losses
+            return _loss(context, module, _part(context, batch, indices), seed=seed, indices=indices)
+
+        def draw(seed: int) -> _Draw:
+            return _Draw(*(loss(indices, seed) for indices in (whole, range(cut), range(cut, count))))
+
+        draws, begun = [draw(0)], time.monotonic()
+        if _close(draws[0].whole.sum, loss(whole, 1).sum, _tolerance(context)):
+            return draws
+        if context.sharded is not None:  # whose ranks compute together, so that none may draw more often
+            return []
+        while len(draws) < DRAWS and time.monotonic() - begun < DRAWS_S:
+            draws.append(draw(len(draws)))
+        return draws if len(draws) > 1 else []
 
 
 class _GatheredRows:
@@ -169,20 +204,29 @@ def _eager(context: TrainContext) -> AbstractContextManager[object]:
     return nullcontext() if context.compiling is None else torch.compiler.set_stance("force_eager")
 
 
-def _is_mean(whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> bool:
+def _mean(losses: Sequence[_Loss]) -> _Loss:
+    """Return the mean over draws: of loss times weight, and of the weights."""
+    weight = fmean(one.weight for one in losses)
+    return _Loss(fmean(one.sum for one in losses) / weight if weight else 0.0, weight)
+
+
+def _is_mean(loss: _Draw, *, tolerance: float) -> bool:
+    whole, *parts = loss
     return _close(whole.weight, sum(part.weight for part in parts), tolerance) and _close(
         whole.sum, sum(part.sum for part in parts), tolerance, scale=sum(abs(part.sum) for part in parts)
     )
 
 
-def _refuse(context: TrainContext, whole: _Loss, parts: Sequence[_Loss], *, tolerance: float) -> None:
+def _refuse(context: TrainContext, loss: _Draw, *, draws: int, tolerance: float) -> None:
+    whole, *parts = loss
     count = min(SAMPLES, context.order.set_size)
     values = [figure(one.value) for one in (whole, *parts)]
-    seen = f"{values[0]} for {count} samples, {values[1]} and {values[2]} for its two parts"
+    drawn = f", on average over {draws} draws of its random numbers" if draws > 1 else ""
+    seen = f"{values[0]} for {count} samples, {values[1]} and {values[2]} for its two parts{drawn}"
     how = "return its divisor as StepOutput.weight" if context.experiment.task else _IN_A_TASK
     if context.gathers and context.gives_weight:
         how = "return the loss of all rows without StepOutput.weight"
-    if not context.gives_weight and _close(whole.value, sum(part.value for part in parts), tolerance):
+    if not context.gives_weight and _close(whole.value, sum(part.value for part in parts), 2 * tolerance):
         raise _error(context, f"is a sum over the samples ({seen}); return their mean")
     if (dealt := context.rank.world_size * context.accumulation) > 1:
         raise _error(

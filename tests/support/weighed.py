@@ -104,6 +104,11 @@ def compared() -> Any:
     return lambda outputs, targets: (outputs - outputs.mean(0)).square().mean() + (outputs - targets).square().mean()
 
 
+def contrasted() -> Any:
+    """A loss function that grows with the samples that it compares, as a contrastive one."""
+    return lambda outputs, targets: outputs.logsumexp(0).mean() + (outputs - targets).square().mean()
+
+
 def of_many() -> Any:
     """A loss function that needs more samples than the check has."""
 
@@ -122,6 +127,17 @@ def per_sample() -> Any:
 def drawn() -> Any:
     """A loss function that draws random numbers."""
     return lambda outputs, targets: (outputs + torch.rand_like(outputs) - targets).square().mean()
+
+
+def noisy(of: str, noise: float = 0.1) -> Any:
+    """One of the loss functions here, of outputs with random numbers."""
+    loss = globals()[of]()
+    return lambda outputs, targets: loss(outputs + noise * torch.randn_like(outputs), targets)
+
+
+def swinging() -> Any:
+    """A sum of which a few samples decide, other ones each time."""
+    return lambda outputs, targets: (outputs - targets).square().sum() + (4 * torch.randn_like(outputs)).exp().sum()
 
 
 class Uncounted(Detection):

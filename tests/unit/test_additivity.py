@@ -61,9 +61,20 @@ def test_a_weight_that_can_not_be_used_is_refused(task: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("loss", ["weighed.per_sample", "weighed.drawn"])
-def test_a_mean_and_one_that_can_not_be_judged_are_taken(loss: str) -> None:
-    """Random numbers differ from batch to batch anyway."""
+def test_a_mean_is_taken_with_and_without_random_numbers(loss: str) -> None:
     built(loss={"_target_": loss}, accumulation=2)
+
+
+@pytest.mark.parametrize(("of", "what"), [("summed", "is a sum over the"), ("contrasted", "is not the mean over the")])
+def test_a_loss_that_draws_random_numbers_is_judged_by_its_mean(of: str, what: str) -> None:
+    noisy = {"_target_": "weighed.noisy", "of": of}
+    with pytest.raises(ExperimentError, match=f"loss: {what} .* on average over 64 draws of its random numbers"):
+        built(loss=noisy, accumulation=2)
+
+
+def test_a_loss_of_little_but_random_numbers_is_taken() -> None:
+    """The mean of few draws says nothing of it."""
+    built(loss={"_target_": "weighed.swinging"}, accumulation=2)
 
 
 def test_nothing_is_left_of_the_trial() -> None:
