@@ -54,9 +54,9 @@ class _Loss(NamedTuple):
 def examine(context: TrainContext) -> None:
     """Refuse a user's loss that depends on the number of workers or micro-batches. Collective.
 
-    A loss that draws random numbers is judged by its mean over several draws, and accepted where they differ too much to
-    tell, or where the model is sharded. A loss that fails on few samples is accepted with a warning in `TrainContext.unexamined`: if the mistake isn't
-    in the check, the first step raises it.
+    A loss that draws random numbers is judged by its mean over several draws, and accepted where these differ too much
+    to tell, or where the model is sharded. One that fails on few samples is accepted with a warning in
+    `TrainContext.unexamined`: if the mistake isn't in the check, the first step raises it.
 
     Of a loss that compares samples with `pipeline.tasks.gathered` the parts get the rows of the whole batch.
 
