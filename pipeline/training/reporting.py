@@ -177,16 +177,17 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | N
         if context.rank.is_first:
             torch.save({name: value.cpu() for name, value in state.items()}, weights)
             _save_learned(context, folder / beside)
+    is_logged = context.experiment.tracking.log_model
+    inputs = example_of(context) if is_logged else None
     if not context.rank.is_first:
         return
     outbox.file(weights, WEIGHTS)
     if trainable(context.learned):
         outbox.file(folder / beside, beside)
-    if not context.experiment.tracking.log_model:
+    if not is_logged:
         return
     if trainable(context.learned):
         outbox.event(ArtifactSaved(trial=context.trial.name, path=beside))
-    inputs = example_of(context)
     if inputs is not None:
         torch.save(inputs, example)
         outbox.file(example, EXAMPLE)
