@@ -19,7 +19,8 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 def example_of(context: TrainContext) -> Example | None:
     """Return the model's inputs for two training samples: those that the task calls it with.
 
-    On all ranks, as the task may let them communicate. A task that calls only parts of the model, as a GAN's, is taken to call the whole with the batch's first part.
+    On all ranks, as the task may let them communicate. A task that calls only parts of the model, as a GAN's, is taken
+    to call the whole with the batch's first part.
 
     Returns:
         A tensor; or several tensors, or any given by keyword, by their names; None if the inputs aren't tensors.
