@@ -4,6 +4,7 @@ The modules of this folder parse arguments and print results, nothing else. Each
 runs, so that ``--help`` answers at once, without loading torch.
 """
 
+import errno
 import gc
 import importlib.util
 import platform
@@ -18,7 +19,7 @@ import typer
 from pipeline.cli import completion, experiments, jobs, projects, results, weights
 from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
-from pipeline.errors import PipelineError, ResourceError, interrupt
+from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
 from pipeline.system.imports import importable
 
 _DISTRIBUTION = "ddp-pipeline"
@@ -113,6 +114,11 @@ def main() -> NoReturn:
     except PipelineError as error:
         show(error)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        show(UsageError(f"{str(error.filename)[:60]}...: is longer than a path may be; write a shorter one"))
+        sys.exit(UsageError.exit_code)
     finally:
         gc.freeze()  # the interpreter's end would look through all of torch, twice
     sys.exit(0)

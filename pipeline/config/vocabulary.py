@@ -7,9 +7,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from pipeline.config import keys
+from pipeline.config import keys, source
 from pipeline.config.jsonschema import SUGGESTED, Shape
 from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN, allowed_packages
@@ -49,10 +47,9 @@ def _values(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def _keys_of(file: Path | None) -> list[str]:
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None else {}
-    except (OSError, ValueError, yaml.YAMLError):
+        return list(_leaves(source.read(str(file)).tree, "")) if file is not None else []
+    except PipelineError:
         return []
-    return list(_leaves(tree, ""))
 
 
 def _leaves(value: object, key: str) -> Iterator[str]:

@@ -97,7 +97,9 @@ def walk(tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.Monkey
     before = set(sys.modules)
     yield Walk(folder, command, monkeypatch)
     for name in sys.modules.keys() - before:  # the next page may have a module of the same name
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+        spec = getattr(sys.modules[name], "__spec__", None)
+        places = (spec.origin, *(spec.submodule_search_locations or ())) if spec is not None else ()
+        if any(str(place).startswith(str(tmp_path)) for place in places):  # a package without a file, too
             del sys.modules[name]
 
 

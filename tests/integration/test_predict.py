@@ -28,7 +28,7 @@ def test_a_given_link_needs_one_worker(command, tmp_path):
     assert [prediction.workers for prediction in saved.outlooks[0].predictions] == [1, 2, 4, 8, 12]
     assert saved.check is None
     again = command("show", str(folder))
-    assert ended.stdout.endswith(again.stdout)
+    assert again.stdout in ended.stdout  # on a busy machine a line on what MLflow lacks follows
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (main,) = client.search_runs(["1"], filter_string="tags.role = 'predict'")
     curve = client.get_metric_history(main.info.run_id, "predicted/strong_speedup")

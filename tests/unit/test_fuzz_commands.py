@@ -102,12 +102,36 @@ words = st.sampled_from(
             "--env=",
             "--env=A=B",
         ),
+        *(
+            "--to=",
+            "--to=good.yaml",
+            "--to=\x00",
+            f"--to={'a' * 300}",
+            f"--directory={'a' * 300}",
+            "--checkpoint=",
+            "--checkpoint=-1",
+            "--format=nope",
+        ),
         *("--claim=é", "--memory=x", "--secret=", "latest", "ddp-project", "dp-prototype", "nope", "\udc80", "a" * 300),
     ]
 )
 # What they do with a good file takes long or starts servers: here they get none.
 WITH_FILE = ["check --no-data", "run", "run --dry-run", "compare", "predict", "tune-batch", "submit", "submit --slurm"]
-OTHERS = ["list", "show", "diff", "sync", "new", "new --update", "schema", "status", "logs", "stop", "nope", ""]
+OTHERS = [
+    "list",
+    "show",
+    "diff",
+    "sync",
+    "new",
+    "new --update",
+    "schema",
+    "status",
+    "logs",
+    "stop",
+    "evaluate",
+    "export",
+]
+OTHERS += ["export --to=out", "nope", ""]
 
 
 @pytest.fixture

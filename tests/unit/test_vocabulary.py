@@ -26,6 +26,16 @@ def test_a_file_that_cannot_be_read_adds_no_keys(tmp_path: Path, content: bytes 
     assert "train.epochs" in vocabulary.all_keys(file)
 
 
+def test_a_file_without_an_end_adds_no_keys() -> None:
+    assert "train.epochs" in vocabulary.all_keys(Path("/dev/zero"))
+
+
+def test_keys_of_the_file_that_one_extends_are_known(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model: {_target_: pipeline.models.MLP, hidden: [8]}\n")
+    (tmp_path / "own.yaml").write_text("extends: base.yaml\n")
+    assert "model.hidden" in vocabulary.all_keys(tmp_path / "own.yaml")
+
+
 @pytest.mark.parametrize(
     ("key", "values"),
     [
