@@ -16,6 +16,8 @@ FILE_NAME = "sweep.json"
 TABLE_NAME, CSV_NAME = "sweep_table.json", "sweep.csv"
 
 State = Literal["finished", "stopped early", "failed", "interrupted", "running", "not begun"]
+LEFT: tuple[State, ...] = ("interrupted", "not begun")
+"""States of trials that a resumed sweep continues with."""
 _STATES = {"stopped early": "stopped"}
 _MOST_DESCRIBED = 20
 """Trials in the description of the sweep's run, the best ones; MLflow cuts a description after 8000 characters."""
@@ -138,7 +140,7 @@ class SweptReport(Frozen):
 
     def _told(self) -> Iterator[str]:
         best = self.swept.trial(self.swept.best)
-        left = sum(trial.state in ("interrupted", "not begun") for trial in self.swept.trials)
+        left = sum(trial.state in LEFT for trial in self.swept.trials)
         if left:
             yield f"{left} of {len(self.swept.trials)} trials are left; --resume continues with them."
         if best is None:

@@ -71,7 +71,7 @@ def test_ctrl_c_loses_nothing_and_resume_ends_what_is_left(start: Start, tmp_pat
     assert [trial["state"] for trial in folder.result["trials"]] == ["interrupted", "interrupted", "not begun"]
 
     output = ended(start("sweep", MLP, RATES, *LONG, "--resume", cwd=tmp_path), 0)
-    assert [trial["state"] for trial in folder.result["trials"]] == ["finished"] * 3
+    assert [trial["state"] for trial in folder.result["trials"]] == ["finished"] * 3, output
     for n in (1, 2):
         assert [resumed.step > 0 for resumed in folder.of(n, Resumed)] == [True]
         assert folder.epochs(n) == list(range(1, EPOCHS + 1))  # each epoch once
@@ -81,6 +81,23 @@ def test_ctrl_c_loses_nothing_and_resume_ends_what_is_left(start: Start, tmp_pat
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     more = start("sweep", MLP, RATES, *LONG, "--resume", cwd=tmp_path)
     assert "all 3 trials of" in ended(more, 2)
+
+
+def test_a_trial_that_ray_loses_is_left_and_told(start: Start, tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    sweep = ("sweep", MLP, RATES, *LONG, "sweep.concurrent=1")
+    process = start(*sweep, cwd=tmp_path)
+    until(lambda: (tmp_path / "runs").exists() and len(folder.epochs(1)) >= 1, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    (actor,) = (one for one in children if "ray::ResourceTrainable" in " ".join(one.cmdline()))
+    actor.kill()
+    output = ended(process, 1)
+    assert "trial 1: interrupted: Ray lost the process that ran it" in output
+    assert "trials that didn't end: 1; --resume continues with them" in output
+    assert [trial["state"] for trial in folder.result["trials"]] == ["interrupted", "finished", "finished"]
+
+    ended(start(*sweep, "--resume", cwd=tmp_path), 0)
+    assert [trial["state"] for trial in folder.result["trials"]] == ["finished"] * 3
 
 
 def test_a_killed_sweep_goes_on_and_trains_no_trial_twice(start: Start, tmp_path: Path) -> None:

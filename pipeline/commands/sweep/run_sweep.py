@@ -16,7 +16,7 @@ from pipeline.config.load import ExperimentFile
 from pipeline.driver.resume import check_same, earlier
 from pipeline.errors import TrainingError, UsageError
 from pipeline.recording.terminal import Terminal, write
-from pipeline.report.swept import SweptReport
+from pipeline.report.swept import LEFT, SweptReport
 from pipeline.system import stages
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def sweep(
         show: gets the report, e.g. to print it as JSON.
 
     Raises:
-        PipelineError: ready to be shown; TrainingError if all trials failed.
+        PipelineError: ready to be shown; TrainingError if all trials failed, or some didn't end.
     """
     refuse_outer_launcher("sweep")
     plan = make(file)
@@ -71,6 +71,9 @@ def sweep(
         failed = [trial for trial in report.swept.trials if trial.state == "failed"]
         if failed and len(failed) == len(report.swept.trials):
             raise TrainingError(f"all {len(failed)} trials failed, the first one: {failed[0].message}")
+        if left := [trial.number for trial in report.swept.trials if trial.state in LEFT]:
+            named = ", ".join(map(str, left))
+            raise TrainingError(f"trials that didn't end: {named}; --resume continues with them")
 
 
 def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:

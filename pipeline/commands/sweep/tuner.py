@@ -19,7 +19,7 @@ from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live
 from pipeline.commands.sweep.sweep_report import trial as swept_trial
 from pipeline.config.sweep import Sweep
 from pipeline.recording.terminal import write
-from pipeline.report.swept import State, SweptTrial, assigned, figure
+from pipeline.report.swept import LEFT, State, SweptTrial, assigned, figure
 from pipeline.system import stages
 from pipeline.system.process import environment
 
@@ -113,12 +113,22 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Tell the end of a trial."""
         suggestion, found = self._found(trial)
-        is_earlier = suggestion.number in self._over
         state: State = "stopped early" if found.state == "running" else found.state  # it writes its checkpoint yet
+        self._tell_end(suggestion, found, state=state)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Tell the end of a trial that failed, or whose actor Ray has lost."""
+        suggestion, found = self._found(trial)
+        if found.state in (*LEFT, "running"):  # the trial ends as its supervisor is gone
+            found = found.model_copy(update={"state": "interrupted", "message": "Ray lost the process that ran it"})
+        self._tell_end(suggestion, found, state=found.state)
+
+    def _tell_end(self, suggestion: Record, found: SweptTrial, *, state: State) -> None:
+        is_earlier, is_bad = suggestion.number in self._over, state in ("failed", "interrupted")
         self.progress.end(suggestion.number, state, suggestion.values, value=found.value, is_earlier=is_earlier)
-        why = f": {found.message}" if found.state == "failed" else ""
+        why = f": {found.message}" if is_bad else ""
         write(
-            self._terminal.warnings if found.state == "failed" else self._terminal.progress,
+            self._terminal.warnings if is_bad else self._terminal.progress,
             f"trial {suggestion.number}: {state}{' before' if is_earlier else ''}{why}; {self._so_far(found)}",
         )
         if found.state == "finished" and found.value is not None:
@@ -130,10 +140,6 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
             return self.progress.line
         value = f"{self._plan.sweep.metric} {figure(found.value)} after epoch {found.epochs}, " if found.epochs else ""
         return f"{value}{assigned(found.values)}"
-
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Tell the end of a trial that failed."""
-        self.on_trial_complete(iteration, trials, trial)
 
     def _found(self, trial: Any) -> tuple[Record, SweptTrial]:
         suggestion = _suggestion(trial)
