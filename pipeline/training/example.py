@@ -78,7 +78,10 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         args = args[:-1]
     if len(args) == 1 and not kwargs:
         return args[0] if isinstance(args[0], Tensor) else None
-    names = [name for name, one in signature(model.forward).parameters.items() if one.kind in _NAMED]
+    try:
+        names = [name for name, one in signature(model.forward).parameters.items() if one.kind in _NAMED]
+    except ValueError:  # TorchScript's have none
+        return None
     given = [*zip(names, args, strict=False), *kwargs.items()]
     named = {name: one for name, one in given if one is not None}
     is_whole = len(names) >= len(args)  # a model of any number of arguments has no names for them
