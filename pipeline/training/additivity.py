@@ -35,8 +35,11 @@ SAMPLES = 5
 DRAWS, DRAWS_S = 64, 2.0
 """Most draws of a loss that draws random numbers, and the seconds after which no further one begins."""
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
-_ERRORS = 5
-"""Standard errors that the mean over draws may be off: one in 200,000 losses that are means is further away."""
+_TOLERANCE_OF_DRAWS, _ERRORS = 0.1, 5
+"""What the mean over draws may be off: a tenth, since detectors that sample proposals are means but for their sampling,
+or so many standard errors, which one in 200,000 means exceeds."""
+_LEAST_TOLD = 0.4
+"""Tolerance beyond which nothing is told: five samples have 0.48 of a sum more than their two parts, each weighted."""
 
 
 class _Loss(NamedTuple):
@@ -54,9 +57,9 @@ class _Loss(NamedTuple):
 def examine(context: TrainContext) -> None:
     """Refuse a user's loss that depends on the number of workers or micro-batches. Collective.
 
-    A loss that draws random numbers is judged by its mean over several draws, and accepted where these differ too much
-    to tell, or where the model is sharded. One that fails on few samples is accepted with a warning in
-    `TrainContext.unexamined`: if the mistake isn't in the check, the first step raises it.
+    A loss that draws random numbers is judged by its mean over several draws. It is accepted with a warning in
+    `TrainContext.unexamined` where these differ too much to tell, or where the model is sharded. So is one that fails
+    on few samples: if the mistake isn't in the check, the first step raises it.
 
     Of a loss that compares samples with `pipeline.tasks.gathered` the parts get the rows of the whole batch.
 
@@ -65,7 +68,7 @@ def examine(context: TrainContext) -> None:
     """
     if is_known(context.task) and context.experiment.loader.collate is None:
         return
-    draws: list[_Draw] = []
+    draws: list[_Draw] | None = None
     rows = _GatheredRows()
     whole_batch = Pass(lambda: None, stands_in=rows.gathered)
     if (count := min(SAMPLES, context.order.set_size)) > 1:
@@ -85,8 +88,12 @@ def examine(context: TrainContext) -> None:
     if context.gives_weight is not False and not (is_known(context.task) or isinstance(context.task, FromModel)):
         context.boundary = Boundary(context.wrapped)
     context.gathers = whole_batch.is_used
-    if draws and not rows.is_unlike:  # otherwise the first step raises it
-        _judge(context, draws)
+    if draws is None or rows.is_unlike:  # the first step raises it
+        return
+    if not _is_judged(context, draws) and _dealt(context) > 1:
+        context.unexamined = (
+            "the loss draws random numbers, so it could not be checked to be a mean, which any number of workers needs"
+        )
 
 
 class _Draw(NamedTuple):
@@ -102,16 +109,24 @@ class _Draw(NamedTuple):
         return self.whole.sum - self.first.sum - self.second.sum
 
 
-def _judge(context: TrainContext, draws: Sequence[_Draw]) -> None:
-    """Refuse a loss that isn't the weighted mean of its parts."""
+def _is_judged(context: TrainContext, draws: Sequence[_Draw]) -> bool:
+    """Refuse a loss that isn't the weighted mean of its parts; return False if the draws don't tell."""
+    if not draws:
+        return False
     mean, tolerance = _Draw(*map(_mean, zip(*draws, strict=True))), _tolerance(context)
     if not isfinite(mean.whole.sum):
-        return
+        return True  # the first step tells
     if len(draws) > 1:
         error = stdev(one.excess for one in draws) / len(draws) ** 0.5
-        tolerance = max(tolerance, _ERRORS * error / max(abs(mean.whole.sum), error))
+        tolerance = max(_TOLERANCE_OF_DRAWS, _ERRORS * error / max(abs(mean.whole.sum), error))
     if not _is_mean(mean, tolerance=tolerance):
         _refuse(context, mean, draws=len(draws), tolerance=tolerance)
+    return tolerance < _LEAST_TOLD
+
+
+def _dealt(context: TrainContext) -> int:
+    """Return the micro-batches of a step."""
+    return context.rank.world_size * context.accumulation
 
 
 def _tolerance(context: TrainContext) -> float:
@@ -119,7 +134,10 @@ def _tolerance(context: TrainContext) -> float:
 
 
 def _tried(context: TrainContext, count: int, *, rows: "_GatheredRows") -> list[_Draw]:
-    """Compute the losses of a batch and of its two parts, once, or several times if another seed gives another loss."""
+    """Compute the losses of a batch and of its two parts, once, or several times if another seed gives another loss.
+
+    Returns none if one draw would be all of such a loss.
+    """
     cut, whole = count // 2, range(count)
     with _as_it_was(context) as module:
         batch = context.batches.read(list(whole))
@@ -228,7 +246,7 @@ def _refuse(context: TrainContext, loss: _Draw, *, draws: int, tolerance: float)
         how = "return the loss of all rows without StepOutput.weight"
     if not context.gives_weight and _close(whole.value, sum(part.value for part in parts), 2 * tolerance):
         raise _error(context, f"is a sum over the samples ({seen}); return their mean")
-    if (dealt := context.rank.world_size * context.accumulation) > 1:
+    if (dealt := _dealt(context)) > 1:
         raise _error(
             context,
             f"is not the mean over the samples ({seen}), so that {dealt} micro-batches give a different loss than "

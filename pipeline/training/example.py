@@ -80,7 +80,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return args[0] if isinstance(args[0], Tensor) else None
     try:
         names = [name for name, one in signature(model.forward).parameters.items() if one.kind in _NAMED]
-    except ValueError:  # TorchScript's have none
+    except ValueError:  # a traced program of TorchScript has none
         return None
     given = [*zip(names, args, strict=False), *kwargs.items()]
     named = {name: one for name, one in given if one is not None}

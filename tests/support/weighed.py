@@ -105,7 +105,7 @@ def compared() -> Any:
 
 
 def contrasted() -> Any:
-    """A loss function that grows with the samples that it compares, as a contrastive one."""
+    """Return a loss function that grows with the number of samples, as a contrastive one."""
     return lambda outputs, targets: outputs.logsumexp(0).mean() + (outputs - targets).square().mean()
 
 
@@ -130,13 +130,13 @@ def drawn() -> Any:
 
 
 def noisy(of: str, noise: float = 0.1) -> Any:
-    """One of the loss functions here, of outputs with random numbers."""
+    """Return a loss function of this module that adds Gaussian noise to the outputs."""
     loss = globals()[of]()
     return lambda outputs, targets: loss(outputs + noise * torch.randn_like(outputs), targets)
 
 
 def swinging() -> Any:
-    """A sum of which a few samples decide, other ones each time."""
+    """Return a sum that is dominated by heavy-tailed noise."""
     return lambda outputs, targets: (outputs - targets).square().sum() + (4 * torch.randn_like(outputs)).exp().sum()
 
 

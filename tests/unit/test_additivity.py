@@ -62,7 +62,7 @@ def test_a_weight_that_can_not_be_used_is_refused(task: str, what: str) -> None:
 
 @pytest.mark.parametrize("loss", ["weighed.per_sample", "weighed.drawn"])
 def test_a_mean_is_taken_with_and_without_random_numbers(loss: str) -> None:
-    built(loss={"_target_": loss}, accumulation=2)
+    assert built(loss={"_target_": loss}, accumulation=2).unexamined == ""
 
 
 @pytest.mark.parametrize(("of", "what"), [("summed", "is a sum over the"), ("contrasted", "is not the mean over the")])
@@ -72,9 +72,17 @@ def test_a_loss_that_draws_random_numbers_is_judged_by_its_mean(of: str, what: s
         built(loss=noisy, accumulation=2)
 
 
-def test_a_loss_of_little_but_random_numbers_is_taken() -> None:
+def test_a_loss_that_draws_random_numbers_may_be_a_little_off() -> None:
+    """As those of detectors are, which sample proposals."""
+    noisy = {"_target_": "weighed.noisy", "of": "compared", "noise": 0.01}
+    assert built(loss=noisy, accumulation=2).unexamined == ""
+
+
+def test_a_loss_of_little_but_random_numbers_is_taken_with_a_warning() -> None:
     """The mean of few draws says nothing of it."""
-    built(loss={"_target_": "weighed.swinging"}, accumulation=2)
+    swinging = {"_target_": "weighed.swinging"}
+    assert built(loss=swinging, accumulation=2).unexamined.startswith("the loss draws random numbers, so it could not")
+    assert built(loss=swinging).unexamined == ""
 
 
 def test_nothing_is_left_of_the_trial() -> None:
