@@ -111,7 +111,7 @@ class _Draw(NamedTuple):
 
 def _is_judged(context: TrainContext, draws: Sequence[_Draw]) -> bool:
     """Refuse a loss that isn't the weighted mean of its parts; return False if the draws don't tell."""
-    if not draws:
+    if not draws or (len(draws) > 1 and not all(isfinite(one.excess) for one in draws)):
         return False
     mean, tolerance = _Draw(*map(_mean, zip(*draws, strict=True))), _tolerance(context)
     if not isfinite(mean.whole.sum):

@@ -135,6 +135,11 @@ def noisy(of: str, noise: float = 0.1) -> Any:
     return lambda outputs, targets: loss(outputs + noise * torch.randn_like(outputs), targets)
 
 
+def undefined() -> Any:
+    """Return a loss function that is NaN or infinite for some random numbers."""
+    return lambda outputs, targets: (outputs - targets + torch.randn_like(outputs)).log().mean() / torch.randint(2, ())
+
+
 def swinging() -> Any:
     """Return a sum that is dominated by heavy-tailed noise."""
     return lambda outputs, targets: (outputs - targets).square().sum() + (4 * torch.randn_like(outputs)).exp().sum()

@@ -78,11 +78,11 @@ def test_a_loss_that_draws_random_numbers_may_be_a_little_off() -> None:
     assert built(loss=noisy, accumulation=2).unexamined == ""
 
 
-def test_a_loss_of_little_but_random_numbers_is_taken_with_a_warning() -> None:
-    """The mean of few draws says nothing of it."""
-    swinging = {"_target_": "weighed.swinging"}
-    assert built(loss=swinging, accumulation=2).unexamined.startswith("the loss draws random numbers, so it could not")
-    assert built(loss=swinging).unexamined == ""
+@pytest.mark.parametrize("loss", ["weighed.swinging", "weighed.undefined"])
+def test_a_loss_whose_draws_tell_nothing_is_taken_with_a_warning(loss: str) -> None:
+    said = built(loss={"_target_": loss}, accumulation=2).unexamined
+    assert said.startswith("the loss draws random numbers, so it could not be checked to be a mean")
+    assert built(loss={"_target_": loss}).unexamined == ""
 
 
 def test_nothing_is_left_of_the_trial() -> None:
