@@ -2,11 +2,12 @@
 
     python benchmarks/peers                                  # as many rounds as fit into 14 minutes, five at most
     python benchmarks/peers --rounds 1 --workloads mlp       # a part of it
-    python benchmarks/peers --only bare pipeline             # without the other libraries
+    python benchmarks/peers --only "bare*" "pipeline*"       # without the other libraries
+    python benchmarks/peers --taken 1                        # while another process computes on a core
     python benchmarks/peers --page                           # only the page, from the figures there are
 
-The other libraries are the optional dependencies "bench". Writes results/peers.json and results/peers.md. Ends with 1
-if a competitor trained something else than the others.
+The other libraries are the optional dependencies "bench". Writes results/peers.json and results/peers.md, with
+``--taken`` peers_taken.json and peers_taken.md. Ends with 1 if a competitor trained something else than the others.
 """
 
 import argparse
@@ -15,6 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,13 +41,14 @@ def main() -> int:
     arguments = _arguments()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
+    file = out / ("peers_taken.json" if arguments.taken else "peers.json")
     if not arguments.page:
         todo = rows(arguments.workloads, everyone=arguments.everyone)
-        chosen = [row for row in todo if row[0].name.startswith(tuple(arguments.only))]
-        measured = measure(chosen, rounds=arguments.rounds, minutes=arguments.minutes)
-        (out / "peers.json").write_text(measured.model_dump_json(indent=1) + "\n")
-    results = Results.model_validate_json((out / "peers.json").read_text())
-    (out / "peers.md").write_text(page(results))
+        chosen = [row for row in todo if any(fnmatch(row[0].name, pattern) for pattern in arguments.only)]
+        measured = measure(chosen, rounds=arguments.rounds, minutes=arguments.minutes, taken=arguments.taken)
+        file.write_text(measured.model_dump_json(indent=1) + "\n")
+    results = Results.model_validate_json(file.read_text())
+    file.with_suffix(".md").write_text(page(results))
     print(page(results))
     if max(results.busy) > QUIET:
         print(f"the machine was busy: other processes took {max(results.busy):.0%} of it")
@@ -52,8 +57,8 @@ def main() -> int:
     return 1 if others else 0
 
 
-def measure(todo: list[Row], *, rounds: int, minutes: float) -> Results:
-    """As many rounds as fit, at least one; each second one in reverse."""
+def measure(todo: list[Row], *, rounds: int, minutes: float, taken: int = 0) -> Results:
+    """As many rounds as fit, at least one; each second one in reverse; ``taken``: processes that compute meanwhile."""
     begin, longest = time.monotonic(), 0.0
     machine = detect()
     results = Results(
@@ -61,6 +66,7 @@ def measure(todo: list[Row], *, rounds: int, minutes: float) -> Results:
         versions={name: version(name) for name in LIBRARIES if find_spec(name)},
         rounds=0,
         busy=[],
+        taken=taken,
         runs=[],
     )
     with tempfile.TemporaryDirectory() as name:
@@ -69,19 +75,30 @@ def measure(todo: list[Row], *, rounds: int, minutes: float) -> Results:
         while results.rounds < rounds and time.monotonic() - begin + longest < 60 * minutes:
             started = time.monotonic()
             results.busy.append(psutil.cpu_percent(interval=2.0) / 100)
-            for competitor, workload, workers in todo[:: -1 if results.rounds % 2 else 1]:
-                begun = time.monotonic()
-                run = _raced(competitor, workload, workers=workers, number=results.rounds, base=base)
-                results.runs.append(run)
-                took = f"{time.monotonic() - begun:5.1f} s in all"
-                print(
-                    f"{workload} x {workers}  {competitor.name:<32} {run.throughput:10.1f} samples/s {took}", flush=True
-                )
+            with computing(taken):
+                for competitor, workload, workers in todo[:: -1 if results.rounds % 2 else 1]:
+                    begun = time.monotonic()
+                    run = _raced(competitor, workload, workers=workers, number=results.rounds, base=base)
+                    results.runs.append(run)
+                    speed = f"{run.throughput:10.1f} samples/s {time.monotonic() - begun:5.1f} s in all"
+                    print(f"{workload} x {workers}  {competitor.name:<32} {speed}", flush=True)
             results.rounds += 1
             longest = max(longest, time.monotonic() - started)
     order = {(competitor.name, workload, workers): i for i, (competitor, workload, workers) in enumerate(todo)}
     results.runs.sort(key=lambda run: (order[run.competitor, run.workload, run.workers], run.round))
     return results
+
+
+@contextmanager
+def computing(processes: int) -> Iterator[None]:
+    """Let as many processes compute without end, as those of others on a shared machine do."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
 
 
 def _raced(competitor: Competitor, workload: str, *, workers: int, number: int, base: Path) -> Run:
@@ -108,9 +125,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="at most")
     parser.add_argument("--minutes", type=float, default=14, help="no round is begun that would end later")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=[""], help="competitors whose name begins so")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=["*"], help='competitors, e.g. "pipeline*"')
+    parser.add_argument("--taken", type=int, default=0, metavar="CORES", help="that another process computes on")
     parser.add_argument("--everyone", action="store_true", help="all competitors in every workload, not only in mlp")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of peers.json and peers.md")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--page", action="store_true", help="measure nothing")
     return parser.parse_args()
 

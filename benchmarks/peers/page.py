@@ -36,6 +36,8 @@ class Results(BaseModel):
     rounds: int
     busy: list[float]
     """Part of the cores that other processes took just before each round."""
+    taken: int = 0
+    """Processes that computed beside each run, to measure on a machine that isn't idle."""
     runs: list[Run]
 
 
@@ -119,9 +121,10 @@ def page(results: Results) -> str:
     busy = max(results.busy)
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     parts = [
-        "# pipeline beside others",
+        "# pipeline beside others" + (f", {results.taken} of the cores taken" if results.taken else ""),
         f"{results.machine}; {versions}. {results.rounds} rounds, all in turn within each; other processes took "
-        f"{busy:.0%} of the cores at most just before a round.",
+        f"{busy:.0%} of the cores at most just before a round."
+        + (f" Meanwhile {results.taken} more computed without end." if results.taken else ""),
         EXPLANATION,
     ]
     for workload, workers in dict.fromkeys((run.workload, run.workers) for run in results.runs):
