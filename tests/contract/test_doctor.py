@@ -1,6 +1,8 @@
 """The doctor on this machine, on a real Ray, and at stores that are not what they should be."""
 
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.cluster.node_facts import NodeFacts
+from pipeline.cluster.node_facts import NodeFacts, facts_here
 from pipeline.commands.doctor import link_speed, tracking
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination
@@ -48,6 +50,20 @@ def server(*, status: int = 200, text: str = "", version: str = "") -> Iterator[
 
 def looked_at(uri: str) -> CheckResult:
     return tracking.judged(uri, client=MLFLOW)
+
+
+def test_lines_of_a_library_are_no_part_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo prints that it is connected in torch 2.9."""
+    says = "print('[Gloo] Rank 0 is connected to 1 peer ranks'); print('[[4096, 0.5], [4194304, 9.0]]')"
+
+    def rank(*_: object) -> "subprocess.Popen[str]":
+        return subprocess.Popen([sys.executable, "-c", says], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(link_speed, "_rank", rank)
+    assert [(each.bytes, each.ms) for each in link_speed.measure_here(facts_here()).all_reduces] == [
+        (4096, 0.5),
+        (4194304, 9.0),
+    ]
 
 
 def test_this_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
