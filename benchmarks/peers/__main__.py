@@ -58,7 +58,14 @@ def main() -> int:
 
 
 def measure(todo: list[Row], *, rounds: int, minutes: float, taken: int = 0) -> Results:
-    """As many rounds as fit, at least one; each second one in reverse; ``taken``: processes that compute meanwhile."""
+    """Measure as many rounds as fit, at least one, each second one in reverse order.
+
+    Args:
+        todo: competitors with their workloads and numbers of workers, in the order of the first round.
+        rounds: most rounds.
+        minutes: no round is begun that would end later.
+        taken: processes that compute meanwhile.
+    """
     begin, longest = time.monotonic(), 0.0
     machine = detect()
     results = Results(
@@ -91,8 +98,9 @@ def measure(todo: list[Row], *, rounds: int, minutes: float, taken: int = 0) -> 
 
 @contextmanager
 def computing(processes: int) -> Iterator[None]:
-    """Let as many processes compute without end, as those of others on a shared machine do."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    """Run processes that compute, as those of others on a shared machine do, until the block or this process ends."""
+    compute = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10_000))"
+    others = [subprocess.Popen([sys.executable, "-c", compute]) for _ in range(processes)]
     try:
         yield
     finally:
@@ -126,7 +134,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=14, help="no round is begun that would end later")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--only", nargs="+", metavar="NAME", default=["*"], help='competitors, e.g. "pipeline*"')
-    parser.add_argument("--taken", type=int, default=0, metavar="CORES", help="that another process computes on")
+    parser.add_argument(
+        "--taken", type=int, default=0, metavar="CORES", help="on which other processes compute meanwhile"
+    )
     parser.add_argument("--everyone", action="store_true", help="all competitors in every workload, not only in mlp")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--page", action="store_true", help="measure nothing")

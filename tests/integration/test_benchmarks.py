@@ -73,11 +73,12 @@ def test_an_interval_is_a_verdict(
 
 @pytest.mark.timeout(300)
 def test_the_page_says_what_tracking_costs(tmp_path: Path) -> None:
-    only = ["--only", "bare loop", "pipeline, inprocess*"]
-    command = [sys.executable, BENCHMARKS / "peers", "--rounds", "1", "--workloads", "mlp", *only, "--out", tmp_path]
+    asked = ["--only", "bare loop", "pipeline, inprocess*", "--taken", "1"]
+    command = [sys.executable, BENCHMARKS / "peers", "--rounds", "1", "--workloads", "mlp", *asked, "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "peers.md").read_text()
+    page = (tmp_path / "peers_taken.md").read_text()
+    assert "Meanwhile 1 more computed without end." in page
     (line,) = [line for line in page.splitlines() if line.startswith("Tracking, pipeline, inprocess with MLflow")]
     assert all(f"{what} x " in line for what in ("samples/s", "first step", "prompt"))
     assert "| | first step, s | x bare | prompt, s | x bare | MB, all (PSS) | x bare |" in page
