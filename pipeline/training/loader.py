@@ -7,9 +7,11 @@ computing stream its copy would wait for the step before.
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
+from weakref import WeakSet, ref
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -25,6 +27,19 @@ from pipeline.training.order import MicroBatch
 Pair = tuple[MicroBatch, Any]
 Copy = Callable[[Any], Callable[[], Any]]
 """Function that starts to copy a batch, and returns a function that waits for the copy and returns it."""
+_loaders: WeakSet["BatchLoader"] = WeakSet()
+"""All loaders of this process."""
+
+
+@contextmanager
+def new_loaders_closed() -> Iterator[None]:
+    """Close at the end of the block the loaders that were created in it."""
+    before = WeakSet(_loaders)
+    try:
+        yield
+    finally:
+        for loader in _loaders - before:
+            loader.close()
 
 
 class BatchLoader:
@@ -34,11 +49,13 @@ class BatchLoader:
         self, dataset: Dataset[Any], *, options: Loader, collate: Collate | None, seed: int, device: torch.device
     ) -> None:
         self._served = _Replay()
+        self._reading: Callable[[], Generator[Pair] | None] = lambda: None
         self._fetcher = fetcher(dataset, collate=collate, seed=seed)
         workers = options.num_workers
         pins = device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory
         # Reading in this process needs no DataLoader, whose 30 us a batch are much of a short step.
         self._loader: DataLoader[Any] | None = None
+        _loaders.add(self)
         if not workers and not pins:
             return
         self._loader = DataLoader(
@@ -54,13 +71,28 @@ class BatchLoader:
             generator=torch.Generator(),  # each iteration draws a number, which must not come from the model's
         )
 
-    def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+    def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Pair]:
         """Yield each micro-batch with its data, on the CPU.
 
         Raises:
             ExperimentError: samples can't be stacked into a batch.
             TrainingError: the dataset raised; names the sample and has the dataset's traceback.
         """
+        reading = self._read(micro_batches)
+        self._reading = ref(reading)  # a reference cycle would keep loader processes alive, see `_Replay`
+        return reading
+
+    def close(self) -> None:
+        """End the loader processes; what `batches` has begun can't go on.
+
+        Left to the garbage collector, since DDP's reference cycles hold it, a DataLoader takes up to 5 s for each
+        process: its queues, by which it asks them to end, are finalized first.
+        """
+        if (reading := self._reading()) is not None:
+            reading.close()
+        self._loader = None
+
+    def _read(self, micro_batches: Iterable[MicroBatch]) -> Generator[Pair]:
         if self._loader is None:
             for micro_batch in micro_batches:
                 yield micro_batch, usable(self._fetcher.__getitems__(micro_batch))

@@ -42,6 +42,7 @@ from pipeline.protocol.trial import Evaluation, Rank, Training, Trial, Tuning, t
 from pipeline.system import allocator
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
+from pipeline.training.loader import new_loaders_closed
 from pipeline.training.loop import train
 from pipeline.training.restored import evaluate_checkpoint
 from pipeline.training.watch import Watchdog
@@ -88,6 +89,7 @@ def run(
             told_to(outbox.event, trial=trial.name),
             Watchdog(trial, rank=rank, outbox=outbox, end=end),
             _process_group(trial, rank=rank, store=store),
+            new_loaders_closed(),
             system_sampled(rank, outbox) if samples else nullcontext(),
         ):
             outcome = _carried_out(trial, rank=rank, outbox=outbox)

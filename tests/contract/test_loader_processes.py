@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.training.loader import BatchLoader
+from pipeline.training.loader import BatchLoader, new_loaders_closed
 from pipeline.training.order import MicroBatch, SampleOrder
 
 ORDER = SampleOrder(samples=11, global_batch_size=4, seed=5)
@@ -107,6 +107,34 @@ def test_loader_processes_end_with_the_loader(dataset: Dataset[Any]) -> None:
         assert not set(active_children()) - before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_loader_processes_end_with_the_trial_though_a_cycle_holds_their_loader(persistent: bool) -> None:
+    """As the model's does in which the context of a training is held, in the middle of an epoch."""
+    gc.disable()
+    try:
+        before = set(active_children())
+        with new_loaders_closed():
+            options = Loader(num_workers=1, persistent_workers=persistent)
+            held: list[Any] = [BatchLoader(TABLE, options=options, collate=None, seed=5, device=torch.device("cpu"))]
+            held += [held, held[0].batches([micro_batch(index) for index in range(8)])]
+            next(held[2])
+            (process,) = set(active_children()) - before
+            del held
+        assert process.exitcode == 0
+    finally:
+        gc.enable()
+
+
+def test_the_end_of_a_trial_leaves_loaders_alone_that_were_there_before() -> None:
+    reader = loader(TABLE, workers=1)
+    batches = reader.batches([micro_batch(0), micro_batch(1)])
+    next(batches)
+    with new_loaders_closed():
+        loader(TABLE, workers=1)
+
+    assert next(batches)[1][1].tolist() == [1]
 
 
 def failure(dataset: Dataset[Any], *indices: int, workers: int = 0, **more: Any) -> Exception:
