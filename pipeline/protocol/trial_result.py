@@ -11,6 +11,9 @@ from pydantic import model_validator
 from pipeline.config.values import Frozen
 from pipeline.wording import figure
 
+RANDOM_NUMBERS = "random numbers"
+"""Part of `TrialResult.coupling` if a step draws some, e.g. for dropout."""
+
 
 class Spread(Frozen):
     """A measured value: median, lowest and highest of several windows."""
@@ -280,7 +283,7 @@ class TrialResult(Frozen):
     unused_parameters: int = 0
     """Number of trainable parameters that get no gradient in a step."""
     coupling: tuple[str, ...] = ()
-    """Types of layers whose output depends on how ranks share a global batch, e.g. "BatchNorm2d", "Dropout"."""
+    """What depends on how ranks share a global batch: types of layers, "buffer NAME", `RANDOM_NUMBERS`."""
     data_notes: tuple[str, ...] = ()
     """Promises that the data can't keep; empty for samples that can be read by index."""
     losses: tuple[float, ...] = ()

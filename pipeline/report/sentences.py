@@ -6,6 +6,7 @@ from itertools import groupby
 
 from pipeline.config.reported import named
 from pipeline.protocol import estimates
+from pipeline.protocol.trial_result import RANDOM_NUMBERS
 from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
 from pipeline.report.tables import amount, is_wide, low_to_high, placed, rate, times
 from pipeline.wording import counted, duration
@@ -224,15 +225,28 @@ def _reasons(row: Row, baseline: Row) -> str:
     if max(row.replicas, baseline.replicas) < 2:
         return ""
     masks = [kind for kind in row.coupling if "Dropout" in kind]
-    statistics = [kind for kind in row.coupling if "Dropout" not in kind]
-    reasons = [f"{kind} uses each worker's share of the batch" for kind in statistics]
+    own = [kind for kind in row.coupling if kind == RANDOM_NUMBERS and not masks]
+    statistics = [kind for kind in row.coupling if kind not in {*masks, RANDOM_NUMBERS}]
+    reasons = [_share(kind) for kind in statistics]
     hook = row.options.get("communication_hook", "none")
     local = row.options.get("local_sgd_period")
     apart = [f"with local_sgd_period: {local} workers train independently between averages"] if local else []
     rounding = [] if hook == "none" else [f"communication_hook: {hook} rounds the gradients"]
     return ", ".join(
-        [*reasons, *(f"{kind} draws a mask of its own in each worker" for kind in masks), *rounding, *apart]
+        [
+            *reasons,
+            *(f"{kind} draws a mask of its own in each worker" for kind in masks),
+            *(f"a step draws other {kind} in each worker" for kind in own),
+            *rounding,
+            *apart,
+        ]
     )
+
+
+def _share(kind: str) -> str:
+    """Say of batch statistics, or of buffers by name, that they are those of a worker's share."""
+    the, use = ("the ", "use" if kind.startswith("buffers") else "uses") if kind.startswith("buffer") else ("", "uses")
+    return f"{the}{kind} {use} each worker's share of the batch"
 
 
 def _has_all_cores(row: Row, main: Row) -> bool:

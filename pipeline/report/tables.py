@@ -18,6 +18,8 @@ UNEVEN = 1.1
 """Factor from which the values of devices or ranks count as different."""
 WIDE = 0.5
 """Half-width of an interval, relative to the figure, from which only the interval is shown."""
+_FAR = 100
+"""Ratio from which the end of an interval far from its figure says only that nothing is known."""
 
 Item = TypeVar("Item")
 Column = tuple[str, Callable[[Item], str]]
@@ -218,7 +220,7 @@ def efficiency(row: Row) -> str:
     if (figure := row.efficiencies) is None:
         return "-"
     if is_wide(figure) or figure.value > 1:
-        return f"{figure.low:.0%} to {figure.high:.0%}"
+        return f"{figure.low:.0%} to {figure.high:.0%}" if figure.high < 10 else f"{figure.low:.0%} to over 1,000%"
     return f"{figure.value:.0%}"
 
 
@@ -249,8 +251,8 @@ def times(ratio: Estimate, *, confidence: float | None = None) -> str:
         ratio: the ratio.
         confidence: confidence level of its interval; None leaves the interval out.
     """
-    ends = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
     if ratio.size and is_wide(ratio):
+        ends = ends_of(ratio)
         return ends if confidence is None else f"{ends} ({100 * confidence:g}%)"
     figure = f"{ratio.value:.2f}x"
     return figure if confidence is None else f"{figure} ({interval(ratio, confidence=confidence)})"
@@ -258,8 +260,15 @@ def times(ratio: Estimate, *, confidence: float | None = None) -> str:
 
 def interval(ratio: Estimate, *, confidence: float) -> str:
     """Format the interval of a ratio, e.g. "95%: 1.79x to 2.02x", or the range of its windows if it has none."""
-    ends = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
+    ends = ends_of(ratio)
     return f"{100 * confidence:g}%: {ends}" if ratio.size else f"windows from {ends}"
+
+
+def ends_of(ratio: Estimate) -> str:
+    """Format the ends of a ratio's interval, e.g. "1.79x to 2.02x"; "under 0.01x to over 100x" tells nothing."""
+    low = f"{ratio.low:.2f}x" if ratio.low >= 1 / _FAR else f"under {1 / _FAR:g}x"
+    is_known = ratio.high < max(_FAR, 10 * ratio.value)  # a hundred devices may be that fast
+    return f"{low} to {ratio.high:.2f}x" if is_known else f"{low} to over {_FAR}x"
 
 
 def low_to_high(values: Sequence[float]) -> str:

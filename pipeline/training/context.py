@@ -70,6 +70,8 @@ class TrainContext:
     """Names of several optimizers in the order of the task's losses; None before its first batch."""
     unexamined: str = ""
     """Warning that the task's loss could not be checked to be a mean; empty if it was, or needs no check."""
+    coupled: tuple[str, ...] = ()
+    """Coupling besides that of layers, as the first step showed, see `pipeline.training.coupling`."""
     boundary: Boundary | None = None
     """Records the model's outputs, for user-defined tasks that return weights."""
 

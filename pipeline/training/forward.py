@@ -1,6 +1,6 @@
 """The forward pass of a batch, in training and in evaluation, with checks of the task's output."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from traceback import walk_tb
 from typing import Any
 
@@ -9,11 +9,14 @@ from torch.nn.functional import batch_norm
 
 from pipeline.errors import ExperimentError
 from pipeline.tasks import StepOutput
-from pipeline.training import logs, loss_errors
+from pipeline.training import logs, loss_errors, torch_errors
 from pipeline.training.carried_state import CarriedState
 from pipeline.training.context import TrainContext
 from pipeline.training.order import MicroBatch, StreamOrder
 from pipeline.training.yielded import combined, outputs
+
+_FEW = 4
+"""Names that a message lists."""
 
 
 def forward(
@@ -70,6 +73,8 @@ def _output(context: TrainContext, module: nn.Module, batch: Any, state: Any) ->
     except Exception as error:
         if said := loss_errors.explained(error):
             raise _refused(context, said) from error
+        if (names := torch_errors.without_gradient(error, context.model)) is not None:
+            raise _unused(names, context) from error
         raise
     if isinstance(output, Iterator):
         raise _refused(context, "yields its losses, which takes several optimizers; write optimizers: in the file")
@@ -93,6 +98,15 @@ def _weight(context: TrainContext, weight: object, loss: Tensor) -> Tensor:
 
 def _refused(context: TrainContext, message: str) -> ExperimentError:
     return ExperimentError.of("task" if context.experiment.task else "loss", message)
+
+
+def _unused(names: Sequence[str], context: TrainContext) -> ExperimentError:
+    said = f"{', '.join(names[:_FEW])}{' and others' if len(names) > _FEW else ''}" if names else "some parameters"
+    return ExperimentError.of(
+        "parallel.options.find_unused_parameters",
+        f"is false, but {said} got no gradient in a step on rank {context.rank.rank}; write true if the model uses "
+        "them in some batches only, else leave them out of the model, or freeze them with train.freeze",
+    )
 
 
 def _shape(value: object) -> str:

@@ -19,7 +19,7 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import CellMeasurement, Measurement, Probe, Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
-from pipeline.training import flops, logs, pictures, reporting
+from pipeline.training import coupling, flops, logs, pictures, reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
@@ -124,7 +124,7 @@ def _result(context: TrainContext, meter: Meter, *, start: int) -> TrialResult:
         matmul_precision=torch.get_float32_matmul_precision(),
         compile_s=reporting.compile_s(context),
         gradient_mb=reporting.gradient_mb(context.whole),
-        coupling=reporting.coupling_layers(context.model),
+        coupling=coupling.layers(context.model) + context.coupled,
         data_notes=context.batches.notes,
         losses=meter.first_losses,
         metrics=meter.reached,
@@ -181,6 +181,7 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
         if step == start:
             reporting.first_step(context, meter.outbox)
             with meter.clock.stopped():
+                coupling.observe(context, meter.outbox, step=step)
                 context.log_names = logs.agree(context.log_names, rank=context.rank)
                 prepare_evaluation(context)
         if meter.cadence.is_due(step + 1) or meter.finiteness.is_exhausted:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.overrides import TorchFunctionMode
@@ -55,6 +56,13 @@ def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn
     if not isinstance(model, nn.Module):
         raise ExperimentError.of(
             "model", f"{experiment.model.target} returned a {type(model).__name__}; it must return a torch.nn.Module"
+        )
+    if lazy := [name for name, layer in model.named_modules() if any(map(is_lazy, layer.parameters(recurse=False)))]:
+        layer = model.get_submodule(lazy[0])
+        raise ExperimentError.of(
+            "model",
+            f"the {type(layer).__name__} {lazy[0]!r} has no size before its first batch, but workers need equal "
+            "weights before that; write its size, or call the model in its constructor, on zeros of a sample's shape",
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ExperimentError.of("model", f"{experiment.model.target} has no trainable parameters; nothing to train")

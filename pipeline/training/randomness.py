@@ -1,5 +1,6 @@
 """Global random number generators that user code draws from: torch's, Python's and NumPy's."""
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,13 @@ def seed_all(seed: int, *, device: torch.device | None = None) -> None:
             torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def states(device: torch.device) -> tuple[bytes, ...]:
+    """Return the states of all three generators, torch's on the CPU and on ``device``, to compare them."""
+    own = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    others = random.getstate(), np.random.get_state()
+    return (*(bytes(state.numpy()) for state in own), *(pickle.dumps(state) for state in others))
 
 
 @contextmanager

@@ -107,6 +107,14 @@ def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = Fal
         )
 
 
+def differing(tensors: Mapping[str, Tensor], *, rank: Rank) -> list[str]:
+    """List the names of the tensors that differ between ranks. Collective."""
+    if rank.world_size == 1 or not tensors:
+        return []
+    own = dict(chain.from_iterable(_leaves(tensor, name, with_text=False) for name, tensor in tensors.items()))
+    return _differing(gather(own, rank=rank))
+
+
 def fingerprint(value: Any) -> str:
     """Return a short hash of all tensors, arrays, numbers and texts in a value."""
     leaves = repr(sorted(_leaves(value, "", with_text=True)))

@@ -9,8 +9,6 @@ from urllib.parse import quote
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from pipeline.protocol.events import (
     EXAMPLE,
@@ -145,23 +143,6 @@ def has_tf32(context: TrainContext) -> bool:
 def gradient_mb(model: nn.Module) -> float:
     """Return the size of a replica's gradients in MiB."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
-
-
-def coupling_layers(model: nn.Module) -> tuple[str, ...]:
-    """Return the types of layers whose result depends on how a global batch is divided among ranks.
-
-    Batch statistics are those of a rank's share, and each rank draws its own dropout masks.
-    """
-    coupled = (
-        module
-        for module in model.modules()
-        if (isinstance(module, _BatchNorm) and not frozen.stays_in_evaluation(module))
-        or (isinstance(module, _DropoutNd) and module.p > 0)
-    )
-    names = [type(module).__name__.removeprefix("FSDP") for module in coupled]
-    recurrent = (module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout > 0)
-    names += [f"Dropout of {type(module).__name__}" for module in recurrent]
-    return tuple(dict.fromkeys(names))
 
 
 def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | None = None) -> None:

@@ -38,8 +38,7 @@ class StepGuard:
         if (task := context.in_steps) is not None:
             epoch, since = divmod(self._step, context.order.steps_per_epoch)
             task.begin_step(self._step, epoch=epoch, batch=since * context.accumulation)
-        # Dropout draws the same numbers in a resumed step, and different ones on each rank.
-        seed_all(mix(context.experiment.seed, "step", self._step, context.rank.rank), device=context.device)
+        seed_step(context, step=self._step)
         self._buffers = Buffers(context.whole) if self._may_skip else None
         return self
 
@@ -67,6 +66,11 @@ class StepGuard:
             self._buffers.restore()
             if self._context.carried is not None:
                 self._context.carried.revert()
+
+
+def seed_step(context: TrainContext, *, step: int) -> None:
+    """Seed the random numbers of a step: the same in a resumed step, different ones on each rank, e.g. for dropout."""
+    seed_all(mix(context.experiment.seed, "step", step, context.rank.rank), device=context.device)
 
 
 class Buffers:

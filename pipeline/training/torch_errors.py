@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipeline.protocol.events import Origin
 from pipeline.system.imports import PACKAGE
@@ -24,6 +25,9 @@ _TIMEOUT = ("Timed out waiting", "Application timeout", "Watchdog caught collect
 """Timeouts of gloo, of gloo's next operation, and of NCCL, which raise the same type for a lost peer and a late one."""
 _NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 """Texts of the CPU's allocator, CUDA outside torch's allocator, cuBLAS, cuDNN; others are torch.OutOfMemoryError."""
+_UNUSED = "Expected to have finished reduction in the prior iteration"
+_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+"""Error of DDP about parameters without a gradient, and where it counts them, among those that require one."""
 
 _HINTS = (
     (
@@ -55,6 +59,15 @@ def hint(error: BaseException) -> str:
     if not isinstance(error, RuntimeError | IndexError) or not _is_from_torch(error):
         return ""
     return next((f"; {meaning}" for text, meaning in _HINTS if text in str(error)), "")
+
+
+def without_gradient(error: BaseException, model: nn.Module) -> list[str] | None:
+    """Name the parameters that DDP waited for in the step before, as far as it says; None for other errors."""
+    if not (isinstance(error, RuntimeError) and _UNUSED in str(error) and _is_from_torch(error)):
+        return None
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    found = _INDICES.search(str(error))
+    return [names[int(index)] for index in found[1].split()] if found else []
 
 
 def is_out_of_memory(error: BaseException) -> bool:

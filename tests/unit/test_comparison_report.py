@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from samples import BASELINE, DDP_2, DDP_4, HARDWARE, LOSSES, MEASURED, WEAK, comparison, finished, spread
 
+from pipeline.protocol.trial_result import RANDOM_NUMBERS
 from pipeline.report.report import Report, comparison_json
 
 
@@ -90,6 +91,20 @@ def test_other_losses_have_the_layers_for_their_reason() -> None:
     )
     assert "of single; loss differs from the baseline's (note 1); " in result.verdict
     assert result.results.rows[2][-1] == "no"
+
+
+@pytest.mark.parametrize(
+    ("coupling", "reason"),
+    [
+        ((RANDOM_NUMBERS,), "a step draws other random numbers in each worker"),
+        (("Dropout", RANDOM_NUMBERS), "Dropout draws a mask of its own in each worker"),
+        (("buffer mean",), "the buffer mean uses each worker's share of the batch"),
+        (("buffers mean and 2 others",), "the buffers mean and 2 others use each worker's share of the batch"),
+    ],
+)
+def test_what_the_first_step_showed_is_a_reason(coupling: tuple[str, ...], reason: str) -> None:
+    (remark, *_) = comparison(losses=(2.3, 2.121, 1.9, 1.7), coupling=coupling).remarks
+    assert remark.endswith(f"in the first 3 steps: {reason}.")
 
 
 def test_other_losses_without_a_reason_are_a_warning() -> None:

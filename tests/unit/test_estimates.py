@@ -214,6 +214,8 @@ def test_table_sentence_json_and_mlflow_have_the_same_figures() -> None:
         (Estimate(1.9, 1.79, 2.02, 0), 0.95, "1.90x (windows from 1.79x to 2.02x)"),
         (Estimate(1.9, 0.79, 4.02, 0), 0.95, "1.90x (windows from 0.79x to 4.02x)"),
         (Estimate(1.9, 1.79, 2.02, 0), None, "1.90x"),
+        (Estimate(0.28, 0.0004, 2_287_405, 2), 0.95, "under 0.01x to over 100x (95%)"),
+        (Estimate(90, 30, 140, 2), None, "30.00x to 140.00x"),  # of a hundred devices
     ],
 )
 def test_a_ratio_says_where_its_ends_come_from(given: Estimate, confidence: float | None, text: str) -> None:
@@ -245,6 +247,13 @@ def test_a_speedup_that_may_be_anything_is_no_figure() -> None:
     assert report.verdict.startswith("ddp x 2: 0.70x to 5.18x (95%) of single, could be noise")
     assert "the machine was busy" in report.results.notes[0].lower()
     assert any("0.70x to 5.18x (95%), is not resolved" in remark for remark in report.remarks)
+
+
+def test_an_efficiency_that_may_be_anything_has_no_thousands() -> None:
+    ends = [finished("baseline", spread(100), slots=in_turn(100))]
+    ends += [finished("main", spread(190), slots=in_turn(190, noise=50))]
+    report = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
+    assert efficiency(report.main).endswith("% to over 1,000%")
 
 
 def test_an_efficiency_above_one_has_its_range_and_a_reason() -> None:

@@ -13,8 +13,8 @@ from pipeline.protocol.events import Started
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
+from pipeline.training.coupling import layers
 from pipeline.training.frozen import freeze, hold_statistics, stays_in_evaluation
-from pipeline.training.reporting import coupling_layers
 
 NET = {"_target_": "toys.NormedNet"}
 BODY = {"freeze": ["body.*"]}
@@ -61,8 +61,8 @@ def test_only_batch_norm_that_is_frozen_as_a_whole_stays_in_evaluation() -> None
     assert not whole.body[1].training
     assert whole.body[0].training
     assert stays_in_evaluation(whole.body[1])
-    assert coupling_layers(partly) == ("BatchNorm1d",)
-    assert coupling_layers(whole) == ()
+    assert layers(partly) == ("BatchNorm1d",)
+    assert layers(whole) == ()
 
 
 def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:

@@ -23,9 +23,9 @@ from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.carried_state import CarriedState, _dealt_back
 from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.coupling import layers
 from pipeline.training.loop import train
 from pipeline.training.order import ContiguousOrder, MicroBatch, mix
-from pipeline.training.reporting import coupling_layers
 
 ROWS, STEPS = 4, 6
 """Streams, and chunks of each: two of 26 are left over."""
@@ -198,8 +198,8 @@ def test_the_state_of_a_skipped_step_is_left_out_too() -> None:
 
 
 def test_dropout_within_recurrent_layers_is_told_as_another_training() -> None:
-    assert coupling_layers(toy_sequences.Net(dropout=0.5)) == ("Dropout of LSTM",)
-    assert coupling_layers(toy_sequences.Net()) == ()
+    assert layers(toy_sequences.Net(dropout=0.5)) == ("Dropout of LSTM",)
+    assert layers(toy_sequences.Net()) == ()
 
 
 # Errors

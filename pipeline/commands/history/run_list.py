@@ -12,7 +12,7 @@ from pipeline.errors import UsageError
 from pipeline.protocol.estimates import Estimate
 from pipeline.recording.run_summary import RunSummary, is_number, value_of
 from pipeline.recording.terminal import listing, print_table, width_of
-from pipeline.report.tables import times
+from pipeline.report.tables import ends_of, times
 from pipeline.wording import did_you_mean, duration, figure
 
 _STYLES = {"RUNNING": "cyan", "FAILED": "red", "KILLED": "yellow"}
@@ -157,7 +157,7 @@ def _speedup(run: RunSummary, *, is_narrow: bool) -> str:
     figure = times(ratio)  # only the interval if that is wide, as in the verdict
     if is_narrow:
         return noise or figure
-    ends = f"{ratio.low:.2f}x to {ratio.high:.2f}x"
+    ends = ends_of(ratio)
     return ", ".join(filter(None, [figure if figure == ends else f"{figure} ({ends})", noise]))
 
 

@@ -1,0 +1,83 @@
+"""What of a training depends on how the ranks share a global batch, so that several ranks train differently from one.
+
+Some layers are known by their type; buffers and random numbers show themselves in the first step.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from pipeline.protocol.events import Outbox, Warned
+from pipeline.protocol.trial import Training
+from pipeline.protocol.trial_result import RANDOM_NUMBERS
+from pipeline.training import frozen
+from pipeline.training.context import TrainContext
+from pipeline.training.randomness import generators_kept, states
+from pipeline.training.rank_equality import differing
+from pipeline.training.step_guard import seed_step
+
+
+def layers(model: nn.Module) -> tuple[str, ...]:
+    """Return the types of layers whose result depends on how a global batch is divided among ranks.
+
+    Batch statistics are those of a rank's share, and each rank draws its own dropout masks.
+    """
+    coupled = (
+        module
+        for module in model.modules()
+        if (isinstance(module, _BatchNorm) and not frozen.stays_in_evaluation(module))
+        or (isinstance(module, _DropoutNd) and module.p > 0)
+    )
+    names = [type(module).__name__.removeprefix("FSDP") for module in coupled]
+    recurrent = (module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout > 0)
+    names += [f"Dropout of {type(module).__name__}" for module in recurrent]
+    return tuple(dict.fromkeys(names))
+
+
+def observe(context: TrainContext, outbox: Outbox, *, step: int) -> None:
+    """Note in the context what the step that was just taken shows to be coupled; warn of buffers. Collective."""
+    random = (RANDOM_NUMBERS,) if _has_drawn(context, step=step) else ()
+    names = differing(_buffers(context), rank=context.rank)
+    context.coupled = (*random, *([_named(names)] if names else []))
+    if names and context.rank.is_first and isinstance(context.trial, Training):
+        message = (
+            f"model: the {_named(names)} differ{'s' * (len(names) == 1)} between workers after a step: each updates "
+            "from its own share of the batch, and rank 0's is used and saved. To train as one process, update from "
+            "pipeline.tasks.gathered(...), which has the rows of all workers"
+        )
+        outbox.event(Warned(trial=context.trial.name, message=message))
+
+
+def _has_drawn(context: TrainContext, *, step: int) -> bool:
+    """Return True if the step has drawn random numbers: the generators are no longer as its seed left them."""
+    after = states(context.device)
+    with generators_kept():
+        seed_step(context, step=step)
+        return after != states(context.device)
+
+
+def _buffers(context: TrainContext) -> dict[str, Tensor]:
+    """Return the buffers of the model and of the task, but for those of layers that are known by their type.
+
+    Ranks that update them from their own samples have different ones after a step: DDP copies the model's from rank 0
+    before the next forward pass only.
+    """
+    modules = {"": context.model, "task.": context.learned}
+    return {
+        f"{prefix}{name}.{own}" if name else f"{prefix}{own}": buffer
+        for prefix, whole in modules.items()
+        if whole is not None
+        for name, module in whole.named_modules()
+        if not isinstance(module, _BatchNorm)
+        for own, buffer in module.named_buffers(recurse=False)
+    }
+
+
+def _named(names: Sequence[str]) -> str:
+    """Name a buffer, or the first of several."""
+    first, *others = names
+    if not others:
+        return f"buffer {first}"
+    return f"buffers {first} and {others[0] if len(others) == 1 else f'{len(others)} others'}"

@@ -1,0 +1,125 @@
+"""What makes two ranks train differently from one: the first step shows buffers, random numbers, unused parameters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from pipeline.errors import ExperimentError
+from pipeline.protocol.events import Warned
+from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.trial_result import RANDOM_NUMBERS
+from pipeline.tasks import gathered
+from pipeline.training.loop import train
+
+HERE = "test_coupled_ranks"
+
+
+class Centred(nn.Module):
+    """Subtracts a moving mean of what it has seen, as the codebook of a VQ-VAE is kept."""
+
+    def __init__(self, *, gathers: bool = False) -> None:
+        super().__init__()
+        self.last, self.gathers = nn.Linear(3, 1), gathers
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            seen = gathered(inputs) if self.gathers else inputs
+            self.mean = 0.9 * self.mean + 0.1 * seen.mean(0)
+            self.steps += 1
+        outputs: Tensor = self.last(inputs - self.mean)
+        return outputs
+
+
+class Jittering(nn.Linear):
+    """Adds noise to its inputs, unless ``p`` is 0 and it draws nothing."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__(3, 1)
+        self.p = p
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch calls it
+        return super().forward(input + self.p * torch.randn_like(input) if self.p else input)
+
+
+class Branching(nn.Module):
+    """Uses a layer for some batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.other = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(inputs)
+        return outputs + self.other(inputs) if inputs[0, 0] > 10 else outputs
+
+
+class Sizeless(nn.Module):
+    """Takes its size from its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LazyLinear(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return outputs
+
+
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "own mean": ({"model": {"_target_": f"{HERE}.Centred"}}, ("buffer mean",)),
+    "mean of all": ({"model": {"_target_": f"{HERE}.Centred", "gathers": True}}, ()),
+    "noise": ({"model": {"_target_": f"{HERE}.Jittering", "p": 0.1}}, (RANDOM_NUMBERS,)),
+    "no noise": ({"model": {"_target_": f"{HERE}.Jittering", "p": 0.0}}, ()),
+    "noise of the data": (
+        {"model": {"_target_": f"{HERE}.Jittering", "p": 0.0}, "data": {"_target_": f"{HERE}.augmented"}},
+        (),
+    ),
+    "BatchNorm": ({"model": {"_target_": "toys.NormedNet"}}, ("BatchNorm1d",)),
+}
+
+
+class Augmented(toys.Plain):
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = super().__getitem__(index)
+        return inputs + torch.rand(3), target
+
+
+def augmented() -> tuple[Augmented, None]:
+    table, _ = toys.regression()
+    return Augmented([table[index] for index in range(toys.SAMPLES)]), None
+
+
+def trial(**sections: Any) -> Trial:
+    given = toys.trial(**sections)
+    return given.model_copy(update={"strategy": "ddp", "train_only": True, "allowed": (*given.allowed, HERE)})
+
+
+def _compare(rank: Rank) -> None:
+    for name, (sections, expected) in CASES.items():
+        outbox = toys.Kept()
+        assert train(trial(**sections), rank=rank, outbox=outbox).coupling == expected, name
+        warned = [event.message for event in outbox.events if isinstance(event, Warned)]
+        assert len(warned) == (rank.is_first and name == "own mean"), warned
+        assert all(message.startswith("model: the buffer mean differs between workers") for message in warned)
+    with pytest.raises(ExperimentError) as refused:
+        train(trial(model={"_target_": f"{HERE}.Branching"}), rank=rank, outbox=toys.Kept())
+    (problem,) = refused.value.problems
+    assert problem.key == "parallel.options.find_unused_parameters"
+    assert problem.message.startswith("is false, but other.weight, other.bias got no gradient in a step on rank")
+
+
+def test_the_first_step_shows_what_two_ranks_do_differently(tmp_path: Path) -> None:
+    on_ranks(_compare, folder=tmp_path, timeout_s=15)
+
+
+def test_a_layer_without_a_size_is_refused() -> None:
+    with pytest.raises(ExperimentError, match=r"model: the LazyLinear 'layers\.0' has no size before its first batch"):
+        train(trial(model={"_target_": f"{HERE}.Sizeless"}), rank=Rank(), outbox=toys.Kept())
