@@ -1,8 +1,9 @@
 """State of a rank's training: what the loop works on, and what a checkpoint holds."""
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,8 @@ class TrainContext:
     """Warning that the task's loss could not be checked to be a mean; empty if it was, or needs no check."""
     coupled: tuple[str, ...] = ()
     """Coupling besides that of layers, as the first step showed, see `pipeline.training.coupling`."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Numbers in attributes of the model after the first step, by name, see `pipeline.training.unsaved_state`."""
     boundary: Boundary | None = None
     """Records the model's outputs, for user-defined tasks that return weights."""
 

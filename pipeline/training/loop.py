@@ -19,7 +19,7 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import CellMeasurement, Measurement, Probe, Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
-from pipeline.training import coupling, flops, logs, pictures, reporting
+from pipeline.training import coupling, flops, logs, pictures, reporting, unsaved_state
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
@@ -182,8 +182,11 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
             reporting.first_step(context, meter.outbox)
             with meter.clock.stopped():
                 coupling.observe(context, meter.outbox, step=step)
+                unsaved_state.note(context)
                 context.log_names = logs.agree(context.log_names, rank=context.rank)
                 prepare_evaluation(context)
+        elif step == start + 1:
+            unsaved_state.warn(context, meter.outbox)
         if meter.cadence.is_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)
             if isinstance(context.trial, Training):
