@@ -129,6 +129,11 @@ def remarks(rows: Sequence[Row], *, main: Row, restricted: str = "") -> Iterator
     baseline = rows[0]
     yield from _losses(rows, main=main)
     yield from (f"{note[0].upper()}{note[1:]}." for note in main.data_notes)
+    if main.same_training != "no":  # else it is a reason of the other loss
+        buffers = (_share(kind) for kind in main.coupling if kind.startswith("buffer"))
+        yield from (
+            f"{one[0].upper()}{one[1:]}, and rank 0's is kept: one process trains otherwise." for one in buffers
+        )
     if restricted:
         yield f"{restricted}."
     elif baseline.role != "baseline":

@@ -44,7 +44,7 @@ def observe(context: TrainContext, outbox: Outbox, *, step: int) -> None:
     if names and context.rank.is_first and isinstance(context.trial, Training):
         message = (
             f"model: the {_named(names)} differ{'s' * (len(names) == 1)} between workers after a step: each updates "
-            "from its own share of the batch, and rank 0's is used and saved. To train as one process, update from "
+            "from its own share of the batch, and rank 0's is kept. To train as one process, update from "
             "pipeline.tasks.gathered(...), which has the rows of all workers"
         )
         outbox.event(Warned(trial=context.trial.name, message=message))

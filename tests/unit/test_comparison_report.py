@@ -107,6 +107,13 @@ def test_what_the_first_step_showed_is_a_reason(coupling: tuple[str, ...], reaso
     assert remark.endswith(f"in the first 3 steps: {reason}.")
 
 
+def test_buffers_of_a_share_are_told_though_the_loss_is_the_same() -> None:
+    (remark, *_) = comparison(coupling=("BatchNorm2d", "buffer mean")).remarks
+    assert remark == (
+        "The buffer mean uses each worker's share of the batch, and rank 0's is kept: one process trains otherwise."
+    )
+
+
 def test_other_losses_without_a_reason_are_a_warning() -> None:
     (warning, *_) = comparison(losses=(2.3, 2.121, 1.9, 1.7)).remarks
     assert warning.startswith("Warning: The loss of ddp x 2 differs")
