@@ -12,6 +12,7 @@ Writes results/gpu.json and the table of docs/gpu.md, or with --out both into an
 """
 
 import argparse
+import gc
 import subprocess
 import sys
 import tempfile
@@ -330,6 +331,7 @@ def page(result: Result) -> str:
 def _forget(device: torch.device) -> None:
     """Make a fresh start: compiled code and cached memory of the run before are gone."""
     torch.compiler.reset()
+    gc.collect()  # what reference cycles hold would count in the peak
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

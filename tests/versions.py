@@ -97,7 +97,9 @@ def tried(cell: Cell, tests: Sequence[str]) -> Environment:
         print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
         os.environ["PATH"] = os.pathsep.join([str(python.parent), PATH])
         # Other releases warn of other things; the tests that are pinned hold that there are no warnings.
-        ran = {name: tiers.run_folder(name, "-o", "filterwarnings=ignore", python=str(python)) for name in tests}
+        # Ray by its public interface takes longer to start each training.
+        options = ("-o", "filterwarnings=ignore", "-o", "timeout=600")
+        ran = {name: tiers.run_folder(name, *options, python=str(python)) for name in tests}
     return Environment(
         date=date,
         versions=versions,
