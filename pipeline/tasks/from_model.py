@@ -121,4 +121,10 @@ def described(value: object) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
         return f"a mapping with the keys {', '.join(map(str, value))}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(map(_part, value))}"
     return f"of type {type(value).__name__}"
+
+
+def _part(value: object) -> str:
+    return f"Tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

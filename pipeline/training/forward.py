@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from pipeline.errors import ExperimentError
-from pipeline.tasks import StepOutput
+from pipeline.tasks import StepOutput, Supervised
+from pipeline.tasks.from_model import described
 from pipeline.training import logs, loss_errors, torch_errors
 from pipeline.training.carried_state import CarriedState
 from pipeline.training.context import TrainContext
@@ -75,6 +76,8 @@ def _output(context: TrainContext, module: nn.Module, batch: Any, state: Any) ->
             raise _refused(context, said) from error
         if (names := torch_errors.without_gradient(error, context.model)) is not None:
             raise _unused(names, context) from error
+        if isinstance(context.task, Supervised) and _is_of_the_call(error):
+            raise _called_otherwise(error, batch) from error
         raise
     if isinstance(output, Iterator):
         raise _refused(context, "yields its losses, which takes several optimizers; write optimizers: in the file")
@@ -106,6 +109,20 @@ def _unused(names: Sequence[str], context: TrainContext) -> ExperimentError:
         "parallel.options.find_unused_parameters",
         f"is false, but {said} got no gradient in a step on rank {context.rank.rank}; write true if the model uses "
         "them in some batches only, else leave them out of the model, or freeze them with train.freeze",
+    )
+
+
+def _is_of_the_call(error: Exception) -> bool:
+    """Return True if a module's ``forward`` doesn't take the arguments that it was called with."""
+    code = [frame.f_code for frame, _ in walk_tb(error.__traceback__)][-1]
+    return isinstance(error, TypeError) and code is nn.Module._call_impl.__code__ and "forward()" in str(error)
+
+
+def _called_otherwise(error: Exception, batch: Any) -> ExperimentError:
+    inputs = described(batch[0])
+    return ExperimentError.of(
+        "model",
+        f"is called with one argument, a batch's inputs, {inputs}, but {error}; write a `task:` that calls it",
     )
 
 

@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import walk_tb
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.tasks import StepOutput, Supervised, Task
+from pipeline.tasks.from_model import described
 
 _CLASSES = {functional.cross_entropy.__code__, functional.nll_loss.__code__}
 _ELEMENTS = {
@@ -165,12 +165,4 @@ def _tensor(name: str, tensor: Tensor) -> str:
 
 def _kind(value: object) -> str:
     """Describe what is no tensor, e.g. "a tuple of 2: Tensor (8, 10), Tensor (8, 16)"."""
-    if isinstance(value, Mapping):
-        return f"a mapping with the keys {', '.join(map(str, value))}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"a {type(value).__name__} of {len(value)}: {', '.join(map(_part, value))}"
-    return f"a {type(value).__name__}"
-
-
-def _part(value: Any) -> str:
-    return f"Tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return described(value) if isinstance(value, Mapping | tuple | list) else f"a {type(value).__name__}"

@@ -29,6 +29,7 @@ _UNUSED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 """Error of DDP about parameters without a gradient, and where it counts them, among those that require one."""
 
+_OTHER_TYPE = "a layer's inputs have another type than its weights; return inputs.float() from the dataset"
 _HINTS = (
     (
         "device-side assert",
@@ -39,6 +40,10 @@ _HINTS = (
         "but expected Float",
         "the targets of the loss have another type than the model's outputs; return targets.float() from the dataset",
     ),
+    ("must have the same dtype, but got", _OTHER_TYPE),  # linear layers
+    ("mixed dtype", _OTHER_TYPE),  # normalization
+    ("and bias type", _OTHER_TYPE),  # convolutions
+    ("and weight type", _OTHER_TYPE),
 )
 """Texts of torch that name no tensor of the user, and what they mean. Errors of losses: `training.loss_errors`."""
 

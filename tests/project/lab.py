@@ -51,11 +51,11 @@ class Net(nn.Module):
         self.linear = nn.Linear(FEATURES, CLASSES)
         self.fault = fault
         self.rank = rank
-        self.batches = 0
+        self.batches = [0]  # of a number it would be told that checkpoints lack it
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.batches += self.training
-        if self.fault and self.batches == 3 and _rank() == self.rank:
+        self.batches[0] += self.training
+        if self.fault and self.batches[0] == 3 and _rank() == self.rank:
             self._fail()
         return self.linear(inputs)
 
@@ -253,9 +253,9 @@ class Talkative(Sluggish):
     """Says where it computes."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not self.batches:
+        if not self.batches[0]:
             print(f"computing on {socket.gethostname()}")  # noqa: T201 - what ranks print comes to the run
-        self.batches += 1
+        self.batches[0] += 1
         return super().forward(inputs)
 
 

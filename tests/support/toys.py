@@ -174,6 +174,11 @@ def unreadable(index: int) -> tuple[Dataset[Any], None]:
     return Plain(pairs), None
 
 
+def paired() -> tuple[Dataset[Any], None]:
+    """Two inputs in each sample."""
+    return Plain([((torch.ones(3), torch.ones(3)), torch.ones(1))] * 8), None
+
+
 def far_away() -> tuple[Dataset[Any], None]:
     """Each sample comes over a connection that breaks."""
     return Plain([ConnectionResetError(104, "Connection reset by peer")] * 8), None

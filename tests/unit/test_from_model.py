@@ -100,7 +100,7 @@ def test_labels_that_are_floats_and_losses_without_labels_are_means_over_samples
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ((1, 2), r"data: a batch is of type tuple, not a mapping; return mappings such as {input_ids: \.\.\., labels"),
+        ((1, 2), r"data: a batch is a tuple of 2: int, int, not a mapping; return mappings such as {input_ids"),
         (
             {"input_ids": torch.tensor([1])},
             "needs a model that returns a loss, but it returned logits for a batch of input_ids, which has no labels",

@@ -15,6 +15,7 @@ from pipeline.training.loss_errors import explained
 from pipeline.training.torch_errors import hint
 
 ENTROPY = {"data": {"_target_": "toys.classification"}, "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}
+BILINEAR = {"_target_": "torch.nn.Bilinear", "in1_features": 3, "in2_features": 3, "out_features": 1}
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
 CLASSES = torch.randn(4, 3)
 
@@ -119,6 +120,12 @@ def test_what_broadcasts_to_no_more_elements_is_trained() -> None:
     [
         (lambda: nn.Embedding(4, 2)(torch.tensor([4])), "; an embedding got a number that its table doesn't have"),
         (lambda: _double_targets().backward(), "; the targets of the loss have another type than the model's outputs"),
+        (lambda: nn.Linear(2, 1)(torch.ones(3, 2, dtype=torch.float64)), "; a layer's inputs have another type than"),
+        (
+            lambda: nn.Conv1d(2, 1, 1)(torch.ones(3, 2, 4).byte()),
+            "; a layer's inputs have another type than its weights",
+        ),
+        (lambda: nn.LayerNorm(2)(torch.ones(3, 2, dtype=torch.float64)), "; a layer's inputs have another type"),
         (lambda: CLASSES @ CLASSES, ""),
         (lambda: _raise(RuntimeError("index out of range in self")), ""),
     ],
@@ -127,6 +134,16 @@ def test_usual_errors_of_torch_have_a_hint(fails: Callable[[], object], said: st
     found = hint(raised(fails))
     assert found.startswith(said)
     assert bool(found) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("data", "inputs"),
+    [("toys.paired", "a list of 2: Tensor (8, 3), Tensor (8, 3)"), ("toys.regression", "a tensor of shape (8, 3)")],
+)
+def test_a_model_with_other_arguments_is_told_how_it_is_called(data: str, inputs: str) -> None:
+    said = refused(model=BILINEAR, data={"_target_": data})
+    assert said.startswith(f"model: is called with one argument, a batch's inputs, {inputs}, but ")
+    assert "forward() missing 1 required positional argument: 'input2'; write a `task:` that calls it" in said
 
 
 def _double_targets() -> Any:
