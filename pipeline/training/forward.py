@@ -76,7 +76,7 @@ def _output(context: TrainContext, module: nn.Module, batch: Any, state: Any) ->
             raise _refused(context, said) from error
         if (names := torch_errors.without_gradient(error, context.model)) is not None:
             raise _unused(names, context) from error
-        if isinstance(context.task, Supervised) and _is_of_the_call(error):
+        if isinstance(context.task, Supervised) and _is_of_the_call(error, context.model):
             raise _called_otherwise(error, batch) from error
         raise
     if isinstance(output, Iterator):
@@ -112,10 +112,10 @@ def _unused(names: Sequence[str], context: TrainContext) -> ExperimentError:
     )
 
 
-def _is_of_the_call(error: Exception) -> bool:
-    """Return True if a module's ``forward`` doesn't take the arguments that it was called with."""
-    code = [frame.f_code for frame, _ in walk_tb(error.__traceback__)][-1]
-    return isinstance(error, TypeError) and code is nn.Module._call_impl.__code__ and "forward()" in str(error)
+def _is_of_the_call(error: Exception, model: nn.Module) -> bool:
+    """Return True if the model's ``forward`` doesn't take the arguments that it was called with."""
+    name = f"{type(model).forward.__qualname__}() "
+    return isinstance(error, TypeError) and str(error).startswith(name)
 
 
 def _called_otherwise(error: Exception, batch: Any) -> ExperimentError:
