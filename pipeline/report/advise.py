@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from pipeline.config.schema import Experiment
 from pipeline.report import Advice, Row, exchange_advice, is_clear, step_advice
+from pipeline.report.ratios import times
 from pipeline.report.report import Report
 from pipeline.report.rule import Case, Finding
-from pipeline.report.tables import amount, rate, times
+from pipeline.report.tables import amount, rate
 
 MOST = 5
 """Largest number of pieces of advice; nobody follows a longer list."""

@@ -10,8 +10,9 @@ from pipeline.protocol.trial import Scaling
 from pipeline.protocol.trial_result import Link
 from pipeline.report import doubt
 from pipeline.report.doubt import Doubt, Input, Setting
+from pipeline.report.ratios import is_wide
 from pipeline.report.scaling import WORTHWHILE, Prediction, counts_up_to, most, predict, worthwhile
-from pipeline.report.tables import UNEVEN, ReportTable, amount, is_wide
+from pipeline.report.tables import UNEVEN, ReportTable, amount
 from pipeline.wording import counted
 
 FILE_NAME = "prediction.json"

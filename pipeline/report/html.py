@@ -15,11 +15,12 @@ from pipeline.report.about import About
 from pipeline.report.forecast import Forecast
 from pipeline.report.goodput import Goodput
 from pipeline.report.palette import DARK, LIGHT
+from pipeline.report.ratios import times
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.sentences import learned
 from pipeline.report.swept import Swept, SweptReport, figure
-from pipeline.report.tables import amount, efficiency, times
+from pipeline.report.tables import amount, efficiency
 from pipeline.wording import counted, duration
 
 _WINDOWS = (

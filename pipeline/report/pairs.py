@@ -12,8 +12,8 @@ from matplotlib.ticker import MaxNLocator
 from pipeline.report import Row
 from pipeline.report.palette import LIGHT
 from pipeline.report.picture import EDGE, Canvas, Key, Sheet, fitted, legend_height
+from pipeline.report.ratios import times
 from pipeline.report.report import Report
-from pipeline.report.tables import times
 
 
 def table(report: Report) -> str:

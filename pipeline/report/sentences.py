@@ -8,7 +8,8 @@ from pipeline.config.reported import named
 from pipeline.protocol import estimates
 from pipeline.protocol.trial_result import RANDOM_NUMBERS
 from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
-from pipeline.report.tables import amount, is_wide, low_to_high, placed, rate, times
+from pipeline.report.ratios import is_wide, times
+from pipeline.report.tables import amount, low_to_high, placed, rate
 from pipeline.wording import counted, duration
 
 BUSY = 0.2

@@ -21,8 +21,9 @@ from pipeline.protocol.events import Finished
 from pipeline.recording.scalars import figures
 from pipeline.report import chart, is_clear, publish
 from pipeline.report.picture import WIDE
+from pipeline.report.ratios import is_wide, times
 from pipeline.report.report import Report, comparison_json
-from pipeline.report.tables import efficiency, is_wide, speedup, times
+from pipeline.report.tables import efficiency, speedup
 
 Pairs = list[tuple[float, float]]
 

@@ -12,7 +12,7 @@ from pipeline.errors import UsageError
 from pipeline.protocol.estimates import Estimate
 from pipeline.recording.run_summary import RunSummary, is_number, value_of
 from pipeline.recording.terminal import listing, print_table, width_of
-from pipeline.report.tables import ends_of, times
+from pipeline.report.ratios import ends_of, times
 from pipeline.wording import did_you_mean, duration, figure
 
 _STYLES = {"RUNNING": "cyan", "FAILED": "red", "KILLED": "yellow"}
