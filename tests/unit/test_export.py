@@ -22,6 +22,7 @@ from pipeline.config.load import load
 from pipeline.config.targets import BUILT_IN
 from pipeline.driver import preflight
 from pipeline.errors import ResourceError, UsageError
+from pipeline.protocol.events import EXAMPLE
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 2}
 
@@ -59,6 +60,17 @@ def test_the_weights_are_those_of_the_result(run: Path, tmp_path: Path) -> None:
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
     assert not torch.equal(tensors[0]["weight"], tensors[2]["weight"])
     assert tensors[0]["weight"].dtype == torch.float64
+
+
+def test_checkpoints_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are looked for at first only to learn whether there are any."""
+    monkeypatch.chdir(tmp_path)
+    toy_run(tmp_path, checkpoint=BEST)
+    (run,) = (tmp_path / "runs").iterdir()
+    (run / EXAMPLE).unlink()
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ResourceError, match=r"the checkpoints in .* can't be read: NotADirectoryError"):
+        exported(run, tmp_path / "out", overrides=[f"checkpoint.directory={tmp_path / 'file' / 'checkpoints'}"])
 
 
 def test_the_files_describe_themselves(run: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pipeline.config.finetuning import StartFrom
 from pipeline.config.load import load
 from pipeline.driver import initial_weights
 from pipeline.driver.parameters import problems
-from pipeline.errors import ExperimentError
+from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Loaded, Resumed, Started
 from pipeline.protocol.trial import Rank, Training, Weights
 from pipeline.training import loop
@@ -67,6 +67,14 @@ def test_the_training_begins_with_them_and_tells(saved: Path) -> None:
     assert str(loaded(outbox)) == "starts from net.safetensors: 9 tensors loaded"
     assert torch.equal(after["body.0.weight"], before["body.0.weight"].double())
     assert not torch.equal(after["head.weight"], before["head.weight"].double())
+
+
+def test_checkpoints_that_cannot_be_read_are_told_though_there_are_weights_to_start_from(
+    saved: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(TrainingError, match=r"the checkpoints in .* can't be read: NotADirectoryError"):
+        run(saved, folder=tmp_path / "file" / "checkpoints", resume=True)
 
 
 def test_a_resumed_training_does_not_load_them_again(saved: Path, tmp_path: Path) -> None:
