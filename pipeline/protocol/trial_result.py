@@ -283,7 +283,7 @@ class TrialResult(Frozen):
     unused_parameters: int = 0
     """Number of trainable parameters that get no gradient in a step."""
     coupling: tuple[str, ...] = ()
-    """What depends on how ranks share a global batch: types of layers, "buffer NAME", `RANDOM_NUMBERS`."""
+    """Types of layers, buffers ("buffer NAME") and `RANDOM_NUMBERS` that depend on how ranks share a global batch."""
     data_notes: tuple[str, ...] = ()
     """Promises that the data can't keep; empty for samples that can be read by index."""
     losses: tuple[float, ...] = ()

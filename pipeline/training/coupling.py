@@ -1,9 +1,7 @@
-"""What of a training depends on how the ranks share a global batch, so that several ranks train differently from one.
+"""Coupling of a training to its ranks: layers, buffers and random numbers that depend on how they share a global batch.
 
 Some layers are known by their type; buffers and random numbers show themselves in the first step.
 """
-
-from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,6 +12,7 @@ from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import RANDOM_NUMBERS
 from pipeline.training import frozen
 from pipeline.training.context import TrainContext
+from pipeline.training.parameter_names import listed
 from pipeline.training.randomness import generators_kept, states
 from pipeline.training.rank_equality import differing
 from pipeline.training.step_guard import seed_step
@@ -40,10 +39,11 @@ def observe(context: TrainContext, outbox: Outbox, *, step: int) -> None:
     """Note in the context what the step that was just taken shows to be coupled; warn of buffers. Collective."""
     random = (RANDOM_NUMBERS,) if _has_drawn(context, step=step) else ()
     names = differing(_buffers(context), rank=context.rank)
-    context.coupled = (*random, *([_named(names)] if names else []))
+    told = f"{'buffer' if len(names) == 1 else 'buffers'} {listed(names)}"
+    context.coupled = (*random, *([told] if names else []))
     if names and context.rank.is_first and isinstance(context.trial, Training):
         message = (
-            f"model: the {_named(names)} differ{'s' * (len(names) == 1)} between workers after a step: each updates "
+            f"model: the {told} differ{'s' * (len(names) == 1)} between workers after a step: each updates "
             "from its own share of the batch, and rank 0's is kept. To train as one process, update from "
             "pipeline.tasks.gathered(...), which has the rows of all workers"
         )
@@ -73,11 +73,3 @@ def _buffers(context: TrainContext) -> dict[str, Tensor]:
         if not isinstance(module, _BatchNorm)
         for own, buffer in module.named_buffers(recurse=False)
     }
-
-
-def _named(names: Sequence[str]) -> str:
-    """Name a buffer, or the first of several."""
-    first, *others = names
-    if not others:
-        return f"buffer {first}"
-    return f"buffers {first} and {others[0] if len(others) == 1 else f'{len(others)} others'}"

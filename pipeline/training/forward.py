@@ -14,10 +14,8 @@ from pipeline.training import logs, loss_errors, torch_errors
 from pipeline.training.carried_state import CarriedState
 from pipeline.training.context import TrainContext
 from pipeline.training.order import MicroBatch, StreamOrder
+from pipeline.training.parameter_names import listed
 from pipeline.training.yielded import combined, outputs
-
-_FEW = 4
-"""Names that a message lists."""
 
 
 def forward(
@@ -104,7 +102,7 @@ def _refused(context: TrainContext, message: str) -> ExperimentError:
 
 
 def _unused(names: Sequence[str], context: TrainContext) -> ExperimentError:
-    said = f"{', '.join(names[:_FEW])}{' and others' if len(names) > _FEW else ''}" if names else "some parameters"
+    said = listed(names) if names else "a parameter"
     return ExperimentError.of(
         "parallel.options.find_unused_parameters",
         f"is false, but {said} got no gradient in a step on rank {context.rank.rank}; write true if the model uses "

@@ -28,7 +28,7 @@ Pair = tuple[MicroBatch, Any]
 Copy = Callable[[Any], Callable[[], Any]]
 """Function that starts to copy a batch, and returns a function that waits for the copy and returns it."""
 _loaders: WeakSet["BatchLoader"] = WeakSet()
-"""All loaders of this process."""
+"""Loaders of this process that have a DataLoader."""
 
 
 @contextmanager
@@ -55,7 +55,6 @@ class BatchLoader:
         pins = device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory
         # Reading in this process needs no DataLoader, whose 30 us a batch are much of a short step.
         self._loader: DataLoader[Any] | None = None
-        _loaders.add(self)
         if not workers and not pins:
             return
         self._loader = DataLoader(
@@ -70,6 +69,7 @@ class BatchLoader:
             multiprocessing_context=_start_method() if workers else None,
             generator=torch.Generator(),  # each iteration draws a number, which must not come from the model's
         )
+        _loaders.add(self)
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Pair]:
         """Yield each micro-batch with its data, on the CPU.

@@ -3,9 +3,7 @@
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.trial import Training
 from pipeline.training.context import TrainContext
-
-_FEW = 3
-"""Attributes that a warning names."""
+from pipeline.training.parameter_names import listed
 
 
 def note(context: TrainContext) -> None:
@@ -21,10 +19,9 @@ def warn(context: TrainContext, outbox: Outbox) -> None:
     now = _numbers(context) if context.numbers else {}
     changed = [name for name, value in context.numbers.items() if now.get(name) != value and value == value]
     if changed:
-        named = ", ".join(changed[:_FEW]) + (" and others" if len(changed) > _FEW else "")
         message = (
-            f"model: each step changes the attribute {named}, which checkpoints don't have: a resumed training begins "
-            "with its first value. If it matters to the training, keep it in a buffer"
+            f"model: each step changes the attribute {listed(changed)}, which checkpoints don't have: a resumed "
+            "training begins with its first value. If it matters to the training, keep it in a buffer"
         )
         outbox.event(Warned(trial=context.trial.name, message=message))
 

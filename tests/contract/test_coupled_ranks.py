@@ -1,4 +1,4 @@
-"""What makes two ranks train differently from one: the first step shows buffers, random numbers, unused parameters."""
+"""Coupling of two ranks that the first step shows, parameters without a gradient, and state that checkpoints lack."""
 
 from pathlib import Path
 from typing import Any
@@ -47,18 +47,6 @@ class Jittering(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch calls it
         return super().forward(input + self.p * torch.randn_like(input) if self.p else input)
-
-
-class Branching(nn.Module):
-    """Uses a layer for some batches only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.other = nn.Linear(3, 1), nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.last(inputs)
-        return outputs + self.other(inputs) if inputs[0, 0] > 10 else outputs
 
 
 class Sizeless(nn.Module):
@@ -110,10 +98,10 @@ def _compare(rank: Rank) -> None:
         assert len(warned) == (rank.is_first and name == "own mean"), warned
         assert all(message.startswith("model: the buffer mean differs between workers") for message in warned)
     with pytest.raises(ExperimentError) as refused:
-        train(trial(model={"_target_": f"{HERE}.Branching"}), rank=rank, outbox=toys.Kept())
+        train(trial(model={"_target_": "toys.Spare"}), rank=rank, outbox=toys.Kept())
     (problem,) = refused.value.problems
     assert problem.key == "parallel.options.find_unused_parameters"
-    assert problem.message.startswith("is false, but other.weight, other.bias got no gradient in a step on rank")
+    assert problem.message.startswith("is false, but spare.weight, spare.bias got no gradient in a step on rank")
 
 
 def test_the_first_step_shows_what_two_ranks_do_differently(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_loader_processes_end_with_the_loader(dataset: Dataset[Any]) -> None:
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_loader_processes_end_with_the_trial_though_a_cycle_holds_their_loader(persistent: bool) -> None:
-    """As the model's does in which the context of a training is held, in the middle of an epoch."""
+    """A reference cycle, such as DDP's, holds the loader in the middle of an epoch."""
     gc.disable()
     try:
         before = set(active_children())

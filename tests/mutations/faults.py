@@ -336,6 +336,22 @@ FAULTS = (
         ("tests/unit/test_channel.py",),
     ),
     Fault(
+        "loaders are left to the garbage collector",
+        "loader processes end with their trial",
+        "pipeline/training/loader.py",
+        "            loader.close()\n",
+        "            pass\n",
+        ("tests/contract/test_loader_processes.py",),
+    ),
+    Fault(
+        "buffers that ranks update on their own are not compared",
+        "what trains otherwise on several workers is told",
+        "pipeline/training/coupling.py",
+        "    names = differing(_buffers(context), rank=context.rank)\n",
+        "    names: list[str] = []\n",
+        ("tests/contract/test_coupled_ranks.py",),
+    ),
+    Fault(
         "the worst trial of a sweep is the best",
         "a sweep names its best trial",
         "pipeline/commands/sweep/sweep_report.py",

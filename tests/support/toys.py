@@ -470,6 +470,18 @@ class Undecided(nn.Linear):
         return super().forward(inputs if inputs.sum() > 0 else -inputs)
 
 
+class Spare(nn.Module):
+    """With a layer that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.spare = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs)
+        return outputs
+
+
 class Branches(nn.Module):
     """Blocks in a list, each with dropout, batch statistics and a buffer that is no statistic."""
 

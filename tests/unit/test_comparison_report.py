@@ -99,7 +99,7 @@ def test_other_losses_have_the_layers_for_their_reason() -> None:
         ((RANDOM_NUMBERS,), "a step draws other random numbers in each worker"),
         (("Dropout", RANDOM_NUMBERS), "Dropout draws a mask of its own in each worker"),
         (("buffer mean",), "the buffer mean uses each worker's share of the batch"),
-        (("buffers mean and 2 others",), "the buffers mean and 2 others use each worker's share of the batch"),
+        (("buffers mean, scale",), "the buffers mean, scale use each worker's share of the batch"),
     ],
 )
 def test_what_the_first_step_showed_is_a_reason(coupling: tuple[str, ...], reason: str) -> None:

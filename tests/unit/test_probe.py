@@ -113,21 +113,9 @@ def test_it_leaves_scheduler_and_learning_rate_alone() -> None:
 
 
 def test_parameters_without_a_gradient_are_counted() -> None:
-    ready = context(model={"_target_": "test_probe.Spare"})
+    ready = context(model={"_target_": "toys.Spare"})
     assert unused_parameters(ready, held_step(ready)) == 2
     assert all(parameter.grad is None for parameter in ready.model.parameters())
-
-
-class Spare(nn.Module):
-    """With a layer that nobody calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.spare = nn.Linear(3, 1), nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(inputs)
-        return outputs
 
 
 class Reads(toys.Plain):
