@@ -168,6 +168,20 @@ def test_a_finished_training_goes_on_as_one_that_was_as_long_from_the_start(tmp_
         assert torch.equal(weights, outbox.files["model/weights.pt"][name]), name
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
+def test_a_resumed_optimizer_keeps_the_memory_layout_of_its_parameters(tmp_path: Path, optimizer: str) -> None:
+    """Fused kernels walk the memory of weights and moments, whatever their strides are."""
+    sections: dict[str, Any] = {
+        "model": {"_target_": "pipeline.models.resnet18", "num_classes": 10, "in_channels": 1, "width": 2},
+        "data": {"_target_": "toys.images"}, "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+        "optimizer": OPTIMIZERS[optimizer], "train": {"epochs": 1, "memory_format": "channels_last"},
+    }  # fmt: skip
+    _, whole = run(tmp_path / "whole", **sections)
+    _, resumed = run(until(2, folder=tmp_path / "whole", to=tmp_path / "again"), resume=True, **sections)
+    for name, weights in whole.files["model/weights.pt"].items():
+        assert torch.equal(weights, resumed.files["model/weights.pt"][name]), name
+
+
 def test_the_next_checkpoints_are_the_same(tmp_path: Path) -> None:
     """Everything that is state: what a resumed training saves is what the other one saved, to the byte."""
     sections = {"optimizer": OPTIMIZERS["AdamW"], **SCHEDULERS["one cycle"], "precision": "fp64"}

@@ -73,6 +73,7 @@ def restore(context: TrainContext, state: State) -> None:
     parts = join(state.values, state.tensors)
     _load_weights(context, parts)
     _load("optimizer", context.optimizer, _numbered(context, parts["optimizer"]))
+    _restore_strides(context)
     if (context.scheduler is None) != (parts["scheduler"] is None):
         raise ExperimentError.of("scheduler", "is in only one of experiment and checkpoint; make them the same")
     if context.scheduler is not None:
@@ -93,6 +94,7 @@ def restore_weights(context: TrainContext, state: State) -> None:
     _load_weights(context, parts)
     if has_modes(context.optimizer):
         _load("optimizer", context.optimizer, _numbered(context, parts["optimizer"]))
+        _restore_strides(context)
 
 
 def _load_weights(context: TrainContext, parts: Mapping[str, Any]) -> None:
@@ -148,6 +150,18 @@ def _load(key: str, part: Any, state: Any) -> None:
     except (RuntimeError, ValueError, KeyError, TypeError) as error:  # what torch raises if it doesn't fit
         place = "train.precision" if key == "scaler" else key
         raise ExperimentError.of(place, f"doesn't match the one in the checkpoint: {error}") from error
+
+
+def _restore_strides(context: TrainContext) -> None:
+    """Give each tensor of the optimizer's state the memory layout of its parameter, which files do not keep.
+
+    Fused kernels pair the elements of both by their place in memory: with channels_last weights and contiguous moments
+    the one for CPUs computes wrong weights, and the one for GPUs raises.
+    """
+    for parameter, state in context.optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _named(context: TrainContext) -> dict[str, Any]:
