@@ -22,6 +22,7 @@ from pipeline.protocol.trial_result import Flops
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import HeldStep, forget_local_steps
+from pipeline.training.matmul_precision import matmul_precision
 from pipeline.training.reporting import TF32_CAPABILITY
 from pipeline.training.step import forward_backward
 from pipeline.training.step_guard import Buffers
@@ -114,7 +115,7 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counter = counter
         self._recomputes = context.experiment.train.activation_checkpointing is not False
         is_able = context.device.type == "cuda" and torch.cuda.get_device_capability(context.device) >= TF32_CAPABILITY
-        self._tf32_products = is_able and torch.get_float32_matmul_precision() != "highest"
+        self._tf32_products = is_able and matmul_precision() != "highest"
         self._tf32_convolutions = is_able and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeline.errors import Stopped
@@ -29,6 +28,7 @@ from pipeline.training.costs import costs
 from pipeline.training.dry_run import compile_ahead, held_step
 from pipeline.training.evaluation import build_metrics, evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
+from pipeline.training.matmul_precision import matmul_precision
 from pipeline.training.meter import Meter
 from pipeline.training.metrics import Curve
 from pipeline.training.nonfinite import check_weights
@@ -66,7 +66,7 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     is_training = isinstance(trial, Training)
     build_metrics(context)
     reporting.start(context, outbox)
-    reporting.matmul_precision(context, outbox)
+    reporting.changed_matmul_precision(context, outbox)
     if is_training:
         reporting.averaging(context, outbox)
     compile_ahead(context)
@@ -121,7 +121,7 @@ def _result(context: TrainContext, meter: Meter, *, start: int) -> TrialResult:
         energy=meter.energy.of(context.order.samples_in(meter.step) - context.order.samples_in(start)),
         gpus=reporting.gpus(context),
         has_tf32=reporting.has_tf32(context),
-        matmul_precision=torch.get_float32_matmul_precision(),
+        matmul_precision=matmul_precision(),
         compile_s=reporting.compile_s(context),
         gradient_mb=reporting.gradient_mb(context.whole),
         coupling=coupling.layers(context.model) + context.coupled,

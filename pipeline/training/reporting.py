@@ -31,6 +31,7 @@ from pipeline.training.evaluation import full_state_dict, resulting_weights
 from pipeline.training.example import example_of
 from pipeline.training.exported_model import export, trained_model
 from pipeline.training.learned import kept, trainable
+from pipeline.training.matmul_precision import matmul_precision
 from pipeline.training.metrics import Curve
 from pipeline.training.norms import local
 from pipeline.wording import counted
@@ -76,13 +77,13 @@ def first_step(context: TrainContext, outbox: Outbox) -> None:
         outbox.event(FirstStep(trial=context.trial.name))
 
 
-def matmul_precision(context: TrainContext, outbox: Outbox) -> None:
+def changed_matmul_precision(context: TrainContext, outbox: Outbox) -> None:
     """Warn if code of the experiment has changed ``train.matmul_precision``."""
-    declared, used = context.experiment.train.matmul_precision, torch.get_float32_matmul_precision()
+    declared, used = context.experiment.train.matmul_precision, matmul_precision()
     if declared not in (None, used) and context.rank.is_first:
         message = (
-            f"train.matmul_precision is {declared}, but code of the experiment sets {used}, which is used; remove "
-            "torch.set_float32_matmul_precision there, or the key here"
+            f"train.matmul_precision is {declared}, but code of the experiment sets {used}, which is used. "
+            "Remove torch.set_float32_matmul_precision or fp32_precision there, or the key here"
         )
         outbox.event(Warned(trial=context.trial.name, message=message))
 

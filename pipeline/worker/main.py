@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from pipeline import registry
-from pipeline.config.train import Train
 from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
@@ -44,6 +43,7 @@ from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
 from pipeline.training.loader import new_loaders_closed
 from pipeline.training.loop import train
+from pipeline.training.matmul_precision import set_matmul_precision
 from pipeline.training.restored import evaluate_checkpoint
 from pipeline.training.watch import Watchdog
 from pipeline.worker import rendezvous
@@ -83,7 +83,7 @@ def run(
     samples = rank.local_rank == 0 and isinstance(trial, Training)
     try:
         with (
-            _matmul_precision(trial.experiment.train),
+            set_matmul_precision(trial.experiment.train.matmul_precision),
             allocator.huge_pages(),
             allocator.keep_freed_memory(),
             told_to(outbox.event, trial=trial.name),
@@ -131,18 +131,6 @@ def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | Batc
             return evaluate_checkpoint(trial, rank=rank, outbox=outbox)
         result = train(trial, rank=rank, outbox=outbox)
     return Finished(trial=trial.name, result=result)
-
-
-@contextmanager
-def _matmul_precision(train: Train) -> Iterator[None]:
-    """Set ``train.matmul_precision`` in the block, after which the driver's own process has its setting back."""
-    before = torch.get_float32_matmul_precision()
-    if train.matmul_precision is not None:
-        torch.set_float32_matmul_precision(train.matmul_precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -65,6 +65,15 @@ def test_code_that_sets_another_precision_is_told() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_a_model_that_sets_tf32_by_the_newer_api_is_trained() -> None:
+    """`torch.get_float32_matmul_precision` raises from then on."""
+    outbox = toys.Kept()
+    worker.run(toys.trial(model={"_target_": "toys.tf32_model_by_backend"}), rank=Rank(), outbox=outbox)
+    (end,) = [event for event in outbox.events if isinstance(event, Finished)]
+    assert end.result.matmul_precision == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_the_traceback_starts_where_the_users_code_does() -> None:
     failed = failure(toys.trial(model={"_target_": "toys.BrokenModel"}))
     lines = failed.traceback.splitlines()
