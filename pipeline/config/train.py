@@ -19,6 +19,11 @@ class Compile(Section):
     fullgraph: bool = False
     """Refuse a model that can't be compiled as one graph, instead of compiling its parts."""
 
+    @property
+    def has_cuda_graphs(self) -> bool:
+        """True if the mode replays CUDA graphs on GPUs, whose outputs the next replay overwrites."""
+        return self.mode in ("reduce-overhead", "max-autotune")
+
 
 class Ema(Section):
     """Exponential moving average of the weights (after Polyak and Juditsky 1992, doi 10.1137/0330046).

@@ -56,7 +56,7 @@ class Planner:
         refusal = strategy.refuse(strategy.Options.model_validate(entry.options), device=self.device)
         if refusal is not None:
             raise ExperimentError.of(f"{key}.options", refusal)
-        self._check_compiler()
+        self._check_compilation()
         gpus = self._gpus_per_worker(strategy.devices == "all", entry.strategy, key=key)
         layout = {
             "name": kind.model_fields["role"].default,
@@ -81,9 +81,18 @@ class Planner:
         """Return the trial of one process with all the cores; for the errors see `trial`."""
         return self.trial(Reference, Comparison(strategy="single"), cpus_per_worker=self._cpus * self.workers)
 
-    def _check_compiler(self) -> None:
+    def _check_compilation(self) -> None:
         how = self._experiment.train.compile
-        if how is None or self.device != "cpu":
+        if how is None:
+            return
+        if self.device != "cpu":
+            accumulation = self._experiment.train.gradient_accumulation
+            if how.has_cuda_graphs and accumulation > 1:  # the second replay overwrites what autograd still holds
+                raise ExperimentError.of(
+                    "train.compile.mode",
+                    f"{how.mode} replays CUDA graphs, which torch does not support with train.gradient_accumulation: "
+                    f"{accumulation}. Use mode: max-autotune-no-cudagraphs or default",
+                )
             return
         if how.mode == "reduce-overhead":
             message = "reduce-overhead is about CUDA graphs and changes nothing on CPU; write default or max-autotune"
