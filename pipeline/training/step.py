@@ -103,6 +103,7 @@ def forward_backward(
             gathering = training_pass(context, micro_batch, exchange=exchange)
             output = _forward(context, micro_batch, batch, gathering=gathering)
             loss = gathering.reaching_rows(losses.add(output, micro_batch))
+            del output  # logits of a large vocabulary would stay in memory during the backward pass
             mark(Phase.BACKWARD)
             context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     if context.learned is not None and exchange and context.rank.world_size > 1 and not context.is_local_step:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import ref
 
 import numpy as np
 import torch
@@ -246,8 +247,28 @@ def dropout_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
 
 
+class Exponential(nn.Module):
+    """A task whose loss needs its own result for the backward pass, but not the model's outputs."""
+
+    are_outputs_alive: ClassVar[list[bool]] = []
+    """At the start of each backward pass."""
+
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        outputs = model(batch[0])
+        loss = outputs.exp().mean()
+        if loss.requires_grad:
+            alive = ref(outputs)
+            loss.register_hook(lambda _: self.are_outputs_alive.append(alive() is not None))
+        return StepOutput(loss, outputs, batch[1])
+
+
 def tf32_model() -> nn.Module:
     torch.set_float32_matmul_precision("high")
+    return nn.Linear(3, 1)
+
+
+def tf32_model_by_backend() -> nn.Module:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
     return nn.Linear(3, 1)
 
 

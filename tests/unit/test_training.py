@@ -101,6 +101,13 @@ def test_training_equals_a_plain_loop() -> None:
     assert close(losses(optimizer=MOMENTUM), expected)
 
 
+def test_outputs_are_freed_before_the_backward_pass() -> None:
+    """Those of a GPT with 50,304 tokens and a batch of 16 x 1,024 take 1.6 GB, a tenth of its peak memory."""
+    toys.Exponential.are_outputs_alive.clear()
+    toys.trained(loss=None, task={"_target_": "toys.Exponential"}, train={"steps": 2, "epochs": None})
+    assert set(toys.Exponential.are_outputs_alive[:2]) == {False}
+
+
 def test_clipping_equals_a_plain_loop() -> None:
     expected, _ = plain_loop(optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), clip=0.5)
     _, outbox = toys.trained(optimizer=MOMENTUM, train={"clip_grad_norm": 0.5})
