@@ -1,5 +1,6 @@
 """Construction of a rank's `TrainContext` from its trial."""
 
+import gc
 from functools import partial
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     """
     experiment = trial.experiment
     device = device_of(trial, rank=rank)
+    forget_memory(device)
     source = open_source(trial, rank=rank, device=device, datasets=datasets)
     create = partial(
         components.build,
@@ -163,3 +165,12 @@ def device_of(trial: Trial, *, rank: Rank) -> torch.device:
     index = rank.local_rank if torch.cuda.device_count() > rank.local_rank else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def forget_memory(device: torch.device) -> None:
+    """Free what earlier trials of this process have left on the GPUs, and start counting peak memory anew."""
+    if device.type == "cuda":
+        gc.collect()  # reference cycles of DDP hold the model
+        torch.cuda.empty_cache()
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)

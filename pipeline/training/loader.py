@@ -6,16 +6,18 @@ computing stream its copy would wait for the step before.
 
 import multiprocessing
 import os
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 from weakref import WeakSet, ref
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
 from pipeline.config.schema import Loader
@@ -150,21 +152,38 @@ def to_device(
 ) -> Any:
     """Move a batch to the device without blocking the host; cast real and complex tensors to ``dtype``, if given.
 
-    ``channels_last`` applies to tensors of four dimensions only, which are taken for images.
+    ``channels_last`` applies to tensors of four dimensions only, which are taken for images. Other objects with a
+    method ``to``, such as the batches of PyTorch Geometric, are moved as a whole and keep their types.
     """
     if device.type == "cpu" and dtype is None and memory_format is torch.contiguous_format:
         return batch
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
+    def move(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            casts = dtype is not None and isinstance(tensor, PackedSequence)
+            return tensor.to(device, dtype) if casts else tensor.to(device)
         wanted = dtype if tensor.is_floating_point() else None
         if tensor.is_complex() and dtype is not None:
             wanted = dtype.to_complex()
-        moved = tensor.to(device, wanted, non_blocking=True)
+        # A copy to the host that does not block may be read before it has arrived.
+        moved = tensor.to(device, wanted, non_blocking=device.type != "cpu")
         if memory_format is torch.channels_last and tensor.ndim == 4:  # faster on the device
             return moved.contiguous(memory_format=memory_format)
         return moved
 
-    return apply_to_collection(batch, torch.Tensor, move)
+    return apply_to_collection(batch, (Tensor, Movable), move)
+
+
+class Movable(ABC):
+    """Objects with a method ``to``: they move as a whole, but for mappings, whose values are moved one by one."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> Any:
+        """Return a copy on the device."""
+
+    @classmethod
+    def __subclasshook__(cls, subclass: type) -> bool:
+        return callable(getattr(subclass, "to", None)) and not issubclass(subclass, Mapping)
 
 
 def length(dataset: Dataset[Any], *, what: str) -> int:
@@ -227,14 +246,24 @@ def _arrived(begun: tuple[MicroBatch, Callable[[], Any]] | Exception) -> Pair:
     return micro_batch, arrived()
 
 
+@cache
+def _stream_for_copies(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all copies: the allocator keeps freed memory apart for each stream that has had it."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class _SideStream:
     """CUDA stream that copies batches while the GPU computes."""
 
     def __init__(self, device: torch.device, place: Callable[[Any], Any]) -> None:
         self._device, self._place = device, place
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _stream_for_copies(device)
+        self._waits = False
+        """True if a copy has to wait for the computation, because some memory is not known to be in use."""
 
     def __call__(self, batch: Any) -> Callable[[], Any]:
+        if self._waits:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy = self._place(batch)
             copied = self._stream.record_event()
@@ -243,7 +272,15 @@ class _SideStream:
             computes = torch.cuda.current_stream(self._device)
             computes.wait_event(copied)
             # Otherwise the allocator might reuse the memory for the next copy while it is still in use.
-            apply_to_collection(copy, Tensor, lambda tensor: tensor.record_stream(computes))
+            apply_to_collection(copy, (Tensor, Movable), lambda value: self._record(value, computes))
             return copy
 
         return arrived
+
+    def _record(self, value: Any, stream: torch.cuda.Stream) -> None:
+        """Keep memory from being reused while the stream uses it; where an object cannot, later copies wait."""
+        value = value.data if isinstance(value, PackedSequence) else value
+        if hasattr(value, "record_stream"):
+            value.record_stream(stream)
+        else:
+            self._waits = True

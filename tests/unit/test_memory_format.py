@@ -7,6 +7,7 @@ import pytest
 import samples
 import torch
 import toys
+from torch.nn.utils.rnn import pack_sequence
 
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError
@@ -62,6 +63,28 @@ def test_only_images_are_laid_out_anew() -> None:
     assert moved[1].is_contiguous()
     assert {one.dtype for one in moved} == {torch.float64}
     assert to_device(image, device=torch.device("cpu"), dtype=None).is_contiguous()
+
+
+class Graph:
+    """A batch that only knows how to move itself, as those of PyTorch Geometric."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def to(self, device: torch.device) -> "Graph":
+        return Graph(device.type)
+
+
+def test_objects_that_can_move_are_moved_as_a_whole() -> None:
+    """The device meta stands for a GPU."""
+    sequences = pack_sequence([torch.ones(3), torch.ones(2)])
+    batch = {"graph": Graph(), "words": sequences, "number": 3}
+    moved = to_device(batch, device=torch.device("meta"), dtype=torch.float64)
+    assert moved["graph"].device == "meta"
+    assert moved["words"].data.device.type == "meta"
+    assert moved["words"].data.dtype == torch.float64
+    assert moved["words"].batch_sizes.device.type == "cpu"  # where torch needs it
+    assert moved["number"] == 3
 
 
 def test_fsdp_refuses_it_with_the_line() -> None:

@@ -8,7 +8,7 @@ import torch
 import toys
 
 from pipeline.training import batches
-from pipeline.training.loader import Pair, one_ahead, prefetched
+from pipeline.training.loader import Pair, _stream_for_copies, one_ahead, prefetched
 from pipeline.training.order import MicroBatch
 
 
@@ -75,6 +75,17 @@ def test_on_cpu_a_batch_is_read_when_it_is_asked_for() -> None:
     next(batches)
     next(batches)
     assert seen == ["read 0", "read 1"]
+
+
+def test_all_epochs_copy_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator keeps the memory of each stream apart: 30 epochs left 2.2 GB of cache on an H100, not 0.4."""
+    streams = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or device)
+    _stream_for_copies.cache_clear()
+    for _ in range(3):
+        prefetched(iter(()), place=lambda batch: batch, device=torch.device("cuda", 0))
+    _stream_for_copies.cache_clear()
+    assert streams == [torch.device("cuda", 0)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
