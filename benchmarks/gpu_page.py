@@ -26,8 +26,20 @@ TESTS = {
     "test_peak_memory_is_that_of_torch": "peak memory is torch's own figure",
     "test_a_batch_size_ends_at_the_memory_of_the_gpu": "`tune-batch` ends at a real out-of-memory error",
     "test_utilization_and_energy_are_read": "utilization and energy are read",
+    "test_an_error_of_a_rank_is_reported_at_once": "the error of a rank is reported at once (NCCL)",
+    "test_a_resumed_training_has_the_weights_of_a_whole_one": "a resumed training has the weights of a whole one, "
+    "contiguous and channels_last",
+    "test_the_training_exports_its_model": "the trained model is exported",
+    "test_cuda_graphs_train_and_evaluate_as_eager_code": "CUDA graphs train and evaluate as eager code",
+    "test_tf32_by_the_newer_api_trains": "a model that sets TF32 by `torch.backends` trains",
+    "test_batches_that_move_themselves_reach_the_gpu": "batches that are objects with a method `to` reach the GPU",
+    "test_a_training_that_fills_the_memory_has_a_speedup": "a training that fills the memory has a speedup",
+    "test_the_peak_memory_is_not_from_the_training_before": "the peak memory is not from the training before",
+    "test_epochs_do_not_pile_up_cached_memory": "epochs and evaluations do not pile up cached memory",
+    "test_planning_counts_the_gpus_that_torch_sees": "planning counts the GPUs that torch sees",
+    "test_system_metrics_have_the_gpu": "system metrics have the GPU",
 }
-"""Claims by the name of the test in tests/gpu/test_gpu.py."""
+"""Claims by the names of the tests in tests/gpu."""
 
 
 def table(result: Mapping[str, Any] | None) -> str:

@@ -1,0 +1,233 @@
+"""Failures that one CUDA GPU is enough to show, each of which an H100 has shown or ruled out.
+
+Needs neither Ray, MLflow nor scikit-learn, so that the folder of `make gpu-kit` runs it, with `--noconftest`.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_trials import GPUS, NEEDS_GPU, launch, result_of, series, trial
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from pipeline.planning import resources
+from pipeline.protocol.events import WEIGHTS
+from pipeline.protocol.trial import Baseline
+from pipeline.recording import journal
+from pipeline.tasks import StepOutput
+
+pytestmark = NEEDS_GPU
+RESNET: dict[str, Any] = {
+    "model": {"_target_": "pipeline.models.resnet18", "num_classes": 10, "width": 8},
+    "data": {"_target_": "test_one_gpu.images"},
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+}
+BATCHES: dict[str, Any] = {"global_batch_size": 32, "precision": "fp32"}
+"""Four batches of the images in an epoch."""
+FP32: dict[str, Any] = {"precision": "fp32"}
+
+
+class Raising(nn.Linear):
+    """Raises in its third training step, as code of a user may."""
+
+    steps = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.steps += self.training
+        if self.steps >= 3:
+            raise RuntimeError("a sentence of the user's")
+        return super().forward(inputs)
+
+
+class Tf32(nn.Linear):
+    """Sets TF32 by the API of torch 2.9 and later in its constructor."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+class Large(nn.Module):
+    """Weights of so many MB."""
+
+    def __init__(self, megabytes: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(3, megabytes * 2**18 // 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.mean(0) @ self.weights).mean().expand(len(inputs), 1)
+
+
+class Means(nn.Module):
+    """A parameter times the mean of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.weight * inputs.mean(1, keepdim=True)
+
+
+class Graph:
+    """A batch that only knows how to move itself, as those of PyTorch Geometric."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def to(self, device: torch.device) -> "Graph":
+        return Graph(self.inputs.to(device), self.targets.to(device))
+
+
+def graphs() -> Callable[[list[tuple[Tensor, Tensor]]], Graph]:
+    """A collate function."""
+    return lambda samples: Graph(*(torch.stack(values) for values in zip(*samples, strict=True)))
+
+
+class GraphTask(nn.Module):
+    """The mean squared error of a `Graph`."""
+
+    def forward(self, model: nn.Module, batch: Graph) -> StepOutput:
+        outputs = model(batch.inputs)
+        return StepOutput(nn.functional.mse_loss(outputs, batch.targets), outputs, batch.targets)
+
+
+def images() -> tuple[Dataset[Any], Dataset[Any]]:
+    """Noise (128, 3, 16, 16), a tenth brighter for each class."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(10, (128,), generator=generator)
+    noise = torch.randn(128, 3, 16, 16, generator=generator)
+    data = TensorDataset(noise + labels[:, None, None, None] / 10, labels)
+    return data, data
+
+
+def large_batches() -> tuple[Dataset[Any], Dataset[Any]]:
+    """Samples of 4 MB, 32 MB in a batch of 8."""
+    inputs = torch.randn(16, 2**20)
+    data = TensorDataset(inputs, inputs.mean(1, keepdim=True))
+    return data, data
+
+
+@pytest.mark.parametrize("launcher", ["inprocess", "torchrun"])
+def test_an_error_of_a_rank_is_reported_at_once(tmp_path: Path, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a rank in a process group of NCCL, before the group is destroyed."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    model = {"_target_": "test_one_gpu.Raising", "in_features": 3, "out_features": 1}
+    made = trial(model=model, train={"epochs": 4}).model_copy(update={"strategy": "ddp", "launcher": launcher})
+    started = time.monotonic()
+    outcome, _ = launch(made, tmp_path)
+    assert "a sentence of the user's" in str(outcome.error)
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_resumed_training_has_the_weights_of_a_whole_one(tmp_path: Path, optimizer: str, memory_format: str) -> None:
+    how = {"_target_": f"torch.optim.{optimizer}", "lr": 0.003, **({"momentum": 0.9} if optimizer == "SGD" else {})}
+
+    def run(name: str, *, epochs: int, resume: bool = False) -> dict[str, Tensor]:
+        (checkpoints := tmp_path / name).mkdir(exist_ok=True)
+        made = trial(**RESNET, optimizer=how, train={**BATCHES, "epochs": epochs, "memory_format": memory_format})
+        outcome, written = launch(made.model_copy(update={"checkpoints": str(checkpoints), "resume": resume}), tmp_path)
+        result_of(outcome)
+        weights: dict[str, Tensor] = torch.load(written / WEIGHTS, weights_only=True)
+        return weights
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        whole = run("whole", epochs=2)
+        run("cut", epochs=1)
+        resumed = run("cut", epochs=2, resume=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=1e-6)
+
+
+def test_the_training_exports_its_model(tmp_path: Path) -> None:
+    made = trial(**RESNET, train={**BATCHES, "epochs": 1}).model_copy(update={"exports": True})
+    outcome, folder = launch(made, tmp_path)
+    result_of(outcome)
+    example = torch.load(folder / "model" / "example.pt", weights_only=True)
+    assert example.device.type == "cpu"
+    assert list(folder.glob("model/*.pt2"))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_cuda_graphs_train_and_evaluate_as_eager_code(tmp_path: Path, strategy: str) -> None:
+    """The metric keeps the outputs of all batches, which a replayed graph would overwrite."""
+    metrics = {"auroc": {"_target_": "torchmetrics.classification.MulticlassAUROC", "num_classes": 10}}
+    found = []
+    for how in ({}, {"compile": {"mode": "reduce-overhead"}}):
+        made = trial(**RESNET, metrics=metrics, train={**BATCHES, "epochs": 3, **how})
+        outcome, folder = launch(made.model_copy(update={"strategy": strategy}), tmp_path)
+        found.append((list(result_of(outcome).losses), series(folder, "validation/auroc")[-1]))
+    (losses, auroc), (graphed_losses, graphed_auroc) = found
+    assert graphed_losses == pytest.approx(losses, rel=0.02)
+    assert graphed_auroc == pytest.approx(auroc, abs=0.05)
+
+
+def test_tf32_by_the_newer_api_trains(tmp_path: Path) -> None:
+    model = {"_target_": "test_one_gpu.Tf32", "in_features": 3, "out_features": 1}
+    assert result_of(launch(trial(model=model, train=FP32), tmp_path)[0]).matmul_precision == "high"
+
+
+def test_batches_that_move_themselves_reach_the_gpu(tmp_path: Path) -> None:
+    loader = {"collate": {"_target_": "test_one_gpu.graphs"}}
+    result_of(
+        launch(trial(task={"_target_": "test_one_gpu.GraphTask"}, loss=None, loader=loader, train=FP32), tmp_path)[0]
+    )
+
+
+@pytest.mark.parametrize("megabytes", [100, 350])
+def test_a_training_that_fills_the_memory_has_a_speedup(tmp_path: Path, megabytes: int) -> None:
+    """Of the 2 GB that this process may use, weights, gradients and momentum take 15% or 51%; ddp adds a copy."""
+    torch.cuda.set_per_process_memory_fraction(2**31 / torch.cuda.get_device_properties(0).total_memory)
+    made = trial(
+        train_only=False,
+        model={"_target_": "test_one_gpu.Large", "megabytes": megabytes},
+        optimizer={"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9},
+        measure={"warmup_steps": 2, "steps": 2, "windows": 2},
+        train={**FP32, "epochs": 1},
+    )
+    same = ("experiment", "launcher", "workers", "devices_per_worker", "device", "cpus_per_worker", "allowed")
+    baseline = Baseline(name="baseline", strategy="single", **{name: getattr(made, name) for name in same})
+    try:
+        outcome, _ = launch(made.model_copy(update={"strategy": "ddp", "compared_with": (baseline,)}), tmp_path)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    result_of(outcome)
+    assert "finished" in [event.kind for event in outcome.beside]
+
+
+def test_the_peak_memory_is_not_from_the_training_before(tmp_path: Path) -> None:
+    large = trial(model={"_target_": "test_one_gpu.Large", "megabytes": 400}, train=FP32)
+    (before,) = result_of(launch(large, tmp_path)[0]).peak_memory_mb
+    (after,) = result_of(launch(trial(train=FP32), tmp_path)[0]).peak_memory_mb
+    assert after < before / 10
+
+
+def test_epochs_do_not_pile_up_cached_memory(tmp_path: Path) -> None:
+    sections = {"data": {"_target_": "test_one_gpu.large_batches"}, "model": {"_target_": "test_one_gpu.Means"}}
+    reserved = []
+    for epochs in (2, 30):
+        result_of(launch(trial(**sections, train={**FP32, "epochs": epochs}), tmp_path)[0])
+        reserved.append(torch.cuda.memory_reserved())
+        gc.collect()
+    assert reserved[1] < 1.5 * reserved[0]
+
+
+def test_planning_counts_the_gpus_that_torch_sees() -> None:
+    assert resources.detect().gpus == tuple(torch.cuda.get_device_name(index) for index in range(GPUS))
+
+
+def test_system_metrics_have_the_gpu(tmp_path: Path) -> None:
+    outcome, folder = launch(trial(train={**FP32, "epochs": 50}), tmp_path)
+    result_of(outcome)
+    assert "system/gpu_0_power_usage_watts" in (folder / journal.FILE_NAME).read_text()
