@@ -33,7 +33,7 @@ TESTS = {
     "test_cuda_graphs_train_and_evaluate_as_eager_code": "CUDA graphs train and evaluate as eager code",
     "test_tf32_by_the_newer_api_trains": "a model that sets TF32 by `torch.backends` trains",
     "test_batches_that_move_themselves_reach_the_gpu": "batches that are objects with a method `to` reach the GPU",
-    "test_a_training_that_fills_the_memory_has_a_speedup": "a training that fills the memory has a speedup",
+    "test_a_training_has_a_measured_speedup": "a training has a measured speedup, with its baseline on the same GPU",
     "test_the_peak_memory_is_not_from_the_training_before": "the peak memory is not from the training before",
     "test_epochs_do_not_pile_up_cached_memory": "epochs and evaluations do not pile up cached memory",
     "test_planning_counts_the_gpus_that_torch_sees": "planning counts the GPUs that torch sees",
