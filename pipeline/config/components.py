@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -33,9 +33,9 @@ def resolve(component: Component, *, key: str, allowed: tuple[str, ...]) -> Call
     """Return the class or function that a component names.
 
     Raises:
-        ExperimentError: it is not allowed, not found, or its package can't be imported.
+        ExperimentError: it is not allowed, also with its arguments; not found, or its package can't be imported.
     """
-    return targets.find(component.target, key=key, allowed=allowed)
+    return targets.find(component.target, key=key, allowed=allowed, arguments=component.arguments)
 
 
 def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
@@ -57,6 +57,12 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     for name, optimizer in experiment.optimizers.items():
         problems += own_problems(list(_check_groups(optimizer, allowed=allowed)), name)
     return problems
+
+
+def rejected(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
+    """Find the components, also nested ones, that are not allowed or not found; `check` also finds them."""
+    found = (one for key, component in named(experiment) for one in _resolved(component, key=key, allowed=allowed))
+    return [one for one in found if isinstance(one, Problem)]
 
 
 def build(
@@ -123,23 +129,40 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
         yield f"tracking.trackers[{index}]", component
 
 
+class _Resolved(NamedTuple):
+    """A component with its key, and the class or function that it names."""
+
+    key: str
+    component: Component
+    function: Callable[..., Any]
+
+
 def _check(component: Component, *, key: str, passed: Sequence[str], allowed: tuple[str, ...]) -> list[Problem]:
     problems: list[Problem] = []
+    for found in _resolved(component, key=key, allowed=allowed):
+        if isinstance(found, Problem):
+            problems.append(found)
+            continue
+        given = passed if found.key == key else ()
+        problems += _check_call(found.function, found.component, key=found.key, passed=given)
+        if needed := extras.missing(found.function):
+            problems.append(Problem(f"{found.key}._target_", needed))
+    return problems
+
+
+def _resolved(component: Component, *, key: str, allowed: tuple[str, ...]) -> Iterator[_Resolved | Problem]:
+    """Yield a component and those nested in it, or what is wrong with their names."""
     try:
-        function = resolve(component, key=key, allowed=allowed)
-        problems += _check_call(function, component, key=key, passed=passed)
-        if needed := extras.missing(function):
-            problems.append(Problem(f"{key}._target_", needed))
+        yield _Resolved(key, component, resolve(component, key=key, allowed=allowed))
     except ExperimentError as error:
-        problems += error.problems
+        yield from error.problems
     for inner_key, mapping in _nested(component.arguments, key):
         try:
             inner = _component(mapping, inner_key)
         except ExperimentError as error:
-            problems += error.problems
+            yield from error.problems
         else:
-            problems += _check(inner, key=inner_key, passed=(), allowed=allowed)
-    return problems
+            yield from _resolved(inner, key=inner_key, allowed=allowed)
 
 
 def _check_call(

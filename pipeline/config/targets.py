@@ -1,25 +1,40 @@
 """Lookup of a ``_target_``: from a dotted name to a class or function, if an experiment file may name it.
 
-A file that names a callable runs code. So the name must begin with an allowed package, a built-in one or one of the
-project's pyproject.toml, before anything is imported, and the callable must be defined in an allowed package, too:
-``torch.nn.modules.module.torch.hub.load`` is not.
+A file that names a callable runs code. So the name must start with an allowed package, a built-in one or one of the
+project's pyproject.toml, before anything is imported. The callable must be defined in an allowed package:
+``torch.nn.modules.module.torch.hub.load`` is not. Of built-in packages only some kinds are allowed: see `built_in`.
 """
 
 import importlib
 import inspect
 import sys
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+from pipeline.config import built_in
 from pipeline.errors import ExperimentError, UsageError
 from pipeline.system.imports import undisturbed
 from pipeline.wording import did_you_mean, nearest
 
-_REFUSED = ("torchvision.datasets.utils", "timm.models._helpers", "timm.models._hub")  # read, write, unpickle files
+_NAMES = (
+    "ray.data.read_csv",
+    "ray.data.read_images",
+    "ray.data.read_json",
+    "ray.data.read_numpy",
+    "ray.data.read_parquet",
+    "ray.data.FileShuffleConfig",
+    "torch.arange",
+    "torch.full",
+    "torch.linspace",
+    "torch.ones",
+    "torch.tensor",
+    "torch.zeros",
+)
 BUILT_IN = (
     "torch.nn",
     "torch.optim",
@@ -34,14 +49,9 @@ BUILT_IN = (
     "pipeline.models",
     "pipeline.data",
     "pipeline.tasks",
-    "ray.data.read_csv",
-    "ray.data.read_images",
-    "ray.data.read_json",
-    "ray.data.read_numpy",
-    "ray.data.read_parquet",
-    "ray.data.FileShuffleConfig",
+    *_NAMES,
 )
-"""Packages whose classes and functions build objects without side effects, and single functions of other packages."""
+"""Packages of which some kinds are allowed, and single functions and classes of other packages."""
 _NAME = "pyproject.toml"
 
 
@@ -93,13 +103,28 @@ def _packages(file: Path) -> tuple[str, ...]:
     return tuple(packages)
 
 
-def find(target: str, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
+def find(
+    target: str, *, key: str, allowed: tuple[str, ...], arguments: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[..., Any]:
     """Return the class or function that ``target`` names.
 
     Raises:
-        ExperimentError: not allowed, not installed, not found, not callable, or its package can't be imported.
+        ExperimentError: not allowed, also with these arguments; not installed, not found, not callable, or its package
+            can't be imported.
     """
-    return _Search(target, f"{key}._target_", allowed).result()
+    search = _Search(target, f"{key}._target_", allowed)
+    found = search.result()
+    if search.is_built_in(found) and (problems := list(built_in.rejected_arguments(arguments, key=key))):
+        raise ExperimentError([one._replace(message=f"{one.message} {_remedy(target)}") for one in problems])
+    return found
+
+
+def hiding_library(root: str) -> Path | None:
+    """Return the file or folder of the working directory that an import of a library would find."""
+    spec = find_spec(root) if root not in sys.modules else None
+    found = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else ())] if spec else []
+    places = (Path(place) for place in found[:1])
+    return next((place for place in places if place.parent.resolve() in (Path.cwd(), Path.cwd() / "src")), None)
 
 
 class _Search(NamedTuple):
@@ -110,6 +135,7 @@ class _Search(NamedTuple):
     def result(self) -> Callable[..., Any]:
         self._refuse_by_name()
         root, *rest = self.target.split(".")
+        self._refuse_hiding(root)
         found: object = self._import(root)
         in_class = False
         for n, part in enumerate(rest, 1):
@@ -133,8 +159,9 @@ class _Search(NamedTuple):
         if root not in roots and (meant := nearest(root, roots, cutoff=0.75)):
             self._fail(f"{root} is not an allowed package; did you mean {'.'.join((meant, *rest))}?")
         own = "myproject" if root in roots or root in sys.stdlib_module_names else root
+        packages = (package for package in self.allowed if package not in _NAMES)
         self._fail(
-            f"{self.target} is in none of the allowed packages ({', '.join(self.allowed)}); "
+            f"{self.target} is in none of the allowed packages ({', '.join(packages)}); "
             f'for a package of your own, write packages = ["{own}"] below [tool.pipeline] in pyproject.toml'
         )
 
@@ -160,6 +187,11 @@ class _Search(NamedTuple):
         if not _under(module.__name__, self.allowed, or_around=True):
             self._fail(f"{self.target} leads to the module {module.__name__}, which is in none of the allowed packages")
 
+    def _refuse_hiding(self, root: str) -> None:
+        is_own = any(_under(package, (root,)) for package in self._own)
+        if not is_own and (place := hiding_library(root)):
+            self._fail(f"{place} has the name of the library {root}, and would be imported instead. Rename it.")
+
     def _import(self, name: str) -> ModuleType:
         try:
             with undisturbed():
@@ -180,11 +212,23 @@ class _Search(NamedTuple):
         home = str(getattr(found, "__module__", None))
         if self.target in self.allowed:  # allowed by its own name, wherever it is defined
             return found
-        if not _under(home, self.allowed) or _under(home, _REFUSED):
-            self._fail(f"{self.target} is defined in {home}, which is not allowed")
-        if (in_class or inspect.ismethod(found)) and not _under(home, set(self.allowed) - set(BUILT_IN)):
+        if not _under(home, self.allowed):
+            self._fail(f"{self.target} is defined in {home}, which is not allowed. {_remedy(self.target)}")
+        if not self.is_built_in(found):
+            return found
+        if in_class or inspect.ismethod(found):
             self._fail(f"{self.target} is a method; only methods of your own packages may be used")
+        if reason := built_in.rejection_reason(found):
+            self._fail(f"{self.target} {reason}. {_remedy(self.target)}")
         return found
+
+    @property
+    def _own(self) -> set[str]:
+        return set(self.allowed) - set(BUILT_IN)
+
+    def is_built_in(self, found: object) -> bool:
+        """Return True if a class or function belongs to a built-in package, not to one of the project's own."""
+        return self.target not in self._own and not _under(str(getattr(found, "__module__", None)), self._own)
 
     def _no_module(self, name: str) -> NoReturn:
         parent, _, part = name.rpartition(".")
@@ -207,6 +251,13 @@ class _Search(NamedTuple):
 
     def _fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
         raise ExperimentError.of(self.key, message) from cause
+
+
+def _remedy(target: str) -> str:
+    return (
+        f"If you need it, call {target} in a function of your own package and name that function here. "
+        'List your package: packages = ["myproject"] below [tool.pipeline] in pyproject.toml.'
+    )
 
 
 def _under(name: str, packages: Iterable[str], *, or_around: bool = False) -> bool:

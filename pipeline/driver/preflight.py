@@ -30,6 +30,8 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
 
     With ``with_data`` the data is loaded, too, unless Ray streams it; ``with_weights`` looks for those to start from.
 
+    Nothing is built before all names are allowed, also those of a sweep's values.
+
     Returns the packages that components may come from.
 
     Raises:
@@ -40,6 +42,8 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
     problems += also.problems(file.experiment.tracking.also)
+    if rejected := _rejected(file, allowed=allowed):
+        raise file.explain(dict.fromkeys([*problems, *rejected]))
     if not any(problem.key.partition(".")[0] in ("model", "task") for problem in problems):
         problems += _task_problems(file.experiment, allowed=allowed)
     wrong = {problem.key.partition(".")[0] for problem in problems}
@@ -141,6 +145,17 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
         order.samples,
         iterable_order.notes(train, experiment),
     )
+
+
+def _rejected(file: ExperimentFile, *, allowed: tuple[str, ...]) -> list[Problem]:
+    """Find names that are not allowed in an experiment, or else in the values of its sweep."""
+
+    def check_varied(varied: ExperimentFile) -> None:
+        if found := components.rejected(varied.experiment, allowed=allowed):
+            raise ExperimentError(found)
+
+    found = components.rejected(file.experiment, allowed=allowed)
+    return found or sweep.problems(file.experiment.sweep, file.varied, check_varied)
 
 
 def _task_problems(experiment: Experiment, *, allowed: tuple[str, ...]) -> Iterator[Problem]:

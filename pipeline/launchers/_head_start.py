@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
-from pipeline.config.targets import BUILT_IN
+from pipeline.config.targets import BUILT_IN, hiding_library
 from pipeline.launchers._forks import Forks
 from pipeline.protocol.outer_launcher import outer_launcher
 
@@ -49,4 +49,5 @@ def _end_unused() -> None:
 def _libraries(experiment: Experiment) -> list[str]:
     """Return the libraries of built-in components, except torch; each worker imports the project's own packages."""
     targets = [component.target for _, component in components.named(experiment)]
-    return sorted({target.partition(".")[0] for target in targets if target.startswith(BUILT_IN)} - _LOADED)
+    libraries = {target.partition(".")[0] for target in targets if target.startswith(BUILT_IN)} - _LOADED
+    return sorted(library for library in libraries if not hiding_library(library))
