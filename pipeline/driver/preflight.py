@@ -148,10 +148,10 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
 
 
 def _rejected(file: ExperimentFile, *, allowed: tuple[str, ...]) -> list[Problem]:
-    """Find names that are not allowed in an experiment, or else in the values of its sweep."""
+    """Find names that are not allowed in an experiment, or else wrong components in the values of its sweep."""
 
     def check_varied(varied: ExperimentFile) -> None:
-        if found := components.rejected(varied.experiment, allowed=allowed):
+        if found := components.check(varied.experiment, allowed=allowed):
             raise ExperimentError(found)
 
     found = components.rejected(file.experiment, allowed=allowed)

@@ -13,7 +13,9 @@ from pipeline.config.targets import BUILT_IN, find
 from pipeline.errors import ExperimentError
 
 _LOADING = {"Popen", "exec", "from_pretrained", "get_kernel", "hub", "import_module", "load", "loads", "open", "system"}
-_NAMING = re.compile(r"path|file|url|director|remote|code$|hub|loader|pickle|weights_|checkpoint|pretrained|model_name")
+_NAMING = re.compile(
+    r"(^|(?<!drop)(?<!eff)_)(path|file|url|directory|remote_code|hub|loader|pickle|pretrained)$|model_name|pickle_|_hub_"
+)
 _CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
 
 
@@ -43,13 +45,13 @@ def naming_in(found: Callable[..., Any]) -> set[str]:
         parameters = inspect.signature(found).parameters
     except (TypeError, ValueError):
         return set()
-    return {name for name in parameters if _NAMING.search(name) and not re.search(r"drop_?path|xpath|eff_path", name)}
+    return {name for name in parameters if _NAMING.search(name)}
 
 
 def _modules(name: str) -> Iterator[str]:
     try:
         module = importlib.import_module(name)
-    except ImportError:  # needs a library that is not installed
+    except Exception:  # noqa: BLE001 - needs a library that is not installed, or is a script
         return
     yield name
     for inner in pkgutil.iter_modules(getattr(module, "__path__", [])):
