@@ -190,7 +190,10 @@ class _Search(NamedTuple):
     def _refuse_hiding(self, root: str) -> None:
         is_own = any(_under(package, (root,)) for package in self._own)
         if not is_own and (place := hiding_library(root)):
-            self._fail(f"{place} has the name of the library {root}, and would be imported instead. Rename it.")
+            self._fail(
+                f"{place} has the name of the library {root}, and would be imported instead. Rename it. "
+                f'If it is meant, list it: packages = ["{root}"] below [tool.pipeline] in pyproject.toml.'
+            )
 
     def _import(self, name: str) -> ModuleType:
         try:
