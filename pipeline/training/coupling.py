@@ -51,11 +51,17 @@ def observe(context: TrainContext, outbox: Outbox, *, step: int) -> None:
 
 
 def _has_drawn(context: TrainContext, *, step: int) -> bool:
-    """Return True if the step has drawn random numbers: the generators are no longer as its seed left them."""
+    """Return True if the step has drawn random numbers: the generators are no longer as a micro-batch's seed left them.
+
+    Not all ranks have as many micro-batches in an uneven batch.
+    """
     after = states(context.device)
     with generators_kept():
-        seed_step(context, step=step)
-        return after != states(context.device)
+        for number in range(context.accumulation):
+            seed_step(context, step=step, number=number)
+            if after == states(context.device):
+                return False
+    return True
 
 
 def _buffers(context: TrainContext) -> dict[str, Tensor]:

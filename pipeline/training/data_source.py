@@ -99,7 +99,10 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
     def loader(dataset: Any, what: str, *, samples: int | None, block: int) -> BatchLoader | IterableLoader:
         seed, options = experiment.seed, experiment.loader
         if not is_iterable(dataset):
-            return BatchLoader(dataset, options=options, collate=collate, seed=seed, device=device)
+            keeps = what != "training"  # where each step seeds the generators after reading
+            return BatchLoader(
+                dataset, options=options, collate=collate, seed=seed, device=device, keeps_generators=keeps
+            )
         return IterableLoader(
             dataset,
             what=what,

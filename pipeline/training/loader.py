@@ -25,6 +25,7 @@ from pipeline.errors import ExperimentError
 from pipeline.system.signals import sigterm_blocked, sigterm_only_from
 from pipeline.training.fetch import Collate, fetcher, usable
 from pipeline.training.order import MicroBatch
+from pipeline.training.randomness import generators_kept
 
 Pair = tuple[MicroBatch, Any]
 Copy = Callable[[Any], Callable[[], Any]]
@@ -48,11 +49,21 @@ class BatchLoader:
     """A DataLoader for any sequence of micro-batches, which keeps its loader processes from epoch to epoch."""
 
     def __init__(
-        self, dataset: Dataset[Any], *, options: Loader, collate: Collate | None, seed: int, device: torch.device
+        self,
+        dataset: Dataset[Any],
+        *,
+        options: Loader,
+        collate: Collate | None,
+        seed: int,
+        device: torch.device,
+        keeps_generators: bool = True,
     ) -> None:
+        """Prepare to read; see `fetcher` for ``keeps_generators``."""
+        self.note = ""
+        """Note for the user on how the dataset is read; empty if there is none yet."""
         self._served = _Replay()
         self._reading: Callable[[], Generator[Pair] | None] = lambda: None
-        self._fetcher = fetcher(dataset, collate=collate, seed=seed)
+        self._fetcher = fetcher(dataset, collate=collate, seed=seed, keeps_generators=keeps_generators)
         workers = options.num_workers
         pins = device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory
         # Reading in this process needs no DataLoader, whose 30 us a batch are much of a short step.
@@ -97,17 +108,22 @@ class BatchLoader:
     def _read(self, micro_batches: Iterable[MicroBatch]) -> Generator[Pair]:
         if self._loader is None:
             for micro_batch in micro_batches:
-                yield micro_batch, usable(self._fetcher.__getitems__(micro_batch))
+                yield micro_batch, usable(self._fetcher.__getitems__(micro_batch), note=self._take_note)
             return
         served = self._served.begin(micro_batches)
         with sigterm_blocked():
             batches = iter(self._loader)
         for batch in batches:
-            yield served.popleft(), usable(batch)
+            yield served.popleft(), usable(batch, note=self._take_note)
 
     def read(self, indices: list[int]) -> Any:
         """Read samples as one batch, on the CPU, in this process, as in epoch 0; raises as `batches` does."""
-        return usable(self._fetcher.__getitems__(MicroBatch(0, indices, weight=1.0, is_last=True)))
+        with generators_kept():
+            batch = self._fetcher.__getitems__(MicroBatch(0, indices, weight=1.0, is_last=True))
+        return usable(batch, note=self._take_note)
+
+    def _take_note(self, note: str) -> None:
+        self.note = self.note or note  # each loader process has one
 
 
 class _Replay:

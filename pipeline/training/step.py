@@ -25,7 +25,7 @@ from pipeline.training.learning_rate import advance_scheduler, warmup
 from pipeline.training.logs import with_loss
 from pipeline.training.norms import total_norm
 from pipeline.training.order import MicroBatch
-from pipeline.training.step_guard import StepGuard, skips_nonfinite
+from pipeline.training.step_guard import StepGuard, seed_step, skips_nonfinite
 from pipeline.training.watch import mark
 from pipeline.training.weighting import Denominator
 
@@ -61,10 +61,10 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
         if context.experiment.optimizers:
             update, weight = partial(_update, guard=guard), None
             loss, norm, by_optimizer = alternate(
-                context, _one_step(stream), exchange=exchange, step=step, update=update
+                context, _one_step(context, stream, step=step), exchange=exchange, step=step, update=update
             )
         else:
-            loss, weight = forward_backward(context, stream, exchange=exchange)
+            loss, weight = forward_backward(context, stream, exchange=exchange, step=step)
             limit = context.experiment.train.clip_grad_norm
             norm, by_optimizer = _update(context, guard=guard, limit=limit), {}
         if guard.has_updated:
@@ -89,16 +89,16 @@ def _update(context: TrainContext, *, guard: StepGuard, limit: float | None) -> 
 
 
 def forward_backward(
-    context: TrainContext, stream: MicroBatches, *, exchange: bool = True
+    context: TrainContext, stream: MicroBatches, *, exchange: bool = True, step: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     """Run forward and backward on one step's micro-batches, and leave the gradients in the model.
 
     Without ``exchange`` ranks send each other nothing. Returns `StepResult`'s loss and weight.
     """
     if context.experiment.optimizers:
-        return alternate(context, _one_step(stream), exchange=exchange).loss, None
+        return alternate(context, _one_step(context, stream, step=step), exchange=exchange).loss, None
     losses = _StepLoss(context, exchange=exchange)
-    for micro_batch, batch in _one_step(stream):
+    for micro_batch, batch in _one_step(context, stream, step=step):
         with _communication(context, micro_batch, exchange=exchange):
             gathering = training_pass(context, micro_batch, exchange=exchange)
             output = _forward(context, micro_batch, batch, gathering=gathering)
@@ -157,10 +157,11 @@ class _StepLoss:
         return self._denominator.settle(self._total, gradients=self._context.gradients())
 
 
-def _one_step(stream: MicroBatches) -> MicroBatches:
-    """Yield the stream's micro-batches up to the one that the optimizer steps after."""
+def _one_step(context: TrainContext, stream: MicroBatches, *, step: int) -> MicroBatches:
+    """Yield the stream's micro-batches up to the one that the optimizer steps after, each ready to compute."""
     mark(Phase.READING)
-    for micro_batch, batch in stream:
+    for number, (micro_batch, batch) in enumerate(stream):
+        seed_step(context, step=step, number=number)  # after reading, which leaves the generators in any state
         mark(Phase.FORWARD)
         yield micro_batch, batch
         if micro_batch.is_last:

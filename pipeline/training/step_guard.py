@@ -1,4 +1,4 @@
-"""Guard around an optimizer step: seeds its random numbers, and undoes a step that is skipped.
+"""Guard of an optimizer step: seeds the random numbers of its computing, and undoes a step that is skipped.
 
 Apart from `pipeline.training.step`, so that a step reads there as forward, backward, update.
 """
@@ -16,7 +16,7 @@ from pipeline.training.randomness import seed_all
 
 
 class StepGuard:
-    """Context in which one optimizer step is taken: seeds the random numbers, and undoes a step that is skipped.
+    """Context in which one optimizer step is taken, which undoes a step that is skipped.
 
     A step is skipped if a rollback left it out, or if its loss or a gradient is not finite with ``train.on_nonfinite:
     skip``. It is computed all the same, so that ranks and loaders keep in step; then the weights and the optimizer's
@@ -38,7 +38,6 @@ class StepGuard:
         if (task := context.in_steps) is not None:
             epoch, since = divmod(self._step, context.order.steps_per_epoch)
             task.begin_step(self._step, epoch=epoch, batch=since * context.accumulation)
-        seed_step(context, step=self._step)
         self._buffers = Buffers(context.whole) if self._may_skip else None
         return self
 
@@ -68,9 +67,14 @@ class StepGuard:
                 self._context.carried.revert()
 
 
-def seed_step(context: TrainContext, *, step: int) -> None:
-    """Seed the random numbers of a step: the same in a resumed step, different ones on each rank, e.g. for dropout."""
-    seed_all(mix(context.experiment.seed, "step", step, context.rank.rank), device=context.device)
+def seed_step(context: TrainContext, *, step: int, number: int) -> None:
+    """Seed the random numbers of computing a step's micro-batch, e.g. for dropout.
+
+    They are the same in a resumed step, and different on each rank and in each of its micro-batches, whose ``number``
+    counts from 0.
+    """
+    later = (number,) if number else ()
+    seed_all(mix(context.experiment.seed, "step", step, context.rank.rank, *later), device=context.device)
 
 
 class Buffers:

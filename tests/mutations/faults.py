@@ -51,7 +51,7 @@ FAULTS = (
         "the draws of a step depend on the steps before",
         "a resumed training drops out what an undisturbed one does",
         "pipeline/training/step_guard.py",
-        'seed_all(mix(context.experiment.seed, "step", step, context.rank.rank), device=context.device)',
+        'seed_all(mix(context.experiment.seed, "step", step, context.rank.rank, *later), device=context.device)',
         "pass",
         ("tests/unit/test_training.py",),
     ),
