@@ -132,6 +132,11 @@ class Batches:
         first = next(self._evaluation(0, samples=self.validation_samples))
         return self.read(first.indices, validation=not isinstance(self._source.validation, StreamLoader))
 
+    def take_note(self) -> str:
+        """Return a note for the user on how the training set is read, once; empty if there is none."""
+        train = self._source.train
+        return train.take_note() if isinstance(train, BatchLoader) else ""
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Promises that the data can't keep."""

@@ -17,6 +17,7 @@ from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.order import MicroBatch, mix, mixer
 from pipeline.training.randomness import GENERATORS, drawn_from, drawn_since, generators_kept, seed_generators, watch
+from pipeline.training.rank_equality import fingerprint
 
 Collate = Callable[[list[Any]], Any]
 
@@ -68,7 +69,7 @@ class Samples(Dataset[Any]):
         self._dataset, self._collate, self._seed = dataset, collate, seed
         self._keeps_generators = keeps_generators
         self._has_batches = _has_batches(dataset)
-        self._is_new = not self._has_batches
+        self._is_new = True
         self._draws: tuple[str, ...] = ()
         """Generators that the dataset was seen to draw from."""
         self._collate_draws: tuple[str, ...] = ()
@@ -78,7 +79,10 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, micro_batch: MicroBatch) -> Any:
         with generators_kept() if self._keeps_generators else nullcontext():
-            batch = self._first(micro_batch) if self._is_new else self._watched(micro_batch)
+            # Only samples that are read one by one can be seeded; most datasets are first asked for a single sample.
+            is_seeded = self._is_new and (len(micro_batch.indices) == 1 or not self._has_batches)
+            self._is_new = False
+            batch = self._first(micro_batch) if is_seeded else self._watched(micro_batch)
         if self._note and not self._is_noted:
             self._is_noted = True
             return _Noted(batch, self._note)
@@ -86,15 +90,31 @@ class Samples(Dataset[Any]):
 
     def _first(self, micro_batch: MicroBatch) -> Any:
         """Read the first batch with all generators seeded, as most that draw do so here, and are then read once."""
-        self._is_new = False
         samples = self._seeded(micro_batch, GENERATORS)
         if isinstance(samples, _Unusable):
             return samples
         last = self._seed_of_last(micro_batch)
-        self._draws = drawn_since(last)
+        self._draws = drawn_since(last) or self._drawn_unseen(micro_batch, samples)
         batch = collated(micro_batch.indices, samples, self._collate)  # which draws after the last sample
         self._collate_draws = _without(drawn_since(last), self._draws)
         return batch
+
+    def _drawn_unseen(self, micro_batch: MicroBatch, samples: Any) -> tuple[str, ...]:
+        """Return all generators if the last sample depends on them though none has moved, else none.
+
+        Code restores a generator that it has drawn from, or makes one of its own from ``torch.initial_seed()``. A
+        private generator gives other samples with equal seeds, too, and needs none.
+        """
+        last, own = micro_batch.indices[-1:], self._seed_of_last(micro_batch)
+
+        def read_with(seed: int) -> str:
+            seed_generators(seed, GENERATORS)
+            return fingerprint(self._read(last))
+
+        first = fingerprint(samples[-1:] if isinstance(samples, list | tuple) else samples)
+        depends = read_with(own ^ 1) != first and read_with(own) == first
+        seed_generators(own, GENERATORS)
+        return GENERATORS if depends else ()
 
     def _watched(self, micro_batch: MicroBatch) -> Any:
         while True:
@@ -119,12 +139,15 @@ class Samples(Dataset[Any]):
 
     def _samples(self, micro_batch: MicroBatch) -> "list[Any] | _Unusable":
         if not self._draws:
-            return self._at_once(micro_batch.indices) if self._has_batches else self._plain(micro_batch.indices)
+            return self._read(micro_batch.indices)
         if self._has_batches and not self._note and len(micro_batch.indices) > 1:
             return self._compared(micro_batch)
         return self._seeded(micro_batch, self._draws)
 
-    def _plain(self, indices: list[int]) -> "list[Any] | _Unusable":
+    def _read(self, indices: list[int]) -> "list[Any] | _Unusable":
+        return self._at_once(indices) if self._has_batches else self._each(indices)
+
+    def _each(self, indices: list[int]) -> "list[Any] | _Unusable":
         dataset, samples, index = self._dataset, [], -1
         try:
             for index in indices:
@@ -136,9 +159,12 @@ class Samples(Dataset[Any]):
     def _seeded(self, micro_batch: MicroBatch, generators: tuple[str, ...]) -> "list[Any] | _Unusable":
         """Read samples one by one, with these generators seeded for each."""
         seed_of, samples = mixer(self._seed, "sample", micro_batch.epoch), list[Any]()
+        if len(micro_batch.indices) == 1:
+            seed_generators(seed_of(micro_batch.indices[0]), generators)
+            return self._read(micro_batch.indices)
         for index in micro_batch.indices:
             seed_generators(seed_of(index), generators)
-            read = self._at_once([index]) if self._has_batches else self._plain([index])
+            read = self._read([index])
             if isinstance(read, _Unusable):
                 return read
             samples += read

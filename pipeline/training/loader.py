@@ -59,8 +59,7 @@ class BatchLoader:
         keeps_generators: bool = True,
     ) -> None:
         """Prepare to read; see `fetcher` for ``keeps_generators``."""
-        self.note = ""
-        """Note for the user on how the dataset is read; empty if there is none yet."""
+        self._notes: list[str] = []
         self._served = _Replay()
         self._reading: Callable[[], Generator[Pair] | None] = lambda: None
         self._fetcher = fetcher(dataset, collate=collate, seed=seed, keeps_generators=keeps_generators)
@@ -108,22 +107,24 @@ class BatchLoader:
     def _read(self, micro_batches: Iterable[MicroBatch]) -> Generator[Pair]:
         if self._loader is None:
             for micro_batch in micro_batches:
-                yield micro_batch, usable(self._fetcher.__getitems__(micro_batch), note=self._take_note)
+                yield micro_batch, usable(self._fetcher.__getitems__(micro_batch), note=self._notes.append)
             return
         served = self._served.begin(micro_batches)
         with sigterm_blocked():
             batches = iter(self._loader)
         for batch in batches:
-            yield served.popleft(), usable(batch, note=self._take_note)
+            yield served.popleft(), usable(batch, note=self._notes.append)
 
     def read(self, indices: list[int]) -> Any:
         """Read samples as one batch, on the CPU, in this process, as in epoch 0; raises as `batches` does."""
         with generators_kept():
             batch = self._fetcher.__getitems__(MicroBatch(0, indices, weight=1.0, is_last=True))
-        return usable(batch, note=self._take_note)
+        return usable(batch, note=self._notes.append)
 
-    def _take_note(self, note: str) -> None:
-        self.note = self.note or note  # each loader process has one
+    def take_note(self) -> str:
+        """Return a note for the user on how the dataset is read, once; empty if there is none."""
+        notes, self._notes = self._notes, self._notes[:0]
+        return notes[0] if notes else ""
 
 
 class _Replay:

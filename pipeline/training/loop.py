@@ -190,6 +190,7 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
         if meter.cadence.is_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)
             if isinstance(context.trial, Training):
+                reporting.warn_of_reading(context, meter.outbox)
                 after_report(context, step=step + 1, epoch=epoch + 1, meter=meter, manager=manager)
                 if context.is_over(step + 1):
                     break

@@ -77,6 +77,13 @@ def first_step(context: TrainContext, outbox: Outbox) -> None:
         outbox.event(FirstStep(trial=context.trial.name))
 
 
+def warn_of_reading(context: TrainContext, outbox: Outbox) -> None:
+    """Warn once if the training set is read one sample at a time although it can read batches."""
+    note = context.batches.take_note()
+    if note and context.rank.is_first:
+        outbox.event(Warned(trial=context.trial.name, message=note, subject="reading"))
+
+
 def changed_matmul_precision(context: TrainContext, outbox: Outbox) -> None:
     """Warn if code of the experiment has changed ``train.matmul_precision``."""
     declared, used = context.experiment.train.matmul_precision, matmul_precision()

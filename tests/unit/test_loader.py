@@ -1,6 +1,8 @@
 """Batches from draws: the same whatever serves them, and errors that name what is wrong with the data."""
 
+import pickle
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import toys
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.training.fetch import fetcher
 from pipeline.training.loader import BatchLoader, length, to_device
-from pipeline.training.order import MicroBatch
+from pipeline.training.order import MicroBatch, mix
+from pipeline.training.randomness import seed_all
 
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))
 
@@ -78,6 +82,129 @@ def test_reading_leaves_the_generators_alone(dataset: Dataset[Any]) -> None:
     for _ in reader.batches([micro_batch(1), micro_batch(2)]):
         assert states() == before
     assert states() == before
+
+
+def itself(index: int) -> float:
+    torch.manual_seed(index)
+    return torch.rand(1).item()
+
+
+def seeded_afterwards(_: int) -> float:
+    drawn = torch.rand(1).item()
+    torch.manual_seed(3)
+    return drawn
+
+
+def restored(_: int) -> float:
+    with torch.random.fork_rng(devices=()):
+        return torch.rand(1).item()
+
+
+DRAWS: dict[str, Callable[[int], float]] = {
+    "nothing": float,
+    "torch": lambda _: torch.rand(1).item(),
+    "Python": lambda _: random.random(),
+    "NumPy": lambda _: np.random.rand(),
+    "torch, but only in some samples": lambda index: torch.rand(1).item() if index in (3, 8) else 0.0,
+    "torch if Python says so": lambda index: torch.rand(1).item() if index > 5 and random.random() < 0.5 else 0.0,
+    "with a seed of its own": itself,
+    "and seeds afterwards": seeded_afterwards,
+    "and restores the generator": restored,
+    "by the seed": lambda index: float(np.random.default_rng(torch.initial_seed() % 2**32 + index).random()),
+}
+
+
+class Drawing(Dataset[Any]):
+    """Samples with a number that is drawn in one of the ways of `DRAWS`."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> Any:
+        return index, DRAWS[self.how](index)
+
+
+class InBatches(Drawing):
+    """The same, with the interface of datasets that read a batch at once; notes what is asked of it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.asked: list[int] = []
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.asked.append(len(indices))
+        return [(index, DRAWS[self.how](index)) for index in indices]
+
+
+def drawing_collate(samples: list[Any]) -> Any:
+    return *default_collate(samples), torch.rand(1).item(), np.random.rand() if samples[0][0] > 3 else 0.0
+
+
+def as_seeded(dataset: Dataset[Any], collate: Callable[..., Any], micro_batch: MicroBatch) -> Any:
+    """Read a batch with all generators seeded for each sample: what it draws is a function of (seed, epoch, sample)."""
+    samples = []
+    for index in micro_batch.indices:
+        seed_all(mix(5, "sample", micro_batch.epoch, index), device=torch.device("cpu"))
+        samples.append(dataset[index])
+    return collate(samples)
+
+
+@pytest.mark.parametrize("kind", [Drawing, InBatches])
+@pytest.mark.parametrize("collate", [default_collate, drawing_collate])
+@pytest.mark.parametrize("how", DRAWS)
+def test_a_sample_draws_the_same_wherever_and_whenever_it_is_read(
+    how: str, collate: Callable[..., Any], kind: type[Drawing]
+) -> None:
+    """In any batch, of any size, also before the dataset was first seen to draw, and in another process."""
+    batches = [micro_batch(*indices, epoch=epoch) for epoch in (0, 1) for indices in ((0,), (1, 2, 9), (3, 7), (8, 6))]
+    expected = [as_seeded(Drawing(how), collate, one) for one in batches]
+
+    reader = fetcher(kind(how), collate=None if collate is default_collate else collate, seed=5, keeps_generators=False)
+    for start in range(len(batches)):
+        sent = pickle.loads(pickle.dumps(reader))  # a loader process that is spawned gets it so
+        for one, batch in zip(batches[start:], expected[start:], strict=True):
+            read = sent.__getitems__(one)
+            assert repr(getattr(read, "batch", read)) == repr(batch)
+        reader.__getitems__(batches[start])
+
+
+def test_batches_are_read_at_once_unless_the_dataset_draws() -> None:
+    """A collate function may draw."""
+    batches = [micro_batch(0), micro_batch(1, 2, 9), micro_batch(3, 7)]
+    plain, drawing = InBatches("nothing"), InBatches("torch")
+    assert all(
+        list(loader(Subset(plain, range(11)), collate=each).batches(batches)) for each in (None, drawing_collate)
+    )
+    reader = loader(drawing)
+    list(reader.batches(batches))
+
+    assert [size for size in plain.asked if size > 1] == [3, 2] * 2
+    assert [size for size in drawing.asked if size > 1] == [3]  # for the note
+    note = reader.take_note()
+    assert re.search(r"one sample at a time, with a seed for each: [\d,]+ samples/s instead of [\d,]+\.", note)
+    assert reader.take_note() == ""
+
+
+def test_a_subclass_is_not_read_past() -> None:
+    class Doubled(InBatches):
+        def __getitem__(self, index: int) -> Any:
+            return 2 * index, 0.0
+
+    ((_, (indices, _)),) = loader(Subset(Doubled("nothing"), [3, 4])).batches([micro_batch(1)])
+    assert indices.tolist() == [8]
+
+
+def test_a_batch_in_one_piece_needs_a_collate_function() -> None:
+    class Whole(Drawing):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return {"x": torch.tensor(indices)}
+
+    assert "__getitems__ returned a dict of 1 for 2 samples. Return a list" in str(failure(Whole("nothing"), 0, 1))
+    ((_, batch),) = loader(Whole("nothing"), collate=lambda batch: batch["x"]).batches([micro_batch(4, 5)])
+    assert batch.tolist() == [4, 5]
 
 
 def failure(dataset: Dataset[Any], *indices: int, workers: int = 0, **more: Any) -> Exception:

@@ -14,17 +14,40 @@ import toys
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.tasks import StepOutput
 from pipeline.training import loop
 from pipeline.training.build import build
-from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.training.checkpoints.manifest import FILE_NAME, folder_name, parse
 from pipeline.training.checkpoints.state import State, restore, view
 from pipeline.training.loop import train
 
 HERE = "test_random_numbers"
 STEPS = 6
 """Two epochs of three steps."""
+
+
+class Late(toys.Plain):
+    """Regression samples, of which the last ones have noise: reading first draws in the middle of an epoch."""
+
+    def __init__(self, *, by: float, first: int) -> None:
+        super().__init__(toys.regression()[0])  # type: ignore[arg-type]
+        self.by, self.first = by, first
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = self.samples[index]
+        return inputs + (self.by * torch.randn(3) if index >= self.first else 0.0), targets
+
+
+def late(by: float = 1.0, first: int = 21) -> tuple[Any, Any]:
+    return Late(by=by, first=first), toys.regression()[1]
+
+
+DROPOUT: dict[str, Any] = {
+    "model": {"_target_": "toys.dropout_net"}, "data": {"_target_": f"{HERE}.late"},
+    "train": {"gradient_accumulation": 2},
+}  # fmt: skip
 
 
 class Drifting(nn.Module):
@@ -62,13 +85,13 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "probe", lambda *_, **__: samples.parts(step_ms=5.0))
 
 
-def _run(folder: Path, *, resume: bool = False) -> toys.Kept:
-    trial = toys.trial(
-        model={"_target_": f"{HERE}.Drifting"},
-        task={"_target_": f"{HERE}.MixUp"},
-        loss=None,
-        checkpoint={"every_steps": 1, "keep": 100},
-    )
+DRIFTING: dict[str, Any] = {
+    "model": {"_target_": f"{HERE}.Drifting"}, "task": {"_target_": f"{HERE}.MixUp"}, "loss": None,
+}  # fmt: skip
+
+
+def _run(folder: Path, *, resume: bool = False, sections: dict[str, Any] = DRIFTING) -> toys.Kept:
+    trial = toys.trial(**sections, checkpoint={"every_steps": 1, "keep": 100})
     update = {"allowed": (*trial.allowed, HERE), "checkpoints": str(folder), "resume": resume}
     outbox = toys.Kept()
     train(trial.model_copy(update=update), rank=Rank(), outbox=outbox)
@@ -79,20 +102,47 @@ def _after(step: int, outbox: toys.Kept, name: str) -> list[float]:
     return [point.value for point in outbox.points(name) if point.step > step]
 
 
-def test_a_step_that_draws_from_python_and_numpy_is_resumed_exactly(tmp_path: Path) -> None:
-    whole = _run(tmp_path / "whole")
+def _until(step: int, folder: Path) -> Path:
+    """What a training in ``folder`` / "whole" that was killed after a step has left."""
+    left = folder / f"until {step}"
+    left.mkdir()
+    for name in map(folder_name, range(1, step + 1)):
+        shutil.copytree(folder / "whole" / name, left / name)
+    return left
+
+
+@pytest.mark.parametrize("sections", [DRIFTING, DROPOUT], ids=["steps draw", "reading draws, late"])
+def test_a_step_that_draws_is_resumed_exactly(tmp_path: Path, sections: dict[str, Any]) -> None:
+    whole = _run(tmp_path / "whole", sections=sections)
     for step in (1, 3, 4):
-        folder = tmp_path / f"until {step}"
-        folder.mkdir()
-        for name in map(folder_name, range(1, step + 1)):
-            shutil.copytree(tmp_path / "whole" / name, folder / name)
         random.seed(step)  # whatever was drawn before
         np.random.seed(step)
-        again = _run(folder, resume=True)
+        again = _run(_until(step, tmp_path), resume=True, sections=sections)
 
         for name in ("train/loss", "validation/loss"):
             assert _after(step, again, name) == _after(step, whole, name), (step, name)
     assert len(set(whole.series("train/loss"))) == STEPS
+
+
+def test_dropout_draws_the_same_whether_or_not_reading_does(tmp_path: Path) -> None:
+    series = [
+        _run(tmp_path / name, sections={**DROPOUT, "data": {"_target_": f"{HERE}.late", "by": 0.0, "first": first}})
+        for name, first in (("never", 22), ("late", 21), ("always", 0))
+    ]
+    assert series[0].series("train/loss") == series[1].series("train/loss") == series[2].series("train/loss")
+
+
+def test_a_checkpoint_from_before_micro_batches_had_seeds_is_resumed_with_a_note(tmp_path: Path) -> None:
+    _run(tmp_path / "whole", sections=DROPOUT)
+    file = _until(1, tmp_path) / folder_name(1) / FILE_NAME
+    manifest = parse(file.read_bytes())
+    assert manifest is not None
+    file.write_text(manifest.model_copy(update={"format": 1}).sealed().model_dump_json())
+    again = _run(tmp_path / "until 1", resume=True, sections=DROPOUT)
+
+    assert [event.step for event in again.events if isinstance(event, Resumed)] == [1]
+    (note,) = (event.message for event in again.events if isinstance(event, Warned))
+    assert "each micro-batch now has its own seed" in note
 
 
 def test_a_checkpoint_holds_buffers_that_a_state_dict_leaves_out(tmp_path: Path) -> None:

@@ -125,6 +125,12 @@ class CheckpointManager:
             dry_run(self._context)
         if trainable(self._context.learned) and found.state.values.get("task") is None:
             self._warn(f"{manifest.name} has no parameters of the loss or task: they start untrained")
+        if manifest.format < 2 and self._context.accumulation > 1:
+            self._warn(
+                f"{manifest.name} was saved by an earlier version. If the model draws random numbers, such as dropout, "
+                "they differ from those of that version: with train.gradient_accumulation, each micro-batch now has "
+                "its own seed. Training continues"
+            )
         overrides = Overrides.of(self._context)
         if (local := self._context.strategy.local_updates) is not None:
             local.set_step(steps=manifest.step)

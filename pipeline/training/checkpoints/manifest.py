@@ -43,7 +43,8 @@ class StoredFile(Frozen):
 class Manifest(Frozen):
     """Description and file list of a checkpoint; the checkpoint is complete if this exists and `digest` matches."""
 
-    format: int = 1
+    format: int = 2
+    """Up to 1 a step's micro-batches shared one seed of the model's random numbers; now each has its own."""
     step: int
     """Optimizer steps done."""
     epoch: int
