@@ -141,6 +141,9 @@ _OVERHEAD: dict[int, list[Competitor]] = {
     2: [DDP, OURS_TORCHRUN, LIGHTNING, UNTRACKED_TORCHRUN, ACCELERATE, OURS_RAY, RAY_TRAIN, TRANSFORMERS],
 }
 """On steps that are nearly nothing but overhead, everyone takes part."""
+_READING: dict[int, list[Competitor]] = {1: [BARE, INPROCESS], 2: [DDP, OURS_TORCHRUN]}
+"""On datasets that are read sample by sample, whose cost is shown by a loop with torch's DataLoader."""
+_COMPETITORS = {"mlp": _OVERHEAD, "ordinary": _READING, "drawing": _READING}
 
 REFERENCE = {1: BARE.name, 2: DDP.name}
 """What ratios are relative to, by workers."""
@@ -155,6 +158,6 @@ def rows(workloads: Sequence[str], *, everyone: bool = False) -> list[Row]:
     return [
         (competitor, workload, workers)
         for workload in workloads
-        for workers, those in (_OVERHEAD if everyone or workload == "mlp" else _EVERYWHERE).items()
+        for workers, those in (_OVERHEAD if everyone else _COMPETITORS.get(workload, _EVERYWHERE)).items()
         for competitor in those
     ]

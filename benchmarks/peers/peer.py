@@ -2,7 +2,7 @@
 
 Batches come through torch's DataLoader in the training process. Its dataset reads a whole batch with one index
 operation, as pipeline does with a TensorDataset; ``--loader stock`` reads sample by sample, as TensorDataset itself
-does, and ``--loader none`` indexes the tensors without a DataLoader.
+does, and ``--loader none`` indexes the tensors without a DataLoader. Other datasets are read sample by sample.
 """
 
 import argparse
@@ -54,13 +54,13 @@ class Job:
 
     def loader(self, *, ranks: range) -> Any:
         """Batches of these ranks in turn; of all, for a library that deals batches out itself."""
-        data: TensorDataset = build(self.work.data)[0]
+        data = build(self.work.data)[0]
         order = SampleOrder(samples=len(data), global_batch_size=self.work.batch, seed=SEED)
         batches: Any = Batches(order, ranks=ranks, world_size=self.workers)
+        if self.kind == "stock" or not isinstance(data, TensorDataset):
+            return DataLoader(data, batch_sampler=batches)
         if self.kind == "none":
             return Direct(data.tensors, batches)
-        if self.kind == "stock":
-            return DataLoader(data, batch_sampler=batches)
         return DataLoader(Rows(data.tensors), batch_sampler=batches, collate_fn=_as_is)
 
 

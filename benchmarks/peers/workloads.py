@@ -7,9 +7,10 @@ that don't evaluate and pipeline, which would, do the same steps.
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from pipeline.data import characters
 from pipeline.data import digits as digits_once
@@ -34,6 +35,14 @@ class Workload(NamedTuple):
     is_text: bool = False
 
 
+_POINTS = Workload(
+    model={"_target_": "pipeline.models.MLP", "in_features": 64, "hidden": [256, 256], "num_classes": 4},
+    data={"_target_": "workloads.points", "samples": 25600},
+    optimizer={"_target_": "torch.optim.SGD", "lr": 0.05},
+    batch=64,
+    epochs=6,
+)
+
 WORKLOADS = {
     "mlp": Workload(
         model={"_target_": "pipeline.models.MLP", "in_features": 64, "hidden": [64, 64], "num_classes": 10},
@@ -42,6 +51,8 @@ WORKLOADS = {
         batch=32,
         epochs=6,
     ),
+    "ordinary": _POINTS,
+    "drawing": _POINTS._replace(data={**_POINTS.data, "noise": 0.01}),
     "resnet": Workload(
         model={"_target_": "pipeline.models.resnet18", "num_classes": 10, "in_channels": 1, "width": 16},
         data={"_target_": "workloads.digits", "samples": 1792, "image_size": 16},
@@ -73,6 +84,27 @@ def digits(*, samples: int, image_size: int = 8, repeat: int = 1) -> tuple[Tenso
     assert isinstance(whole, TensorDataset)
     images, labels = (tensor[:samples] for tensor in whole.tensors)
     return TensorDataset(images.repeat(repeat, 1, 1, 1), labels.repeat(repeat)), None
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    """An ordinary map-style dataset, read sample by sample; with ``noise`` it draws some for each sample."""
+
+    def __init__(self, samples: int, *, noise: float) -> None:
+        self.inputs = torch.randn(samples, 64, generator=torch.Generator().manual_seed(SEED))
+        self.targets = (self.inputs[:, 0] > 0).long() + 2 * (self.inputs[:, 1] > 0).long()
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs[index]
+        return (inputs + self.noise * torch.randn(64) if self.noise else inputs), self.targets[index]
+
+
+def points(*, samples: int, noise: float = 0.0) -> tuple[Points, None]:
+    """Random points in four classes."""
+    return Points(samples, noise=noise), None
 
 
 def text(*, windows: int, context_length: int = 64) -> tuple[TensorDataset, None]:

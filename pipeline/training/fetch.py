@@ -192,8 +192,9 @@ class Samples(Dataset[Any]):
         times.append(time.perf_counter())
         at_once, alone = (len(micro_batch.indices) / (end - begin) for begin, end in pairwise(times))
         self._note = (
-            "data: reading draws random numbers, so __getitems__ gets one sample at a time, with a seed for each: "
-            f"{alone:,.0f} samples/s instead of {at_once:,.0f}. To read whole batches, draw in loader.collate instead"
+            "data: the dataset draws random numbers, so __getitems__ gets one sample at a time, with a seed for each. "
+            f"This reads {alone:,.0f} samples/s; whole batches would be read at {at_once:,.0f} samples/s. "
+            "To read whole batches, draw in loader.collate instead"
         )
         return samples
 

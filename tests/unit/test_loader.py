@@ -128,7 +128,7 @@ class Drawing(Dataset[Any]):
 
 
 class InBatches(Drawing):
-    """The same, with the interface of datasets that read a batch at once; notes what is asked of it."""
+    """The same, read a batch at once, as a dataset of Hugging Face with a transform; notes what is asked of it."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)
@@ -184,7 +184,7 @@ def test_batches_are_read_at_once_unless_the_dataset_draws() -> None:
     assert [size for size in plain.asked if size > 1] == [3, 2] * 2
     assert [size for size in drawing.asked if size > 1] == [3]  # for the note
     note = reader.take_note()
-    assert re.search(r"one sample at a time, with a seed for each: [\d,]+ samples/s instead of [\d,]+\.", note)
+    assert re.search(r"This reads [\d,]+ samples/s; whole batches would be read at [\d,]+ samples/s\.", note)
     assert reader.take_note() == ""
 
 

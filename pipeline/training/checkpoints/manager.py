@@ -127,9 +127,9 @@ class CheckpointManager:
             self._warn(f"{manifest.name} has no parameters of the loss or task: they start untrained")
         if manifest.format < 2 and self._context.accumulation > 1:
             self._warn(
-                f"{manifest.name} was saved by an earlier version. If the model draws random numbers, such as dropout, "
-                "they differ from those of that version: with train.gradient_accumulation, each micro-batch now has "
-                "its own seed. Training continues"
+                f"{manifest.name} was saved by an earlier version. With train.gradient_accumulation, each micro-batch "
+                "now has its own seed. If the model draws random numbers, e.g. for dropout, they differ from that "
+                "version's. Training continues"
             )
         overrides = Overrides.of(self._context)
         if (local := self._context.strategy.local_updates) is not None:
