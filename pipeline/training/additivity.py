@@ -1,57 +1,47 @@
 """Check that a user's loss is a mean over samples, on a few samples before the first step.
 
 The loss of a step is the weighted mean of the losses of micro-batches on all workers. So the loss of a batch must be
-the weighted mean of the losses of its two parts, which isn't so for a sum, nor for a loss that compares the samples of
-a batch with each other. torch's own losses are known and not checked.
+the weighted mean of the losses of its two parts, and its gradients must be the weighted mean of theirs. This isn't so
+for a sum, for a mean over tokens, nor for a loss that compares the samples of a batch with each other. The samples are
+chosen to differ, and the weights are changed so that their losses do. torch's own losses are known and not checked.
 """
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from math import isfinite
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
 
 from pipeline.errors import ExperimentError
 from pipeline.tasks import FromModel, is_known
 from pipeline.tasks.gathering import Pass
+from pipeline.training.batch_parts import Draw, GatheredRows, Loss, Parts, as_it_was, has_16_bits
+from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
-from pipeline.training.forward import forward
-from pipeline.training.learned import held_by
-from pipeline.training.order import StreamOrder
-from pipeline.training.randomness import generators_kept, seed_all
+from pipeline.training.differing_samples import choose
+from pipeline.training.perturbed import perturbed
 from pipeline.training.weighting import Boundary
 from pipeline.wording import figure
 
 _log = logging.getLogger(__name__)
 
-SAMPLES = 5
-"""An odd number, whose uneven parts also reveal a mean of means."""
+SAMPLES, _FEWEST = 5, 3
+"""Odd numbers, whose uneven parts also reveal a mean of means; the smaller one for micro-batches of less than four."""
 DRAWS, DRAWS_S = 64, 2.0
-"""Most draws of a loss that draws random numbers, and the seconds after which no further one begins."""
+"""Most draws of a loss that draws random numbers, and the seconds after which no further one starts."""
+_LIMIT_S, _GROUPS_S = 10.0, 2.0
+"""Seconds that the check may take, and those after which no further group of samples is computed."""
+_NOISE = (1.0, 0.1)
+"""Noise on the weights; the smaller one if the loss isn't finite with the larger one."""
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
 _TOLERANCE_OF_DRAWS, _ERRORS = 0.1, 5
 """What the mean over draws may be off: a tenth, since detectors that sample proposals are means but for their sampling,
 or so many standard errors, which one in 200,000 means exceeds."""
 _LEAST_TOLD = 0.4
-"""Tolerance beyond which nothing is told: five samples have 0.48 of a sum more than their two parts, each weighted."""
-
-
-class _Loss(NamedTuple):
-    """The loss and weight of a batch, or of a part of it."""
-
-    value: float
-    weight: float
-
-    @property
-    def sum(self) -> float:
-        """Loss times weight; 0 for the mean of an empty set."""
-        return self.value * self.weight if self.weight else 0.0
+"""Tolerance beyond which the check finds nothing: five samples have 0.48 of a sum more than their two parts."""
+_NEEDED = "so it could not be checked to be a mean, which any number of workers needs"
 
 
 def examine(context: TrainContext) -> None:
@@ -68,198 +58,194 @@ def examine(context: TrainContext) -> None:
     """
     if is_known(context.task) and context.experiment.loader.collate is None:
         return
-    draws: list[_Draw] | None = None
-    rows = _GatheredRows()
+    rows = GatheredRows()
     whole_batch = Pass(lambda: None, stands_in=rows.gathered)
-    if (count := min(SAMPLES, context.order.set_size)) > 1:
+    if context.order.set_size > 1:
         try:
-            with whole_batch:
-                draws = _tried(context, count, rows=rows)
+            with whole_batch, as_it_was(context) as module:
+                _Check(context, module, rows=rows, whole_batch=whole_batch).run()
         except ExperimentError:
             raise
         except Exception as error:  # noqa: BLE001 - user code may raise anything
             _log.warning("the loss could not be checked", exc_info=error)
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             context.unexamined = (
-                f"the loss raised {type(error).__name__} on {count} samples, so it could not be checked to be a mean, "
-                f"which any number of workers needs: {said}"
+                f"the loss raised {type(error).__name__} on {_count(context)} samples, {_NEEDED}: {said}"
             )
     # A model's own loss is among its outputs; where labels are ignored it is a cross entropy, with gradients of 0.
     if context.gives_weight is not False and not (is_known(context.task) or isinstance(context.task, FromModel)):
         context.boundary = Boundary(context.wrapped)
     context.gathers = whole_batch.is_used
-    if draws is None or rows.is_unlike:  # the first step raises it
-        return
-    if not _is_judged(context, draws) and _dealt(context) > 1:
-        context.unexamined = (
-            "the loss draws random numbers, so it could not be checked to be a mean, which any number of workers needs"
-        )
 
 
-class _Draw(NamedTuple):
-    """The losses of a batch and of its two parts; the random numbers of a loss that draws any are others in each."""
+class _Check:
+    """The check of a loss, with the model in evaluation mode."""
 
-    whole: _Loss
-    first: _Loss
-    second: _Loss
+    def __init__(self, context: TrainContext, module: nn.Module, *, rows: GatheredRows, whole_batch: Pass) -> None:
+        self._context, self._module, self._rows, self._pass = context, module, rows, whole_batch
+        self._started = time.monotonic()
+        self._tolerance = _TOLERANCE_16_BITS if has_16_bits(context) else _TOLERANCE
 
-    @property
-    def excess(self) -> float:
-        """Loss of the batch less those of its parts, each times its weight: of a mean 0, apart from noise."""
-        return self.whole.sum - self.first.sum - self.second.sum
+    def run(self) -> None:
+        """Compare losses at the initial weights, and then gradients, if a step has several micro-batches."""
+        context = self._context
+        count, is_divided = _count(context), _micro_batches(context) > 1
+        self._groups = choose(context.batches, count=count) if is_divided else [list(range(count))]
+        parts, started = self._parts(0), time.monotonic()
+        draws = self._tried(parts)
+        seconds = time.monotonic() - started
+        context.gathers = self._pass.is_used
+        if self._rows.is_unlike:  # the first step raises it
+            return
+        is_judged = self._is_judged(draws)
+        if not is_divided:
+            return
+        if not is_judged:
+            context.unexamined = f"the loss draws random numbers, {_NEEDED}"
+        elif not isfinite(draws[0].whole.sum):
+            context.unexamined = f"the loss is {draws[0].whole.value} for {count} samples, {_NEEDED}"
+        elif len(draws) > 1:
+            self._check_draws(parts)
+        else:
+            self._check_gradients(parts, seconds=seconds)
+
+    def _parts(self, group: int) -> Parts:
+        return Parts(self._context, self._module, self._groups[group], rows=self._rows)
+
+    def _tried(self, parts: Parts) -> list[Draw]:
+        """Compute the losses once, or several times if another seed gives another loss.
+
+        Returns none if one draw would be all of such a loss.
+        """
+        draws, started = [parts.draw(0)], time.monotonic()
+        if _is_close(draws[0].whole.sum, parts.loss(1).sum, self._tolerance):
+            return draws
+        if self._context.sharded is not None:  # whose ranks compute together, so that none may draw more often
+            return []
+        while len(draws) < DRAWS and time.monotonic() - started < DRAWS_S:
+            draws.append(parts.draw(len(draws)))
+        return draws if len(draws) > 1 else []
+
+    def _check_draws(self, parts: Parts) -> None:
+        """Compare the losses of several draws for ordinary samples, and at changed weights."""
+        if len(self._groups) > 1:
+            self._is_judged(self._tried(self._parts(1)))
+        for noise in _NOISE:
+            with perturbed(self._context.trained, scale=noise):
+                draws = self._tried(parts)
+            if all(isfinite(one.excess) for one in draws):
+                self._is_judged(draws)
+                return
+
+    def _check_gradients(self, parts: Parts, *, seconds: float) -> None:
+        """Compare gradients, at changed weights and at the initial ones; ``seconds``: of the comparison without."""
+        if not self._has_time(3 * seconds, limit=_LIMIT_S):
+            took = f"a batch of {_count(self._context)} samples takes {seconds / 4:.1f} s"
+            self._context.unexamined = f"{took}, so the values of the loss were checked to be means, not its gradients"
+            return
+        if not any(self._is_checked_at(noise, parts) for noise in _NOISE):
+            _log.info("the loss could not be checked at changed weights")
+        if self._has_time(3 * seconds, limit=_LIMIT_S):
+            self._judge(self._differentiated(parts))
+
+    def _is_checked_at(self, noise: float, parts: Parts) -> bool:
+        """Check groups of samples at changed weights; return False if the loss isn't finite there."""
+        context = self._context
+        with perturbed(context.trained, scale=noise):
+            for number in range(len(self._groups)):
+                if number and not self._has_time(0.0, limit=_GROUPS_S):
+                    break
+                try:
+                    draw = self._differentiated(self._parts(number) if number else parts)
+                except Exception as error:  # a task may refuse such outputs
+                    if context.sharded is not None:  # whose pass was not finished
+                        raise
+                    _log.info("the loss raised an error at changed weights", exc_info=error)
+                    return number > 0
+                if not isfinite(draw.whole.sum):
+                    return number > 0
+                self._judge(draw)
+        return True
+
+    def _differentiated(self, parts: Parts) -> Draw:
+        """Compute losses and gradients; of rows that are gathered, a part has not all gradients."""
+        return parts.draw(0, differentiates=not self._pass.is_used)
+
+    def _has_time(self, seconds: float, *, limit: float) -> bool:
+        """Return True on all ranks if rank 0 has so many seconds left. Collective."""
+        return from_first(lambda: time.monotonic() - self._started + seconds < limit, rank=self._context.rank)
+
+    def _judge(self, draw: Draw) -> None:
+        if not _is_mean(draw, tolerance=self._tolerance) or draw.gradients > self._tolerance:
+            self._refuse(draw, draws=1, tolerance=self._tolerance)
+
+    def _is_judged(self, draws: Sequence[Draw]) -> bool:
+        """Refuse a loss that isn't the weighted mean of its parts; return False if the draws don't tell."""
+        if not draws or (len(draws) > 1 and not all(isfinite(one.excess) for one in draws)):
+            return False
+        whole, first, second = map(_mean, zip(*((one.whole, one.first, one.second) for one in draws), strict=True))
+        mean, tolerance = Draw(whole, first, second), self._tolerance
+        if not isfinite(mean.whole.sum):
+            return True  # the first step tells
+        if len(draws) > 1:
+            error = stdev(one.excess for one in draws) / len(draws) ** 0.5
+            tolerance = max(_TOLERANCE_OF_DRAWS, _ERRORS * error / max(abs(mean.whole.sum), error))
+        if not _is_mean(mean, tolerance=tolerance):
+            self._refuse(mean, draws=len(draws), tolerance=tolerance)
+        return tolerance < _LEAST_TOLD
+
+    def _refuse(self, draw: Draw, *, draws: int, tolerance: float) -> None:
+        context, (whole, *parts) = self._context, draw[:3]
+        values = [figure(one.value) for one in (whole, *parts)]
+        drawn = f", on average over {draws} draws of its random numbers" if draws > 1 else ""
+        if draw.gradients > tolerance:
+            drawn = f", whose gradients differ by {draw.gradients:.1%}"
+        seen = f"{values[0]} for {_count(context)} samples, {values[1]} and {values[2]} for its two parts{drawn}"
+        how = "return its divisor as StepOutput.weight" if context.experiment.task else _IN_A_TASK
+        if context.gathers and context.gives_weight:
+            how = "return the loss of all rows without StepOutput.weight"
+        if not context.gives_weight and _is_close(whole.value, sum(part.value for part in parts), 2 * tolerance):
+            raise _error(context, f"is a sum over the samples ({seen}); return their mean")
+        if (several := _micro_batches(context)) > 1:
+            raise _error(
+                context,
+                f"is not the mean over the samples ({seen}), so that {several} micro-batches give a different loss "
+                f"than one; {how}, or, if it compares samples with each other, gather them with "
+                "pipeline.tasks.gathered",
+            )
 
 
-def _is_judged(context: TrainContext, draws: Sequence[_Draw]) -> bool:
-    """Refuse a loss that isn't the weighted mean of its parts; return False if the draws don't tell."""
-    if not draws or (len(draws) > 1 and not all(isfinite(one.excess) for one in draws)):
-        return False
-    mean, tolerance = _Draw(*map(_mean, zip(*draws, strict=True))), _tolerance(context)
-    if not isfinite(mean.whole.sum):
-        return True  # the first step tells
-    if len(draws) > 1:
-        error = stdev(one.excess for one in draws) / len(draws) ** 0.5
-        tolerance = max(_TOLERANCE_OF_DRAWS, _ERRORS * error / max(abs(mean.whole.sum), error))
-    if not _is_mean(mean, tolerance=tolerance):
-        _refuse(context, mean, draws=len(draws), tolerance=tolerance)
-    return tolerance < _LEAST_TOLD
+_IN_A_TASK = "write a `task:` that returns its divisor as StepOutput.weight"
 
 
-def _dealt(context: TrainContext) -> int:
+def _micro_batches(context: TrainContext) -> int:
     """Return the micro-batches of a step."""
     return context.rank.world_size * context.accumulation
 
 
-def _tolerance(context: TrainContext) -> float:
-    return _TOLERANCE_16_BITS if context.sharded is not None and context.strategy.compute_dtype else _TOLERANCE
+def _count(context: TrainContext) -> int:
+    """Return the samples to compute at once: few, and about as many as a micro-batch where these are fewer."""
+    share = context.order.largest_share(0, world_size=context.rank.world_size)
+    few = SAMPLES if share > _FEWEST * context.accumulation or _micro_batches(context) == 1 else _FEWEST
+    return min(few, context.order.set_size)
 
 
-def _tried(context: TrainContext, count: int, *, rows: "_GatheredRows") -> list[_Draw]:
-    """Compute the losses of a batch and of its two parts, once, or several times if another seed gives another loss.
-
-    Returns none if one draw would be all of such a loss.
-    """
-    cut, whole = count // 2, range(count)
-    with _as_it_was(context) as module:
-        batch = context.batches.read(list(whole))
-
-        def loss(indices: range, seed: int) -> _Loss:
-            rows.begin(indices, of=count)
-            return _loss(context, module, _part(context, batch, indices), seed=seed, indices=indices)
-
-        def draw(seed: int) -> _Draw:
-            return _Draw(*(loss(indices, seed) for indices in (whole, range(cut), range(cut, count))))
-
-        draws, begun = [draw(0)], time.monotonic()
-        if _close(draws[0].whole.sum, loss(whole, 1).sum, _tolerance(context)):
-            return draws
-        if context.sharded is not None:  # whose ranks compute together, so that none may draw more often
-            return []
-        while len(draws) < DRAWS and time.monotonic() - begun < DRAWS_S:
-            draws.append(draw(len(draws)))
-        return draws if len(draws) > 1 else []
-
-
-class _GatheredRows:
-    """Rows that a task gathers from a batch, which its parts then get in place of the rows of other ranks."""
-
-    def __init__(self) -> None:
-        self.is_unlike = False
-        """True if the task gathered something else than a row for each sample, equally often for each part."""
-        self._whole: list[Tensor] = []
-
-    def begin(self, indices: range, *, of: int) -> None:
-        """Begin with these samples of a batch of so many."""
-        self._indices, self._is_whole, self._calls = indices, len(indices) == of, 0
-
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """Return the rows of the whole batch."""
-        call, self._calls = self._calls, self._calls + 1
-        if self._is_whole:
-            self._whole[call : call + 1] = [tensor]
-        if len(tensor) != len(self._indices) or call >= len(self._whole):
-            self.is_unlike = True
-            return tensor
-        rows = self._whole[call].clone()
-        rows[self._indices.start : self._indices.stop] = tensor
-        return rows
-
-
-def _loss(context: TrainContext, module: nn.Module, batch: Any, *, seed: int, indices: range) -> _Loss:
-    seed_all(seed, device=context.device)
-    output = forward(context, module, batch)
-    return _Loss(float(output.loss), len(indices) if output.weight is None else float(output.weight))
-
-
-def _part(context: TrainContext, batch: Any, indices: range) -> Any:
-    """Return some samples of the batch: sliced from it, or read again if a custom collate function made it."""
-    leaves = tree_leaves(batch)
-    cuts = all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves) and context.experiment.loader.collate is None
-    if cuts or isinstance(context.order, StreamOrder):
-        return tree_map(lambda leaf: leaf[indices.start : indices.stop], batch)
-    return context.batches.read(list(indices))
-
-
-@contextmanager
-def _as_it_was(context: TrainContext) -> Iterator[nn.Module]:
-    """Provide the model in evaluation mode; restore modes, buffers and generators after the block."""
-    module = context.wrapped if context.sharded is not None else context.model
-    modes = {one: one.training for one in module.modules()}
-    buffers = [(one, one.clone()) for part in (module, held_by(context.task)) for one in part.buffers()]
-    module.eval()
-    gpus = [context.device] if context.device.type == "cuda" else []
-    try:
-        with generators_kept(), torch.random.fork_rng(gpus), torch.no_grad(), _eager(context):
-            yield module
-    finally:
-        for one, training in modes.items():
-            one.training = training
-        for buffer, before in buffers:
-            buffer.copy_(before)
-
-
-def _eager(context: TrainContext) -> AbstractContextManager[object]:
-    """Disable compilation for batches of these sizes."""
-    return nullcontext() if context.compiling is None else torch.compiler.set_stance("force_eager")
-
-
-def _mean(losses: Sequence[_Loss]) -> _Loss:
+def _mean(losses: Sequence[Loss]) -> Loss:
     """Return the mean over draws: of loss times weight, and of the weights."""
     weight = fmean(one.weight for one in losses)
-    return _Loss(fmean(one.sum for one in losses) / weight if weight else 0.0, weight)
+    return Loss(fmean(one.sum for one in losses) / weight if weight else 0.0, weight)
 
 
-def _is_mean(loss: _Draw, *, tolerance: float) -> bool:
-    whole, *parts = loss
-    return _close(whole.weight, sum(part.weight for part in parts), tolerance) and _close(
+def _is_mean(draw: Draw, *, tolerance: float) -> bool:
+    whole, *parts = draw[:3]
+    return _is_close(whole.weight, sum(part.weight for part in parts), tolerance) and _is_close(
         whole.sum, sum(part.sum for part in parts), tolerance, scale=sum(abs(part.sum) for part in parts)
     )
-
-
-def _refuse(context: TrainContext, loss: _Draw, *, draws: int, tolerance: float) -> None:
-    whole, *parts = loss
-    count = min(SAMPLES, context.order.set_size)
-    values = [figure(one.value) for one in (whole, *parts)]
-    drawn = f", on average over {draws} draws of its random numbers" if draws > 1 else ""
-    seen = f"{values[0]} for {count} samples, {values[1]} and {values[2]} for its two parts{drawn}"
-    how = "return its divisor as StepOutput.weight" if context.experiment.task else _IN_A_TASK
-    if context.gathers and context.gives_weight:
-        how = "return the loss of all rows without StepOutput.weight"
-    if not context.gives_weight and _close(whole.value, sum(part.value for part in parts), 2 * tolerance):
-        raise _error(context, f"is a sum over the samples ({seen}); return their mean")
-    if (dealt := _dealt(context)) > 1:
-        raise _error(
-            context,
-            f"is not the mean over the samples ({seen}), so that {dealt} micro-batches give a different loss than "
-            f"one; {how}, or, if it compares samples with each other, gather them with pipeline.tasks.gathered",
-        )
-
-
-_IN_A_TASK = "write a `task:` that returns its divisor as StepOutput.weight"
 
 
 def _error(context: TrainContext, message: str) -> ExperimentError:
     return ExperimentError.of("task" if context.experiment.task else "loss", message)
 
 
-def _close(one: float, other: float, tolerance: float, *, scale: float = 0.0) -> bool:
+def _is_close(one: float, other: float, tolerance: float, *, scale: float = 0.0) -> bool:
     return abs(one - other) <= tolerance * max(abs(one), abs(other), scale)

@@ -19,10 +19,12 @@ from pipeline.training.data_source import Datasets, Source
 from pipeline.training.iterable import IterableLoader
 from pipeline.training.loader import BatchLoader, prefetched, to_device
 from pipeline.training.order import MicroBatch, SampleOrder, padded, padded_evaluation
+from pipeline.training.rows import Read, RowCheck
 from pipeline.training.stream import StreamLoader
 
 MicroBatches = Iterator[tuple[MicroBatch, Any]]
 """A rank's micro-batches with their data, in order."""
+AnyLoader = BatchLoader | StreamLoader | IterableLoader
 _MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
@@ -41,6 +43,7 @@ class Batches:
     ) -> None:
         self._source, self._experiment = source, experiment
         self.rank, self._device, self._strategy, self._task = rank, device, strategy, task
+        self.rows = RowCheck(is_needed=experiment.loader.collate is not None)
         self.digest = _digest(source, declaration=experiment.data.model_dump_json())
         """Tells data sets apart without reading them whole."""
 
@@ -60,6 +63,11 @@ class Batches:
         return self._source.validation_samples
 
     @property
+    def readable(self) -> int:
+        """Samples of the training set that can be read by index: the first ones."""
+        return min(self.order.set_size, getattr(self._source.train, "readable", self.order.set_size))
+
+    @property
     def has_validation(self) -> bool:
         """True if there is a validation set."""
         return self.has("validation")
@@ -72,7 +80,7 @@ class Batches:
         """Return the number of samples of a set; 0 without it."""
         return self._held_out(split)[1]
 
-    def _held_out(self, split: Split) -> tuple[BatchLoader | StreamLoader | IterableLoader | None, int]:
+    def _held_out(self, split: Split) -> tuple[AnyLoader | None, int]:
         source = self._source
         if split == "test":
             return source.test, source.test_samples
@@ -113,7 +121,7 @@ class Batches:
 
     def load(self, micro_batches: Iterable[MicroBatch]) -> MicroBatches:
         """Read the data of training micro-batches; on a GPU the next one is copied ahead."""
-        return self._ahead(self._source.train.batches(micro_batches))
+        return self._ahead(self._source.train, micro_batches, what="training")
 
     def evaluation(self, split: Split = "validation", *, by_global_batch: bool = False) -> MicroBatches:
         """Yield this rank's part of a set, which there must be; ``by_global_batch``: its share of each global batch."""
@@ -125,7 +133,7 @@ class Batches:
             micro_batches = self.order.evaluation_of_whole_batches(samples, **ranks)
         elif isinstance(self._strategy, Sharded):
             micro_batches = padded_evaluation(micro_batches, self._evaluation(0, samples=samples))
-        return self._ahead(loader.batches(micro_batches))
+        return self._ahead(loader, micro_batches, what=split)
 
     def validation_sample(self) -> Any:
         """Return a batch as large as those of evaluation, on the CPU; of a stream, rows that have arrived."""
@@ -162,10 +170,20 @@ class Batches:
     def _accumulation(self) -> int:
         return self._experiment.train.gradient_accumulation
 
-    def _ahead(self, batches: MicroBatches) -> MicroBatches:
+    def _ahead(self, loader: AnyLoader, micro_batches: Iterable[MicroBatch], *, what: str) -> MicroBatches:
+        batches = loader.batches(micro_batches)
+        if self.rows.is_needed:
+            batches = self._complete(batches, read=loader.read, what=what)
         if isinstance(self._task, Supervised):
             batches = _without_ignored(batches, self._task)
         return prefetched(batches, place=self.placed, device=self._device)
+
+    def _complete(self, batches: MicroBatches, *, read: Read, what: str) -> MicroBatches:
+        """Refuse batches without a row for each sample, as long as this matters."""
+        for micro_batch, batch in batches:
+            if self.rows.is_needed:
+                self.rows.check(micro_batch, batch, read=read, what=what)
+            yield micro_batch, batch
 
     def _evaluation(self, rank: int, *, samples: int) -> Iterator[MicroBatch]:
         world_size, parts = self.rank.world_size, self._accumulation

@@ -1,6 +1,7 @@
 """Construction of a rank's `TrainContext` from its trial."""
 
 import gc
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from pipeline.tasks import Task
 from pipeline.training import (
     compilation,
     frozen,
+    gradient_hooks,
     optimizers,
     parts,
     rank_equality,
@@ -89,6 +91,7 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
         learned=learned,
         carried=carried_by(task, source.order, samples=source.order.samples, copies=built.stopwatch is not None),
         loaded=built.loaded,
+        hooked=built.hooked,
         averages=Averages(model, ema, learned=learned) if (ema := experiment.train.ema) is not None else None,
     )
     key = "loss" if experiment.task is None else "task"
@@ -107,6 +110,8 @@ class _Built(NamedTuple):
     loaded: Loaded | None
     stopwatch: compilation.Stopwatch | None
     """Counter of torch.compile's time; None without it."""
+    hooked: Sequence[str]
+    """Parameters and modules with hooks on gradients."""
 
 
 def _build_model(create: parts.Create, trial: Trial, *, strategy: Strategy, rank: Rank, device: torch.device) -> _Built:
@@ -118,6 +123,7 @@ def _build_model(create: parts.Create, trial: Trial, *, strategy: Strategy, rank
     train, sharded = trial.experiment.train, strategy if isinstance(strategy, Sharded) else None
     model = parts.model(create, trial.experiment, device=torch.device("cpu") if sharded else device)
     loaded = start_from.load(model, trial, rank=rank, device=device)
+    hooked = gradient_hooks.find_hooked(model)
     frozen.freeze(model, train.freeze)
     rank_equality.check_module(model, key="model", rank=rank, is_sharded=sharded is not None)
     how, recomputed = train.compile, train.activation_checkpointing
@@ -137,7 +143,7 @@ def _build_model(create: parts.Create, trial: Trial, *, strategy: Strategy, rank
             threads=trial.cpus_per_worker,
             overlaps=not recomputed,  # torch can't split a graph in which activations are recomputed
         )
-    return _Built(model, wrapped, loaded, stopwatch)
+    return _Built(model, wrapped, loaded, stopwatch, hooked)
 
 
 def _build_task(

@@ -1,7 +1,7 @@
 """State of a rank's training: what the loop works on, and what a checkpoint holds."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -71,6 +71,10 @@ class TrainContext:
     """Names of several optimizers in the order of the task's losses; None before its first batch."""
     unexamined: str = ""
     """Warning that the task's loss could not be checked to be a mean; empty if it was, or needs no check."""
+    hooked: Sequence[str] = ()
+    """Parameters and modules of the model with hooks on gradients, see `pipeline.training.gradient_hooks`."""
+    autocasts: bool = True
+    """False while the loss is checked to be a mean, in full precision."""
     coupled: tuple[str, ...] = ()
     """Coupling besides that of layers, as the first step showed, see `pipeline.training.coupling`."""
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -215,6 +219,6 @@ class TrainContext:
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context of ``train.precision``; none for sharded strategies, which cast by themselves."""
         precision = self.experiment.train.precision
-        if precision not in DTYPES or self.sharded is not None:
+        if precision not in DTYPES or self.sharded is not None or not self.autocasts:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=DTYPES[precision])

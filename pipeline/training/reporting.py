@@ -24,7 +24,7 @@ from pipeline.protocol.events import (
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import Best, Held
-from pipeline.training import frozen
+from pipeline.training import frozen, gradient_hooks
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import full_state_dict, resulting_weights
@@ -65,8 +65,10 @@ def start(context: TrainContext, outbox: Outbox) -> None:
                 loaded=context.loaded,
             )
         )
-        if context.unexamined:
-            outbox.event(Warned(trial=context.trial.name, message=context.unexamined))
+        several = context.rank.world_size * context.accumulation
+        hooks = gradient_hooks.format_warning(context.hooked, micro_batches=several)
+        for message in filter(None, (context.unexamined, hooks)):
+            outbox.event(Warned(trial=context.trial.name, message=message))
 
 
 def first_step(context: TrainContext, outbox: Outbox) -> None:

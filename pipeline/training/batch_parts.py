@@ -1,0 +1,204 @@
+"""Losses of a batch and of its two parts, and the difference of their gradients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pipeline.training import gradient_hooks, learned
+from pipeline.training.context import TrainContext
+from pipeline.training.forward import forward
+from pipeline.training.norms import total_norm
+from pipeline.training.randomness import generators_kept, seed_all
+
+
+class Loss(NamedTuple):
+    """The loss and weight of a batch, or of a part of it."""
+
+    value: float
+    weight: float
+
+    @property
+    def sum(self) -> float:
+        """Loss times weight; 0 for the mean of an empty set."""
+        return self.value * self.weight if self.weight else 0.0
+
+
+class Draw(NamedTuple):
+    """The losses of a batch and of its two parts; the random numbers of a loss that draws any are others in each."""
+
+    whole: Loss
+    first: Loss
+    second: Loss
+    gradients: float = 0.0
+    """Norm of the batch's gradients less those of its parts, each times its weight, relative to the larger ones."""
+
+    @property
+    def excess(self) -> float:
+        """Loss of the batch less those of its parts, each times its weight: of a mean 0, apart from noise."""
+        return self.whole.sum - self.first.sum - self.second.sum
+
+
+class GatheredRows:
+    """Rows that a task gathers from a batch, which its parts get instead of the rows of other ranks."""
+
+    def __init__(self) -> None:
+        self.is_unlike = False
+        """True if the task gathered something else than a row for each sample, equally often for each part."""
+        self._whole: list[Tensor] = []
+
+    def start(self, indices: range, *, of: int) -> None:
+        """Start with these samples of a batch of so many."""
+        self._indices, self._is_whole, self._calls = indices, len(indices) == of, 0
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """Return the rows of the whole batch."""
+        call, self._calls = self._calls, self._calls + 1
+        if self._is_whole:
+            self._whole[call : call + 1] = [tensor.detach()]
+        if len(tensor) != len(self._indices) or call >= len(self._whole):
+            self.is_unlike = True
+            return tensor
+        rows = self._whole[call].clone()
+        rows[self._indices.start : self._indices.stop] = tensor
+        return rows
+
+
+class Parts:
+    """A batch of samples, cut in two."""
+
+    def __init__(self, context: TrainContext, module: nn.Module, samples: Sequence[int], *, rows: GatheredRows) -> None:
+        self._context, self._module, self._rows = context, module, rows
+        self._count, cut = len(samples), len(samples) // 2
+        self._whole = range(self._count), context.batches.read(list(samples))
+        self._parts = [(indices, self._cut(indices, samples)) for indices in (range(cut), range(cut, self._count))]
+
+    def draw(self, seed: int, *, differentiates: bool = False) -> Draw:
+        """Compute the losses, and the difference of the gradients if the loss has any. Collective if sharded."""
+        gradients = _Gradients(self._context) if differentiates else None
+        whole, first, second = (
+            self._loss(indices, batch, seed=seed, add=gradients.adding(sign) if gradients else None)
+            for (indices, batch), sign in zip([self._whole, *self._parts], (1, -1, -1), strict=True)
+        )
+        return Draw(whole, first, second, gradients=gradients.difference if gradients else 0.0)
+
+    def loss(self, seed: int) -> Loss:
+        """Compute the loss of the whole batch."""
+        return self._loss(*self._whole, seed=seed)
+
+    def _loss(self, indices: range, batch: Any, *, seed: int, add: Callable[[Tensor], None] | None = None) -> Loss:
+        context = self._context
+        self._rows.start(indices, of=self._count)
+        seed_all(seed, device=context.device)
+        with torch.set_grad_enabled(add is not None):
+            output = forward(context, self._module, batch)
+            loss = Loss(float(output.loss), len(indices) if output.weight is None else float(output.weight))
+            if add is not None and loss.weight and output.loss.requires_grad:
+                add(output.loss * loss.weight)
+        return loss
+
+    def _cut(self, indices: range, samples: Sequence[int]) -> Any:
+        """Return some samples of the batch: sliced from it, or read again if a custom collate function made it."""
+        context, (_, batch) = self._context, self._whole
+        cuts = all(isinstance(leaf, Tensor) and leaf.ndim for leaf in tree_leaves(batch))
+        if (cuts and context.experiment.loader.collate is None) or context.order.is_stream:
+            return tree_map(lambda leaf: leaf[indices.start : indices.stop], batch)
+        return context.batches.read([samples[index] for index in indices])
+
+
+class _Gradients:
+    """The gradients of a batch less those of its parts, in one copy."""
+
+    def __init__(self, context: TrainContext) -> None:
+        self._context = context
+        self._parameters = [one for one in context.trained if one.requires_grad]
+        self._sums: list[Tensor | None] = [None] * len(self._parameters)
+        self._norms: list[float] = []
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @property
+    def difference(self) -> float:
+        """Norm of what is left, relative to the largest norm on the way; 0 if a gradient isn't finite."""
+        if not self._norms or not all(map(isfinite, self._norms)) or not max(self._norms):
+            return 0.0
+        return self._norms[-1] / max(self._norms)
+
+    def adding(self, sign: int) -> Callable[[Tensor], None]:
+        """Return a function that adds the gradients of a loss, or subtracts them."""
+        return lambda loss: self._add(sign * loss)
+
+    def _add(self, loss: Tensor) -> None:
+        if self._context.sharded is not None:  # whose gradients arrive in the parameters
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._sums = [one.grad for one in self._parameters]
+        else:  # without DDP's hooks on parameters
+            found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            self._sums = [
+                one if other is None else other if one is None else one + other
+                for one, other in zip(self._sums, found, strict=True)
+            ]
+        own = [one for one in self._sums if one is not None]
+        self._norms.append(float(total_norm(own, device=self._context.device)) if own else 0.0)
+
+
+@contextmanager
+def as_it_was(context: TrainContext) -> Iterator[nn.Module]:
+    """Provide the model in evaluation mode and full precision; restore modes, buffers and generators after the block.
+
+    Gradients are cleared. Hooks on gradients are not called, unless the model is sharded, which has hooks itself.
+    """
+    module = context.wrapped if context.sharded is not None else context.model
+    modes = {one: one.training for one in module.modules()}
+    buffers = [(one, one.clone()) for part in (module, learned.held_by(context.task)) for one in part.buffers()]
+    module.eval()
+    gpus = [context.device] if context.device.type == "cuda" else []
+    hooks = nullcontext() if context.sharded is not None else gradient_hooks.silenced(context.whole)
+    try:
+        with generators_kept(), torch.random.fork_rng(gpus), _eager(context), hooks, _full_precision(context):
+            yield module
+    finally:
+        for one, training in modes.items():
+            one.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter in context.whole.parameters():
+            parameter.grad = None
+
+
+def has_16_bits(context: TrainContext) -> bool:
+    """Return True if the model computes in 16 bits even without autocast."""
+    if context.sharded is not None and context.strategy.compute_dtype is not None:
+        return True
+    return any(one.is_floating_point() and one.itemsize < 4 for one in context.whole.parameters())
+
+
+def _eager(context: TrainContext) -> AbstractContextManager[object]:
+    """Disable compilation for batches of these sizes."""
+    return nullcontext() if context.compiling is None else torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def _full_precision(context: TrainContext) -> Iterator[None]:
+    """Compute in fp32 without TF32, whose rounding errors would hide small differences; or as the weights are."""
+    context.autocasts = has_16_bits(context)
+    if context.device.type != "cuda":
+        try:
+            yield
+        finally:
+            context.autocasts = True
+        return
+    precision = torch.get_float32_matmul_precision()
+    recurs = any(isinstance(one, nn.RNNBase) for one in context.whole.modules())  # cuDNN's have no gradients then
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=not recurs, benchmark=False, deterministic=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        context.autocasts = True
