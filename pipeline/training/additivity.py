@@ -104,8 +104,8 @@ class _Check:
             context.unexamined = f"the loss draws random numbers, {_NEEDED}"
         elif not isfinite(draws[0].whole.sum):
             context.unexamined = f"the loss is {draws[0].whole.value} for {count} samples, {_NEEDED}"
-        elif len(draws) > 1:
-            self._check_draws(parts)
+        elif len(draws) > 1:  # not at changed weights: detectors sample as many proposals as they find there
+            self._is_judged(self._tried(self._parts(1))) if len(self._groups) > 1 else None
         else:
             self._check_gradients(parts, seconds=seconds)
 
@@ -125,17 +125,6 @@ class _Check:
         while len(draws) < DRAWS and time.monotonic() - started < DRAWS_S:
             draws.append(parts.draw(len(draws)))
         return draws if len(draws) > 1 else []
-
-    def _check_draws(self, parts: Parts) -> None:
-        """Compare the losses of several draws for ordinary samples, and at changed weights."""
-        if len(self._groups) > 1:
-            self._is_judged(self._tried(self._parts(1)))
-        for noise in _NOISE:
-            with perturbed(self._context.trained, scale=noise):
-                draws = self._tried(parts)
-            if all(isfinite(one.excess) for one in draws):
-                self._is_judged(draws)
-                return
 
     def _check_gradients(self, parts: Parts, *, seconds: float) -> None:
         """Compare gradients, at changed weights and at the initial ones; ``seconds``: of the comparison without."""

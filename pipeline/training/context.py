@@ -77,6 +77,8 @@ class TrainContext:
     """False while the loss is checked to be a mean, in full precision."""
     coupled: tuple[str, ...] = ()
     """Coupling besides that of layers, as the first step showed, see `pipeline.training.coupling`."""
+    before_step: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of buffers before the first step, see `pipeline.training.coupling`."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Numbers in attributes of the model after the first step, by name, see `pipeline.training.unsaved_state`."""
     boundary: Boundary | None = None

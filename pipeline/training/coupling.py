@@ -3,6 +3,8 @@
 Some layers are known by their type; buffers and random numbers show themselves in the first step.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -14,7 +16,7 @@ from pipeline.training import frozen
 from pipeline.training.context import TrainContext
 from pipeline.training.parameter_names import listed
 from pipeline.training.randomness import generators_kept, states
-from pipeline.training.rank_equality import differing
+from pipeline.training.rank_equality import differing, prints
 from pipeline.training.step_guard import seed_step
 
 
@@ -35,19 +37,42 @@ def layers(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def note(context: TrainContext) -> None:
+    """Note the buffers before the first step, if each rank has several micro-batches in a step."""
+    if context.accumulation > 1:
+        context.before_step = prints(_buffers(context))
+
+
 def observe(context: TrainContext, outbox: Outbox, *, step: int) -> None:
     """Note in the context what the step that was just taken shows to be coupled; warn of buffers. Collective."""
     random = (RANDOM_NUMBERS,) if _has_drawn(context, step=step) else ()
-    names = differing(_buffers(context), rank=context.rank)
-    told = f"{'buffer' if len(names) == 1 else 'buffers'} {listed(names)}"
+    buffers = _buffers(context)
+    names = differing(buffers, rank=context.rank)
+    told = _listed(names)
     context.coupled = (*random, *([told] if names else []))
-    if names and context.rank.is_first and isinstance(context.trial, Training):
+    if not context.rank.is_first or not isinstance(context.trial, Training):
+        return
+    if names:
         message = (
             f"model: the {told} differ{'s' * (len(names) == 1)} between workers after a step: each updates "
             "from its own share of the batch, and rank 0's is kept. To train as one process, update from "
             "pipeline.tasks.gathered(...), which has the rows of all workers"
         )
         outbox.event(Warned(trial=context.trial.name, message=message))
+        return
+    now = prints(buffers) if context.before_step else {}
+    if changed := [name for name, value in context.before_step.items() if now.get(name) != value]:
+        message = (
+            f"model: a step changes the {_listed(changed)}. With train.gradient_accumulation this happens "
+            f"{context.accumulation} times in a step, each time for a part of the batch. If training depends on it, "
+            "it differs from training with the whole batch. Update it once in a step, or remove "
+            "train.gradient_accumulation"
+        )
+        outbox.event(Warned(trial=context.trial.name, message=message))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{'buffer' if len(names) == 1 else 'buffers'} {listed(names)}"
 
 
 def _has_drawn(context: TrainContext, *, step: int) -> bool:

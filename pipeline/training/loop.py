@@ -174,6 +174,8 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
     meter.clock.resume()
     for step in range(begin, last):
         mark_step(step)
+        if step == start:
+            coupling.note(context)
         result = optimizer_step(context, stream, step=step)
         mark(Phase.REPORTING)
         meter.add(result, samples=context.order.batch_size(step - first))

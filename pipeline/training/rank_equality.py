@@ -107,12 +107,14 @@ def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = Fal
         )
 
 
-def differing(tensors: Mapping[str, Tensor], *, rank: Rank) -> list[str]:
+def differing(values: Mapping[str, Tensor], *, rank: Rank) -> list[str]:
     """List the names of the tensors that differ between ranks. Collective."""
-    if rank.world_size == 1 or not tensors:
-        return []
-    own = dict(chain.from_iterable(_leaves(tensor, name, with_text=False) for name, tensor in tensors.items()))
-    return _differing(gather(own, rank=rank))
+    return [] if rank.world_size == 1 or not values else _differing(gather(prints(values), rank=rank))
+
+
+def prints(values: Mapping[str, Tensor]) -> Prints:
+    """Return fingerprints of tensors by their names."""
+    return dict(chain.from_iterable(_leaves(value, name, with_text=False) for name, value in values.items()))
 
 
 def fingerprint(value: Any) -> str:

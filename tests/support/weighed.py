@@ -196,3 +196,62 @@ class Centres:
         distances = distances + (outputs - self.centre).square().mean(1, keepdim=True)
         boxes = there.sum()
         return StepOutput((distances * there).sum() / boxes, outputs, found, boxes)
+
+
+# Losses that are no means, which the first samples or the initial weights don't show
+
+
+def padded_later(full: int = 10) -> tuple[TensorDataset, TensorDataset]:
+    """Tokens and next tokens, of which the first samples are full and the later ones are padded."""
+    train, held_out = tokens()
+    inputs, targets = (torch.cat([tensor] * 3) for tensor in train.tensors)
+    targets[:full] = inputs[:full]
+    return TensorDataset(inputs, targets), held_out
+
+
+def small_tagger() -> nn.Module:
+    """Return a model for which all tokens cost the same at the start."""
+    model = tagger()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.001)
+    return model
+
+
+class Untold(Tagging):
+    """The mean over tokens, without its weight."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        return super().__call__(model, batch)._replace(weight=None)
+
+
+def nearly_even() -> Any:
+    """Return a cross entropy whose class weights are nearly equal."""
+    weight = torch.tensor([1.0, 1.0, 1.02, 1.0])
+    return lambda outputs, targets: functional.cross_entropy(outputs, targets, weight.to(outputs.dtype))
+
+
+def of_the_active() -> Any:
+    """Return a hinge loss, the mean over the samples with a loss: all of them at the start."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = (1 - outputs * targets.sign()).relu()
+        return losses.sum() / (losses > 0).sum().clamp(min=1)
+
+    return loss
+
+
+def rescaled() -> Any:
+    """Return a loss that is always 1, and whose gradients are those of the logarithm."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = (outputs - targets).square().mean()
+        return value / value.detach()
+
+    return loss
+
+
+def zero_line() -> nn.Module:
+    line = nn.Linear(3, 1)
+    nn.init.zeros_(line.weight)
+    nn.init.zeros_(line.bias)
+    return line

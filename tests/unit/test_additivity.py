@@ -23,7 +23,8 @@ BOXES = {
 
 
 def built(*, accumulation: int = 1, **sections: Any) -> TrainContext:
-    trial = toys.trial(train={"gradient_accumulation": accumulation}, **sections)
+    train = {"gradient_accumulation": accumulation, **sections.pop("train", {})}
+    trial = toys.trial(train=train, **sections)
     return build(trial.model_copy(update={"allowed": (*BUILT_IN, "toys", "weighed")}), rank=Rank())
 
 
@@ -46,6 +47,40 @@ def test_a_task_that_divides_by_something_else_must_say_so() -> None:
     with pytest.raises(ExperimentError, match=r"task: is not the mean .*return its divisor as StepOutput\.weight"):
         built(**BOXES, task={"_target_": "weighed.Uncounted"}, accumulation=2)
     assert built(**BOXES, task={"_target_": "weighed.Detection"}, accumulation=2).gives_weight
+
+
+TAGGER = {"model": {"_target_": "weighed.tagger"}, "loss": None}
+POINTS = {"data": {"_target_": "weighed.points"}}
+LINE = {"model": {"_target_": "weighed.zero_line"}}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        TAGGER | {"data": {"_target_": "weighed.padded_later"}, "task": {"_target_": "weighed.Untold"}},
+        {
+            "model": {"_target_": "weighed.small_tagger"}, "data": {"_target_": "weighed.tokens"}, "loss": None,
+            "task": {"_target_": "weighed.Untold"},
+        },
+        {
+            "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 4}, **POINTS,
+            "loss": {"_target_": "weighed.nearly_even"}, "train": {"precision": "bf16"},
+        },
+        LINE | {"loss": {"_target_": "weighed.of_the_active"}},
+        LINE | {"loss": {"_target_": "weighed.rescaled"}},
+    ],
+    ids=["first samples are full", "equal at the start", "class weights near 1", "active samples", "gradients only"],
+)  # fmt: skip
+def test_a_mean_over_something_else_is_refused_where_few_samples_do_not_show_it(sections: dict[str, Any]) -> None:
+    with pytest.raises(ExperimentError, match="is not the mean over the samples"):
+        built(accumulation=2, **sections)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("task", ["weighed.Tagging", "pipeline.tasks.LanguageModel"])
+def test_a_weighted_mean_is_taken_where_samples_differ_most(task: str, precision: str) -> None:
+    sections = TAGGER | {"data": {"_target_": "weighed.padded_later"}, "train": {"precision": precision}}
+    assert built(accumulation=2, task={"_target_": task}, **sections).unexamined == ""
 
 
 @pytest.mark.parametrize(
@@ -90,9 +125,10 @@ def test_nothing_is_left_of_the_trial() -> None:
     expected = torch.rand(1)
     before = build(toys.trial(model={"_target_": "toys.rich_net"}), rank=Rank())
     torch.manual_seed(7)
-    context = built(model={"_target_": "toys.rich_net"}, loss={"_target_": "weighed.per_sample"})
+    context = built(model={"_target_": "toys.rich_net"}, loss={"_target_": "weighed.per_sample"}, accumulation=2)
     state = context.model.state_dict()
 
+    assert all(parameter.grad is None for parameter in context.model.parameters())
     assert all(torch.equal(value, state[name]) for name, value in before.model.state_dict().items())
     assert context.model.training
     torch.manual_seed(7)
