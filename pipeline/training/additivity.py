@@ -17,7 +17,7 @@ from torch import nn
 from pipeline.errors import ExperimentError
 from pipeline.tasks import FromModel, is_known
 from pipeline.tasks.gathering import Pass
-from pipeline.training.batch_parts import Draw, GatheredRows, Loss, Parts, as_it_was, has_16_bits
+from pipeline.training.batch_parts import Comparison, GatheredRows, Loss, Parts, as_it_was, has_16_bits
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.differing_samples import choose
@@ -47,9 +47,9 @@ _NEEDED = "so it could not be checked to be a mean, which any number of workers 
 def examine(context: TrainContext) -> None:
     """Refuse a user's loss that depends on the number of workers or micro-batches. Collective.
 
-    A loss that draws random numbers is judged by its mean over several draws. It is accepted with a warning in
-    `TrainContext.unexamined` where these differ too much to tell, or where the model is sharded. So is one that fails
-    on few samples: if the mistake isn't in the check, the first step raises it.
+    Of a loss that draws random numbers, the mean over several draws is compared. It is accepted with a warning in
+    `TrainContext.unexamined` where the draws differ too much, or where the model is sharded. So is a loss that fails on
+    few samples: if the mistake isn't in the check, the first step raises it.
 
     Of a loss that compares samples with `pipeline.tasks.gathered` the parts get the rows of the whole batch.
 
@@ -97,28 +97,29 @@ class _Check:
         context.gathers = self._pass.is_used
         if self._rows.is_unlike:  # the first step raises it
             return
-        is_judged = self._is_judged(draws)
+        is_conclusive = self._check_draws(draws)
         if not is_divided:
             return
-        if not is_judged:
+        if not is_conclusive:
             context.unexamined = f"the loss draws random numbers, {_NEEDED}"
         elif not isfinite(draws[0].whole.sum):
             context.unexamined = f"the loss is {draws[0].whole.value} for {count} samples, {_NEEDED}"
         elif len(draws) > 1:  # not at changed weights: detectors sample as many proposals as they find there
-            self._is_judged(self._tried(self._parts(1))) if len(self._groups) > 1 else None
+            self._check_draws(self._tried(self._parts(1))) if len(self._groups) > 1 else None
         else:
             self._check_gradients(parts, seconds=seconds)
 
     def _parts(self, group: int) -> Parts:
         return Parts(self._context, self._module, self._groups[group], rows=self._rows)
 
-    def _tried(self, parts: Parts) -> list[Draw]:
+    def _tried(self, parts: Parts) -> list[Comparison]:
         """Compute the losses once, or several times if another seed gives another loss.
 
         Returns none if one draw would be all of such a loss.
         """
         draws, started = [parts.draw(0)], time.monotonic()
-        if _is_close(draws[0].whole.sum, parts.loss(1).sum, self._tolerance):
+        once, again = draws[0].whole.sum, parts.loss(1).sum
+        if _is_close(once, again, self._tolerance) or str(once) == str(again):  # also of inf and nan
             return draws
         if self._context.sharded is not None:  # whose ranks compute together, so that none may draw more often
             return []
@@ -135,7 +136,7 @@ class _Check:
         if not any(self._is_checked_at(noise, parts) for noise in _NOISE):
             _log.info("the loss could not be checked at changed weights")
         if self._has_time(3 * seconds, limit=_LIMIT_S):
-            self._judge(self._differentiated(parts))
+            self._check_draw(self._differentiated(parts))
 
     def _is_checked_at(self, noise: float, parts: Parts) -> bool:
         """Check groups of samples at changed weights; return False if the loss isn't finite there."""
@@ -153,10 +154,10 @@ class _Check:
                     return number > 0
                 if not isfinite(draw.whole.sum):
                     return number > 0
-                self._judge(draw)
+                self._check_draw(draw)
         return True
 
-    def _differentiated(self, parts: Parts) -> Draw:
+    def _differentiated(self, parts: Parts) -> Comparison:
         """Compute losses and gradients; of rows that are gathered, a part has not all gradients."""
         return parts.draw(0, differentiates=not self._pass.is_used)
 
@@ -164,18 +165,18 @@ class _Check:
         """Return True on all ranks if rank 0 has so many seconds left. Collective."""
         return from_first(lambda: time.monotonic() - self._started + seconds < limit, rank=self._context.rank)
 
-    def _judge(self, draw: Draw) -> None:
+    def _check_draw(self, draw: Comparison) -> None:
         if not _is_mean(draw, tolerance=self._tolerance) or draw.gradients > self._tolerance:
             self._refuse(draw, draws=1, tolerance=self._tolerance)
 
-    def _is_judged(self, draws: Sequence[Draw]) -> bool:
-        """Refuse a loss that isn't the weighted mean of its parts; return False if the draws don't tell."""
+    def _check_draws(self, draws: Sequence[Comparison]) -> bool:
+        """Refuse a loss that isn't the weighted mean of its parts; return False if the draws differ too much."""
         if not draws or (len(draws) > 1 and not all(isfinite(one.excess) for one in draws)):
             return False
         whole, first, second = map(_mean, zip(*((one.whole, one.first, one.second) for one in draws), strict=True))
-        mean, tolerance = Draw(whole, first, second), self._tolerance
+        mean, tolerance = Comparison(whole, first, second), self._tolerance
         if not isfinite(mean.whole.sum):
-            return True  # the first step tells
+            return True
         if len(draws) > 1:
             error = stdev(one.excess for one in draws) / len(draws) ** 0.5
             tolerance = max(_TOLERANCE_OF_DRAWS, _ERRORS * error / max(abs(mean.whole.sum), error))
@@ -183,7 +184,7 @@ class _Check:
             self._refuse(mean, draws=len(draws), tolerance=tolerance)
         return tolerance < _LEAST_TOLD
 
-    def _refuse(self, draw: Draw, *, draws: int, tolerance: float) -> None:
+    def _refuse(self, draw: Comparison, *, draws: int, tolerance: float) -> None:
         context, (whole, *parts) = self._context, draw[:3]
         values = [figure(one.value) for one in (whole, *parts)]
         drawn = f", on average over {draws} draws of its random numbers" if draws > 1 else ""
@@ -225,7 +226,7 @@ def _mean(losses: Sequence[Loss]) -> Loss:
     return Loss(fmean(one.sum for one in losses) / weight if weight else 0.0, weight)
 
 
-def _is_mean(draw: Draw, *, tolerance: float) -> bool:
+def _is_mean(draw: Comparison, *, tolerance: float) -> bool:
     whole, *parts = draw[:3]
     return _is_close(whole.weight, sum(part.weight for part in parts), tolerance) and _is_close(
         whole.sum, sum(part.sum for part in parts), tolerance, scale=sum(abs(part.sum) for part in parts)

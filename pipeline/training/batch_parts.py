@@ -28,7 +28,7 @@ class Loss(NamedTuple):
         return self.value * self.weight if self.weight else 0.0
 
 
-class Draw(NamedTuple):
+class Comparison(NamedTuple):
     """The losses of a batch and of its two parts; the random numbers of a loss that draws any are others in each."""
 
     whole: Loss
@@ -77,14 +77,14 @@ class Parts:
         self._whole = range(self._count), context.batches.read(list(samples))
         self._parts = [(indices, self._cut(indices, samples)) for indices in (range(cut), range(cut, self._count))]
 
-    def draw(self, seed: int, *, differentiates: bool = False) -> Draw:
+    def draw(self, seed: int, *, differentiates: bool = False) -> Comparison:
         """Compute the losses, and the difference of the gradients if the loss has any. Collective if sharded."""
         gradients = _Gradients(self._context) if differentiates else None
         whole, first, second = (
             self._loss(indices, batch, seed=seed, add=gradients.adding(sign) if gradients else None)
             for (indices, batch), sign in zip([self._whole, *self._parts], (1, -1, -1), strict=True)
         )
-        return Draw(whole, first, second, gradients=gradients.difference if gradients else 0.0)
+        return Comparison(whole, first, second, gradients=gradients.difference if gradients else 0.0)
 
     def loss(self, seed: int) -> Loss:
         """Compute the loss of the whole batch."""
@@ -96,7 +96,7 @@ class Parts:
         seed_all(seed, device=context.device)
         with torch.set_grad_enabled(add is not None):
             output = forward(context, self._module, batch)
-            loss = Loss(float(output.loss), len(indices) if output.weight is None else float(output.weight))
+            loss = Loss(float(output.loss.detach()), len(indices) if output.weight is None else float(output.weight))
             if add is not None and loss.weight and output.loss.requires_grad:
                 add(output.loss * loss.weight)
         return loss

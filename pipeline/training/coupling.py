@@ -46,8 +46,7 @@ def note(context: TrainContext) -> None:
 def observe(context: TrainContext, outbox: Outbox, *, step: int) -> None:
     """Note in the context what the step that was just taken shows to be coupled; warn of buffers. Collective."""
     random = (RANDOM_NUMBERS,) if _has_drawn(context, step=step) else ()
-    buffers = _buffers(context)
-    names = differing(buffers, rank=context.rank)
+    names = differing(_buffers(context), rank=context.rank)
     told = _listed(names)
     context.coupled = (*random, *([told] if names else []))
     if not context.rank.is_first or not isinstance(context.trial, Training):
@@ -60,7 +59,7 @@ def observe(context: TrainContext, outbox: Outbox, *, step: int) -> None:
         )
         outbox.event(Warned(trial=context.trial.name, message=message))
         return
-    now = prints(buffers) if context.before_step else {}
+    now = prints(_buffers(context)) if context.before_step else {}
     if changed := [name for name, value in context.before_step.items() if now.get(name) != value]:
         message = (
             f"model: a step changes the {_listed(changed)}. With train.gradient_accumulation this happens "

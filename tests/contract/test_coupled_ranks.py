@@ -129,6 +129,26 @@ class Counting(nn.Linear):
         return super().forward(input) * (1 + self.calls / 100)
 
 
+def clamped() -> nn.Module:
+    line = nn.Linear(3, 1)
+    line.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return line
+
+
+def test_what_sees_a_part_of_the_batch_is_named() -> None:
+    """Hooks on gradients before the first step, and a buffer that each micro-batch changes after it."""
+    for model, said in (
+        ("clamped", "model: gradients of weight have hooks. A hook gets the gradient of one of the step's 2 micro-"),
+        ("Centred", "model: a step changes the buffers mean, steps. With train.gradient_accumulation this happens 2"),
+    ):
+        for accumulation in (1, 2):
+            outbox, sections = toys.Kept(), {"model": {"_target_": f"{HERE}.{model}"}}
+            given = trial(**sections, train={"epochs": 1, "gradient_accumulation": accumulation})
+            train(given.model_copy(update={"strategy": "single"}), rank=Rank(), outbox=outbox)
+            warned = [event.message for event in outbox.events if isinstance(event, Warned)]
+            assert [message.startswith(said) for message in warned] == [True] * (accumulation - 1), warned
+
+
 @pytest.mark.parametrize("batch", [4, toys.SAMPLES])
 def test_a_count_that_checkpoints_lack_is_told(batch: int, tmp_path: Path) -> None:
     """Also where each step is an epoch."""

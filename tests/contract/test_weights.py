@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN
+from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.tasks import LanguageModel
 from pipeline.training.build import build
@@ -73,6 +74,11 @@ CASES: dict[str, dict[str, Any]] = {
     "centres that are learned": LINE | {"data": {"_target_": "weighed.boxes"}, "task": {"_target_": "weighed.Centres"}},
     "a tagger of one's own": TAGGER | {"task": {"_target_": "weighed.Tagging"}},
 }
+EQUAL_AT_THE_START = {
+    "model": {"_target_": "weighed.small_tagger"},
+    "data": {"_target_": "weighed.padded_later"},
+    "task": {"_target_": "weighed.Untold"},
+}
 LOCAL_WORKERS = 2
 ACCUMULATIONS = {1: (1, 2, 4), 2: (1, 2, 4), 3: (4,), 4: (2,)}
 """By the number of workers."""
@@ -104,11 +110,11 @@ def _trial(case: str, strategy: str, workers: int, accumulation: int) -> Trial:
                 "clip_grad_norm": 0.5,
                 "on_nonfinite": "skip",
             },
-            **CASES[case],
+            **(CASES[case] if case else EQUAL_AT_THE_START),
         }
     )
     return Training(
-        name=case, experiment=experiment, strategy=strategy, launcher="inprocess", workers=workers,
+        name=case or "refused", experiment=experiment, strategy=strategy, launcher="inprocess", workers=workers,
         devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=(*BUILT_IN, "weighed"),
     )  # fmt: skip
 
@@ -128,6 +134,9 @@ def _train(rank: Rank, strategies: list[str], folder: Path) -> None:
             reached = _trained(_locally(_trial(case, "ddp", rank.world_size, 2)), rank)
             if rank.is_first:
                 torch.save(tuple(reached), folder / f"local, {case}, 2.pt")
+        for strategy in strategies:  # the check of a loss sees all ranks' gradients of sharded weights
+            with pytest.raises(ExperimentError, match=r"task: is not the mean .*whose gradients differ by"):
+                build(_trial("", strategy, rank.world_size, 1), rank=rank)
     for strategy in strategies:
         for case in CASES:
             for accumulation in ACCUMULATIONS[rank.world_size]:

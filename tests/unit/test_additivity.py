@@ -113,10 +113,12 @@ def test_a_loss_that_draws_random_numbers_may_be_a_little_off() -> None:
     assert built(loss=noisy, accumulation=2).unexamined == ""
 
 
-@pytest.mark.parametrize("loss", ["weighed.swinging", "weighed.undefined"])
-def test_a_loss_whose_draws_tell_nothing_is_taken_with_a_warning(loss: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "why"), [("weighed.swinging", "draws random numbers"), ("weighed.undefined", "is nan for 5 samples")]
+)
+def test_a_loss_whose_draws_tell_nothing_is_taken_with_a_warning(loss: str, why: str) -> None:
     said = built(loss={"_target_": loss}, accumulation=2).unexamined
-    assert said.startswith("the loss draws random numbers, so it could not be checked to be a mean")
+    assert said.startswith(f"the loss {why}, so it could not be checked to be a mean")
     assert built(loss={"_target_": loss}).unexamined == ""
 
 

@@ -3,11 +3,18 @@
 from typing import Any
 
 import pytest
+import torch
 import toys
+from torch import nn
+from torch.utils.data import default_collate
 
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Rank
+from pipeline.tasks import StepOutput
+from pipeline.training.loop import train
 from pipeline.training.order import SampleOrder
 
+HERE = "test_awkward_data"
 WORLD = 3
 BATCH_NORM = {"_target_": "toys.batch_norm_net"}
 
@@ -55,3 +62,74 @@ def test_the_size_that_is_advised_works() -> None:
 def test_other_errors_of_the_first_forward_pass_keep_their_name() -> None:
     with pytest.raises(LookupError, match="the user's own mistake"):
         toys.trained(model={"_target_": "toys.BrokenModel"})
+
+
+# Collate functions that return another number of rows than they got
+
+POINTS = [(torch.full((3,), float(index)), torch.tensor([float(index)])) for index in range(9)]
+
+
+def unreadable(at: tuple[int, ...], validation: tuple[int, ...] = ()) -> tuple[Any, Any]:
+    """Points of which some are None."""
+    sets = ([None if index in bad else point for index, point in enumerate(POINTS)] for bad in (at, validation))
+    return toys.Plain(next(sets)), toys.Plain(next(sets))
+
+
+def dropping() -> Any:
+    return lambda samples: default_collate([sample for sample in samples if sample is not None])
+
+
+def along_time() -> Any:
+    """Return a collate function that stacks along the second dimension."""
+    return lambda samples: [torch.stack(field, 1) for field in zip(*samples, strict=True)]
+
+
+def in_lists() -> Any:
+    return lambda samples: tuple(zip(*samples, strict=True))
+
+
+class Transposed:
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        inputs, targets = (torch.stack(list(one), 1).double() if isinstance(one, tuple) else one for one in batch)
+        outputs = model(inputs.T)
+        return StepOutput((outputs - targets.T).square().mean(), outputs, targets.T)
+
+
+class Counted:
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        outputs = model(batch[0])
+        return StepOutput((outputs - batch[1]).square().mean(), outputs, batch[1], torch.tensor(len(outputs)))
+
+
+def _train(data: dict[str, Any], collate: str, **sections: Any) -> toys.Kept:
+    given = toys.trial(
+        data={"_target_": f"{HERE}.unreadable", **data}, loader={"collate": {"_target_": f"{HERE}.{collate}"}},
+        **sections, train={"epochs": 1, "global_batch_size": 4, "gradient_accumulation": 2},
+    )  # fmt: skip
+    outbox = toys.Kept()
+    train(given.model_copy(update={"allowed": (*given.allowed, HERE)}), rank=Rank(), outbox=outbox)
+    return outbox
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"at": [5]}, r"loader.collate: returned 1 rows for 2 samples of the training set. It leaves out sample 5\."),
+        ({"at": [], "validation": [3]}, r"returned 1 rows for 2 samples of the validation set. It leaves out "),
+        ({"at": [0]}, r"data: sample 0 is None\. Leave unreadable samples out of the dataset"),
+    ],
+)
+def test_a_collate_that_leaves_samples_out_is_refused(data: dict[str, Any], said: str) -> None:
+    with pytest.raises(ExperimentError, match=said):
+        _train(data, "dropping")
+
+
+@pytest.mark.parametrize("collate", ["along_time", "in_lists"])
+def test_other_layouts_of_a_batch_are_taken(collate: str) -> None:
+    _train({"at": []}, collate, loss=None, task={"_target_": f"{HERE}.Transposed"})
+
+
+def test_a_task_that_counts_may_leave_samples_out() -> None:
+    """The rows that are there weigh, so the mean is that over all of them."""
+    outbox = _train({"at": [], "validation": [2]}, "dropping", loss=None, task={"_target_": f"{HERE}.Counted"})
+    assert len(outbox.series("validation/loss")) == 1
