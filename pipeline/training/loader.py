@@ -23,9 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError
 from pipeline.system.signals import sigterm_blocked, sigterm_only_from
-from pipeline.training.fetch import Collate, fetcher, usable
+from pipeline.training.fetch import Collate, usable
 from pipeline.training.order import MicroBatch
 from pipeline.training.randomness import generators_kept
+from pipeline.training.readers import fetcher
 
 Pair = tuple[MicroBatch, Any]
 Copy = Callable[[Any], Callable[[], Any]]

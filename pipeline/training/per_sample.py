@@ -11,8 +11,9 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.training.fetch import fetcher, usable
+from pipeline.training.fetch import usable
 from pipeline.training.order import MicroBatch
+from pipeline.training.readers import fetcher
 
 Numbers = npt.NDArray[Any]
 """A number for each sample, shape (samples,)."""

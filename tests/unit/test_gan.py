@@ -13,9 +13,9 @@ from pipeline.data import digits, with_noise
 from pipeline.errors import ExperimentError
 from pipeline.models import DCGAN
 from pipeline.protocol.trial import Rank, Training
-from pipeline.training.fetch import fetcher
 from pipeline.training.loop import train
 from pipeline.training.order import MicroBatch
+from pipeline.training.readers import fetcher
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.training.fetch import fetcher
 from pipeline.training.loader import BatchLoader, length, to_device
 from pipeline.training.order import MicroBatch, mix
 from pipeline.training.randomness import seed_all
+from pipeline.training.readers import fetcher
 
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))
 
@@ -186,6 +186,18 @@ def test_batches_are_read_at_once_unless_the_dataset_draws() -> None:
     note = reader.take_note()
     assert re.search(r"This reads [\d,]+ samples/s; whole batches would be read at [\d,]+ samples/s\.", note)
     assert reader.take_note() == ""
+
+
+def test_what_another_thread_draws_once_is_not_taken_for_a_draw_of_the_dataset() -> None:
+    class Disturbed(InBatches):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            if self.asked == [1, 1]:
+                random.random()
+            return super().__getitems__(indices)
+
+    dataset = Disturbed("nothing")
+    list(loader(dataset).batches([micro_batch(0), micro_batch(1, 2, 9), micro_batch(3, 7)]))
+    assert dataset.asked == [1, 1, 3, 3, 2]
 
 
 def test_a_subclass_is_not_read_past() -> None:
