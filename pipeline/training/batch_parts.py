@@ -150,10 +150,12 @@ class _Gradients:
 def as_it_was(context: TrainContext) -> Iterator[nn.Module]:
     """Provide the model in evaluation mode and full precision; restore modes, buffers and generators after the block.
 
-    Gradients are cleared. Hooks on gradients are not called, unless the model is sharded, which has hooks itself.
+    Numbers in attributes are restored, too: a loss may count its calls. Gradients are cleared. Hooks on gradients are not
+    called, unless the model is sharded, which has hooks itself.
     """
     module = context.wrapped if context.sharded is not None else context.model
-    modes = {one: one.training for one in module.modules()}
+    holders = (*module.modules(), context.task, getattr(context.task, "loss", None))
+    numbers = [(own, _numbers(own)) for one in holders if (own := getattr(one, "__dict__", None)) is not None]
     buffers = [(one, one.clone()) for part in (module, learned.held_by(context.task)) for one in part.buffers()]
     module.eval()
     gpus = [context.device] if context.device.type == "cuda" else []
@@ -162,13 +164,17 @@ def as_it_was(context: TrainContext) -> Iterator[nn.Module]:
         with generators_kept(), torch.random.fork_rng(gpus), _eager(context), hooks, _full_precision(context):
             yield module
     finally:
-        for one, training in modes.items():
-            one.training = training
+        for own, before in numbers:
+            own.update(before)
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, values in buffers:
+                buffer.copy_(values)
         for parameter in context.whole.parameters():
             parameter.grad = None
+
+
+def _numbers(own: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in own.items() if type(value) in (bool, int, float)}
 
 
 def has_16_bits(context: TrainContext) -> bool:

@@ -5,6 +5,7 @@ Apart from the loaders, which know of no ranks, and from `TrainContext`, which h
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from pipeline.training.data_source import Datasets, Source
 from pipeline.training.iterable import IterableLoader
 from pipeline.training.loader import BatchLoader, prefetched, to_device
 from pipeline.training.order import MicroBatch, SampleOrder, padded, padded_evaluation
-from pipeline.training.rows import Read, RowCheck
+from pipeline.training.rows import RowCheck
 from pipeline.training.stream import StreamLoader
 
 MicroBatches = Iterator[tuple[MicroBatch, Any]]
@@ -173,16 +174,17 @@ class Batches:
     def _ahead(self, loader: AnyLoader, micro_batches: Iterable[MicroBatch], *, what: str) -> MicroBatches:
         batches = loader.batches(micro_batches)
         if self.rows.is_needed:
-            batches = self._complete(batches, read=loader.read, what=what)
+            names = isinstance(loader, BatchLoader)
+            batches = self._complete(batches, partial(self.rows.check, read=loader.read, what=what, names=names))
         if isinstance(self._task, Supervised):
             batches = _without_ignored(batches, self._task)
         return prefetched(batches, place=self.placed, device=self._device)
 
-    def _complete(self, batches: MicroBatches, *, read: Read, what: str) -> MicroBatches:
+    def _complete(self, batches: MicroBatches, check: Callable[[MicroBatch, Any], None]) -> MicroBatches:
         """Refuse batches without a row for each sample, as long as this matters."""
         for micro_batch, batch in batches:
             if self.rows.is_needed:
-                self.rows.check(micro_batch, batch, read=read, what=what)
+                check(micro_batch, batch)
             yield micro_batch, batch
 
     def _evaluation(self, rank: int, *, samples: int) -> Iterator[MicroBatch]:

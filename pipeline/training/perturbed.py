@@ -25,7 +25,7 @@ def perturbed(parameters: Sequence[nn.Parameter], *, scale: float) -> Iterator[N
     """
     chosen = [one for one in parameters if one.is_floating_point()]
     held = [local(one.detach()) for one in chosen]
-    before = [one.clone() for one in held]
+    before = [one.to("cpu", copy=True) for one in held]  # the memory of a GPU is scarcer
     try:
         for number, (parameter, values) in enumerate(zip(chosen, held, strict=True)):
             # Of a sharded parameter each shard gets the same noise: replicas of a shard must stay equal.

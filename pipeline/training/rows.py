@@ -34,10 +34,17 @@ class RowCheck:
         self.is_needed = is_needed
         """False without a collate function, for weighted losses, and once a batch shows another layout."""
 
-    def check(self, micro_batch: MicroBatch, batch: Any, *, read: Read, what: str) -> None:
-        """Compare the rows of a batch that a loader has read; ``what``: the name of its set.
+    def check(self, micro_batch: MicroBatch, batch: Any, *, read: Read, what: str, names: bool) -> None:
+        """Compare the rows of a batch that a loader has read with the number of its samples.
 
         Only if they differ, samples are read again, to find out if the collate function makes a row of each sample.
+
+        Args:
+            micro_batch: the samples.
+            batch: the collated samples, on the CPU.
+            read: reads samples of the same set.
+            what: name of the set.
+            names: True if ``read`` reads the samples of these indices, so that they can be named.
 
         Raises:
             ExperimentError: it does, and this batch has more or fewer rows than samples.
@@ -45,12 +52,16 @@ class RowCheck:
         asked = len(micro_batch.indices)
         if (rows := count_rows(batch)) in (None, asked):
             return
-        single = {index: _rows_of([index], read) for index in dict.fromkeys(micro_batch.indices)}
-        kept = [index for index, count in single.items() if count == 1]
-        if not set(single.values()) <= {0, 1} or not _is_row_per_sample(kept, read=read, are_all=rows == len(kept)):
+        kept, left_out = list[int](), list[int]()
+        for index in dict.fromkeys(micro_batch.indices):
+            if (own := _rows_of([index], read)) not in (0, 1):
+                self.is_needed = False
+                return
+            (kept if own else left_out).append(index)
+        if len(kept) > 1 and _rows_of(kept[:2], read) != 2:  # such as time, or packed tokens
             self.is_needed = False
-            return
-        raise _error(f"{asked} samples of the {what} set", rows, left_out=sorted(single.keys() - set(kept)))
+        elif len(kept) > 1 or rows == len(kept):
+            raise _error(f"{asked} samples of the {what} set", rows, left_out=sorted(left_out) if names else [])
 
 
 def _rows_of(indices: list[int], read: Read) -> int | None:
@@ -59,13 +70,6 @@ def _rows_of(indices: list[int], read: Read) -> int | None:
         return count_rows(read(indices))
     except (ExperimentError, TrainingError):
         return 0
-
-
-def _is_row_per_sample(kept: list[int], *, read: Read, are_all: bool) -> bool:
-    """Return True if two samples have two rows, which a first dimension of time or of packed tokens has not."""
-    if len(kept) < 2:
-        return are_all
-    return _rows_of(kept[:2], read) == 2
 
 
 def _error(asked: str, rows: int | None, *, left_out: Sequence[int]) -> ExperimentError:

@@ -120,6 +120,17 @@ def of_many() -> Any:
     return loss
 
 
+class Counting:
+    """A mean over samples that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return (outputs - targets).square().mean()
+
+
 def per_sample() -> Any:
     return lambda outputs, targets: (outputs - targets).square().mean()
 

@@ -127,7 +127,9 @@ def test_nothing_is_left_of_the_trial() -> None:
     expected = torch.rand(1)
     before = build(toys.trial(model={"_target_": "toys.rich_net"}), rank=Rank())
     torch.manual_seed(7)
-    context = built(model={"_target_": "toys.rich_net"}, loss={"_target_": "weighed.per_sample"}, accumulation=2)
+    context = built(model={"_target_": "toys.rich_net"}, loss={"_target_": "weighed.Counting"}, accumulation=2)
+    assert isinstance(context.task, Supervised)
+    assert context.task.loss.calls == 0
     state = context.model.state_dict()
 
     assert all(parameter.grad is None for parameter in context.model.parameters())
