@@ -37,6 +37,8 @@ _LIMIT_S, _GROUPS_S = 10.0, 2.0
 _NOISE = (1.0, 0.1)
 """Noise on the weights; the smaller one if the loss isn't finite with the larger one."""
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
+_SMALL = 1e-3
+"""Loss below which gradients aren't compared: those of a cross entropy of 0 are rounding errors."""
 _TOLERANCE_OF_DRAWS, _ERRORS = 0.1, 5
 """What the mean over draws may be off: a tenth, since detectors that sample proposals are means but for their sampling,
 or so many standard errors, which one in 200,000 means exceeds."""
@@ -175,7 +177,8 @@ class _Check:
         return has_time if self._context.sharded is None else from_first(lambda: has_time, rank=self._context.rank)
 
     def _check_draw(self, draw: Comparison) -> None:
-        if not _is_mean(draw, tolerance=self._tolerance) or draw.gradients > self._tolerance:
+        differs = draw.gradients > self._tolerance and abs(draw.whole.value) > _SMALL
+        if differs or not _is_mean(draw, tolerance=self._tolerance):
             self._refuse(draw, draws=1, tolerance=self._tolerance)
 
     def _check_draws(self, draws: Sequence[Comparison]) -> bool:

@@ -150,8 +150,8 @@ class _Gradients:
 def as_it_was(context: TrainContext) -> Iterator[nn.Module]:
     """Provide the model in evaluation mode and full precision; restore modes, buffers and generators after the block.
 
-    Numbers in attributes are restored, too: a loss may count its calls. Gradients are cleared. Hooks on gradients are not
-    called, unless the model is sharded, which has hooks itself.
+    Numbers in attributes are restored, too: a loss may count its calls. Gradients are cleared. Hooks on gradients
+    are not called, unless the model is sharded, which has hooks itself.
     """
     module = context.wrapped if context.sharded is not None else context.model
     holders = (*module.modules(), context.task, getattr(context.task, "loss", None))
