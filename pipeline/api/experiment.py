@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from pipeline.config.environment import fill_in_all
 from pipeline.config.load import ExperimentFile, from_mapping, load
 from pipeline.config.summary import to_yaml
 from pipeline.config.targets import allowed_packages
@@ -68,13 +69,17 @@ class Experiment:
     def arguments(self, section: str) -> Mapping[str, Any]:
         """Return the arguments of a component by the name of its section, such as "data".
 
+        They have the values of environment variables.
+
         Raises:
+            ExperimentError: an environment variable is not set.
             UsageError: there is no such section, or it is no component.
         """
         component = getattr(self.file.experiment, section, None)
         if not isinstance(component, Component):
             raise UsageError(f"{section}: {self.name} has no component of this name; write model or data")
-        return component.arguments
+        arguments: Mapping[str, Any] = fill_in_all(component.arguments, key=section)
+        return arguments
 
     def to_yaml(self) -> str:
         """Return the experiment as YAML, with defaults, without credentials."""

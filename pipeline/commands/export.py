@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.commands.exported_files import Exported, Form, Weights, described, write_files
-from pipeline.config import deferred
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment
 from pipeline.driver import preflight
@@ -63,7 +62,6 @@ def export(file: ExperimentFile, *, folder: Path, to: Path, form: Form, checkpoi
     """
     state = read_state(folder)
     ended_training(state, command="export")
-    _refuse_secrets(file.experiment)
     with explained(file):
         allowed = preflight.check(file, with_weights=False)
         weights, model = _loaded(file, state=state, checkpoint=checkpoint, allowed=allowed)
@@ -153,15 +151,3 @@ def _reader(experiment: Experiment, address: str, step: int, *, allowed: tuple[s
         checkpoints=address,
         step=step,
     )
-
-
-def _refuse_secrets(experiment: Experiment) -> None:
-    """Refuse a model whose arguments hold a secret, which no file may have.
-
-    Raises:
-        UsageError: names it.
-    """
-    if found := deferred.secrets_in(experiment.model.model_dump_json()):
-        raise UsageError(
-            f"model: its arguments refer to {found[0]}, a secret, which is written into no file; remove it"
-        )

@@ -100,9 +100,9 @@ def _inputs(example: "Tensor") -> Inputs:
 
 
 def _filled(value: Any, known: Mapping[str, int]) -> Any:
-    """Replace run-time values such as ``${total_steps}`` by their numbers."""
+    """Replace run-time values such as ``${total_steps}`` by their numbers. Environment variables stay references."""
     if isinstance(value, str):
-        return deferred.fill_in(value, known, key="model")
+        return deferred.fill_in_runtime(value, known, key="model")
     if isinstance(value, Mapping):
         return {name: _filled(inner, known) for name, inner in value.items()}
     return [_filled(inner, known) for inner in value] if isinstance(value, Sequence) else value

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pipeline.config.load import ExperimentFile
+from pipeline.config.uris import without_credentials_in
 from pipeline.protocol.outer_launcher import outer_launcher
 
 
@@ -35,6 +36,5 @@ def way_on(verb: Sequence[str], *, file: ExperimentFile, run: str) -> str:
     if outer_launcher() is not None or experiment.parallel.address == "auto":
         return f"continue it with --resume {run}"
     name, *options = verb
-    return (
-        f"continue it with: pipeline {shlex.join([name, str(file.path), *file.overrides, *options, '--resume', run])}"
-    )
+    overrides = map(without_credentials_in, file.overrides)
+    return f"continue it with: pipeline {shlex.join([name, str(file.path), *overrides, *options, '--resume', run])}"

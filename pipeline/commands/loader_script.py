@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 _SAFETENSORS = """\
 import json
+import os
+import re
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -19,6 +21,8 @@ def build(value):
             return arguments
         home, _, name = value["_target_"].rpartition(".")
         return getattr(resolve_name(home), name)(**arguments)
+    if isinstance(value, str):  # environment variables are not stored; set those that are named here
+        return re.sub(r"\\${oc\\.env:([^,}]+)[^}]*}", lambda found: os.environ[found[1]], value)
     return [build(inner) for inner in value] if isinstance(value, list) else value
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from pipeline.config import extras, keys, targets
+from pipeline.config import environment, extras, keys, targets
 from pipeline.config.deferred import fill_in
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.named_optimizers import own_problems
@@ -44,6 +44,7 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     for key, component in named(experiment):
         passed = _PASSED.get(key.partition("[")[0], _PASSED.get(key.partition(".")[0], ()))
         problems += _check(component, key=key, passed=passed, allowed=allowed)
+        problems += environment.unset(component.arguments, key=key)
     if (
         experiment.task is not None
         and not experiment.optimizers
@@ -105,7 +106,7 @@ def bound(
         except PipelineError:
             raise
         except Exception as error:  # whatever a constructor raises, its arguments in the file led to it
-            said = " ".join(str(error).split())
+            said = environment.redact(" ".join(str(error).split()))
             raise ExperimentError.of(key, f"{component.target} raised {type(error).__name__}: {said[:300]}") from error
 
     return call
@@ -243,7 +244,7 @@ def _component(mapping: Mapping[str, Any], key: str) -> Component:
 
 
 def _built(value: Any, *, key: str, allowed: tuple[str, ...], known: Mapping[str, int]) -> Any:
-    """Build the components inside a value, and fill in run-time values and secrets."""
+    """Build the components inside a value, and fill in run-time values and environment variables."""
     if isinstance(value, str):
         return fill_in(value, known, key=key)
     if isinstance(value, list | tuple):

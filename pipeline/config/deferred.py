@@ -1,15 +1,14 @@
-"""References that a worker resolves when it builds a component: ``${total_steps}`` and its like, and secrets.
+"""References that a worker resolves when it builds a component: ``${total_steps}`` and its like, and the environment.
 
-Run-time values are known once the data is loaded. Secrets such as ``${oc.env:API_KEY}`` must not be shown or written
-down. An `Experiment` holds both as they stand in the file.
+Run-time values are known once the data is loaded. Values of environment variables are not written down, see
+`pipeline.config.environment`. An `Experiment` holds both as references.
 """
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.config import keys
+from pipeline.config import environment, keys
 from pipeline.config.jsonschema import Shape
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, Problem
@@ -20,10 +19,9 @@ RUNTIME_VALUES = ("total_steps", "steps_per_epoch", "world_size")
 _NEED_DATA = ("total_steps", "steps_per_epoch")
 _SHOWN_WITHOUT_CREDENTIALS = ("tracking", "uri")
 """The only key outside of components that may hold a secret: the schema serializes it without credentials."""
-_MARKER = re.compile(r"\$\{(" + "|".join(RUNTIME_VALUES) + r")\}")
-_SECRET = re.compile(
-    r"(?<!\\)\$\{oc\.env:\s*(\w*(?:KEY|TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL)S?(?:_\w*)?)\s*(?:,([^{}]*))?\}", re.I
-)
+_SWEPT = ("sweep", "parameters")
+MARKER = re.compile(r"\$\{(" + "|".join(RUNTIME_VALUES) + r")\}")
+_VARIABLE = re.compile(r"(?<!\\)\$\{\s*oc\.env\s*:\s*(\w+)")
 
 _Parts = tuple[keys.Part, ...]
 
@@ -35,49 +33,49 @@ def marker(name: str) -> str:
 
 def runtime_values_in(text: str) -> tuple[str, ...]:
     """Return the names of the run-time values that a text refers to."""
-    return tuple(_MARKER.findall(text))
+    return tuple(MARKER.findall(text))
 
 
-def secrets_in(text: str) -> tuple[str, ...]:
-    """Return the secret environment variables that a text refers to, e.g. "HF_TOKEN" of ``${oc.env:HF_TOKEN}``."""
-    return tuple(found[1] for found in _SECRET.finditer(text))
-
-
-def fill_in(text: str, values: Mapping[str, int], *, key: str) -> str | int:
-    """Replace run-time values by their numbers, and references to secrets by this process's environment.
-
-    A text that is nothing but one run-time value becomes its number.
+def fill_in(text: str, values: Mapping[str, int], *, key: str) -> str | int | None:
+    """Replace run-time values by their numbers, and references to environment variables by this process's values.
 
     Raises:
         ExperimentError: a run-time value is not known yet, or a variable is not set in this process.
     """
+    filled = fill_in_runtime(text, values, key=key)
+    return environment.fill_in(filled, key=key) if isinstance(filled, str) else filled
+
+
+def fill_in_runtime(text: str, values: Mapping[str, int], *, key: str) -> str | int:
+    """Replace run-time values by their numbers. A text that is nothing but one run-time value becomes its number.
+
+    Raises:
+        ExperimentError: a run-time value is not known yet.
+    """
     for name in runtime_values_in(text):
         if name not in values:
             raise ExperimentError.of(key, f"{marker(name)} is not known yet when this is built; write a number")
-    if whole := _MARKER.fullmatch(text):
+    if whole := MARKER.fullmatch(text):
         return values[whole[1]]
-    filled = _MARKER.sub(lambda found: str(values[found[1]]), text)
-    return _SECRET.sub(lambda found: _secret(found[1], default=found[2], key=key), filled)
+    return MARKER.sub(lambda found: str(values[found[1]]), text)
 
 
-def _secret(name: str, *, default: str | None, key: str) -> str:
-    if (value := os.environ.get(name, default)) is not None:
-        return value
-    where = f"on {os.uname().nodename}, where the worker runs"
-    raise ExperimentError.of(
-        key, f"the environment variable {name} is not set {where}; secrets aren't sent there: set it on each node"
-    )
+def keeps_references(parts: _Parts) -> bool:
+    """Return True if references to environment variables stay in a value: in a component's arguments and in tags.
+
+    All other keys are read by this project itself. The values of a sweep's parameter are those of the key it varies.
+    """
+    if parts[: len(_SWEPT)] == _SWEPT and len(parts) > len(_SWEPT) + 1:
+        try:
+            parts = (*keys.split(str(parts[len(_SWEPT)])), *parts[len(_SWEPT) + 3 :])
+        except ValueError:  # reported as a problem of the sweep
+            return False
+    return parts[:2] == ("tracking", "tags") or Shape.of(Experiment).in_arguments(parts)
 
 
-def with_secrets_escaped(value: Any, parts: _Parts = ()) -> Any:
-    """Escape the references to secrets in a tree, so that OmegaConf leaves them to the workers."""
-    if isinstance(value, Mapping):
-        return {name: with_secrets_escaped(inner, (*parts, name)) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [with_secrets_escaped(inner, (*parts, index)) for index, inner in enumerate(value)]
-    if isinstance(value, str) and parts != _SHOWN_WITHOUT_CREDENTIALS:
-        return _SECRET.sub(lambda found: "\\" + found[0], value)
-    return value
+def shows_everything(parts: _Parts) -> bool:
+    """Return True if a key may refer to any variable, since it is written without credentials."""
+    return parts == _SHOWN_WITHOUT_CREDENTIALS
 
 
 def early_values(tree: Mapping[str, Any]) -> Iterator[Problem]:
@@ -98,17 +96,18 @@ def early_values(tree: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def exposed_secrets(tree: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find secrets in places that are shown or written down."""
+    """Find variables that are secrets by their names in places that are shown or written down."""
     for parts, text in keys.walk(tree):
-        if not isinstance(text, str) or not (names := secrets_in(text)) or parts == _SHOWN_WITHOUT_CREDENTIALS:
+        if not isinstance(text, str) or shows_everything(parts):
             continue
-        before = [text[: found.start()] for found in _SECRET.finditer(text)]
-        if not Shape.of(Experiment).in_component(parts):
-            message = f"{names[0]} is a secret by its name, and this would be written down; rename the variable"
+        found = [each for each in _VARIABLE.finditer(text) if environment.is_secret(each[1])]
+        if not found:
+            continue
+        name, before = found[0][1], [text[: each.start()] for each in found]
+        if not keeps_references(parts):
+            message = f"{name} is a secret by its name, and this would be written down; rename the variable"
         elif any(start.count("${") > start.count("}") for start in before):  # such as ${oc.decode:${oc.env:API_KEY}}
-            message = (
-                f"{names[0]} is a secret by its name, which no resolver may use; write ${{oc.env:{names[0]}}} alone"
-            )
+            message = f"{name} is a secret by its name, which no resolver may use; write ${{oc.env:{name}}} alone"
         else:
             continue
         yield Problem(keys.join(parts), message)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +15,9 @@ from omegaconf.errors import (
     OmegaConfBaseException,
     UnsupportedInterpolationType,
 )
+from omegaconf.resolvers import oc
 
-from pipeline.config import deferred, keys
+from pipeline.config import deferred, environment, keys
 from pipeline.config.messages import cut
 from pipeline.errors import MOST_PROBLEMS, Problem
 from pipeline.wording import did_you_mean
@@ -38,20 +40,43 @@ _VALUE = 100
 """Characters that each value of a section counts for beside its text: resolving it takes that much longer."""
 _REFERENCE = re.compile(r"\$\{\s*([^${}:]+?)\s*\}")
 _INDEX = re.compile(r"\[(\w+)\]")
+_OWN = re.compile(r"(?<!\\)((?:\\\\)*\$\{\s*)oc\.(env|decode)(?=\s*:)")
+_OWN_NAMES = r"\1pipeline.\2"
+_KEPT = re.compile(f"({deferred.MARKER.pattern}|{environment.REFERENCE.pattern})", re.DOTALL)
+"""References that stay in a resolved experiment."""
+_place: ContextVar[tuple[keys.Part, ...]] = ContextVar("place", default=())
+"""Key whose value is being resolved."""
 
 
 def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Replace every ``${...}`` in a tree except run-time values; values with problems become None."""
+    """Replace every ``${...}`` in a tree except run-time values, and those that `environment` keeps.
+
+    Values with problems become None.
+    """
+    OmegaConf.register_new_resolver("pipeline.env", _variable, replace=True)
+    OmegaConf.register_new_resolver("pipeline.decode", _decode, replace=True)
     resolver = _Resolver(tree)
-    return resolver.section(resolver.config, ""), resolver.problems
+    return resolver.section(resolver.config, ()), resolver.problems
+
+
+def _variable(name: str, *default: Any) -> str | None:
+    """Resolve ``${oc.env:NAME,default}`` for the key that is being resolved."""
+    parts = _place.get()
+    is_kept = deferred.keeps_references(parts) or (environment.is_secret(name) and not deferred.shows_everything(parts))
+    return environment.read(name, *default, keeps=is_kept)
+
+
+def _decode(text: Any, _parent_: Any, _node_: Any) -> Any:
+    """Resolve ``${oc.decode:...}``, for which a variable's value is shown and written."""
+    return oc.decode(environment.resolved(text) if isinstance(text, str) else text, _parent_, _node_)
 
 
 def escape(text: str) -> str:
-    """Escape a text, so that resolving gives it back; run-time values and secrets stay references."""
+    """Escape a text, so that resolving gives it back; run-time values and environment variables stay references."""
+    kept = [found.span() for found in _KEPT.finditer(text)]
 
     def escaped(found: re.Match[str]) -> str:
-        whole = text[found.start() :].split("}")[0] + "}"
-        if not found[1] and (deferred.runtime_values_in(whole) or deferred.secrets_in(whole)):
+        if any(start <= found.start() < end for start, end in kept):
             return found[0]
         return found[1] * 2 + r"\${"
 
@@ -82,33 +107,35 @@ class _Resolver:
                 self.problems.append(Problem(key, message))
             return None
         try:
-            OmegaConf.create({"value": value})
+            OmegaConf.create({"value": value})  # as in the file, since the error repeats it
         except (OmegaConfBaseException, RecursionError):
             message = f"is {cut(value)}, an incomplete ${{...}}; close its brackets, or write \\${{ for a literal ${{"
             self.problems.append(Problem(key, message))
             return None
-        return value
+        return _OWN.sub(_OWN_NAMES, value)
 
-    def section(self, config: DictConfig | ListConfig, key: str) -> Any:
+    def section(self, config: DictConfig | ListConfig, parts: tuple[keys.Part, ...]) -> Any:
         if id(config) in self._open:
-            self.problems.append(Problem(key, _INSIDE_ITSELF))
+            self.problems.append(Problem(keys.join(parts), _INSIDE_ITSELF))
             return None
         self._open.append(id(config))
         if isinstance(config, ListConfig):
-            result: Any = [self._value(config, i, keys.child(key, i)) for i in range(len(config))]
+            result: Any = [self._value(config, (*parts, i)) for i in range(len(config))]
         else:
-            names = [name for name in config if key or name not in self._hidden]
-            result = {name: self._value(config, name, keys.child(key, name)) for name in names}
+            names = [name for name in config if parts or name not in self._hidden]
+            result = {name: self._value(config, (*parts, name)) for name in names}
         self._open.pop()
         return result
 
-    def _value(self, config: Any, name: keys.Part, key: str) -> Any:
+    def _value(self, config: Any, parts: tuple[keys.Part, ...]) -> Any:
+        _place.set(parts)
         try:
-            value = config[name]
+            value = config[parts[-1]]
         except (OmegaConfBaseException, RecursionError) as error:
+            key = keys.join(parts)
             self.problems.append(Problem(key, self._sentence(error, key)))
             return None
-        return self.section(value, key) if isinstance(value, DictConfig | ListConfig) else value
+        return self.section(value, parts) if isinstance(value, DictConfig | ListConfig) else value
 
     def _sentence(self, error: Exception, key: str) -> str:
         said = str(error).splitlines()[0]

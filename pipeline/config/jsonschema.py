@@ -174,6 +174,20 @@ class Shape:
         """Tell if the key is an argument of a component."""
         return any(self.is_component(parts[:n]) and parts[n] != "_target_" for n in range(len(parts)))
 
+    def in_arguments(self, parts: tuple[Part, ...]) -> bool:
+        """Tell if the key is an argument that user code gets: none of the declared keys of a section with arguments."""
+        if not parts or parts[-1] == "_target_":
+            return False
+        return any(self._takes(self.at(parts[:n]), parts[n]) for n in range(len(parts)))
+
+    def _takes(self, schema: Schema, part: Part) -> bool:
+        """Tell if a section, or one that a key may hold, has declared keys, and takes others such as this one."""
+        sections = (schema, *map(self.follow, schema.get("anyOf", ())))
+        return any(
+            section.get("additionalProperties") is True and part not in section.get("properties", {part: None})
+            for section in sections
+        )
+
     def all_keys(self, parts: tuple[Part, ...] = ()) -> Iterator[str]:
         """Yield the dotted keys of all sections, but none inside lists and components."""
         if self.is_component(parts):

@@ -96,7 +96,7 @@ def checked(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile
     places = Places(name, read.entries)
     if source.EXTENDS in tree:
         rejected.append(Problem(source.EXTENDS, "is for files; write it into the experiment file"))
-    resolved, problems = interpolation.resolve(deferred.with_secrets_escaped(tree))
+    resolved, problems = interpolation.resolve(tree)
     problems += [*deferred.early_values(resolved), *deferred.exposed_secrets(tree)]
     try:
         experiment = Experiment.model_validate(resolved, by_alias=True, by_name=False)

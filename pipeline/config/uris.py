@@ -6,6 +6,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 SQLITE = "sqlite:///"
 _SECRET = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 """Query parameters whose values are secret."""
+_URI = re.compile(r"[\w+.-]+://\S+")
 
 
 def without_credentials(uri: str) -> str:
@@ -17,6 +18,11 @@ def without_credentials(uri: str) -> str:
     elif "@" not in parts.netloc:
         return uri
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def without_credentials_in(text: str) -> str:
+    """Return a text, such as an argument of a command, with all its URIs as `without_credentials` returns them."""
+    return _URI.sub(lambda found: without_credentials(found[0]), text)
 
 
 def problem_of(uri: str) -> str:

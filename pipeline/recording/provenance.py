@@ -11,7 +11,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from pipeline.config.summary import config_hash
-from pipeline.config.uris import without_credentials
+from pipeline.config.uris import without_credentials_in
 from pipeline.planning.plan import Plan
 from pipeline.protocol.outer_launcher import outer_launcher
 from pipeline.protocol.trial import Trial
@@ -23,13 +23,7 @@ def command() -> str:
     name = program.parent.name if program.name == "__main__.py" else program.name
     if name != "pipeline" or outer_launcher() is not None:
         return ""
-    return shlex.join(["pipeline", *map(_shown, sys.argv[1:])])
-
-
-def _shown(argument: str) -> str:
-    """Return an argument without the credentials of a URI, e.g. of ``tracking.uri=http://user:password@host``."""
-    key, equals, value = argument.partition("=")
-    return f"{key}{equals}{without_credentials(value)}" if "://" in value else without_credentials(argument)
+    return shlex.join(["pipeline", *map(without_credentials_in, sys.argv[1:])])
 
 
 def run_tags(plan: Plan) -> dict[str, str]:

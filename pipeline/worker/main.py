@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from pipeline import registry
+from pipeline.config import environment
 from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
@@ -102,6 +103,11 @@ def run(
         outbox.event(outcome)
 
 
+def log_traceback() -> None:
+    """Write the traceback of the current exception to this rank's log file, without values of the environment."""
+    sys.stderr.write(environment.redact(traceback.format_exc()))
+
+
 def end_process(close: Callable[[], None]) -> None:
     """End this process, whatever its other threads do; ``close`` first sends the remaining events."""
     close()
@@ -159,7 +165,7 @@ def _process_group(trial: Trial, *, rank: Rank, store: Store | None) -> Iterator
 
 def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     if error.__cause__ is not None:  # the user gets one line; its cause is in the rank's log
-        _log.warning("%s", error, exc_info=error)
+        _log.warning("%s", environment.redact("".join(traceback.format_exception(error)).rstrip()))
     problems = error.problems if isinstance(error, ExperimentError) else ()
     if isinstance(error, ExperimentError | TrainingError):
         message, details = str(error), getattr(error, "details", "")
@@ -168,9 +174,9 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     return Failed(
         trial=trial.name,
         rank=rank,
-        error=message,
-        traceback=details,
-        problems=tuple(problems),
+        error=environment.redact(message),
+        traceback=environment.redact(details),
+        problems=tuple(each._replace(message=environment.redact(each.message)) for each in problems),
         nonfinite_step=error.step if isinstance(error, NonFiniteError) else None,
         origin=torch_errors.origin(error),
     )
@@ -214,7 +220,7 @@ def main() -> None:
             on_sigterm(partial(end_after, _REQUEST_S, unless=lambda: outbox.stop_asked))
             run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close))
     except WorkerFailed:
-        traceback.print_exc()  # into this rank's log file
+        log_traceback()
         sys.exit(1)
     gc.freeze()  # the interpreter's end would look through all of torch
 

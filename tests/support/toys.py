@@ -362,12 +362,17 @@ class SquaredTask:
 
 
 class BrokenModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, why: str = "the user's own mistake") -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 1)
+        self.layer, self.why = nn.Linear(3, 1), why
 
     def forward(self, inputs: Tensor) -> Tensor:
-        raise LookupError("the user's own mistake")
+        raise LookupError(self.why)
+
+
+class Refused(BrokenModel):
+    def __init__(self, why: str) -> None:
+        raise ValueError(why)
 
 
 class Quits(BrokenModel):

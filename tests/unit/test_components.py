@@ -68,6 +68,15 @@ def checked(*own: str, **changed: Any) -> dict[str, str]:
     return {problem.key: problem.message for problem in check(experiment(**changed), allowed=(*BUILT_IN, *own))}
 
 
+def test_a_variable_that_is_not_set_is_found_before_anything_starts() -> None:
+    loss = {"_target_": "torch.nn.CrossEntropyLoss", "reduction": "${oc.env:NOT_SET}", "weight": ["${oc.env:NO,x}"]}
+    (problem,) = check(experiment(loss=loss), allowed=BUILT_IN)
+    assert str(problem) == (
+        "loss.reduction: is '${oc.env:NOT_SET}'; the environment variable NOT_SET is not set; "
+        "set it, or write ${oc.env:NOT_SET,default}"
+    )
+
+
 class TestAllowedPackages:
     def test_without_a_project_the_built_in_ones(self, tmp_path: Path) -> None:
         assert allowed_packages(tmp_path) == BUILT_IN

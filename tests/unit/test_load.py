@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from pipeline import registry
+from pipeline.commands.interruption import way_on
 from pipeline.config import keys
+from pipeline.config.deferred import fill_in
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.jsonschema import Shape, experiment_json_schema
 from pipeline.config.load import ExperimentFile, load
@@ -189,7 +191,7 @@ data: {target: x.y}
 loader:
   pin_memory: yess
   collate: {_target_: foo}
-optimizer: {_target_: torch.optim.SGD, a: "${trian.epochs}", b: "${oc.env:PIPELINE_NOT_SET}", c: "${x", d: "???"}
+optimizer: {_target_: torch.optim.SGD, a: "${trian.epochs}", c: "${x", d: "???"}
 epochs: 3
 train:
   epochs: -1
@@ -197,7 +199,7 @@ train:
   clip_grad_norm: ${total_steps}
 parallel: {strategy: dpp, device: gpu, workers: 1.5}
 compare: [{strategy: single}, {workers: two}]
-tracking: {uri: mlruns, log_model: maybe}
+tracking: {uri: mlruns, log_model: maybe, experiment: "${oc.env:PIPELINE_NOT_SET}"}
 zzz: 1
 metrics: {accuracy: 3}
 measure:
@@ -216,8 +218,6 @@ e.yaml:3: model: is 'torch.nn.Linear' (a string); write _target_: torch.nn.Linea
 e.yaml:4: data._target_: missing; write _target_: package.name instead of target
 e.yaml:6: loader.pin_memory: is 'yess' (a string); write true or false or auto
 e.yaml:7: loader.collate._target_: is 'foo' (a string); write _target_: package.name
-e.yaml:8: optimizer.b: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set; \
-set it, or write ${oc.env:PIPELINE_NOT_SET,default}
 e.yaml:8: optimizer.c: is '${x', an incomplete ${...}; close its brackets, or write \\${ for a literal ${
 e.yaml:8: optimizer.d: has no value (???); write one
 e.yaml:9: epochs: unknown key; did you mean train.epochs?
@@ -233,6 +233,8 @@ e.yaml:15: compare[1].workers: is 'two' (a string); write an integer greater tha
 e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer keeps runs in plain folders; \
 write sqlite:///mlflow.db or a server's http address
 e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
+e.yaml:16: tracking.experiment: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set; \
+set it, or write ${oc.env:PIPELINE_NOT_SET,default}
 e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, order, loader, loss, task, metrics, \
 optimizer, scheduler, optimizers, schedulers, train, checkpoint, parallel, compare, measure, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
@@ -372,7 +374,62 @@ class TestInterpolation:
 
     def test_values_of_the_environment_are_not_interpreted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRICKY", "${oc.env:HOME}")
-        assert read(GOOD, "model.x=${oc.env:TRICKY}").experiment.model.arguments["x"] == "${oc.env:HOME}"
+        assert read(GOOD, "checkpoint.directory=${oc.env:TRICKY}").experiment.checkpoint.directory == "${oc.env:HOME}"
+        (argument,) = read(GOOD, "data.x=${oc.env:TRICKY}").experiment.data.arguments.values()
+        assert fill_in(argument, {}, key="data.x") == "${oc.env:HOME}"
+
+    @pytest.mark.parametrize(
+        ("written", "reference", "value"),
+        [
+            ("${oc.env:DB}", "${oc.env:DB}", "hunter2"),
+            ("postgres://me:${oc.env:DB}@host", "postgres://me:${oc.env:DB}@host", "postgres://me:hunter2@host"),
+            ("${ oc.env: DB , none}", "${oc.env:DB,none}", "hunter2"),
+            ("${oc.env:DB,${oc.env:OTHER}}", "${oc.env:DB}", "hunter2"),
+            ("${oc.env:NO,${oc.env:DB}}", "${oc.env:DB}", "hunter2"),
+            ("${oc.env:${model.which}}", "${oc.env:DB}", "hunter2"),
+            ("${model.dsn}", "me:${oc.env:DB}", "me:hunter2"),
+            (r"${oc.env:NO,'it\'s, \\'}", r"${oc.env:NO,'it\'s, \\'}", "it's, \\"),
+            ("${oc.env:NO,'true'}", "${oc.env:NO,'true'}", "true"),
+            ("${oc.env:NO,null}", "${oc.env:NO,null}", None),
+            ("${oc.env:COUNT}", "8", "8"),
+            ("${oc.decode:${oc.env:DB}}", "hunter2", "hunter2"),
+            ("${oc.decode:${oc.env:COUNT}}", 8, 8),
+        ],
+    )
+    def test_what_comes_from_the_environment_stays_a_reference_in_all_that_is_written(
+        self, monkeypatch: pytest.MonkeyPatch, written: str, reference: object, value: object
+    ) -> None:
+        monkeypatch.setenv("DB", "hunter2")
+        monkeypatch.setenv("COUNT", "8")
+        text = GOOD.replace("in_features: 4", "which: DB, dsn: 'me:${oc.env:DB}'") + "order: {_target_: lab.order}\n"
+        arguments = [f"{key}={json.dumps(written)}" for key in ("data.inner.own", "order.own", "optimizer.own")]
+        experiment = read(text, *arguments, "tracking.tags.own=${oc.env:DB}").experiment
+
+        flat = flatten(experiment)
+        assert {flat["data.inner.own"], flat["order.own"], flat["optimizer.own"]} == {str(reference)}
+        assert flat["tracking.tags.own"] == "${oc.env:DB}"
+        assert experiment.data.arguments["inner"]["own"] == reference
+        assert read(to_yaml(experiment)).experiment == experiment
+        assert (fill_in(reference, {}, key="data") if isinstance(reference, str) else reference) == value
+
+    def test_the_values_of_a_sweep_stay_references_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("DB", "hunter2")
+        file = read(GOOD, "sweep.parameters.data.x.grid=['${oc.env:DB}']")
+        assert file.experiment.sweep is not None
+        (value,) = file.experiment.sweep.parameters["data.x"].candidates
+        assert file.varied({"data.x": value}).experiment.data.arguments["x"] == value == "${oc.env:DB}"
+
+    def test_the_command_that_continues_a_run_has_no_password(self) -> None:
+        file = read(GOOD, "tracking={uri: http://me:hunter2@host, tags: {}}")
+        command = way_on(["run"], file=file, run="r")
+        assert command.endswith("pipeline run e.yaml 'tracking={uri: http://host, tags: {}}' --resume r")
+
+    def test_keys_that_the_project_reads_itself_have_the_value(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ROOT", "/here")
+        monkeypatch.setenv("TARGET", "lab.data")
+        file = read(GOOD, "data.x=${oc.env:ROOT}", "checkpoint.directory=${data.x}/c", "data._target_=${oc.env:TARGET}")
+        assert file.experiment.checkpoint.directory == "/here/c"
+        assert file.experiment.data.target == "lab.data"
 
     def test_runtime_values_stay_in_component_arguments(self) -> None:
         experiment = read(

@@ -116,6 +116,14 @@ def test_a_broken_sample_comes_with_the_datasets_traceback() -> None:
     assert "toys.py" in failed.traceback.splitlines()[1]
 
 
+def test_a_failure_has_the_reference_to_a_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAB_HOST", "db.hunter2")
+    for name in ("toys.BrokenModel", "toys.Refused"):
+        failed = failure(toys.trial(model={"_target_": name, "why": "no access to ${oc.env:LAB_HOST}/x"}))
+        assert failed.error.endswith("no access to ${oc.env:LAB_HOST}/x")
+        assert "hunter2" not in failed.model_dump_json()
+
+
 def test_a_strategy_that_needs_a_process_group_gets_one() -> None:
     trial = toys.trial().model_copy(update={"strategy": "ddp"})
     alone, grouped = toys.Kept(), toys.Kept()

@@ -11,7 +11,7 @@ import yaml
 
 from pipeline.config.dialect import Dumper
 from pipeline.config.load import ExperimentFile
-from pipeline.config.uris import without_credentials
+from pipeline.config.uris import without_credentials, without_credentials_in
 from pipeline.errors import Problem, UsageError
 
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
@@ -74,8 +74,8 @@ def check(request: Request) -> None:
         UsageError: an override contains a password, or ``--env`` a value.
     """
     for override in request.overrides:
-        key, _, value = override.partition("=")
-        if without_credentials(value) != value:
+        if without_credentials_in(override) != override:
+            key = override.partition("=")[0]
             raise UsageError(
                 f"{key}: contains a password, which everybody on the cluster could read in the job's command line; "
                 "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the cluster's nodes"

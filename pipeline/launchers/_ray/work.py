@@ -49,7 +49,11 @@ def work(config: dict[str, Any]) -> None:
             from pipeline.launchers._ray.ingest import Facts, receive
 
             receive(Facts.model_validate_json(config["stream"]))
-        main.run(trial, rank=rank, outbox=outbox, end=partial(main.end_process, outbox.close))
+        try:
+            main.run(trial, rank=rank, outbox=outbox, end=partial(main.end_process, outbox.close))
+        except main.WorkerFailed:
+            main.log_traceback()
+            raise main.WorkerFailed from None  # Ray writes the cause as well, with values of the environment
 
 
 @contextmanager
