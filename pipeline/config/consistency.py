@@ -20,6 +20,7 @@ OWN_TAGS = frozenset(
     )
 )
 """Names of tags that runs in MLflow get in any case."""
+NO_PLATEAU = "is for scheduler: ReduceLROnPlateau, which this experiment does not have"
 _RESERVED = ("mlflow.", "pipeline.", "best.", "changed.")
 
 
@@ -44,13 +45,15 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     yield from name_problems(experiment.metrics)
     for key, metric in followed(experiment).items():
         if source_of(metric, experiment.metrics) is None and lightning_module.is_named(experiment.task):
-            options = experiment.checkpoint if key == "checkpoint.best" else train.early_stopping
-            if options is not None and options.mode == "auto":
+            options = {"checkpoint.best": experiment.checkpoint, "train.early_stopping.metric": train.early_stopping}
+            if (section := options.get(key)) is not None and section.mode == "auto":
                 message = f"is {metric}, a log of the module, of which nobody knows whether larger or smaller is better"
                 yield Problem(key, f"{message}; write {key.rpartition('.')[0]}.mode: max, or min")
         elif source_of(metric, experiment.metrics) is None:
             known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
             yield Problem(key, f"is {metric}, which isn't measured; choose one of {known}")
+    if train.scheduler_metric is not None and experiment.scheduler is None:
+        yield Problem("train.scheduler_metric", f"{NO_PLATEAU}; remove it")
     if experiment.checkpoint.best is not None and not experiment.checkpoint.keep:
         yield Problem("checkpoint.best", "needs a checkpoint, but checkpoint.keep is 0; write checkpoint.keep: 1")
     if experiment.tracking.register_model is not None and not experiment.tracking.log_model:

@@ -30,8 +30,9 @@ def completed(values: Any) -> Any:
         found["optimizer"] = {"_target_": OPTIMIZER, "total_steps": "${total_steps}"}
         if found.get("scheduler") is None:
             train = found.get("train")
-            interval = train.get("scheduler_interval", "step") if isinstance(train, Mapping) else "step"
-            found["scheduler"] = {"_target_": SCHEDULER, "interval": interval}
+            train = train if isinstance(train, Mapping) else {}
+            metric = {"metric": train["scheduler_metric"]} if train.get("scheduler_metric") else {}
+            found["scheduler"] = {"_target_": SCHEDULER, "interval": train.get("scheduler_interval", "step"), **metric}
     return found
 
 

@@ -273,5 +273,6 @@ def followed(experiment: Experiment) -> dict[str, str]:
     named = {
         "checkpoint.best": experiment.checkpoint.best,
         "train.early_stopping.metric": stopping.metric if stopping is not None else None,
+        "train.scheduler_metric": experiment.train.scheduler_metric,
     }
     return {key: metric for key, metric in named.items() if metric is not None}

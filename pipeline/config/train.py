@@ -2,7 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_serializer,
+)
 
 from pipeline.config.finetuning import Pattern, StartFrom
 from pipeline.config.values import OR_BOOLEAN, SWITCH, Mode, NotNegative, Positive, PositiveFloat, Section
@@ -118,6 +124,9 @@ class Train(Section):
     scheduler_interval: Literal["step", "epoch"] = "step"
     """Advance the scheduler after each step, including steps that were skipped or overflowed in fp16, or after each
     epoch."""
+    scheduler_metric: Annotated[str, Field(pattern=r"^validation/.")] | None = None
+    """Metric that a ReduceLROnPlateau follows, such as validation/accuracy; default: validation/loss. The scheduler's
+    ``mode`` (torch's default: min) must be the direction in which the metric improves."""
     lr_scaling: LearningRateScaling = LearningRateScaling()
     """Learning-rate scaling with the global batch size."""
     log_every_steps: Positive = 10
@@ -144,6 +153,16 @@ class Train(Section):
     freeze: tuple[Pattern, ...] = ()
     """Names of parameters that are not trained; an asterisk stands for any characters, dots too. They have no gradient
     and are not given to the optimizer. BatchNorm whose parameters are all frozen stays in evaluation mode."""
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out a key that is not given, so that experiments of before keep their hash."""
+        return {name: value for name, value in write(self).items() if name != "scheduler_metric" or value is not None}
+
+    @property
+    def followed_by_plateau(self) -> str:
+        """Metric that a ReduceLROnPlateau follows."""
+        return self.scheduler_metric or "validation/loss"
 
     def steps_of(self, steps_per_epoch: int) -> int:
         """Return the optimizer steps of a training."""

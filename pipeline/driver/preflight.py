@@ -173,6 +173,9 @@ def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:
     if (stopping := experiment.train.early_stopping) is not None:
         key = "train.early_stopping.metric"
         problems += refusals(lambda: _direction(stopping.metric, stopping.mode, key=key, judges=built))
+    if experiment.scheduler is not None and experiment.scheduler.target.endswith(".ReduceLROnPlateau"):
+        mode = str(experiment.scheduler.arguments.get("mode", "min"))
+        problems += refusals(lambda: _check_plateau(mode, experiment, judges=built))
     if sweep is not None:
         problems += refusals(lambda: sweep_direction(sweep, built))
     if problems:
@@ -184,6 +187,13 @@ def _direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) 
         from pipeline.training import metrics
 
     return metrics.direction(metric, mode, key=key, judges=judges)
+
+
+def _check_plateau(mode: str, experiment: Experiment, *, judges: Mapping[str, Any]) -> None:
+    with undisturbed():
+        from pipeline.training import plateau
+
+    plateau.check_direction(mode, experiment.train, judges=judges)
 
 
 def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:

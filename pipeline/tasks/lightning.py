@@ -218,8 +218,13 @@ def configured_optimizer(module: Any, *, total_steps: int = 0) -> Optimizer:
     return optimizer
 
 
-def configured_scheduler(optimizer: Any, *, interval: str) -> Any:
+def configured_scheduler(optimizer: Any, *, interval: str, metric: str | None = None) -> Any:
     """Return the scheduler that came with the module's optimizer; None without one.
+
+    Args:
+        optimizer: the optimizer of `configured_optimizer`.
+        interval: ``train.scheduler_interval``.
+        metric: ``train.scheduler_metric``, which replaces the configuration's ``monitor``.
 
     Raises:
         ExperimentError: it isn't advanced each ``interval``, step or epoch, or in a way that isn't supported.
@@ -232,8 +237,10 @@ def configured_scheduler(optimizer: Any, *, interval: str) -> Any:
         message = f"has frequency {given['frequency']}; a scheduler advances each step or each epoch: write 1"
         raise ExperimentError.of("optimizer", f"configure_optimizers {message}")
     monitor = given.get("monitor")
-    if isinstance(scheduler, ReduceLROnPlateau) and monitor is not None and not _LOSS.fullmatch(monitor):
-        message = f"monitors {monitor}; ReduceLROnPlateau follows the validation loss: write monitor: val_loss"
+    names_loss = monitor is None or _LOSS.fullmatch(monitor)
+    if isinstance(scheduler, ReduceLROnPlateau) and metric is None and not names_loss:
+        message = f"monitors {monitor}, but ReduceLROnPlateau follows validation/loss"
+        message = f"{message}; write train.scheduler_metric: validation/{monitor}"
         raise ExperimentError.of("optimizer", f"configure_optimizers {message}")
     if (own := given.get("interval", "epoch")) != interval and not isinstance(scheduler, ReduceLROnPlateau):
         message = (

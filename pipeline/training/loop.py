@@ -18,7 +18,7 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import CellMeasurement, Measurement, Probe, Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
-from pipeline.training import coupling, flops, logs, pictures, reporting, unsaved_state
+from pipeline.training import coupling, flops, logs, pictures, plateau, reporting, unsaved_state
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
@@ -68,6 +68,7 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     reporting.start(context, outbox)
     reporting.changed_matmul_precision(context, outbox)
     if is_training:
+        plateau.check(context)
         reporting.averaging(context, outbox)
     compile_ahead(context)
     with manager:
@@ -230,8 +231,7 @@ def validate(context: TrainContext, *, step: int, epoch: int, meter: Meter) -> d
     if not values:
         return values
     meter.finiteness.judge_validation(values["validation/loss"], step=step, epoch=epoch)
-    if isinstance(context.scheduler, ReduceLROnPlateau):
-        context.scheduler.step(values["validation/loss"])
+    plateau.advance(context, values)
     if context.early_stopping is not None:
         context.early_stopping.judge(from_first(lambda: values, rank=context.rank), step=step)
     if context.is_over(step):

@@ -52,17 +52,22 @@ def direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -
     """
     if mode != "auto":
         return mode
-    source = source_of(metric, judges)
-    if source == "loss":
-        return "min"
-    judge = judges.get(source or "")
-    higher_is_better = getattr(judge, "higher_is_better", None)
-    if not isinstance(higher_is_better, bool):
+    if (known := known_direction(metric, judges=judges)) is None:
+        judge = judges.get(source_of(metric, judges) or "")
         kind = judge.__name__ if isinstance(judge, type) else type(judge).__name__
         section = key.rpartition(".")[0]
         message = f"is {metric}, and {kind} doesn't say whether larger or smaller is better; write {section}.mode: "
         raise ExperimentError.of(key, f"{message}max, or min")
-    return "max" if higher_is_better else "min"
+    return known
+
+
+def known_direction(metric: str, *, judges: Mapping[str, Any]) -> Direction | None:
+    """Return the direction in which a metric is better; None if its class does not have one, see `direction`."""
+    source = source_of(metric, judges)
+    if source == "loss":
+        return "min"
+    higher_is_better = getattr(judges.get(source or ""), "higher_is_better", None)
+    return ("max" if higher_is_better else "min") if isinstance(higher_is_better, bool) else None
 
 
 def _checked(metric: Any, *, name: str) -> "Metric":

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from pipeline import registry
 from pipeline.config import components, lightning_module
+from pipeline.config.consistency import NO_PLATEAU
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
@@ -187,12 +188,13 @@ def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, v
         raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}; it must be a torch LRScheduler")
     groups = experiment.optimizer.groups if experiment.optimizer is not None else ()
     refuse_hidden_rates(scheduler, target=experiment.scheduler.target, factor=factor, groups=groups)
-    if isinstance(scheduler, ReduceLROnPlateau) and experiment.train.scheduler_interval == "step":
-        raise ExperimentError.of(
-            "scheduler", "ReduceLROnPlateau follows the validation loss; write train.scheduler_interval: epoch"
-        )
-    if isinstance(scheduler, ReduceLROnPlateau) and not validates:
-        raise ExperimentError.of(
-            "scheduler", "ReduceLROnPlateau follows the validation loss, but there is no validation set; use another"
-        )
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        if experiment.train.scheduler_metric is not None:
+            raise ExperimentError.of("train.scheduler_metric", f"{NO_PLATEAU}; remove it")
+        return scheduler
+    follows = f"ReduceLROnPlateau follows {experiment.train.followed_by_plateau}"
+    if experiment.train.scheduler_interval == "step":
+        raise ExperimentError.of("scheduler", f"{follows}; write train.scheduler_interval: epoch")
+    if not validates:
+        raise ExperimentError.of("scheduler", f"{follows}, but there is no validation set; use another")
     return scheduler

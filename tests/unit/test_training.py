@@ -181,6 +181,29 @@ def test_reduce_on_plateau_follows_the_validation_loss() -> None:
     assert close(rates, [0.05] * 2 * STEPS + [0.005] * STEPS)
 
 
+def test_reduce_on_plateau_follows_the_metric_that_the_file_names() -> None:
+    """The metric rises while the loss falls, so the rate stays."""
+    plateau = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "patience": 0, "mode": "max"}
+    train = {"scheduler_interval": "epoch", "epochs": 3, "scheduler_metric": "validation/r2"}
+    metrics = {"r2": {"_target_": "torchmetrics.regression.ExplainedVariance"}}
+    _, outbox = toys.trained(scheduler=plateau, train=train, metrics=metrics)
+    values = outbox.series("validation/r2")
+    assert values == sorted(values)
+    assert set(outbox.series("train/learning_rate")) == {0.05}
+
+    follows = "ReduceLROnPlateau follows"
+    for wrong, message in (
+        ({"scheduler_metric": None}, f"is max, but {follows} validation/loss, whose smaller values are better. Write "
+         "mode: min, or set train.scheduler_metric: validation/r2"),
+        ({"mode": "min"}, f"is min, but {follows} validation/r2, whose larger values are better. Write mode: max"),
+    ):  # fmt: skip
+        scheduler = {**plateau, **{key: value for key, value in wrong.items() if key == "mode"}}
+        own = {**train, **{key: value for key, value in wrong.items() if key != "mode"}}
+        with pytest.raises(ExperimentError) as caught:
+            toys.trained(scheduler=scheduler, train=own, metrics=metrics)
+        assert [(one.key, one.message) for one in caught.value.problems] == [("scheduler.mode", message)]
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05)])
 def test_lower_precision_trains_nearly_the_same(precision: str, tolerance: float) -> None:
     reduced, exact = losses(train={"precision": precision}), losses()
@@ -444,6 +467,14 @@ def test_a_large_batch_is_not_listed_whole() -> None:
             {"scheduler": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}},
             "scheduler",
             "write train.scheduler_interval: epoch",
+        ),
+        (
+            {
+                "scheduler": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1},
+                "train": {"scheduler_metric": "validation/loss"},
+            },
+            "train.scheduler_metric",
+            "is for scheduler: ReduceLROnPlateau",
         ),
         (
             {

@@ -25,6 +25,7 @@ from pipeline.training.several_optimizers import each_of
 Warn = Callable[[str], None]
 _MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 """State of a plateau scheduler, as opposed to its settings."""
+_METRIC = "scheduler_metric"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +188,8 @@ class Overrides:
         assert self.scheduler is not None
         restored = context.scheduler.state_dict()
         if isinstance(context.scheduler, ReduceLROnPlateau):  # it follows a metric, whose history isn't saved
-            seen = {key: restored[key] for key in _MEMORY}
+            is_the_same = manifest.experiment["train"].get(_METRIC) == context.experiment.train.scheduler_metric
+            seen = {key: restored[key] for key in _MEMORY} if is_the_same else {}
             context.scheduler.load_state_dict({**self.scheduler, **seen})
             return
         context.scheduler.load_state_dict(self.scheduler)
@@ -213,7 +215,7 @@ def _classes(experiment: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
     keys = ("optimizer", "optimizers", "scheduler", "schedulers")
-    return *map(experiment.get, keys), experiment["train"].get("lr_scaling")
+    return *map(experiment.get, keys), experiment["train"].get("lr_scaling"), experiment["train"].get(_METRIC)
 
 
 def _length(experiment: Mapping[str, Any]) -> tuple[Any, ...]:
