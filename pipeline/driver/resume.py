@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from pipeline.config import environment
 from pipeline.config.load import ExperimentFile
 from pipeline.config.summary import flatten
 from pipeline.driver.longer import LENGTHS, differences, is_longer, refuse_finished
@@ -171,7 +172,17 @@ def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | Non
     # Other credentials or addresses of the store are no change.
     before = state.experiment.model_copy(update={"tracking": file.experiment.tracking})
     now, then = flatten(file.experiment), flatten(before)
-    return {key: (then.get(key), now.get(key)) for key in now | then if then.get(key) != now.get(key)}
+    return {key: (then.get(key), now.get(key)) for key in now | then if not _is_same(then.get(key), now.get(key))}
+
+
+def _is_same(before: str | None, now: str | None) -> bool:
+    """Return True for equal values; runs of earlier versions hold the values of environment variables."""
+    if before == now or before is None or now is None:
+        return before == now
+    try:
+        return environment.resolved(now) == before
+    except KeyError:  # a variable is not set
+        return False
 
 
 def _is_of_another(file: ExperimentFile, source: str) -> bool:

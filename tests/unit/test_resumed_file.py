@@ -106,6 +106,16 @@ def test_a_finished_run_goes_on_for_more_epochs_alone() -> None:
             longer.refuse_finished(now(epochs=epochs), finished())
 
 
+def test_a_run_that_holds_the_value_of_a_variable_has_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = finished(FILE.replace("digits}", "digits, root: /data}"), status="KILLED")
+    again = now(FILE.replace("digits}", "digits, root: '${oc.env:ROOT}'}"), epochs=4)
+    monkeypatch.setenv("ROOT", "/data")
+    assert resume.changes(again, state, allowed=False) == []
+    monkeypatch.setenv("ROOT", "/other")
+    with pytest.raises(ExperimentError, match=r"data\.root: is \$\{oc\.env:ROOT\}, but was /data"):
+        resume.changes(again, state, allowed=False)
+
+
 def test_fewer_epochs_need_to_be_allowed() -> None:
     with pytest.raises(ExperimentError, match=r"train\.epochs: is 3, but was 4 in r; put it back, or add --allow"):
         resume.changes(now(epochs=3), finished(status="KILLED"), allowed=False)
