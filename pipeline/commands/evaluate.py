@@ -69,6 +69,7 @@ def make(file: ExperimentFile, *, state: RunState, checkpoint: str | None, split
             best=chosen.best,
             split=split,
             changes=tuple(changes),
+            note=chosen.note,
         )
     notes = (f"evaluated with another experiment than was trained: {change}" for change in changes)
     return Plan(

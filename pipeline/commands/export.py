@@ -20,6 +20,7 @@ from pipeline.recording import journal
 from pipeline.recording.folder import RunState, id_of, read_state
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
+from pipeline.training.checkpoints.manifest import entry_of
 from pipeline.training.checkpoints.storage import Storage, address_of
 
 if TYPE_CHECKING:
@@ -96,30 +97,34 @@ def _loaded(
     model = portable.of_checkpoint(_reader(file.experiment, chosen.address, chosen.manifest.step, allowed=allowed))
     manifest = chosen.manifest
     metrics = {manifest.metric_name: manifest.metric} if manifest.metric_name and manifest.metric is not None else {}
-    return Weights(step=manifest.step, epoch=model.epoch, best=chosen.best, metrics=metrics), model
+    weights = Weights(step=manifest.step, epoch=model.epoch, best=chosen.best, metrics=metrics, note=chosen.note)
+    return weights, model
 
 
 def _result(file: ExperimentFile, state: RunState) -> tuple[TrialResult, Started] | None:
     """Return the result of a finished run whose folder has its weights; None if a checkpoint has to be read.
 
-    The weights alone don't tell the model's inputs, but they are all that is left of a run without checkpoints.
+    The weights alone don't tell the model's inputs, but they are all that is left of a run whose last step has no
+    checkpoint.
     """
     if state.status != "FINISHED" or not (state.folder / WEIGHTS).is_file():
-        return None
-    knows_inputs = (state.folder / EXAMPLE).is_file()
-    if not knows_inputs and not file.experiment.is_streamed and _has_checkpoints(file, state):
         return None
     events = list(journal.marked(state.folder / journal.FILE_NAME, "started", "finished"))
     ends = [event.result for event in events if isinstance(event, Finished) and event.trial == "main"]
     starts = [event for event in events if isinstance(event, Started) and event.trial == "main"]
-    return (ends[-1], starts[-1]) if ends and starts else None
+    if not (ends and starts):
+        return None
+    has_inputs = (state.folder / EXAMPLE).is_file() or file.experiment.is_streamed
+    if not has_inputs and _has_checkpoint(file, state, step=_of_result(ends[-1]).step):
+        return None
+    return ends[-1], starts[-1]
 
 
-def _has_checkpoints(file: ExperimentFile, state: RunState) -> bool:
-    """Return False if the run has no checkpoints; True also if they can't be read, which `choose` then tells."""
+def _has_checkpoint(file: ExperimentFile, state: RunState, *, step: int) -> bool:
+    """Return True if the run has a checkpoint of a step, and if they can't be read, which `choose` then reports."""
     storage = Storage(address_of(file.experiment.checkpoint.directory, run=state.folder))
     try:
-        return bool(storage.folders())
+        return entry_of(storage, step).manifest is not None
     except Exception:  # noqa: BLE001 - a file system may raise anything
         return True
 

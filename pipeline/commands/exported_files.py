@@ -36,10 +36,12 @@ class Weights(Frozen):
     """Metric whose best value they have, if they were chosen for that; otherwise empty."""
     metrics: Mapping[str, float] = {}
     """Known metrics of these weights by reported name."""
+    note: str = ""
+    """Note that the training ended later, if the last weights were meant; otherwise empty."""
 
     def __str__(self) -> str:
         best = f", the best {self.best}" if self.best else ""
-        return f"weights of step {self.step:,} (epoch {self.epoch}){best}"
+        return f"weights of step {self.step:,} (epoch {self.epoch}){best}{f'; {self.note}' if self.note else ''}"
 
 
 class Inputs(Frozen):

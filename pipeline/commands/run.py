@@ -11,9 +11,10 @@ from pipeline.driver import resume as recovery
 from pipeline.driver.elastic import as_ended, course, remark
 from pipeline.driver.execute import explained
 from pipeline.driver.outer_run import check_workers, follow, leading
-from pipeline.errors import UsageError
+from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.describe import describe, record
 from pipeline.planning.plan import Plan, make_plan
+from pipeline.protocol.events import WEIGHTS
 from pipeline.protocol.outer_launcher import is_follower
 from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import FILE_NAME, read
@@ -99,8 +100,8 @@ def _run(
         plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again
     ) as invocation:
         done = set(invocation.results)
-        if earlier is not None and earlier.status == "FINISHED":  # the training is continued
-            done -= {plan.main.name}
+        if earlier is not None and (earlier.status == "FINISHED" or _has_lost_weights(invocation)):
+            done -= {plan.main.name}  # the training is continued
         try:
             exports = member is None or member.logs_model
             place = partial(
@@ -113,6 +114,20 @@ def _run(
                     measured = report(invocation)
                     if show is not None:
                         show(measured, invocation.folder)
+        if _has_lost_weights(invocation):
+            raise ResourceError(
+                f"{invocation.folder}: the trained weights are lost; neither {WEIGHTS} nor a checkpoint of the last "
+                "step could be saved. Make room, and continue with --resume"
+            )
+
+
+def _has_lost_weights(invocation: Invocation) -> bool:
+    """Return True if a training has ended, but nothing has its final weights."""
+    if (result := invocation.results.get(invocation.plan.main.name)) is None:
+        return False
+    keeps_none = not invocation.plan.experiment.checkpoint.keep
+    is_older = result.unsaved is not None and result.unsaved.newest != result.steps
+    return (keeps_none or is_older) and not (invocation.folder / WEIGHTS).is_file()
 
 
 def options_of(*, with_baseline: bool, train_only: bool) -> Iterator[str]:

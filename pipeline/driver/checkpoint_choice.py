@@ -7,6 +7,8 @@ from typing import NamedTuple
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import preflight
 from pipeline.errors import ResourceError, UsageError
+from pipeline.protocol.events import Finished
+from pipeline.recording import journal
 from pipeline.recording.folder import RunState, id_of
 from pipeline.training.checkpoints.manifest import Manifest, best, entries, step_of
 from pipeline.training.checkpoints.storage import Storage, address_of
@@ -22,6 +24,8 @@ class Checkpoint(NamedTuple):
     manifest: Manifest
     best: str = ""
     """Metric whose best value it has, if it was chosen for that; otherwise empty."""
+    note: str = ""
+    """Note that the training ended later, if the last checkpoint was meant; otherwise empty."""
 
 
 def ended_training(state: RunState, *, command: str) -> None:
@@ -62,7 +66,7 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
     if wanted is None:
         wanted = BEST if options.best is not None and _rated(manifests, options.best) else LAST
     if wanted == LAST:
-        return Checkpoint(address, manifests[0])
+        return Checkpoint(address, manifests[0], note=_outdated(manifests[0].step, folder=folder))
     if wanted == BEST:
         return _best(file, manifests, name=name, address=address, allowed=allowed)
     step = int(wanted) if wanted.isascii() and wanted.isdecimal() else step_of(wanted)
@@ -72,6 +76,24 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
     if found is None:
         raise UsageError(f"--checkpoint {wanted}: {name} kept no checkpoint of step {step}, only {_steps(manifests)}")
     return Checkpoint(address, found)
+
+
+def outdated(file: ExperimentFile, *, folder: Path) -> str:
+    """Return a note that a run's training ended after its newest checkpoint; empty if it did not.
+
+    Raises:
+        ResourceError: the storage can't be read.
+    """
+    manifests = _manifests(Storage(address_of(file.experiment.checkpoint.directory, run=folder)))
+    return _outdated(manifests[0].step, folder=folder) if manifests else ""
+
+
+def _outdated(newest: int, *, folder: Path) -> str:
+    finished = journal.marked(folder / journal.FILE_NAME, "finished")
+    steps = [event.result.steps for event in finished if isinstance(event, Finished) and event.trial == "main"]
+    if not steps or newest >= steps[-1]:
+        return ""
+    return f"the newest checkpoint is of step {newest:,}, but the training ended at step {steps[-1]:,}"
 
 
 def _manifests(storage: Storage) -> list[Manifest]:

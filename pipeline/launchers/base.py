@@ -15,7 +15,7 @@ from pipeline.launchers._attendance import Attendance
 from pipeline.launchers._hang_detector import HangDetector
 from pipeline.launchers._shutdown import StopRequest
 from pipeline.planning.resources import Resources
-from pipeline.protocol.channel.inbox import Inbox, Receive, inside, not_kept
+from pipeline.protocol.channel.inbox import Inbox, Receive, inside, not_kept, replacing
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import AnyEvent, Finished, FirstStep
 from pipeline.protocol.trial import Training, Trial
@@ -66,7 +66,9 @@ class DirectOutbox:
     def file(self, path: Path, name: str) -> None:
         """Copy the file into the run's folder."""
         try:
-            shutil.copyfile(path, inside(self._session.folder, name))
+            place = inside(self._session.folder, name)
+            with replacing(place) as partial:
+                shutil.copyfile(path, partial)
         except OSError as error:  # a full disk is no failure of the training
             self._session.receive(not_kept(name, error))
 

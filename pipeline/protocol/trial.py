@@ -234,6 +234,8 @@ class Evaluation(Trial):
     """Set to evaluate; None: the test set if there is one, else the validation set."""
     changes: tuple[str, ...] = ()
     """Differences from the experiment that was trained which may change the values."""
+    note: str = ""
+    """Note that the training ended after this checkpoint, if the last one was meant; otherwise empty."""
 
     @property
     @override

@@ -233,6 +233,17 @@ class Best(Frozen):
         return f"weights of step {self.step:,} (epoch {self.epoch}), the best {self.metric}"
 
 
+class Unsaved(Frozen):
+    """Checkpoints of a training that could not be saved."""
+
+    newest: int | None
+    """Step of the newest complete checkpoint; None without one."""
+    failed: int
+    """Number of checkpoints that could not be saved."""
+    reason: str
+    """Error of the last of them."""
+
+
 class TrialResult(Frozen):
     """Measurements of a trial, sent by rank 0 at its end."""
 
@@ -292,6 +303,9 @@ class TrialResult(Frozen):
     """The last value of each metric of the training, e.g. "validation/accuracy"; of the best step if there is one."""
     best: Best | None = None
     """Step that the result's weights and validation metrics are from, if ``checkpoint.best`` chose it."""
+    unsaved: Unsaved | None = None
+    """Checkpoints that could not be saved, if the last step's is among them or ``checkpoint.best`` may have lost its
+    best; None otherwise."""
     costs: Costs | None = None
     """Set by a `Probe` only."""
 

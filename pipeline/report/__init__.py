@@ -16,7 +16,17 @@ from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Role, Scaling, Trial
-from pipeline.protocol.trial_result import Best, Communication, Energy, Flops, Held, Spread, StepParts, TrialResult
+from pipeline.protocol.trial_result import (
+    Best,
+    Communication,
+    Energy,
+    Flops,
+    Held,
+    Spread,
+    StepParts,
+    TrialResult,
+    Unsaved,
+)
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -98,6 +108,7 @@ class Row(Frozen):
     unused_parameters: int = 0
     coupling: tuple[str, ...] = ()
     data_notes: tuple[str, ...] = ()
+    unsaved: Unsaved | None = None
     time_to_first_step_s: float | None = None
     """Seconds from the launch to the end of the first step; None if it ran beside the training that was launched."""
     compile_s: float | None = None
@@ -155,6 +166,7 @@ class Row(Frozen):
                     "unused_parameters",
                     "coupling",
                     "data_notes",
+                    "unsaved",
                     "losses",
                     "metrics",
                     "best",

@@ -7,7 +7,7 @@ from pydantic import ConfigDict
 from pipeline.config.reported import named
 from pipeline.config.values import Frozen
 from pipeline.protocol.events import Evaluated
-from pipeline.protocol.trial import Split, Trial
+from pipeline.protocol.trial import Evaluation, Split, Trial
 from pipeline.report.tables import ReportTable
 from pipeline.wording import figure
 
@@ -38,6 +38,8 @@ class EvaluationReport(Frozen):
     """Set and weights in words."""
     is_fallback: bool
     """True if the validation set was evaluated because the data has no test set."""
+    note: str = ""
+    """Note that the training ended after this checkpoint; empty if it did not, or if the checkpoint was named."""
 
     @classmethod
     def of(cls, found: Evaluated, *, run: str, trial: Trial, has_choice: bool) -> "EvaluationReport":
@@ -56,6 +58,7 @@ class EvaluationReport(Frozen):
             values=found.values,
             summary=found.subject,
             is_fallback=found.split == "validation" and not has_choice,
+            note=trial.note if isinstance(trial, Evaluation) else "",
         )
 
     @property
@@ -64,7 +67,8 @@ class EvaluationReport(Frozen):
         title = f"{self.summary[0].upper()}{self.summary[1:]}"
         fallback = ["The data has no test set, so this is the validation set."] if self.is_fallback else []
         changed = [f"Not the experiment that was trained: {change}." for change in self.changes]
-        return (title, *fallback, *changed)
+        note = [f"{self.note[0].upper()}{self.note[1:]}."] if self.note else []
+        return (title, *note, *fallback, *changed)
 
     @property
     def tables(self) -> tuple[ReportTable, ...]:
@@ -80,7 +84,7 @@ class EvaluationReport(Frozen):
     @property
     def verdict(self) -> str:
         """Values in one line."""
-        return f"{sentence(self.values)}: {self.summary}"
+        return f"{sentence(self.values)}: {self.summary}{f'; {self.note}' if self.note else ''}"
 
 
 def sentence(values: Mapping[str, float]) -> str:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 from pipeline.config.values import Frozen
 from pipeline.protocol.events import Evaluated
 from pipeline.protocol.trial import Role, Scaling, Split
-from pipeline.protocol.trial_result import Best, Communication
+from pipeline.protocol.trial_result import Best, Communication, Unsaved
 from pipeline.report import Advice, Row, Unmeasured, device
 
 _LEADING = ("title", "samples_per_second", "speedup", "efficiency", "same_training")
@@ -174,6 +174,8 @@ class RunRecord(Frozen):
     """Last value of each metric of the training."""
     best: Best | None = None
     """Step that weights and validation metrics are from, if ``checkpoint.best`` chose it."""
+    unsaved: Unsaved | None = None
+    """Checkpoints that could not be saved, if the last step's or the best may be among them."""
     goodput: Mapping[str, float] | None = None
     """Shares of the wall clock by MLflow's names: ``goodput``, and ``wall_clock/`` for the rest; None if unknown."""
     evaluations: tuple[EvaluationRecord, ...] = ()
@@ -210,6 +212,7 @@ def _flat(row: Row) -> dict[str, Any]:
         "repeats",
         "coupling",
         "data_notes",
+        "unsaved",
         "gpus",
         "communication",
         "flops",

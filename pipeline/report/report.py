@@ -219,6 +219,7 @@ def run_json(report: Report, folder: Path, *, evaluations: Iterable[Evaluated] =
         references=tuple(cells[row.trial] for row in report.rows if row.role == "reference"),
         metrics=report.main.metrics,
         best=report.main.best,
+        unsaved=report.main.unsaved,
         goodput=report.goodput.figures if report.goodput else None,
         evaluations=tuple(map(records.EvaluationRecord.of, evaluations)),
         **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks", "verdict")},

@@ -34,7 +34,24 @@ def best(rows: Sequence[Row]) -> Row:
 def verdict(rows: Sequence[Row]) -> str:
     """Return the result in one line: speedup with its interval, final metric, and what is fastest on these devices."""
     main = best(rows)
-    return "; ".join([*_claim(main, rows[0]), *_learned(main), *_fastest(main, rows)])
+    return "; ".join([*_claim(main, rows[0]), *_learned(main), *_fastest(main, rows), *_outdated(main)])
+
+
+def _outdated(main: Row) -> Iterator[str]:
+    """Yield the step of the newest checkpoint if the training ended later."""
+    if main.unsaved is not None and main.unsaved.newest != main.steps:
+        newest = main.unsaved.newest
+        step = "no checkpoint was saved" if newest is None else f"the newest checkpoint is of step {newest:,}"
+        yield f"{step}, but the training ended at step {main.steps:,}"
+
+
+def _unsaved(main: Row) -> Iterator[str]:
+    """Yield what became of checkpoints that could not be saved."""
+    if main.unsaved is None:
+        return
+    yield from (f"{one[0].upper()}{one[1:]}." for one in _outdated(main))
+    chosen = "" if main.best is None else f" {main.best.metric} may have been better in one of them."
+    yield f"{counted(main.unsaved.failed, 'checkpoint')} could not be saved: {main.unsaved.reason}.{chosen}"
 
 
 def _claim(main: Row, baseline: Row) -> Iterator[str]:
@@ -129,6 +146,8 @@ def remarks(rows: Sequence[Row], *, main: Row, restricted: str = "") -> Iterator
     """
     baseline = rows[0]
     yield from _losses(rows, main=main)
+    if sentences := " ".join(_unsaved(main)):
+        yield sentences
     yield from (f"{note[0].upper()}{note[1:]}." for note in main.data_notes)
     if main.same_training != "no":  # else it is a reason of the other loss
         buffers = (_share(kind) for kind in main.coupling if kind.startswith("buffer"))

@@ -78,12 +78,13 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
                 break
             train_epoch(context, epoch=epoch, start=start, meter=meter, manager=manager)
         best = manager.load_best() if is_training else None
+        unsaved = manager.unsaved() if is_training else None
     with TemporaryDirectory() as folder:
         if isinstance(trial, Training):
             meter.finiteness.summarize()
             evaluate_test(context, meter=meter, best=best)
             reporting.model(context, outbox, folder=Path(folder), best=best)
-        result = _result(context, meter, start=start)
+        result = _result(context, meter, start=start).model_copy(update={"unsaved": unsaved})
         if best is not None:
             result = result.model_copy(update={"best": best, "metrics": {**result.metrics, **best.metrics}})
         result = measured(context, result, laps=clock.steady, outbox=outbox)

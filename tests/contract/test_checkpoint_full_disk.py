@@ -1,5 +1,7 @@
 """A disk that is full for a while costs checkpoints, no training."""
 
+import errno
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from pipeline.protocol.events import AnyEvent, Metrics, Warned
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.checkpoints.manifest import step_of
 from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.checkpoints.writer import AsyncCheckpointWriter
 from pipeline.training.loop import train
 
 
@@ -59,6 +62,30 @@ def small(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a file system can't be mounted here: {mounted.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", folder], check=True)
+
+
+def test_a_run_whose_weights_are_lost_fails_and_can_be_continued(
+    command: Callable[..., Any], project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ("lab.yaml", "--train-only", "parallel.launcher=inprocess", f"tracking.directory={tmp_path}")
+    tracking = ("tracking.log_model=false", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCheckpointWriter, "_write", full)
+        patch.setattr(shutil, "copyfile", full)
+        ended = command("run", *here, *tracking)
+    assert ended.code == 3, ended.stderr
+    assert "no checkpoint was saved, but the training ended at step" in ended.stdout
+    assert "No space left on device" in ended.stdout
+    assert "the trained weights are lost; neither model/weights.pt nor a checkpoint of the last step" in ended.stderr
+
+    again = command("run", *here, *tracking, "--resume")
+    assert again.code == 0, again.stderr
+    assert "could be saved" not in again.stdout + again.stderr
+    assert list(tmp_path.glob("*/model/weights.pt"))
 
 
 def test_a_full_disk_is_told_and_training_goes_on(small: Path) -> None:

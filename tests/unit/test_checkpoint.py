@@ -375,6 +375,20 @@ class TestStorage:
         assert f"can be saved again: {folder_name(4)}" in second
         assert steps(address) == saved(outbox), "nothing half-written is left"
 
+    def test_that_breaks_before_the_end_is_in_the_result(self, gated: type[Gated], tmp_path: Path) -> None:
+        gated.broken = frozenset({folder_name(5), folder_name(6)})
+        result = train(trial(f"gated://{tmp_path.name}", **EVERY), rank=Rank(), outbox=toys.Kept())
+        assert result.unsaved is not None
+        assert (result.unsaved.newest, result.unsaved.failed) == (4, 2)
+        assert "the storage doesn't answer" in result.unsaved.reason
+
+        gated.broken = frozenset({folder_name(3)})
+        best = {"checkpoint": {**EVERY["checkpoint"], "best": "validation/loss"}}
+        for sections, failed in ((EVERY, 0), (EVERY | best, 1)):
+            address = f"gated://{tmp_path.name}-{failed}"
+            unsaved = train(trial(address, **sections), rank=Rank(), outbox=toys.Kept()).unsaved
+            assert (unsaved.failed if unsaved else 0) == failed, "only the best may be lost"
+
     def test_that_cannot_be_read_stops_a_resume(self, copy: Path) -> None:
         (copy / folder_name(5) / FILE_NAME).unlink()
         (copy / folder_name(5) / FILE_NAME).mkdir()

@@ -1,5 +1,6 @@
 """``pipeline evaluate``: which checkpoint and set, its values, what it tells, and a run that stays what it was."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +14,8 @@ from pipeline.commands import evaluate as evaluating
 from pipeline.commands.history.evaluations import evaluations, line
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.targets import BUILT_IN
-from pipeline.driver.checkpoint_choice import Checkpoint, choose, ended_training
+from pipeline.driver.checkpoint_choice import Checkpoint, choose, ended_training, outdated
+from pipeline.driver.longer import differences
 from pipeline.errors import ExperimentError, TrainingError, UsageError
 from pipeline.protocol.events import Evaluated, Metrics, RunClosed, RunOpened, TrialOpened, Warned
 from pipeline.protocol.trial import EVALUATION, Evaluation, Rank, Trial
@@ -228,6 +230,23 @@ def test_the_status_and_the_duration_stay(run: Path, tmp_path: Path, is_killed: 
         recorder.receive(begun.model_copy(update={"time": T0 + 2000}))
         recorder.receive(Warned(message="trained further"))
     assert journal.ending(path) is None
+
+
+def test_an_older_checkpoint_is_not_the_last_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path)
+    assert chosen(folder, None).note == outdated(opened(folder), folder=folder) == ""
+    shutil.rmtree(folder / "checkpoints" / folder_name(6))
+    note = "the newest checkpoint is of step 3, but the training ended at step 6"
+    assert chosen(folder, None).note == chosen(folder, "last").note == note
+    assert chosen(folder, "3").note == ""
+    (told,) = differences(opened(folder), read_state(folder))
+    assert told == f"{note}; training continues from the checkpoint"
+
+    (trial,) = evaluating.make(opened(folder), state=read_state(folder), checkpoint=None, split=None).trials
+    report = EvaluationReport.of(evaluated(folder, 3), run="r", trial=trial, has_choice=True)
+    assert report.opening[1] == f"{note[0].upper()}{note[1:]}."
+    assert report.verdict.endswith(note)
 
 
 def test_a_damaged_checkpoint_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """``pipeline export``: files of a trained model, and a script that loads them where ``pipeline`` can't be imported."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from pipeline.config.targets import BUILT_IN
 from pipeline.driver import preflight
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import EXAMPLE
+from pipeline.training.checkpoints.manifest import folder_name
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 2}
 
@@ -203,6 +205,17 @@ def test_inputs_that_are_no_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert exported(folder, tmp_path / "out").inputs is None
     with pytest.raises(UsageError, match="--format torch-export: it needs example inputs, but the task doesn't call"):
         exported(folder, tmp_path / "program", "torch-export")
+
+
+def test_weights_without_a_checkpoint_of_their_step_are_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, tracking={"log_model": False})  # without example inputs
+    shutil.rmtree(folder / "checkpoints" / folder_name(6))
+    assert exported(folder, tmp_path / "result").weights.step == 6
+    older = exported(folder, tmp_path / "last", checkpoint="last").weights
+    assert (older.step, older.note) == (3, "the newest checkpoint is of step 3, but the training ended at step 6")
 
 
 def test_of_streamed_data_only_the_result_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from samples import (
 
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.trial import Trial
-from pipeline.protocol.trial_result import Spread, StepParts
+from pipeline.protocol.trial_result import Spread, StepParts, Unsaved
 from pipeline.report import Advice, publish
 from pipeline.report.pairs import table as pairs_table
 from pipeline.report.report import Report, run_json
@@ -203,6 +203,15 @@ def test_a_schedule_that_looks_like_epochs_is_a_caveat() -> None:
     main = trial("main", "main", strategy="ddp", workers=2).model_copy(update={"experiment": experiment})
     found = compare(main, main_at=spread(2.0), baseline_at=spread(1.0)).remarks
     assert sum("scheduler.step_size is 1, which counts steps" in one for one in found) == 1
+
+
+def test_checkpoints_that_could_not_be_saved_are_named_at_the_end() -> None:
+    main = finished("main", spread(100.0), unsaved=Unsaved(newest=8, failed=4, reason="disk full"))
+    report = Report.of([trial("main", "main")], [main], hardware=HARDWARE)
+    said = "he newest checkpoint is of step 8, but the training ended at step 24"
+    assert report.verdict.endswith(f"; t{said}")
+    assert f"T{said}. 4 checkpoints could not be saved: disk full." in report.remarks
+    assert json.loads(run_json(report, Path("f")))["unsaved"]["newest"] == 8
 
 
 def test_markdown_holds_the_result_the_table_and_the_remarks() -> None:

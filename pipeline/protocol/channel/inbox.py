@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -101,21 +101,35 @@ class Inbox:
     def _store(self, arriving: Iterator[bytes], *, name: str) -> None:
         """Write the file that follows; skip it if it can't be written, so that the worker can continue."""
         path = inside(self._folder, name)
-        partial = path.with_name(path.name + ".partial")
         content = _until_end(arriving)
         try:
-            with partial.open("wb") as file:
+            with replacing(path) as partial, partial.open("wb") as file:
                 for chunk in content:
                     file.write(chunk)
-            partial.replace(path)
         except EOFError:
-            partial.unlink(missing_ok=True)  # the worker died in the middle
+            pass  # the worker died in the middle
         except OSError as error:
-            partial.unlink(missing_ok=True)
             with suppress(EOFError):
                 for _ in content:
                     pass
             self._receive(not_kept(name, error))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Replace a file by the one that is written inside the block to the path that this yields.
+
+    If that fails for lack of room, the earlier file is removed as well: it would be taken for the new one.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        partial.replace(path)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            path.unlink(missing_ok=True)
+        raise
 
 
 def not_kept(name: str, error: OSError) -> Warned:

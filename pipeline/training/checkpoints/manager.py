@@ -12,7 +12,7 @@ from pipeline.config.values import Direction
 from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol.events import AnyEvent, Outbox, Resumed, Warned
 from pipeline.protocol.trial import Rank, Training, Trial
-from pipeline.protocol.trial_result import Best
+from pipeline.protocol.trial_result import Best, Unsaved
 from pipeline.training.build import device_of
 from pipeline.training.checkpoints import data_state, rank_state, resuming
 from pipeline.training.checkpoints.manifest import describe, entries, folder_name
@@ -214,6 +214,19 @@ class CheckpointManager:
         values = {name: value for name, value in state.values["meter"]["latest"].items() if name.startswith(PREFIX)}
         epoch = math.ceil(manifest.step / manifest.steps_per_epoch)
         return Best(metric=key, value=manifest.metric, step=manifest.step, epoch=epoch, metrics=values)
+
+    def unsaved(self) -> Unsaved | None:
+        """Return the checkpoints that a finished training could not save, if its result lacks one. Collective."""
+        self.wait()
+
+        def found() -> Unsaved | None:
+            newest = max((one.step for one in self._writer.complete), default=None) if self._writer else None
+            failed = self._writer.failed if self._writer else {}
+            if self._writer is None or not failed or (newest == self._meter.step and self._options.best is None):
+                return None
+            return Unsaved(newest=newest, failed=len(failed), reason=failed[max(failed)])
+
+        return from_first(found, rank=self._context.rank)
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written. Collective."""

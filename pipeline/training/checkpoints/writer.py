@@ -65,6 +65,8 @@ class AsyncCheckpointWriter:
         """
         self.complete: list[Manifest] = []
         """Manifests of the complete checkpoints."""
+        self.failed: dict[int, str] = {}
+        """Reasons for which checkpoints of this session could not be saved, by step."""
         self._storage = storage
         self._keep = keep
         self._direction = direction
@@ -101,14 +103,13 @@ class AsyncCheckpointWriter:
         self._thread.shutdown()
 
     def _save(self, job: CheckpointJob) -> None:
-        name = job.manifest.name
         try:
             parts = self._write(job)
             if not self._rank.is_first:
                 return
             self._complete(job, parts)
         except Exception as error:  # noqa: BLE001 (a storage may raise anything, and training continues)
-            self._failed(name, error)
+            self._failed(job.manifest, error)
             return
         try:
             self._prune()
@@ -150,7 +151,9 @@ class AsyncCheckpointWriter:
         )
         self._tell(saved)
 
-    def _failed(self, name: str, error: Exception) -> None:
+    def _failed(self, manifest: Manifest, error: Exception) -> None:
+        name = manifest.name
+        self.failed[manifest.step] = _reason(error)
         _log.warning("%s could not be saved", name, exc_info=error)  # in the log of each rank
         if not self._rank.is_first:
             return
