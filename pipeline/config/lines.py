@@ -9,6 +9,7 @@ import yaml
 
 from pipeline.config import keys
 from pipeline.config.dialect import Loader
+from pipeline.config.uris import without_credentials_in
 from pipeline.errors import ExperimentError, Problem
 
 PlaceOf = Callable[[int], str]
@@ -95,6 +96,7 @@ class Places:
 
 def of_override(override: str) -> str:
     """Return the place of a problem that an override caused."""
+    override = without_credentials_in(override)
     return f"{COMMAND_LINE}{override if len(override) <= _LONGEST else f'{override[:_LONGEST]}...'}"
 
 

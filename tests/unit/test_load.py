@@ -423,6 +423,8 @@ class TestInterpolation:
         file = read(GOOD, "tracking={uri: http://me:hunter2@host, tags: {}}")
         command = way_on(["run"], file=file, run="r")
         assert command.endswith("pipeline run e.yaml 'tracking={uri: http://host, tags: {}}' --resume r")
+        (problem,) = problems_of(GOOD, "tracking.uri=http://me:hunter2@ho st")
+        assert problem.startswith("command line: tracking.uri=http://ho st: tracking.uri: is 'http://ho st'")
 
     def test_keys_that_the_project_reads_itself_have_the_value(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ROOT", "/here")

@@ -15,6 +15,7 @@ from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.config.load import ExperimentFile
 from pipeline.config.overrides import override
 from pipeline.config.sweep import Parameter
+from pipeline.config.uris import without_credentials_in
 from pipeline.config.values import Direction
 from pipeline.protocol.events import ModelSaved, Tagged
 from pipeline.recording.folder import id_of
@@ -115,7 +116,7 @@ def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]
     """Return the command that trains the best trial again, quoted for a shell."""
     given = [word for word in overrides if not word.startswith(("sweep.", "sweep="))]
     given = [word for word in given if word.partition("=")[0] not in best.values]
-    words = [*given, *(override(key, value) for key, value in best.values.items())]
+    words = [*map(without_credentials_in, given), *(override(key, value) for key, value in best.values.items())]
     return ("pipeline", "run", *map(shlex.quote, (str(file.path), *words)))
 
 
