@@ -11,7 +11,11 @@ _URI = re.compile(r"[\w+.-]+://\S+")
 
 def without_credentials(uri: str) -> str:
     """Return the URI without user name, password and secret query parameters, fit to be shown and stored."""
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # malformed brackets
+        scheme, mark, rest = uri.partition("://")
+        return f"{scheme}{mark}{rest.rpartition('@')[2]}"
     if parts.netloc and _SECRET.search(parts.query):  # databases accept credentials there, too
         kept = [(name, value) for name, value in parse_qsl(parts.query) if not _SECRET.search(name)]
         parts = parts._replace(query=urlencode(kept))

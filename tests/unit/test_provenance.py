@@ -21,6 +21,7 @@ def test_the_command_is_kept_as_it_can_be_pasted(program: str, monkeypatch: pyte
         ("http://me:word@host:5000/x", "http://host:5000/x"),
         ("tracking.uri=postgresql://host/db?password=word&ssl=1", "'tracking.uri=postgresql://host/db?ssl=1'"),
         ("tracking={uri: http://me:word@host:5000, tags: {}}", "'tracking={uri: http://host:5000, tags: {}}'"),
+        ("tracking.uri=http://me:word@[::1", "'tracking.uri=http://[::1'"),
         ("tracking.uri=sqlite:///mlflow.db", "tracking.uri=sqlite:///mlflow.db"),
     ],
 )
