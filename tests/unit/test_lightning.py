@@ -42,6 +42,16 @@ def test_an_interval_of_the_module_that_the_file_doesnt_follow_is_refused() -> N
     assert rates[0] == rates[2] == 0.1 > rates[3] == rates[5]
 
 
+def test_a_scheduler_of_the_module_follows_the_log_that_the_file_names() -> None:
+    train_ = {"scheduler_interval": "epoch", "epochs": 3}
+    with pytest.raises(ExperimentError, match=r"monitors val_f1, .*; write train.scheduler_metric: validation/val_f1"):
+        trained("PlateauLit", train=train_)
+    with pytest.raises(ExperimentError, match=r"scheduler.mode: is max, but ReduceLROnPlateau follows validation/loss"):
+        trained("PlateauLit", train={**train_, "scheduler_metric": "validation/loss"})
+    kept = trained("PlateauLit", train={**train_, "scheduler_metric": "validation/val_f1"})
+    assert kept.series("train/learning_rate")[::3] == pytest.approx([0.1, 0.1, 0.01])
+
+
 def test_a_log_can_be_followed_if_the_file_says_which_direction_is_better(tmp_path: Path) -> None:
     best = {"best": "validation/val_f1", "mode": "max", "keep": 100}
     outbox = toys.Kept()
