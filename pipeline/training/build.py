@@ -89,6 +89,7 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
         scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
         compiling=built.stopwatch,
         learned=learned,
+        trainable=frozen.find_trainable(model, learned),
         carried=carried_by(task, source.order, samples=source.order.samples, copies=built.stopwatch is not None),
         loaded=built.loaded,
         hooked=built.hooked,

@@ -79,8 +79,8 @@ class TrainContext:
     """Coupling besides that of layers, as the first step showed, see `pipeline.training.coupling`."""
     before_step: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of buffers before the first step, see `pipeline.training.coupling`."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """Numbers in attributes of the model after the first step, by name, see `pipeline.training.unsaved_state`."""
+    trainable: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters that required a gradient when they were built, by name, see `pipeline.training.frozen`."""
     boundary: Boundary | None = None
     """Records the model's outputs, for user-defined tasks that return weights."""
 

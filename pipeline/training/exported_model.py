@@ -33,7 +33,8 @@ def trained_model(
     """
     with torch.random.fork_rng(devices=()):
         module: nn.Module = build(experiment.model, key="model", allowed=allowed, runtime=runtime)
-    precision = next((value.dtype for value in weights.values() if value.is_floating_point()), None)
+    tensors = (value for value in weights.values() if isinstance(value, torch.Tensor))  # not extra state
+    precision = next((value.dtype for value in tensors if value.is_floating_point()), None)
     module.to(device="cpu", dtype=precision).load_state_dict(weights)
     return module.eval()
 

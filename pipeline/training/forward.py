@@ -73,7 +73,7 @@ def _output(context: TrainContext, module: nn.Module, batch: Any, state: Any) ->
     except Exception as error:
         if said := loss_errors.explained(error):
             raise _refused(context, said) from error
-        if (names := torch_errors.without_gradient(error, context.model)) is not None:
+        if (names := torch_errors.without_gradient(error, list(context.trainable))) is not None:
             raise _unused(names, context) from error
         if isinstance(context.task, Supervised) and _is_of_the_call(error, context.model):
             raise _called_otherwise(error, batch) from error
@@ -103,6 +103,13 @@ def _refused(context: TrainContext, message: str) -> ExperimentError:
 
 
 def _unused(names: Sequence[str], context: TrainContext) -> ExperimentError:
+    frozen = [name for name, one in context.model.named_parameters() if name in names and not one.requires_grad]
+    if frozen:
+        return ExperimentError.of(
+            "parallel.options.find_unused_parameters",
+            f"is false, but {listed(frozen)} had requires_grad=True when training started, and now has False. Write "
+            "true, so that ddp trains without it, or freeze it from the start with train.freeze",
+        )
     said = listed(names) if names else "a parameter"
     return ExperimentError.of(
         "parallel.options.find_unused_parameters",

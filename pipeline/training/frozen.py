@@ -6,12 +6,17 @@ whose parameters are all frozen stays in evaluation mode: its statistics belong 
 
 from collections.abc import Sequence
 from types import MethodType
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import ExperimentError, Problem
-from pipeline.training.parameter_names import matches, unmatched, with_aliases, without_match
+from pipeline.training.learned import PREFIX
+from pipeline.training.parameter_names import Named, listed, matches, unmatched, with_aliases, without_match
+
+if TYPE_CHECKING:
+    from pipeline.training.context import TrainContext
 
 _KEY = "train.freeze"
 
@@ -34,6 +39,30 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad = False
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ExperimentError.of(_KEY, f"{', '.join(patterns)} freezes all parameters; leave some to train")
+
+
+def find_trainable(model: nn.Module, learned: nn.Module | None) -> Named:
+    """Return the parameters of model and task (``learned``) that require a gradient, by name."""
+    task = learned.named_parameters() if learned is not None else ()
+    named = [*model.named_parameters(), *((f"{PREFIX}{name}", one) for name, one in task)]
+    return {name: one for name, one in named if one.requires_grad}
+
+
+def check_unchanged(context: "TrainContext", *, step: int) -> None:
+    """Check after ``step`` steps that no parameter started to require a gradient, since no optimizer has it.
+
+    Raises:
+        ExperimentError: code of the experiment has unfrozen, added or replaced parameters.
+    """
+    known = context.trainable
+    names = [name for name, one in find_trainable(context.model, context.learned).items() if known.get(name) is not one]
+    if names:
+        raise ExperimentError.of(
+            "model",
+            f"{listed(names)} require a gradient after step {step}, but did not when training started, or have been "
+            "replaced. The optimizer only trains the parameters that require a gradient at the start. Train in two "
+            "runs: freeze them in the first (train.freeze), and start the second from its weights (train.start_from)",
+        )
 
 
 def hold_statistics(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ They are replicated on every rank, whatever the strategy: their gradients are su
 backward pass. They form a separate parameter group of the optimizer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -43,9 +43,14 @@ def trainable(learned: nn.Module | None) -> list[nn.Parameter]:
     return [one for one in learned.parameters() if one.requires_grad] if learned is not None else []
 
 
-def kept(learned: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that change in training by name, without frozen parameters and arguments of torch's losses."""
-    own: dict[str, Tensor] = {name: one for name, one in learned.named_parameters() if one.requires_grad}
+def kept(learned: nn.Module, *, trained: Iterable[nn.Parameter] = ()) -> dict[str, Tensor]:
+    """Return the tensors that change in training by name, without frozen parameters and arguments of torch's losses.
+
+    Parameters of the optimizer (``trained``) are included, also if code has frozen them since.
+    """
+    ids = set(map(id, trained))
+    named = learned.named_parameters()
+    own: dict[str, Tensor] = {name: one for name, one in named if one.requires_grad or id(one) in ids}
     constant = [one for one in learned.modules() if type(one).__module__ == "torch.nn.modules.loss"]
     arguments = {id(buffer) for module in constant for buffer in module.buffers(recurse=False)}
     return own | {name: one for name, one in learned.named_buffers() if id(one) not in arguments}

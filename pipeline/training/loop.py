@@ -18,7 +18,7 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import CellMeasurement, Measurement, Probe, Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
-from pipeline.training import coupling, flops, logs, pictures, plateau, reporting, unsaved_state
+from pipeline.training import coupling, flops, frozen, logs, pictures, plateau, reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
@@ -86,7 +86,8 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
             reporting.model(context, outbox, folder=Path(folder), best=best)
         result = _result(context, meter, start=start).model_copy(update={"unsaved": unsaved})
         if best is not None:
-            result = result.model_copy(update={"best": best, "metrics": {**result.metrics, **best.metrics}})
+            chosen = {"best": best, "data_notes": (*result.data_notes, *manager.notes)}
+            result = result.model_copy(update={**chosen, "metrics": {**result.metrics, **best.metrics}})
         result = measured(context, result, laps=clock.steady, outbox=outbox)
         if isinstance(trial, Training):  # last, as it takes memory, which the result tells, and may fail
             reporting.exported_model(trial, outbox, folder=Path(folder))
@@ -186,15 +187,14 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
             reporting.first_step(context, meter.outbox)
             with meter.clock.stopped():
                 coupling.observe(context, meter.outbox, step=step)
-                unsaved_state.note(context)
+                manager.note_first_step()
                 context.log_names = logs.agree(context.log_names, rank=context.rank)
                 prepare_evaluation(context)
-        elif step == start + 1:
-            unsaved_state.warn(context, meter.outbox)
         if meter.cadence.is_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)
             if isinstance(context.trial, Training):
                 reporting.warn_of_reading(context, meter.outbox)
+                frozen.check_unchanged(context, step=step + 1)
                 after_report(context, step=step + 1, epoch=epoch + 1, meter=meter, manager=manager)
                 if context.is_over(step + 1):
                     break

@@ -66,7 +66,7 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
     """
     rank = Rank()
     try:
-        context, manifest = restored(trial, rank=rank)
+        context, manifest, _ = restored(trial, rank=rank)
         example = example_of(context)
     except PipelineError:
         raise
@@ -112,7 +112,8 @@ def write_model(model: PortableModel, form: str, folder: Path) -> None:
     """
     module, path = model.module(), folder / FILES[form]
     if form == "safetensors":  # which refuses tensors that share memory, such as tied weights
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in model.weights.items()}, path)
+        tensors = {name: one for name, one in model.weights.items() if isinstance(one, Tensor)}  # not extra state
+        save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path)
         return
     if model.example is None:
         raise UsageError(

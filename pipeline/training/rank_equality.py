@@ -20,7 +20,7 @@ from pipeline.training.order import SampleOrder
 
 _FEW = 4
 """Samples of each set to compare: sets that were split or shuffled differently differ in almost all samples."""
-_OWN = frozenset(vars(nn.Module()))
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
 _GENERATORS = "torch's, NumPy's and Python's global generators are seeded alike on all ranks"
 
@@ -137,7 +137,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield fingerprints of module attributes besides parameters, buffers and submodules."""
     for name, inner in module.named_modules():
         for attribute, value in vars(inner).items():
-            if attribute not in _OWN:
+            if attribute not in MODULE_ATTRIBUTES:
                 yield from _leaves(value, f"{name}.{attribute}" if name else attribute, with_text=False)
 
 

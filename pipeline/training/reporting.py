@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from pipeline.protocol.events import (
     EXAMPLE,
@@ -166,7 +167,7 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | N
     with resulting_weights(context):
         state = full_state_dict(context)
         if context.rank.is_first:
-            torch.save({name: value.cpu() for name, value in state.items()}, weights)
+            torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(state)), weights)  # with extra state
             _save_learned(context, folder / beside)
     is_logged = context.experiment.tracking.log_model
     inputs = example_of(context) if is_logged else None
@@ -226,7 +227,8 @@ def curve(name: str, curve: Curve, *, context: TrainContext, outbox: Outbox) -> 
 def _save_learned(context: TrainContext, path: Path) -> None:
     """Save the parameters and buffers of the task, if it has any."""
     if context.learned is not None:
-        torch.save({name: value.detach().cpu() for name, value in kept(context.learned).items()}, path)
+        own = kept(context.learned, trained=context.trained)
+        torch.save({name: value.detach().cpu() for name, value in own.items()}, path)
 
 
 def _device_name(context: TrainContext) -> str:

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.protocol.events import Evaluated, Outbox
+from pipeline.protocol.events import Evaluated, Outbox, Warned
 from pipeline.protocol.trial import Evaluation, Rank, Split
 from pipeline.training import reporting
 from pipeline.training.build import build
-from pipeline.training.checkpoints import resuming
+from pipeline.training.checkpoints import resuming, unsaved_state
 from pipeline.training.checkpoints.manifest import Manifest, entry_of
 from pipeline.training.checkpoints.state import restore_weights
 from pipeline.training.checkpoints.storage import Storage
@@ -20,7 +22,16 @@ from pipeline.training.evaluation import evaluate, full_state_dict, prepare, res
 from pipeline.training.order import StreamOrder
 
 
-def restored(trial: Evaluation, *, rank: Rank) -> tuple[TrainContext, Manifest]:
+class Restored(NamedTuple):
+    """A rank's context with the weights of a checkpoint."""
+
+    context: TrainContext
+    manifest: Manifest
+    unsaved: Mapping[str, str]
+    """Fingerprints of the attributes that the checkpoint lacks, see `unsaved_state`; empty in older checkpoints."""
+
+
+def restored(trial: Evaluation, *, rank: Rank) -> Restored:
     """Build a rank's context with the weights of the trial's checkpoint. Collective.
 
     Raises:
@@ -35,7 +46,7 @@ def restored(trial: Evaluation, *, rank: Rank) -> tuple[TrainContext, Manifest]:
         place = storage.place(manifest.name)
         raise TrainingError(f"{place} can't be used: {state}; write --checkpoint with another step")
     restore_weights(context, state)
-    return context, manifest
+    return Restored(context, manifest, state.values.get(unsaved_state.KEY) or {})
 
 
 def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Evaluated:
@@ -45,7 +56,7 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
         ExperimentError: there is no such set, or the experiment can't be built or evaluated.
         TrainingError: the checkpoint can't be used.
     """
-    context, manifest = restored(trial, rank=rank)
+    context, manifest, unsaved = restored(trial, rank=rank)
     split = _split(context, trial.split)
     if not isinstance(context.order, StreamOrder):  # of which no rows have arrived yet
         prepare(context)
@@ -54,6 +65,8 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
         split=split,
         show=lambda name, curve: reporting.curve(f"{split} {name}", curve, context=context, outbox=outbox),
     )
+    for message in unsaved_state.find_stale(context, unsaved, split=split) if rank.is_first else ():
+        outbox.event(Warned(trial=trial.name, message=message))
     return Evaluated(
         trial=trial.name,
         split=split,
@@ -70,7 +83,10 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
 def whole_weights(context: TrainContext) -> Mapping[str, Tensor]:
     """Return a copy of the resulting weights on the CPU by name, on rank 0; ignored elsewhere. Collective."""
     with resulting_weights(context):
-        return {name: value.detach().to("cpu", copy=True) for name, value in full_state_dict(context).items()}
+        weights: Mapping[str, Tensor] = tree_map_only(
+            Tensor, lambda own: own.detach().to("cpu", copy=True), dict(full_state_dict(context))
+        )
+        return weights
 
 
 def epoch_of(manifest: Manifest) -> int:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,7 +78,7 @@ def fit(model: nn.Module, start: StartFrom, initial: Weights) -> Fit:
     """
     shapes = _shapes(Path(initial.path))
     names = renamed(list(shapes), start.rename)
-    own = model.state_dict(keep_vars=True)
+    own = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
     found = _compared(
         {name: tuple(one.shape) for name, one in own.items()}, {names[old]: old for old in shapes}, shapes
     )
@@ -203,8 +203,8 @@ def _copy(found: Fit, path: Path, *, into: Mapping[str, Tensor]) -> None:
 
 
 def _mapped(path: Path) -> Mapping[str, Tensor]:
-    tensors: Mapping[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return tensors
+    saved: Mapping[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return {name: one for name, one in saved.items() if isinstance(one, Tensor)}  # not extra state
 
 
 @contextmanager

@@ -7,13 +7,12 @@ code that waits for a collective. An error from a ``raise`` statement of user co
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from opcode import opmap
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipeline.protocol.events import Origin
 from pipeline.system.imports import PACKAGE
@@ -66,11 +65,13 @@ def hint(error: BaseException) -> str:
     return next((f"; {meaning}" for text, meaning in _HINTS if text in str(error)), "")
 
 
-def without_gradient(error: BaseException, model: nn.Module) -> list[str] | None:
-    """Name the parameters that DDP waited for in the step before, as far as it says; None for other errors."""
+def without_gradient(error: BaseException, names: Sequence[str]) -> list[str] | None:
+    """Name the parameters that DDP waited for in the step before, as far as it says; None for other errors.
+
+    ``names`` are those of the model's parameters that required a gradient when DDP wrapped it, in the model's order.
+    """
     if not (isinstance(error, RuntimeError) and _UNUSED in str(error) and _is_from_torch(error)):
         return None
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     found = _INDICES.search(str(error))
     return [names[int(index)] for index in found[1].split()] if found else []
 

@@ -1,4 +1,4 @@
-"""Coupling of two ranks that the first step shows, parameters without a gradient, and state that checkpoints lack."""
+"""Coupling of two ranks that the first step shows, and parameters without a gradient, from the start or later."""
 
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,13 @@ def _compare(rank: Rank) -> None:
     (problem,) = refused.value.problems
     assert problem.key == "parallel.options.find_unused_parameters"
     assert problem.message.startswith("is false, but spare.weight, spare.bias got no gradient in a step on rank")
+    with pytest.raises(ExperimentError) as refused:
+        train(trial(model={"_target_": "toys.Switching", "learns": [True, False]}), rank=rank, outbox=toys.Kept())
+    (problem,) = refused.value.problems
+    assert problem.key == "parallel.options.find_unused_parameters"
+    assert problem.message.startswith("is false, but body.weight, body.bias had requires_grad=True when training")
+    with pytest.raises(ExperimentError, match=r"model: body\.weight, body\.bias require a gradient after step 3"):
+        train(trial(model={"_target_": "toys.Switching", "learns": [False, True]}), rank=rank, outbox=toys.Kept())
 
 
 def test_the_first_step_shows_what_two_ranks_do_differently(tmp_path: Path) -> None:
@@ -111,22 +118,6 @@ def test_the_first_step_shows_what_two_ranks_do_differently(tmp_path: Path) -> N
 def test_a_layer_without_a_size_is_refused() -> None:
     with pytest.raises(ExperimentError, match=r"model: the LazyLinear 'layers\.0' has no size before its first batch"):
         train(trial(model={"_target_": f"{HERE}.Sizeless"}), rank=Rank(), outbox=toys.Kept())
-
-
-class Counting(nn.Linear):
-    """Sharpens with the number of its calls; how wide its inputs are it sets at the first."""
-
-    calls: int
-    width = 0.0
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-        self.calls = 0
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch calls it
-        self.width = float(input.shape[1])
-        self.calls += self.training
-        return super().forward(input) * (1 + self.calls / 100)
 
 
 def clamped() -> nn.Module:
@@ -147,13 +138,3 @@ def test_what_sees_a_part_of_the_batch_is_named() -> None:
             train(given.model_copy(update={"strategy": "single"}), rank=Rank(), outbox=outbox)
             warned = [event.message for event in outbox.events if isinstance(event, Warned)]
             assert [message.startswith(said) for message in warned] == [True] * (accumulation - 1), warned
-
-
-@pytest.mark.parametrize("batch", [4, toys.SAMPLES])
-def test_a_count_that_checkpoints_lack_is_told(batch: int, tmp_path: Path) -> None:
-    """Also where each step is an epoch."""
-    outbox, given = toys.Kept(), trial(model={"_target_": f"{HERE}.Counting"}, train={"global_batch_size": batch})
-    update = {"strategy": "single", "checkpoints": str(tmp_path)}
-    train(given.model_copy(update=update), rank=Rank(), outbox=outbox)
-    (warned,) = (event.message for event in outbox.events if isinstance(event, Warned))
-    assert warned.startswith("model: each step changes the attribute calls, which checkpoints don't have")

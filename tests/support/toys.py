@@ -594,6 +594,26 @@ class ComplexLine(nn.Module):
         return (inputs * self.weight).abs().sum(1, keepdim=True)
 
 
+class Switching(nn.Module):
+    """A body that learns at first, and from the third step on, as ``learns`` says."""
+
+    steps: Tensor
+
+    def __init__(self, learns: list[bool]) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.learns = learns
+        self.register_buffer("steps", torch.zeros(()))
+        self.body.requires_grad_(learns[0])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.steps += self.training
+        if self.training and self.steps == 3:
+            self.body.requires_grad_(self.learns[1])
+        outputs: Tensor = self.head(self.body(inputs).relu())
+        return outputs
+
+
 class LateBloomer(nn.Module):
     """A part of it is not used in the first three passes."""
 

@@ -1,5 +1,6 @@
 """Frozen parameters: bit-equal afterwards, without gradient and decay, their batch statistics fixed."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +89,29 @@ def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
 def test_patterns_that_cannot_be_meant_are_refused(patterns: list[str], said: str) -> None:
     with pytest.raises(ExperimentError, match=said):
         freeze(toys.NormedNet(), patterns)
+
+
+@pytest.mark.parametrize("train", [{}, {"ema": True}], ids=["plain", "averaged"])
+def test_a_part_that_stops_learning_in_training_is_still_frozen_after_a_resume(
+    train: dict[str, Any], tmp_path: Path
+) -> None:
+    """As in a loop in plain torch, whose optimizer skips what has no gradient."""
+
+    def run(folder: Path, *, epochs: int, resume: bool = False) -> toys.Kept:
+        model = {"_target_": "toys.Switching", "learns": [True, False]}
+        optimizer = {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+        trial = toys.trial(model=model, optimizer=optimizer, train={"epochs": epochs, **train})
+        outbox = toys.Kept()
+        update = {"checkpoints": str(folder), "resume": resume}
+        loop.train(trial.model_copy(update=update), rank=Rank(), outbox=outbox)
+        return outbox
+
+    whole = run(tmp_path / "whole", epochs=4)
+    run(tmp_path / "half", epochs=2)
+    resumed = run(tmp_path / "half", epochs=4, resume=True)
+    assert all(torch.equal(one, weights(resumed)[name]) for name, one in weights(whole).items())
+
+
+def test_a_part_that_starts_learning_in_training_is_named() -> None:
+    with pytest.raises(ExperimentError, match=r"model: body\.weight, body\.bias require a gradient after step 3"):
+        toys.trained(model={"_target_": "toys.Switching", "learns": [False, True]})

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -14,11 +15,12 @@ from pipeline.protocol.events import AnyEvent, Outbox, Resumed, Warned
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, Unsaved
 from pipeline.training.build import device_of
-from pipeline.training.checkpoints import data_state, rank_state, resuming
-from pipeline.training.checkpoints.manifest import describe, entries, folder_name
+from pipeline.training.checkpoints import data_state, rank_state, resuming, unsaved_state
+from pipeline.training.checkpoints.manifest import Manifest, describe, entries, folder_name
 from pipeline.training.checkpoints.resuming import Overrides
 from pipeline.training.checkpoints.state import State, is_sharded, restore, restore_weights, snapshot, view
 from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.checkpoints.unsaved_state import UnsavedState
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
@@ -27,6 +29,7 @@ from pipeline.training.evaluation import averaged_weights
 from pipeline.training.learned import trainable
 from pipeline.training.meter import Meter
 from pipeline.training.order import StreamOrder
+from pipeline.training.parameter_names import listed
 
 _PATIENCE_S = 30.0
 """Seconds that training waits for the checkpoint being written when the next one is due."""
@@ -78,6 +81,10 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self._is_behind = False
         self._resumes = False
+        self._unsaved: UnsavedState | None = None
+        self._restored: Mapping[str, str] = {}
+        self.notes: tuple[str, ...] = ()
+        """What the result of `load_best` lacks; equal on all ranks."""
         trial = context.trial
         if not (isinstance(trial, Training) and trial.checkpoints and self._options.keep):
             return
@@ -106,6 +113,8 @@ class CheckpointManager:
             ExperimentError: the checkpoint belongs to a different experiment.
             TrainingError: the storage can't be read.
         """
+        if self._storage is not None and self._context.rank.is_first:
+            self._unsaved = UnsavedState(self._context, warn=self._warn)
         if self._storage is None or not self._resumes:
             return 0
         found = resuming.newest(self._context, self._storage, warn=self._warn)
@@ -138,6 +147,7 @@ class CheckpointManager:
         rank_state.load(self._context, found.state, warn=self._warn)
         data_state.load(self._context, found.state, step=manifest.step, warn=self._warn)
         overrides.apply(self._context, manifest=manifest, warn=self._warn)
+        self._restored = found.state.values.get(unsaved_state.KEY) or {}  # older checkpoints have none
         self._meter.restore(found.state.values["meter"], is_over=self._context.is_over(manifest.step))
         if self._writer is not None:
             self._writer.complete = [one.rated_by(self._options.best) for one in (*found.older, manifest)]
@@ -150,6 +160,11 @@ class CheckpointManager:
                 "order in which they are read; data.order: kept resumes exactly"
             )
         return manifest.step
+
+    def note_first_step(self) -> None:
+        """Note what the first step of this process has changed that checkpoints do not contain."""
+        if self._unsaved is not None:
+            self._unsaved.note_first_step(self._restored)
 
     def is_due(self, step: int) -> bool:
         """Return True if a checkpoint is due after ``step`` steps, within an epoch. Collective if ``every_minutes``."""
@@ -190,6 +205,7 @@ class CheckpointManager:
         if self._writer is None or state is None:
             return
         values = {**state.values, **local.values, **data.values, "meter": self._meter.state()}
+        values[unsaved_state.KEY] = self._unsaved.check() if self._unsaved is not None else {}
         state = State({**state.tensors, **local.tensors, **data.tensors}, values)
         blocked = time.perf_counter() - began
         manifest = describe(self._context, step=step, metric=metric)
@@ -210,6 +226,7 @@ class CheckpointManager:
             place = storage.place(manifest.name)
             self._warn(f"{place}, the best checkpoint, can't be used: {state}; the result has the last step's weights")
             return None
+        self.notes = from_first(lambda: self._stale(manifest, state), rank=context.rank)
         restore_weights(context, state)
         values = {name: value for name, value in state.values["meter"]["latest"].items() if name.startswith(PREFIX)}
         epoch = math.ceil(manifest.step / manifest.steps_per_epoch)
@@ -227,6 +244,18 @@ class CheckpointManager:
             return Unsaved(newest=newest, failed=len(failed), reason=failed[max(failed)])
 
         return from_first(found, rank=self._context.rank)
+
+    def _stale(self, manifest: Manifest, state: State) -> tuple[str, ...]:
+        """Return a note on attributes that are not those of the best step, whose checkpoint lacks them."""
+        now = self._unsaved.check() if self._unsaved is not None else {}
+        names = unsaved_state.differing_values(now, state.values.get(unsaved_state.KEY) or {})
+        if not names:
+            return ()
+        return (
+            f"the result has the weights of step {manifest.step}, but {listed(names)} of step {self._meter.step}: "
+            "checkpoints do not contain this state. If outputs depend on it, test metrics and the saved model do not "
+            f"belong to step {manifest.step}",
+        )
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written. Collective."""

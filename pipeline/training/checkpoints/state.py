@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
 from pipeline.training.checkpoints.encoding import Json, join, split
+from pipeline.training.checkpoints.extra_state import MetricStates, TaskState
 from pipeline.training.context import TrainContext
 from pipeline.training.learned import PREFIX, kept, trainable
 from pipeline.training.optimizers import has_modes
@@ -55,12 +56,16 @@ def view(context: TrainContext) -> State:
         "optimizer": _named(context),
         "scheduler": context.scheduler.state_dict() if context.scheduler is not None else None,
         "scaler": context.scaler.state_dict(),
-        "task": kept(context.learned) if context.learned is not None else None,
+        "task": kept(context.learned, trained=context.trained) if context.learned is not None else None,
         "averages": dict(context.averages.tensors) if context.averages is not None else None,
         "early_stopping": context.early_stopping.state_dict() if context.early_stopping is not None else None,
     }
     tensors: dict[str, Tensor] = {}
     values = {name: split(part, name=name, tensors=tensors) for name, part in parts.items()}
+    own, metrics = TaskState(context).state_dict(), MetricStates(context).state_dict()
+    values["task_state"] = split(own, name=f"{_task_key(context)}/own_state", tensors=tensors)
+    values["metrics"] = split(metrics, name="metrics/states", tensors=tensors)
+    values["frozen"] = _frozen(context)
     return State(tensors, values)
 
 
@@ -82,6 +87,9 @@ def restore(context: TrainContext, state: State) -> None:
         _load("scaler", context.scaler, parts["scaler"])
     if context.early_stopping is not None and (counted := parts.get("early_stopping")):
         context.early_stopping.load_state_dict(counted)
+    for name, parameter in zip(_names(context), context.trained, strict=True):
+        if name in (parts.get("frozen") or ()):
+            parameter.requires_grad = False
 
 
 def restore_weights(context: TrainContext, state: State) -> None:
@@ -101,6 +109,8 @@ def _load_weights(context: TrainContext, parts: Mapping[str, Any]) -> None:
     _load("model", context.model, parts["model"])
     _load_buffers(context.model, parts.get("buffers") or {})  # older checkpoints have none
     _load_learned(context, parts.get("task"))
+    _load(_task_key(context), TaskState(context), parts.get("task_state") or {})  # older checkpoints have none
+    _load("metrics", MetricStates(context), parts.get("metrics") or {})
     if context.averages is not None:
         context.averages.load(parts.get("averages") or context.model.state_dict())  # saved by a run without averages
 
@@ -108,13 +118,13 @@ def _load_weights(context: TrainContext, parts: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def _load_learned(context: TrainContext, saved: Mapping[str, Tensor] | None) -> None:
     """Load the parameters and buffers of the task; older checkpoints have none."""
-    own = kept(context.learned) if context.learned is not None else {}
+    own = kept(context.learned, trained=context.trained) if context.learned is not None else {}
     if saved is None:
         return
     if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
-        key = "loss" if context.experiment.task is None else "task"
         raise ExperimentError.of(
-            key, "has different parameters or buffers than in the checkpoint; restore the earlier definition"
+            _task_key(context),
+            "has different parameters or buffers than in the checkpoint; restore the earlier definition",
         )
     for name, tensor in own.items():
         tensor.copy_(saved[name])
@@ -137,6 +147,10 @@ def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
             buffer.copy_(tensor)
         elif place in modules:  # a changed model may have none of that name
             modules[place].register_buffer(own, tensor.to(device, copy=True), persistent=False)
+
+
+def _task_key(context: TrainContext) -> str:
+    return "loss" if context.experiment.task is None else "task"
 
 
 def is_sharded(context: TrainContext) -> bool:
@@ -219,6 +233,12 @@ def _names(context: TrainContext) -> list[str]:
     named = [*context.model.named_parameters(), *((f"{PREFIX}{name}", parameter) for name, parameter in task)]
     names = {id(parameter): name for name, parameter in named}
     return [names[id(parameter)] for group in context.optimizer.param_groups for parameter in group["params"]]
+
+
+def _frozen(context: TrainContext) -> list[str]:
+    """Return the names of the optimizer's parameters that code has frozen since."""
+    named = zip(_names(context), context.trained, strict=True)
+    return [name for name, parameter in named if not parameter.requires_grad]
 
 
 def empty_like(context: TrainContext, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
