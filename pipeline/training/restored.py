@@ -20,6 +20,7 @@ from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate, full_state_dict, prepare, resulting_weights
 from pipeline.training.order import StreamOrder
+from pipeline.training.step_guard import begin_step
 
 
 class Restored(NamedTuple):
@@ -46,6 +47,7 @@ def restored(trial: Evaluation, *, rank: Rank) -> Restored:
         place = storage.place(manifest.name)
         raise TrainingError(f"{place} can't be used: {state}; write --checkpoint with another step")
     restore_weights(context, state)
+    begin_step(context, step=manifest.step - 1)  # as when the training evaluated this step
     return Restored(context, manifest, state.values.get(unsaved_state.KEY) or {})
 
 

@@ -35,9 +35,7 @@ class StepGuard:
 
     def __enter__(self) -> Self:
         context = self._context
-        if (task := context.in_steps) is not None:
-            epoch, since = divmod(self._step, context.order.steps_per_epoch)
-            task.begin_step(self._step, epoch=epoch, batch=since * context.accumulation)
+        begin_step(context, step=self._step)
         self._buffers = Buffers(context.whole) if self._may_skip else None
         return self
 
@@ -65,6 +63,13 @@ class StepGuard:
             self._buffers.restore()
             if self._context.carried is not None:
                 self._context.carried.revert()
+
+
+def begin_step(context: TrainContext, *, step: int) -> None:
+    """Give a task that depends on its place in the training the number of a step, counted from 0."""
+    if (task := context.in_steps) is not None:
+        epoch, since = divmod(step, context.order.steps_per_epoch)
+        task.begin_step(step, epoch=epoch, batch=since * context.accumulation)
 
 
 def seed_step(context: TrainContext, *, step: int, number: int) -> None:

@@ -183,6 +183,20 @@ class Annealing(nn.Module):
         return nn.functional.mse_loss(outputs, targets) + min(1, self.calls / 20) * outputs.square().mean()
 
 
+class Following(Annealed):
+    """Its loss grows with the step, which it gets."""
+
+    place = 0
+
+    def begin_step(self, step: int, *, epoch: int, batch: int) -> None:
+        self.place = step
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        output = super().__call__(model, batch)
+        self.calls = 0
+        return output._replace(loss=output.loss * (1 + self.place))
+
+
 class SavedLoss(Annealing):
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": self.calls}
@@ -297,6 +311,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "extra state": {"model": {"_target_": f"{HERE}.Caching"}},
     "caches": {"model": {"_target_": f"{HERE}.Looking"}},
     "task": {"task": {"_target_": f"{HERE}.SavedTask"}, "loss": None},
+    "task in steps": {"task": {"_target_": f"{HERE}.Following"}, "loss": None},
     "loss": {"loss": {"_target_": f"{HERE}.SavedLoss"}},
     "cache of samples": {"data": {"_target_": f"{HERE}.noisy", "scale": 0.0}},
     "metric": {"metrics": {"count": {"_target_": "toy_metrics.Count"}}},

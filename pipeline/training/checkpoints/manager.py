@@ -30,6 +30,7 @@ from pipeline.training.learned import trainable
 from pipeline.training.meter import Meter
 from pipeline.training.order import StreamOrder
 from pipeline.training.parameter_names import listed
+from pipeline.training.step_guard import begin_step
 
 _PATIENCE_S = 30.0
 """Seconds that training waits for the checkpoint being written when the next one is due."""
@@ -228,6 +229,7 @@ class CheckpointManager:
             return None
         self.notes = from_first(lambda: self._stale(manifest, state), rank=context.rank)
         restore_weights(context, state)
+        begin_step(context, step=manifest.step - 1)  # as when this step was evaluated
         values = {name: value for name, value in state.values["meter"]["latest"].items() if name.startswith(PREFIX)}
         epoch = math.ceil(manifest.step / manifest.steps_per_epoch)
         return Best(metric=key, value=manifest.metric, step=manifest.step, epoch=epoch, metrics=values)

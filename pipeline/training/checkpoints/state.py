@@ -87,6 +87,7 @@ def restore(context: TrainContext, state: State) -> None:
         _load("scaler", context.scaler, parts["scaler"])
     if context.early_stopping is not None and (counted := parts.get("early_stopping")):
         context.early_stopping.load_state_dict(counted)
+    _load("metrics", MetricStates(context), parts.get("metrics") or {})
     for name, parameter in zip(_names(context), context.trained, strict=True):
         if name in (parts.get("frozen") or ()):
             parameter.requires_grad = False
@@ -110,7 +111,6 @@ def _load_weights(context: TrainContext, parts: Mapping[str, Any]) -> None:
     _load_buffers(context.model, parts.get("buffers") or {})  # older checkpoints have none
     _load_learned(context, parts.get("task"))
     _load(_task_key(context), TaskState(context), parts.get("task_state") or {})  # older checkpoints have none
-    _load("metrics", MetricStates(context), parts.get("metrics") or {})
     if context.averages is not None:
         context.averages.load(parts.get("averages") or context.model.state_dict())  # saved by a run without averages
 

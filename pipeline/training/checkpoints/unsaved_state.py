@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeline.config.targets import BUILT_IN
 from pipeline.tasks import InSteps
-from pipeline.training.checkpoints.extra_state import TaskState
+from pipeline.training.checkpoints.extra_state import MetricStates, TaskState
 from pipeline.training.checkpoints.state import view
 from pipeline.training.context import TrainContext
 from pipeline.training.iterable_order import is_iterable
@@ -72,7 +72,9 @@ class UnsavedState:
         varying = [name for name in _SETS if self._varies(name)]
         now = attributes(self._context, with_data=bool(varying))
         changed = [name for name, one in now.items() if self._has_changed(name, one, varying=varying)]
-        new = [name for name in changed if name not in self._named and not self._is_set_once(name, now[name])]
+        kept = {f"metrics.{name}" for name in MetricStates(self._context).state_dict()}  # for resuming
+        named = self._named | kept
+        new = [name for name in changed if name not in named and not self._is_set_once(name, now[name])]
         new += [name for name in varying if not any(one.startswith(name) for one in (*changed, *self._named))]
         self._named.update(new)
         for names, remedy in _by_remedy(self._context, new):
@@ -114,7 +116,8 @@ def attributes(context: TrainContext, *, with_data: bool = True) -> dict[str, At
     names = type(task.part).begin_step.__code__.co_names if isinstance(task.part, InSteps) else ()
     packages = [name for name in context.trial.allowed if name not in BUILT_IN]
     try:
-        saved = view(context).tensors.values()
+        # An evaluation starts without the states of metrics, which it adds to.
+        saved = [one for name, one in view(context).tensors.items() if not name.startswith("metrics/")]
         return find_attributes(roots, saved=saved, skipped={key: names}, packages=packages)
     except Exception as error:  # noqa: BLE001 - user code may raise anything, in repr or len; no reason to stop
         _log.warning("the attributes of the experiment's objects can't be compared", exc_info=error)
