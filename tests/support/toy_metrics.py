@@ -19,6 +19,17 @@ class Count(Metric):
         return self.seen
 
 
+class Ever(Count):
+    """How many samples it has seen in all evaluations; ``persistent`` saves it."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.persistent(persistent)
+
+    def reset(self) -> None:
+        self._computed = None
+
+
 class Parts(Metric):
     """The largest output minus the number of samples: of a list that isn't concatenated, and of a sum."""
 

@@ -337,6 +337,17 @@ def evaluated(folder: Path, *, step: int, **sections: Any) -> tuple[float, list[
     return found.values["validation/loss"], warned(outbox)
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_metric_over_all_evaluations_is_resumed_or_named(persistent: bool, tmp_path: Path) -> None:
+    metrics = {"ever": {"_target_": "toy_metrics.Ever", "persistent": persistent}}
+    _, _, first = run(tmp_path, train={"epochs": 1}, metrics=metrics)
+    result, _, again = run(tmp_path, resume=True, metrics=metrics)
+    assert result.metrics["validation/ever"] == (20.0 if persistent else 10.0)
+    named = [message.partition(",")[0] for message in (*first, *again)]
+    before = "metrics.ever.seen changed before the checkpoint"
+    assert named == ([] if persistent else ["metrics.ever.seen (Tensor) changed in training", before])
+
+
 # Where it is read
 
 

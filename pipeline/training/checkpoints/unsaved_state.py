@@ -96,9 +96,10 @@ class UnsavedState:
 
     def _varies(self, name: str) -> bool:
         """Return True if a dataset's first sample has changed, although it is read with the same seed."""
-        if self._samples[name] is None or any(one.startswith(name) for one in self._named):
-            return any(one.startswith(name) for one in self._named)  # reading again would advance its generator
-        return _first_sample(self._context, name) != self._samples[name]
+        if any(one.startswith(name) for one in self._named):
+            return True  # without reading again, which would advance its generator
+        before = self._samples[name]
+        return before is not None and before != _first_sample(self._context, name)
 
 
 def attributes(context: TrainContext, *, with_data: bool = True) -> dict[str, Attribute]:
@@ -112,10 +113,10 @@ def attributes(context: TrainContext, *, with_data: bool = True) -> dict[str, At
     roots |= {f"optimizer {name}".rstrip(): one for name, one in _optimizers(context)}
     roots |= {f"metrics.{name}": one for name, one in (vars(context).get("metrics") or {}).items()}
     roots |= dict(_datasets(context)) if with_data else {}
-    # A resumed training sets them before each step.
-    names = type(task.part).begin_step.__code__.co_names if isinstance(task.part, InSteps) else ()
     packages = [name for name in context.trial.allowed if name not in BUILT_IN]
     try:
+        # What begin_step sets is set again before each step of a resumed training, and before an evaluation.
+        names = type(task.part).begin_step.__code__.co_names if isinstance(task.part, InSteps) else ()
         # An evaluation starts without the states of metrics, which it adds to.
         saved = [one for name, one in view(context).tensors.items() if not name.startswith("metrics/")]
         return find_attributes(roots, saved=saved, skipped={key: names}, packages=packages)
