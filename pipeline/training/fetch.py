@@ -21,14 +21,14 @@ def collated(indices: list[int], samples: list[Any], collate: Collate | None) ->
     except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
         missing = [index for index, sample in zip(indices, samples, strict=True) if sample is None]
         if missing and (collate is None or len(missing) == len(samples)):  # a collate may leave some out, see `rows`
-            return _Unusable(_missing(missing))
+            return Unusable(_missing(missing))
         if collate is not None:
             return Unusable(failed(f"loader.collate failed on samples {format_indices(indices)}", error))
         return Unusable(_not_a_batch(indices, samples, error))
 
 
 def _missing(indices: list[int]) -> ExperimentError:
-    named = f"samples {_some(indices)} are" if len(indices) > 1 else f"sample {indices[0]} is"
+    named = f"samples {format_indices(indices)} are" if len(indices) > 1 else f"sample {indices[0]} is"
     return ExperimentError.of(
         "data",
         f"{named} None. Leave unreadable samples out of the dataset, e.g. torch.utils.data.Subset(dataset, readable)",
