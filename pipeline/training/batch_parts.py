@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipeline.training import gradient_hooks, learned
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
+from pipeline.training.matmul_precision import set_matmul_precision
 from pipeline.training.norms import total_norm
 from pipeline.training.randomness import generators_kept, seed_all
 
@@ -193,18 +194,13 @@ def _eager(context: TrainContext) -> AbstractContextManager[object]:
 def _full_precision(context: TrainContext) -> Iterator[None]:
     """Compute in fp32 without TF32, whose rounding errors would hide small differences; or as the weights are."""
     context.autocasts = has_16_bits(context)
-    if context.device.type != "cuda":
-        try:
-            yield
-        finally:
-            context.autocasts = True
-        return
-    precision = torch.get_float32_matmul_precision()
     recurs = any(isinstance(one, nn.RNNBase) for one in context.whole.modules())  # cuDNN's have no gradients then
-    torch.set_float32_matmul_precision("highest")
     try:
-        with torch.backends.cudnn.flags(enabled=not recurs, benchmark=False, deterministic=True, allow_tf32=False):
+        if context.device.type != "cuda":
+            yield
+            return
+        flags = torch.backends.cudnn.flags(enabled=not recurs, benchmark=False, deterministic=True, allow_tf32=False)
+        with set_matmul_precision("highest"), flags:
             yield
     finally:
-        torch.set_float32_matmul_precision(precision)
         context.autocasts = True
