@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipeline.training import gradient_hooks, learned
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
-from pipeline.training.matmul_precision import set_matmul_precision
+from pipeline.training.matmul_precision import set_exact_convolutions, set_matmul_precision
 from pipeline.training.norms import total_norm
 from pipeline.training.randomness import generators_kept, seed_all
 
@@ -199,8 +199,7 @@ def _full_precision(context: TrainContext) -> Iterator[None]:
         if context.device.type != "cuda":
             yield
             return
-        flags = torch.backends.cudnn.flags(enabled=not recurs, benchmark=False, deterministic=True, allow_tf32=False)
-        with set_matmul_precision("highest"), flags:
+        with set_matmul_precision("highest"), set_exact_convolutions(enabled=not recurs):
             yield
     finally:
         context.autocasts = True

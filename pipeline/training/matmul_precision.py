@@ -1,7 +1,8 @@
-"""Precision of fp32 matrix products, read and set in the words of `torch.set_float32_matmul_precision`."""
+"""Precision of fp32 matrix products and convolutions, read and set by whichever API of torch user code has used."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -27,3 +28,18 @@ def set_matmul_precision(precision: str | None) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def set_exact_convolutions(*, enabled: bool) -> Iterator[None]:
+    """Compute convolutions without TF32 and by deterministic kernels in the block; or without cuDNN if not enabled.
+
+    torch's own ``torch.backends.cudnn.flags`` raises once code has set one of the newer precisions.
+    """
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision = enabled, False, True, "ieee"
+    try:
+        yield
+    finally:
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision = before

@@ -13,6 +13,7 @@ import toys
 import pipeline
 from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics, Warned
 from pipeline.protocol.trial import Rank, Trial
+from pipeline.training.matmul_precision import set_exact_convolutions
 from pipeline.worker import main as worker
 from pipeline.worker import system_metrics
 from pipeline.worker.system_metrics import system_sampled
@@ -72,6 +73,11 @@ def test_a_model_that_sets_tf32_by_the_newer_api_is_trained() -> None:
     (end,) = [event for event in outbox.events if isinstance(event, Finished)]
     assert end.result.matmul_precision == "high"
     assert torch.get_float32_matmul_precision() == "highest"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # after which `torch.backends.cudnn.flags` raises
+    with set_exact_convolutions(enabled=False):
+        assert not torch.backends.cudnn.enabled
+    assert torch.backends.cudnn.enabled
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
 
 
 def test_the_traceback_starts_where_the_users_code_does() -> None:
