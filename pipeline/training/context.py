@@ -105,7 +105,9 @@ class TrainContext:
             return None
         from torchmetrics import MetricCollection  # slow to import, and not needed by measurements
 
-        return MetricCollection(dict(metrics.build(self.create, self.experiment.metrics))).to(self.device)
+        built = dict(metrics.build(self.create, self.experiment.metrics))
+        # Groups would merge metrics of one class for ever if their states are equal after the first batch.
+        return MetricCollection(built, compute_groups=False).to(self.device)
 
     @cached_property
     def sharded(self) -> Sharded | None:

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,12 @@ from pipeline.protocol.trial import Measurement, Split
 from pipeline.tasks import OwnEvaluation
 from pipeline.training import learned
 from pipeline.training.carried_state import carried_by
-from pipeline.training.collectives import gather
+from pipeline.training.collectives import from_first, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.global_batch import evaluation_pass
 from pipeline.training.logs import agree, with_loss
-from pipeline.training.metric_states import merge_lists
+from pipeline.training.metric_states import ListLengths, SharedMetrics, compute_alone, in_full_precision
 from pipeline.training.metrics import Curve, read
 from pipeline.training.optimizers import evaluating
 from pipeline.training.step_guard import Buffers
@@ -70,7 +70,7 @@ def prepare(context: TrainContext) -> None:
         problems = list(_updated(context, collection))
         problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
         if not problems:
-            merge_lists(collection, rank=context.rank)
+            compute_alone(collection)  # of a batch that all ranks have
             problems = list(_judged(collection, logs=context.log_names or (), follows=followed(context.experiment)))
     if problems:
         raise ExperimentError(problems)
@@ -84,13 +84,14 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
     if not context.batches.has(split):
         return {}
     mark(Phase.EVALUATING)
+    shared = SharedMetrics(metrics, rank=context.rank) if (metrics := context.metrics) is not None else None
     with resulting_weights(context):
         module = evaluation_module(context)
         module.eval()
         if context.learned is not None:
             learned.take_from_first(context.learned, rank=context.rank, buffers_only=True)
         with learned.evaluating(context.learned), own_evaluation(context, split=split) as own:
-            sums = _over_own_samples(context, module, split=split)
+            sums = _over_own_samples(context, module, split=split, shared=shared, lists=own.lists)
             names = ("loss", *(context.log_names or ()))
     if context.rank.world_size > 1:
         mark(Phase.WAITING)
@@ -100,15 +101,15 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
     if context.gives_weight:
         means = [total / weight if weight else math.nan for total in means]  # the mean of an empty set
     values = {f"{split}/{name}": mean for name, mean in zip(names, means, strict=True)}
-    if (collection := context.metrics) is not None:
-        merge_lists(collection, rank=context.rank)
-        readings = read(collection.compute(), dict(collection.items(copy_state=False)))
+    if shared is not None and metrics is not None:
+        shared.merge()
+        readings = from_first(lambda: read(metrics.compute(), dict(metrics.items())), rank=context.rank)
         values.update({f"{split}/{name}": value for name, value in readings.values.items()})
         for name, curve in readings.curves.items():
             if show is not None:
                 show(name, curve)
-        collection.reset()
-    values.update({f"{split}/{name}": value for name, value in own.items()})
+        metrics.reset()
+    values.update({f"{split}/{name}": value for name, value in own.values.items()})
     if isinstance(context.task, OwnEvaluation) and split == "validation":  # whose logs no check could know
         for key, metric in followed(context.experiment).items():
             if metric not in values:
@@ -117,33 +118,42 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
     return values
 
 
+class _OwnMetrics(NamedTuple):
+    """Metrics among the modules of a model that evaluates in its own way."""
+
+    lists: ListLengths | None
+    values: dict[str, float]
+    """Values by log, once the evaluation is over."""
+
+
 @contextmanager
-def own_evaluation(context: TrainContext, *, split: Split) -> Iterator[dict[str, float]]:
+def own_evaluation(context: TrainContext, *, split: Split) -> Iterator[_OwnMetrics]:
     """Let a task with a method ``own_evaluation`` evaluate in its own way inside the block. Collective.
 
     It may have other logs there than in training, and metrics of its own among the model's modules, whose paths by log
-    it has returned. Yields their values, which are there after the block.
+    it has returned.
     """
-    values: dict[str, float] = {}
     if not isinstance(context.task, OwnEvaluation):
-        yield values
+        yield _OwnMetrics(None, {})
         return
+    own = _OwnMetrics(lists := ListLengths(context.model, rank=context.rank), {})
     in_training, context.log_names = context.log_names, None
-    with context.task.own_evaluation(split) as own:
-        yield values
+    with context.task.own_evaluation(split) as own_paths:
+        yield own
     context.log_names = in_training
-    paths = {name: path for part in gather(dict(own), rank=context.rank) for name, path in part.items()}
+    paths = {name: path for part in gather(dict(own_paths), rank=context.rank) for name, path in part.items()}
     if not paths:
         return
     if context.sharded is not None:  # whose ranks evaluate as many batches each, some of them twice
         message = "logs metrics, which fsdp would update with repeated batches; log their values, or write ddp"
         raise ExperimentError.of("task", f"{message} ({', '.join(paths)})")
-    from torchmetrics import MetricCollection
-
     metrics = {name: cast("Metric", context.model.get_submodule(path)) for name, path in sorted(paths.items())}
-    for metric in metrics.values():
-        merge_lists(MetricCollection([metric]), rank=context.rank)
-    values |= read({name: metric.compute() for name, metric in metrics.items()}, metrics).values
+    lists.merge(nn.ModuleList(metrics.values()))
+
+    def computed() -> dict[str, float]:
+        return read({name: metric.compute() for name, metric in metrics.items()}, metrics).values
+
+    own.values.update(from_first(computed, rank=context.rank))
     for metric in metrics.values():
         metric.reset()
 
@@ -189,7 +199,14 @@ def full_state_dict(context: TrainContext) -> Mapping[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _over_own_samples(context: TrainContext, module: torch.nn.Module, *, split: Split) -> torch.Tensor:
+def _over_own_samples(
+    context: TrainContext,
+    module: torch.nn.Module,
+    *,
+    split: Split,
+    shared: SharedMetrics | None,
+    lists: ListLengths | None,
+) -> torch.Tensor:
     """Evaluate this rank's samples of a split, and update the metrics.
 
     Returns sums, shape (2 + logs,), float64, on the device: those of weights, of weighted losses and of weighted logs.
@@ -207,8 +224,10 @@ def _over_own_samples(context: TrainContext, module: torch.nn.Module, *, split: 
                 share = value * micro_batch.weight
                 part = pad(share, (1, 0)) if output.weight is None else weighted(value, output.weight)
                 total = part if total is None else total + part
-                if context.metrics is not None:
-                    context.metrics.update(output.outputs, output.targets)
+                if shared is not None:
+                    shared.update(output.outputs, output.targets)
+                if lists is not None:
+                    lists.note()
             mark(Phase.EVALUATING)
             progress.by(len(micro_batch.indices) * world_size)
     context.log_names = agree(context.log_names, rank=context.rank)
@@ -225,9 +244,10 @@ def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[
     output = forward(context, module, context.batches.validation_sample())
     context.wrapped.train()
     buffers.restore()
+    given = in_full_precision((output.outputs, output.targets))
     for name, metric in collection.items(copy_state=False):
         try:
-            metric.update(output.outputs, output.targets)
+            metric.update(*given)
         except Exception as error:  # noqa: BLE001 - a metric may raise anything
             said = " ".join(str(error).split())[:300]
             yield Problem(f"metrics.{name}", f"{type(metric).__name__} raised {type(error).__name__}: {said}")

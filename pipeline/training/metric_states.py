@@ -1,12 +1,13 @@
-"""Merging of metrics' list states over the ranks, which torchmetrics itself gathers only for equal lengths."""
+"""Merging of metrics' states over the ranks, which torchmetrics itself gathers only for equal types and lengths."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pipeline.protocol.trial import Rank
@@ -15,8 +16,108 @@ from pipeline.training.collectives import gather
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
-Place = tuple[int, str]
-"""A list state: its metric's number in the collection, and its name."""
+_Reduction = Callable[[Any], Any]
+
+
+class SharedMetrics:
+    """Metrics of this rank's samples, and of all samples once they are merged.
+
+    Metrics whose states can't be merged exactly (tensors that torchmetrics stacks, or averages over ranks) get the
+    outputs and targets of all ranks.
+    """
+
+    def __init__(self, metrics: "MetricCollection", *, rank: Rank) -> None:
+        """Start with metrics that have no state yet."""
+        self._metrics, self._rank = metrics, rank
+        self._lists = ListLengths(metrics, rank=rank)
+        self._inputs: dict[str, list[Any]] = {}
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Update all metrics with a batch, 16-bit floats converted to fp32."""
+        given = in_full_precision((outputs, targets))
+        self._metrics.update(*given)
+        if self._rank.world_size == 1:
+            return
+        self._lists.note()
+        for name, metric in self._metrics.items(copy_state=False):
+            if not all(map(_is_mergeable, _each(metric))):
+                self._inputs.setdefault(name, []).append(given)
+
+    def merge(self) -> None:
+        """Give the metrics of every rank all samples, in the order of the set. Collective."""
+        if self._rank.world_size == 1:
+            return
+        parts = _gathered(self._inputs, device=_each(self._metrics)[0].device, rank=self._rank)
+        with_inputs = set().union(*parts)
+        metrics = dict(self._metrics.items(copy_state=False))
+        self._lists.merge(nn.ModuleList(metric for name, metric in metrics.items() if name not in with_inputs))
+        for name in sorted(with_inputs):
+            metrics[name].reset()
+            for given in _in_turn(part.get(name, ()) for part in parts):
+                metrics[name].update(*given)
+        compute_alone(self._metrics)
+
+
+def in_full_precision(values: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Convert 16-bit floats among a batch's outputs and targets to fp32, in which metrics accumulate."""
+
+    def converted(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
+
+    outputs, targets = tree_map_only(Tensor, converted, values)
+    return outputs, targets
+
+
+def compute_alone(metrics: nn.Module) -> None:
+    """Keep all metrics in a module from gathering states of other ranks when they compute."""
+    for one in _each(metrics):
+        one.distributed_available_fn = _is_not_distributed
+
+
+class ListLengths:
+    """Lengths of metrics' list states after each batch, by which the lists of all ranks are merged in sample order."""
+
+    def __init__(self, metrics: nn.Module, *, rank: Rank) -> None:
+        """Start with the lists of all metrics in a module as they are."""
+        self._rank = rank
+        self._metrics = _each(metrics) if rank.world_size > 1 else []
+        self._ends: dict[int, dict[str, list[int]]] = {id(one): {} for one in self._metrics}
+        self.note()
+
+    def note(self) -> None:
+        """Note the lengths after a batch."""
+        for one in self._metrics:
+            for name, state in one.metric_state.items():
+                if isinstance(state, list):
+                    self._ends[id(one)].setdefault(name, []).append(len(state))
+
+    def merge(self, metrics: nn.Module) -> None:
+        """Give some of the metrics the states of all ranks. Collective.
+
+        torchmetrics gathers tensor by tensor: ranks with other numbers of batches would abort or hang, and so would a
+        rank without samples, whose states still have their first type. A rank without samples contributes nothing.
+        """
+        each = _each(metrics)
+        if self._rank.world_size == 1 or not each:
+            return
+        own = [(one.update_count, dict(one.metric_state), self._ends[id(one)]) for one in each]
+        parts = _gathered(own, device=each[0].device, rank=self._rank)
+        for one, *states in zip(each, *parts, strict=True):
+            _take_over(one, [_State(*state) for state in states])
+        compute_alone(metrics)
+
+
+class _State(NamedTuple):
+    """State of a metric on one rank."""
+
+    updates: int
+    values: Mapping[str, Any]
+    ends: Mapping[str, Sequence[int]]
+    """Lengths of lists by name, at first and after each batch."""
+
+    def batches(self, name: str) -> list[list[Any]]:
+        """Return the elements of a list: those at first, and those that each batch added."""
+        return [self.values[name][start:end] for start, end in pairwise((0, *self.ends[name]))]
 
 
 class _Shape(NamedTuple):
@@ -33,53 +134,80 @@ class _Shape(NamedTuple):
         return data.clone().view(self.dtype).reshape(self.shape)  # a copy, for its alignment
 
 
-def merge_lists(metrics: "MetricCollection", *, rank: Rank) -> None:
-    """Give every rank the list elements of all ranks, in rank order. Collective.
+def _each(metrics: nn.Module) -> "list[Metric]":
+    """List all metrics in a module, also those inside wrappers, in the same order on all ranks."""
+    from torchmetrics import Metric
 
-    torchmetrics gathers element by element: ranks with different numbers of batches would abort or hang. Tensor
-    states, such as sums, are left to it.
+    return [module for module in metrics.modules() if isinstance(module, Metric)]
+
+
+def _is_mergeable(metric: "Metric") -> bool:
+    """Return False if a metric that has been updated has tensors without an exact reduction over ranks.
+
+    A mean over ranks is exact for a constant, such as the range of the data, which keeps its default.
     """
-    if rank.world_size == 1:
-        return
-    each = _each(metrics)
-    lists = {(number, name): state for number, one in enumerate(each) for name, state in _lists(one).items()}
-    if not lists:
-        return
-    numbers = {id(state): index for index, state in enumerate({id(state): state for state in lists.values()}.values())}
-    shared = {numbers[id(state)]: state for state in lists.values()}  # metrics that share a state send it once
-    parts = _gathered_lists({place: numbers[id(state)] for place, state in lists.items()}, shared, each, rank=rank)
-    for (number, name), merged in parts.items():
-        one = each[number]
-        device = torch.device("cpu") if one.compute_on_cpu else one.device
-        setattr(one, name, tree_map_only(Tensor, partial(Tensor.to, device=device), merged))
-    for number, one in enumerate(each):
-        if count := sum(place[0] == number for place in lists):
-            _gather_the_rest(one, is_all=count == len(one.metric_state))
+    from torchmetrics.utilities import dim_zero_mean
+
+    for name, default in metric._defaults.items():
+        reduction = metric._reductions[name]
+        if not isinstance(default, Tensor):
+            continue
+        if reduction is None:
+            return False
+        if reduction is dim_zero_mean and not torch.equal(getattr(metric, name).cpu(), default.cpu()):
+            return False
+    return True
 
 
-def _gathered_lists(
-    places: Mapping[Place, int], shared: Mapping[int, list[Any]], each: "list[Metric]", *, rank: Rank
-) -> dict[Place, list[Any]]:
-    """Gather the elements of all ranks by place; structure and strings are sent as objects, tensors as bytes."""
-    leaves, spec = tree_flatten(dict(shared))
+def _take_over(metric: "Metric", states: Sequence[_State]) -> None:
+    """Set a metric's states to those of all ranks."""
+    given = [state for state in states if state.updates] or states
+    for name, reduction in metric._reductions.items():
+        merged = given[0].values[name] if len(given) == 1 else _merged(given, name, reduction)
+        device = torch.device("cpu") if isinstance(merged, list) and metric.compute_on_cpu else metric.device
+        setattr(metric, name, tree_map_only(Tensor, partial(Tensor.to, device=device), merged))
+    metric._update_count = sum(state.updates for state in states)
+
+
+def _merged(states: Sequence[_State], name: str, reduction: _Reduction | None) -> Any:
+    """Merge a state of several ranks: lists batch by batch, tensors as torchmetrics reduces them."""
+    from torchmetrics.utilities import dim_zero_cat
+
+    parts = [state.values[name] for state in states]
+    if isinstance(parts[0], list):
+        return list(chain.from_iterable(_in_turn(state.batches(name) for state in states)))
+    if reduction is None:
+        return torch.stack(parts)
+    return reduction(parts if reduction is dim_zero_cat else torch.stack(parts))
+
+
+def _in_turn(parts: Iterable[Iterable[Any]]) -> list[Any]:
+    """Return the first element of each part, then the second of each, and so on."""
+    missing = object()
+    return [one for row in zip_longest(*parts, fillvalue=missing) for one in row if one is not missing]
+
+
+def _gathered(own: Any, *, device: torch.device, rank: Rank) -> list[Any]:
+    """Gather nested values of all ranks; structure and strings are sent as objects, tensors as bytes."""
+    leaves, spec = tree_flatten(own)
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-    told = [_Shape(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    parts = gather((places, spec, told), rank=rank)
-    sizes = [[leaf.bytes for leaf in told if isinstance(leaf, _Shape)] for _, _, told in parts]
-    data = _bytes(tensors, device=each[0].device, sizes=list(map(sum, sizes)))
-    merged: dict[Place, list[Any]] = {place: [] for place in places}
-    for (theirs, spec, told), own, lengths in zip(parts, data, sizes, strict=True):
-        pieces = iter(torch.split(own, lengths))
-        restored = [leaf.read(next(pieces)) if isinstance(leaf, _Shape) else leaf for leaf in told]
-        states = tree_unflatten(restored, spec)
-        for place, index in theirs.items():
-            merged[place] += states[index]
-    return merged
+    described = [_Shape(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    parts = gather((spec, described), rank=rank)
+    sizes = [[leaf.bytes for leaf in theirs if isinstance(leaf, _Shape)] for _, theirs in parts]
+    data = _bytes(tensors, device=device, sizes=list(map(sum, sizes)))
+    gathered: list[Any] = []
+    for (spec, theirs), sent, lengths in zip(parts, data, sizes, strict=True):
+        pieces = iter(torch.split(sent, lengths))
+        restored = [leaf.read(next(pieces)) if isinstance(leaf, _Shape) else leaf for leaf in theirs]
+        gathered.append(tree_unflatten(restored, spec))
+    return gathered
 
 
 def _bytes(tensors: list[Tensor], *, device: torch.device, sizes: list[int]) -> list[Tensor]:
     """Gather each rank's tensors, concatenated as bytes."""
-    flat = [one.to(device).contiguous().reshape(-1).view(torch.uint8) for one in tensors]
+    # Clones, since a view or an expanded tensor of a single element counts as contiguous, whatever its strides.
+    copies = (one.to(device).clone(memory_format=torch.contiguous_format) for one in tensors)
+    flat = [one.reshape(-1).view(torch.uint8) for one in copies]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     if flat:
         own = torch.cat(flat)
@@ -89,35 +217,5 @@ def _bytes(tensors: list[Tensor], *, device: torch.device, sizes: list[int]) -> 
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
-def _each(metrics: "MetricCollection") -> "list[Metric]":
-    """List all metrics, also those inside wrappers, in the same order on all ranks."""
-    from torchmetrics import Metric
-
-    for _ in metrics.items(copy_state=False):
-        """Iterating updates the metrics that share states."""
-    return [module for module in metrics.modules() if isinstance(module, Metric)]
-
-
-def _lists(metric: "Metric") -> Mapping[str, list[Any]]:
-    return {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
-
-
-def _gather_the_rest(metric: "Metric", *, is_all: bool) -> None:
-    """Make a metric gather its tensor states only; nothing if all of its states are lists (``is_all``)."""
-    if is_all:
-        metric.distributed_available_fn = _is_not_distributed
-    else:
-        metric.dist_sync_fn = partial(_gathered, metric)
-
-
 def _is_not_distributed() -> bool:
     return False
-
-
-def _gathered(metric: "Metric", tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """Gather a tensor state from all ranks; return the tensor itself if it belongs to a merged list."""
-    from torchmetrics.utilities.distributed import gather_all_tensors
-
-    if any(tensor is state for state in metric.metric_state.values()):
-        return list(gather_all_tensors(tensor, group))
-    return [tensor]

@@ -139,10 +139,12 @@ class SampleOrder:
     ) -> Iterator[MicroBatch]:
         """Yield a rank's part of a validation set; over all ranks each sample occurs exactly once.
 
-        No micro-batch is larger than those of training, which are known to fit in memory.
+        The n-th micro-batches of all ranks, in rank order, are consecutive samples, which follow those before. No
+        micro-batch is larger than those of training, which are known to fit in memory.
         """
         batch_size = max(1, self.global_batch_size // (world_size * accumulation))
-        for share in torch.split(torch.arange(samples)[rank::world_size], batch_size):
+        for batch in torch.split(torch.arange(samples), batch_size * world_size):
+            share = torch.tensor_split(batch, world_size)[rank]
             if len(share):  # a rank may have none
                 yield MicroBatch(0, share.tolist(), weight=len(share) / samples, is_last=True)
 

@@ -31,10 +31,15 @@ METRICS = {
         "base_metric": {"_target_": f"{OF}MulticlassAUROC", "num_classes": 3},
     },
     "parts": {"_target_": "toy_metrics.Parts"},
+    "each": {"_target_": "toy_metrics.Each"},
+    "stacked": {"_target_": "toy_metrics.Moving"},
+    "averaged": {"_target_": "toy_metrics.Moving", "reduction": "mean"},
 }
-"""List states that are concatenated, list states that aren't, both kinds in one, tensors, and metrics in a metric."""
+"""List states that are concatenated, list states that aren't, both kinds in one, tensors, and metrics in a metric.
+
+Numbers for each sample, tensors without an exact reduction, and a tensor whose type the first batch changes."""
 SAMPLES = (2, 5, 11)
-"""Fewer than ranks; two batches on some ranks and one on others; several batches on each."""
+"""Fewer than ranks; one or two samples on each; several batches, and a last one that not all ranks have."""
 
 
 def _evaluate(rank: Rank, folder: Path) -> None:

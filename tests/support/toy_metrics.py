@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 
 class Count(Metric):
@@ -47,6 +48,44 @@ class Parts(Metric):
 
     def compute(self) -> Tensor:
         return torch.cat(self.outputs).max() - self.seen
+
+
+class Each(Metric):
+    """A number for each sample, of a column of the outputs and of a tensor that is expanded to the batch."""
+
+    outputs: list[Tensor]
+    sizes: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("outputs", default=[], dist_reduce_fx="cat")
+        self.add_state("sizes", default=[], dist_reduce_fx="cat")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.outputs.append(outputs[:, 0])
+        self.sizes.append(torch.tensor(outputs.shape[1]).expand(len(outputs)))
+
+    def compute(self) -> Tensor:
+        return dim_zero_cat(self.outputs) + dim_zero_cat(self.sizes)
+
+
+class Moving(Metric):
+    """The mean of all outputs, of a mean that each batch moves: two of them can't be merged without their counts."""
+
+    mean: Tensor
+    seen: Tensor
+
+    def __init__(self, reduction: str | None = None) -> None:
+        super().__init__()
+        self.add_state("mean", default=torch.tensor(0.0), dist_reduce_fx=reduction)
+        self.add_state("seen", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.seen += outputs.numel()
+        self.mean = self.mean + (outputs - self.mean).sum() / self.seen
+
+    def compute(self) -> Tensor:
+        return self.mean
 
 
 class Texts(Metric):

@@ -56,6 +56,30 @@ def test_metrics_see_each_sample_once_each_time() -> None:
     assert [evaluate(context)["validation/count"] for _ in range(2)] == [10.0, 10.0]
 
 
+def test_metrics_whose_first_batch_is_equal_stay_apart() -> None:
+    top = {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 4, "average": "micro"}
+    trial = toys.trial(metrics={"top2": {**top, "top_k": 2}, "top3": {**top, "top_k": 3}})
+    metrics = build(trial, rank=Rank()).metrics
+    assert metrics is not None
+    for target in (0, 2):
+        metrics.update(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([target]))
+
+    assert {name: float(value) for name, value in metrics.compute().items()} == {"top2": 0.5, "top3": 1.0}
+
+
+def test_metrics_get_outputs_of_16_bits_in_full_precision() -> None:
+    metrics = {"pearson": {"_target_": "torchmetrics.PearsonCorrCoef"}}
+    data = {"_target_": "toys.regression", "validation": 400}
+    context = build(toys.trial(data=data, train={"precision": "bf16"}, metrics=metrics), rank=Rank())
+    inputs, targets = toys.regression(validation=400)[1].tensors  # type: ignore[union-attr]
+    with context.autocast(), torch.no_grad():
+        outputs = context.model(inputs)
+
+    assert outputs.dtype == torch.bfloat16
+    expected = torch.corrcoef(torch.stack([outputs.double()[:, 0], targets.double()[:, 0]]))[0, 1]
+    assert evaluate(context)["validation/pearson"] == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_evaluation_neither_trains_nor_drops_out() -> None:
     context = build(toys.trial(model={"_target_": "toys.dropout_net"}), rank=Rank())
     before = {name: value.clone() for name, value in context.model.state_dict().items()}
