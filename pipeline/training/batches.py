@@ -103,6 +103,15 @@ class Batches:
             raise ExperimentError.of("data", "has no validation set")
         return loader.read(list(samples))
 
+    def reader(self, split: Split | None) -> Callable[[Sequence[int]], Any]:
+        """Return a function that reads samples of a set as one batch, on the CPU; None: of the training set.
+
+        There must be such a set. Of a stream it reads rows that have arrived, which are those of the training set.
+        """
+        loader = self._source.train if split is None else self._held_out(split)[0]
+        read = self._source.train.read if loader is None or isinstance(loader, StreamLoader) else loader.read
+        return lambda samples: read(list(samples))
+
     def placed(self, batch: Any) -> Any:
         """Return a loader's batch as the model takes it: on the device, in the experiment's type and memory format."""
         memory_format = _MEMORY_FORMATS[self._experiment.train.memory_format]

@@ -98,7 +98,8 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     key = "loss" if experiment.task is None else "task"
     for part in (context.task, getattr(context.task, "loss", None)):
         rank_equality.check_module(part, key=key, rank=rank)
-    examine(context)
+    with context.other_logs():  # the model is in evaluation mode
+        examine(context)
     return context
 
 

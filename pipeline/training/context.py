@@ -1,8 +1,8 @@
 """State of a rank's training: what the loop works on, and what a checkpoint holds."""
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ class TrainContext:
     gives_weight: bool | None = None
     """True if the task returns `StepOutput.weight`; None before its first batch."""
     log_names: tuple[str, ...] | None = None
-    """Sorted names of `StepOutput.logs`; None before the task's first batch."""
+    """Sorted names of `StepOutput.logs` in training, or in what goes on inside `other_logs`; None before a batch."""
     gathers: bool = False
     """True if the task compares all samples of a global batch with `pipeline.tasks.gathered`."""
     losses_of: tuple[str, ...] | None = None
@@ -118,6 +118,15 @@ class TrainContext:
     def in_steps(self) -> InSteps | None:
         """The task if it is told each step, else None; asking a protocol takes 10 µs."""
         return self.task if isinstance(self.task, InSteps) else None
+
+    @contextmanager
+    def other_logs(self) -> Iterator[None]:
+        """Let the task log other values inside the block than in training."""
+        in_training, self.log_names = self.log_names, None
+        try:
+            yield
+        finally:
+            self.log_names = in_training
 
     @property
     def is_local_step(self) -> bool:

@@ -5,18 +5,19 @@ over something else than samples differs from the mean over samples on such samp
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.protocol.trial import Rank
 from pipeline.tasks.from_model import IGNORED
-from pipeline.training.batches import Batches
 from pipeline.training.collectives import from_first
+from pipeline.training.order import SampleOrder
 from pipeline.training.rows import count_rows
 
 MOST_READ, READING_S = 256, 2.0
@@ -31,18 +32,34 @@ Properties = dict[tuple[int, int], float]
 """Values by property and number of the tensor in the sample."""
 
 
-def choose(batches: Batches, *, count: int) -> list[list[int]]:
+class Readable(Protocol):
+    """A set of samples, such as the training set of `pipeline.training.batches.Batches`."""
+
+    @property
+    def order(self) -> SampleOrder:
+        """Order of the training samples."""
+
+    @property
+    def rank(self) -> Rank:
+        """The rank that reads."""
+
+    @property
+    def readable(self) -> int:
+        """Samples that can be read by index: the first ones."""
+
+    @property
+    def read(self) -> Callable[[list[int]], Any]:
+        """Function that returns samples as one batch, on the CPU."""
+
+
+def choose(batches: Readable, *, count: int, most: int = MOST_READ, seconds: float = READING_S) -> list[list[int]]:
     """Return groups of ``count`` samples, the most important group first, then ordinary samples. Collective.
 
     The first ``count // 2`` samples of other groups differ from the rest of the group.
     """
     if batches.order.is_stream:  # whose rows can't be chosen
         return [list(range(count))]
-    return from_first(lambda: _chosen(batches, count=count), rank=batches.rank)
-
-
-def _chosen(batches: Batches, *, count: int) -> list[list[int]]:
-    known = dict(_read(batches))
+    known = from_first(lambda: dict(_read(batches, most=most, seconds=seconds)), rank=batches.rank)
     if not known:
         return [list(range(count))]
     pairs = list(dict.fromkeys(chain(_extremes(known), _classes(known))))
@@ -50,13 +67,13 @@ def _chosen(batches: Batches, *, count: int) -> list[list[int]]:
     return [*groups[:1], _group([], known, count=count), *groups[1:_GROUPS]]
 
 
-def _read(batches: Batches) -> Iterator[tuple[int, Properties]]:
+def _read(batches: Readable, *, most: int, seconds: float) -> Iterator[tuple[int, Properties]]:
     """Yield samples from all over the training set; an unreadable one is left to the training."""
     started, readable = time.monotonic(), batches.readable
-    number = min(readable, MOST_READ)
+    number = min(readable, most)
     # In bits reversed, the first ones are spread over the set, too.
     for place in sorted(range(number), key=lambda place: f"{place:010b}"[::-1]):
-        if time.monotonic() - started > READING_S:
+        if time.monotonic() - started > seconds:
             return
         index = place * (readable - 1) // max(number - 1, 1)
         try:

@@ -66,7 +66,8 @@ def prepare(context: TrainContext) -> None:
     if (metrics := build_metrics(context)) is None:
         return
     collection = metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
-    with warnings.catch_warnings(action="ignore"):  # e.g. that the batch lacks samples of a class
+    # It warns, e.g. if the batch lacks samples of a class.
+    with warnings.catch_warnings(action="ignore"), context.other_logs():
         problems = list(_updated(context, collection))
         problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
         if not problems:
@@ -134,13 +135,12 @@ def own_evaluation(context: TrainContext, *, split: Split) -> Iterator[_OwnMetri
     it has returned.
     """
     if not isinstance(context.task, OwnEvaluation):
-        yield _OwnMetrics(None, {})
+        with context.other_logs():
+            yield _OwnMetrics(None, {})
         return
     own = _OwnMetrics(lists := ListLengths(context.model, rank=context.rank), {})
-    in_training, context.log_names = context.log_names, None
-    with context.task.own_evaluation(split) as own_paths:
+    with context.other_logs(), context.task.own_evaluation(split) as own_paths:
         yield own
-    context.log_names = in_training
     paths = {name: path for part in gather(dict(own_paths), rank=context.rank) for name, path in part.items()}
     if not paths:
         return

@@ -37,7 +37,7 @@ def check(logs: Mapping[str, Tensor], *, names: Sequence[str]) -> None:
     if len(logs) != len(names) or not all(name in logs for name in names):
         raise _refused(
             f"has {_listed(sorted(map(str, logs)))} in one batch and {_listed(names)} in the first; "
-            "return the same names for every batch, in training and evaluation"
+            "return the same names for every batch of training, and for every batch of an evaluation"
         )
     for name in names:
         if not isinstance(value := logs[name], Tensor) or value.ndim:

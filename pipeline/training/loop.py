@@ -18,7 +18,7 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import CellMeasurement, Measurement, Probe, Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
-from pipeline.training import coupling, flops, frozen, logs, pictures, plateau, reporting
+from pipeline.training import coupling, flops, frozen, log_means, logs, pictures, plateau, reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
@@ -70,6 +70,7 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     if is_training:
         plateau.check(context)
         reporting.averaging(context, outbox)
+        log_means.check(context, outbox)
     compile_ahead(context)
     with manager:
         meter.step = start = manager.resume()

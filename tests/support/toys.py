@@ -326,7 +326,43 @@ class Logged:
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
         outputs = model(batch[0])
         loss = nn.functional.mse_loss(outputs, batch[1])
-        return StepOutput(loss, outputs, batch[1], logs={"twice": 2 * loss, "count": torch.tensor(len(outputs))})
+        counted = {"count": torch.tensor(len(outputs))} if model.training else {}
+        return StepOutput(loss, outputs, batch[1], logs={"twice": 2 * loss, **counted})
+
+
+class Reporting:
+    """A task whose logs are a value of each kind; it counts its calls."""
+
+    def __init__(self, of: str) -> None:
+        self.of = of
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        self.calls += 1
+        outputs = model(batch[0])
+        loss = nn.functional.mse_loss(outputs, batch[1])
+        noisy = ((outputs - batch[1]).square() * (0.9 + 0.2 * torch.rand_like(outputs))).mean()
+        value = {
+            "root": lambda: loss.sqrt(),
+            "exponential": lambda: loss.exp(),
+            "exponential of outputs": lambda: outputs.square().mean().exp(),
+            "largest": lambda: outputs.abs().max(),
+            "mean of some": lambda: outputs[batch[1] > 0].mean(),
+            "noisy root": lambda: noisy.sqrt(),
+            "constant": lambda: torch.tensor(0.3),
+            "share": lambda: (outputs > batch[1]).double().mean(),
+            "noisy mean": lambda: noisy,
+            "in 16 bits": lambda: outputs.bfloat16().mean(),
+        }[self.of]()
+        return StepOutput(loss, outputs, batch[1], logs={"value": value})
+
+
+def zero_net() -> nn.Module:
+    """A model with the same output for all samples, as many output layers start."""
+    net = nn.Linear(3, 1)
+    nn.init.zeros_(net.weight)
+    nn.init.zeros_(net.bias)
+    return net
 
 
 class Rarely:

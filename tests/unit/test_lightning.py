@@ -18,6 +18,8 @@ from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.tasks import Lightning
+from pipeline.training import log_means
+from pipeline.training.build import build
 from pipeline.training.loop import train
 
 
@@ -73,6 +75,18 @@ def test_several_optimizers_are_refused_with_what_to_write() -> None:
 def test_a_step_without_loss_is_refused() -> None:
     with pytest.raises(ExperimentError, match=r"SilentLit.validation_step returned NoneType as its loss; return it"):
         trained("SilentLit")
+
+
+def test_a_loss_of_validation_step_that_is_not_a_mean_is_refused() -> None:
+    message = r"validation/loss is not a mean over the samples.* Return the square, .*self.log\(\.\.\., self.metric\)"
+    with pytest.raises(ExperimentError, match=message):
+        trained("RootLit")
+
+
+def test_an_evaluation_compares_samples_if_the_training_does() -> None:
+    context = build(trial("RootLit", arguments={"compares": True}), rank=Rank())
+    log_means.check(context, toys.Kept())
+    assert context.model.f1.update_count == 0
 
 
 def test_the_module_is_left_as_it_was() -> None:

@@ -8,7 +8,9 @@ import toys
 from torch import ones
 
 from pipeline.errors import ExperimentError
+from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
+from pipeline.training import log_means
 from pipeline.training.build import build
 from pipeline.training.evaluation import evaluate, prepare
 from pipeline.training.logs import agree, check, names_of
@@ -26,7 +28,7 @@ def test_training_and_validation_report_them() -> None:
         [2 * loss for loss in plain[1].series("validation/loss")], rel=1e-12
     )
     assert set(logged[1].series("train/count")) == {8.0, 6.0}, "of 22 samples"
-    assert logged[0].metrics["validation/count"] == pytest.approx((8 * 8 + 2 * 2) / 10)
+    assert "validation/count" not in logged[0].metrics
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,50 @@ def test_a_log_named_as_a_metric_is_refused_after_the_first_step() -> None:
 
     with pytest.raises(ExperimentError, match=r"reports validation/twice, as StepOutput\.logs does; rename one"):
         prepare(context)
+
+
+def checked(of: str) -> list[str]:
+    """Check the logs of `toys.Reporting` before a training; return the warnings."""
+    task = {"_target_": "toys.Reporting", "of": of}
+    context = build(toys.trial(loss=None, task=task, model={"_target_": "toys.zero_net"}), rank=Rank())
+    outbox, calls = toys.Kept(), context.task.calls  # type: ignore[attr-defined]
+    log_means.check(context, outbox)
+    assert context.task.calls == calls  # type: ignore[attr-defined]
+    return [event.message for event in outbox.events if isinstance(event, Warned)]
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        ("root", "Its square is a mean. Log the square, and take the root of the reported value. Or name a metric, "
+         "which gets all samples: metrics: {value: {_target_: torchmetrics.MeanSquaredError, squared: false}}"),
+        ("exponential", "Its logarithm is a mean. Log the logarithm, and take the exponential"),
+        ("exponential of outputs", "Its logarithm is a mean."),
+        ("largest", "Log a mean over the samples. Or name a metric, which gets all samples"),
+        ("mean of some", "Log a mean over the samples."),
+        ("noisy root", "Its square is a mean."),
+    ],
+)  # fmt: skip
+def test_a_log_of_an_evaluation_that_is_not_a_mean_is_refused(of: str, message: str) -> None:
+    with pytest.raises(ExperimentError) as raised:
+        checked(of)
+
+    assert str(raised.value).startswith("task: validation/value is not a mean over the samples. It is ")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("of", ["constant", "share", "noisy mean", "in 16 bits"])
+def test_a_mean_is_taken_for_one(of: str) -> None:
+    assert checked(of) == []
+
+
+def test_a_log_of_training_that_is_not_a_mean_is_marked_once() -> None:
+    _, logged = toys.trained(loss=None, task=TASK)
+
+    assert [event.message for event in logged.events if isinstance(event, Warned)] == [
+        "train/count is not a mean over the samples. The mean over workers and micro-batches is reported, which "
+        "depends on both."
+    ]
 
 
 def test_ranks_with_other_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

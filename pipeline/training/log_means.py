@@ -1,0 +1,228 @@
+"""Check that the values that a task logs are means over samples, on a few samples before the first step.
+
+Logs are averaged over batches with the weight of the loss. So the value of a batch must be the weighted mean of the
+values of its parts, which isn't so for a root, an exponential, a count or a maximum.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import ExperimentError, Problem
+from pipeline.protocol.events import Outbox, Warned
+from pipeline.protocol.trial import Split
+from pipeline.tasks import FromModel, LanguageModel, OwnEvaluation, RecurrentLanguageModel, Supervised
+from pipeline.training.attributes_kept import attributes_kept
+from pipeline.training.batch_parts import as_it_was, has_16_bits
+from pipeline.training.collectives import gather
+from pipeline.training.context import TrainContext
+from pipeline.training.log_values import Draw, LoggedValues
+from pipeline.training.perturbed import perturbed
+from pipeline.wording import figure
+
+_log = logging.getLogger(__name__)
+
+_DRAWS, _DRAWS_S, _GROUPS_S = 32, 1.0, 2.0
+"""Most draws of values that draw random numbers, and the seconds after which no further one or group starts."""
+_TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
+_TOLERANCE_OF_DRAWS = 0.1
+"""Tolerance of values that draw random numbers: detectors that sample proposals have means but for their sampling."""
+_FLOOR, _ROUNDINGS, _ERRORS = 1e-6, 8, 5
+"""Difference that is rounding whatever the value, and what a mean may be off: rounding errors of its type, or standard
+errors over draws."""
+_SPREAD = 0.1
+"""Relative difference of parts from the batch by which a root differs from a mean by more than the tolerance."""
+_NOISE = (1.0, 0.1)
+"""Noise on the weights; the smaller one if values aren't finite with the larger one."""
+_WITHOUT_LOGS = (Supervised, FromModel, LanguageModel, RecurrentLanguageModel)
+_INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {"square": torch.square, "logarithm": torch.log}
+
+_REMEDIES: Mapping[str, str] = {
+    "square": "Its square is a mean. {} the square, and take the root of the reported value",
+    "logarithm": "Its logarithm is a mean. {} the logarithm, and take the exponential of the reported value",
+    "": "{} a mean over the samples",
+}
+"""What to do, by what of a value is a mean."""
+_METRICS: Mapping[str, tuple[str, str]] = {
+    "square": ("torchmetrics.MeanSquaredError", "squared=False"),
+    "logarithm": ("torchmetrics.text.Perplexity", ""),
+    "": ("torchmetrics.NAME", ""),
+}
+"""Metrics that compute such values from all samples, and their arguments."""
+
+
+class _Found(NamedTuple):
+    """A value that is not a mean, as seen on a few samples."""
+
+    name: str
+    whole: float
+    mean: float
+    inverse: str
+    """What of the value is a mean, if anything."""
+
+
+def check(context: TrainContext, outbox: Outbox) -> None:
+    """Reject logs of an evaluation that aren't means over samples, and warn of those of training. Collective.
+
+    Raises:
+        ExperimentError: an evaluation logs values that aren't means, or returns such a loss of its own.
+    """
+    if type(context.task) in _WITHOUT_LOGS or context.gathers:  # an evaluation gathers whole batches at any world size
+        return
+    try:
+        kept = attributes_kept((context.task, *context.whole.modules()))
+        with as_it_was(context) as module, kept:
+            in_training = _examine(context, module, split=None)
+            has_mean_loss = all(one.name != "loss" for one in in_training)
+            problems = [
+                Problem("task", _rejection(split, one, context=context))
+                for split in _evaluated(context)
+                for one in _examine(context, module, split=split)
+                if has_mean_loss or one.inverse
+            ]
+    except ExperimentError:
+        raise
+    except Exception as error:  # noqa: BLE001 - user code may raise anything
+        _log.warning("the logs could not be checked", exc_info=error)
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        in_training, problems = [], []
+        if not context.unexamined:  # which says it already
+            _warn(context, outbox, f"The logs could not be checked to be means: {type(error).__name__}: {said}")
+    problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
+    if problems:
+        raise ExperimentError(problems)
+    if names := [f"train/{one.name}" for one in in_training if one.name != "loss"]:
+        what = f"{', '.join(names)} {'is not a mean' if len(names) == 1 else 'are not means'} over the samples"
+        _warn(context, outbox, f"{what}. The mean over workers and micro-batches is reported, which depends on both.")
+
+
+def _evaluated(context: TrainContext) -> Sequence[Split]:
+    """Return the sets to check; a task without an evaluation of its own has the same values in all of them."""
+    splits: tuple[Split, ...] = ("validation", "test")
+    there = [split for split in splits if context.batches.has(split)]
+    return there if isinstance(context.task, OwnEvaluation) else there[:1]
+
+
+def _examine(context: TrainContext, module: nn.Module, *, split: Split | None) -> list[_Found]:
+    """Find values that aren't means: logs, and the loss if it is that of training, or of an evaluation of its own."""
+    values = LoggedValues(context, module, split=split)
+    if len(values.groups[0]) < 2:
+        return []
+    with values.computing():
+        first, names = values.whole(0, 0), values.names
+        evaluates_itself = isinstance(context.task, OwnEvaluation)
+        if names == ("loss",) and not evaluates_itself:
+            return []
+        found = _Comparison(context, values).run(first)
+    return [one for one in found if evaluates_itself or split is None or one.name != "loss"]
+
+
+class _Comparison:
+    """Comparison of the values of batches with those of their parts."""
+
+    def __init__(self, context: TrainContext, values: LoggedValues) -> None:
+        self._context, self._values = context, values
+        self._started = time.monotonic()
+        self._found: dict[str, _Found] = {}
+
+    def run(self, first: Tensor) -> list[_Found]:
+        """Compare samples that differ and ordinary ones, and again at weights where the values differ."""
+        values, is_sharded = self._values, self._context.sharded is not None
+        other = values.whole(0, 1)
+        is_random = bool(((other - first).abs() > self._tolerance * first.abs() + _FLOOR).any())
+        if is_sharded and is_random:  # ranks compute together, so that none may draw more often
+            return []
+        draws = self._drawn(0, is_random=is_random)
+        self._judge(draws)
+        if is_sharded:
+            return list(self._found.values())
+        if len(values.groups) > 1 and time.monotonic() - self._started < _GROUPS_S:
+            self._judge(self._drawn(1, is_random=is_random))
+        if not bool(_differs(draws).all()):
+            self._judge_at_other_weights(is_random=is_random)
+        return list(self._found.values())
+
+    def _judge_at_other_weights(self, *, is_random: bool) -> None:
+        for noise in _NOISE:
+            with perturbed(self._context.trained, scale=noise):
+                draws = self._drawn(0, is_random=is_random)
+            if all(bool(one.whole.isfinite().all() and one.parts.isfinite().all()) for one in draws):
+                self._judge(draws)
+                return
+
+    def _drawn(self, group: int, *, is_random: bool) -> list[Draw]:
+        draws, started = [self._values.draw(group, 0)], time.monotonic()
+        while is_random and len(draws) < _DRAWS and time.monotonic() - started < _DRAWS_S:
+            draws.append(self._values.draw(group, len(draws)))
+        return draws
+
+    @property
+    def _tolerance(self) -> float:
+        least = _TOLERANCE_16_BITS if has_16_bits(self._context) else _TOLERANCE
+        return max(least, _ROUNDINGS * self._values.rounding)
+
+    def _judge(self, draws: Sequence[Draw]) -> None:
+        """Note the values that aren't means; those that aren't finite show nothing."""
+        whole = torch.stack([one.whole for one in draws]).mean(0)
+        mean = torch.stack([_mean(one.parts, one.weights) for one in draws]).mean(0)
+        is_mean = _is_mean(draws, _itself, tolerance=self._tolerance)
+        is_nearly = _is_mean(draws, _itself, tolerance=self._tolerance, of_random=_TOLERANCE_OF_DRAWS)
+        inverses = {what: _is_mean(draws, one, tolerance=self._tolerance) for what, one in _INVERSES.items()}
+        for index, name in enumerate(self._values.names):
+            inverse = next((what for what, are in inverses.items() if are[index]), "")
+            if whole[index].isfinite() and not (is_mean[index] or (is_nearly[index] and not inverse)):
+                self._found.setdefault(name, _Found(name, float(whole[index]), float(mean[index]), inverse))
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+def _is_mean(
+    draws: Sequence[Draw], inverse: Callable[[Tensor], Tensor], *, tolerance: float, of_random: float = 0.0
+) -> Tensor:
+    """Return for each value whether its inverse is the mean of those of the parts, on average over draws.
+
+    ``of_random``: larger tolerance of values that differ between draws.
+    """
+    whole = torch.stack([inverse(one.whole) for one in draws])
+    parts = torch.stack([_mean(inverse(one.parts), one.weights) for one in draws])
+    sizes = torch.stack([_mean(inverse(one.parts).abs(), one.weights) for one in draws])
+    scale = torch.maximum(whole.abs(), sizes).mean(0)
+    error = (whole - parts).std(0) / len(draws) ** 0.5 if len(draws) > 1 else torch.zeros_like(scale)
+    relative = torch.where(error > tolerance * scale, max(tolerance, of_random), tolerance)
+    return (whole - parts).mean(0).abs() <= relative * scale + _ERRORS * error + _FLOOR
+
+
+def _differs(draws: Sequence[Draw]) -> Tensor:
+    """Return for each value whether its parts differ so much that a root would show."""
+    first = draws[0]
+    return (first.parts - first.whole).abs().amax(0) > _SPREAD * first.whole.abs()
+
+
+def _mean(parts: Tensor, weights: Tensor) -> Tensor:
+    return (parts * weights[:, None]).sum(0) / weights.sum()
+
+
+def _rejection(split: Split, found: _Found, *, context: TrainContext) -> str:
+    """Return the message about a value of an evaluation, with the ways to write it."""
+    name, (metric, arguments) = found.name, _METRICS[found.inverse]
+    if isinstance(context.task, OwnEvaluation):
+        use = f"log a metric, which gets all samples: self.metric = {metric}({arguments}), self.log(..., self.metric)"
+    else:
+        given = f", {arguments.replace('=', ': ').lower()}" if arguments else ""
+        use = f"name a metric, which gets all samples: metrics: {{{name}: {{_target_: {metric}{given}}}}}"
+        if not found.inverse:
+            use += ". A value of a batch can be logged in training only: if model.training"
+    remedy = _REMEDIES[found.inverse].format("Return" if name == "loss" else "Log")
+    seen = f"{figure(found.whole)} for a few samples at once, and {figure(found.mean)} as the mean of parts of them"
+    return f"{split}/{name} is not a mean over the samples. It is {seen}. {remedy}. Or {use}"
+
+
+def _warn(context: TrainContext, outbox: Outbox, message: str) -> None:
+    if context.rank.is_first:
+        outbox.event(Warned(trial=context.trial.name, message=message))
