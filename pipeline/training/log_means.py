@@ -136,20 +136,21 @@ class _Comparison:
         is_random = bool(((other - first).abs() > self._tolerance * first.abs() + _FLOOR).any())
         if is_sharded and is_random:  # ranks compute together, so that none may draw more often
             return []
-        draws = self._drawn(0, is_random=is_random)
-        self._judge(draws)
-        if is_sharded:
-            return list(self._found.values())
-        if len(values.groups) > 1 and time.monotonic() - self._started < _GROUPS_S:
-            self._judge(self._drawn(1, is_random=is_random))
-        if not bool(_differs(draws).all()):
-            self._judge_at_other_weights(is_random=is_random)
+        for group in range(1 if is_sharded else len(values.groups)):
+            if group and time.monotonic() - self._started > _GROUPS_S:
+                break
+            draws = self._drawn(group, is_random=is_random)
+            if not all(bool(one.weights.all()) for one in draws):  # a part without weight counts nowhere
+                continue
+            self._judge(draws)
+            if not (is_sharded or bool(_differs(draws).all())):
+                self._judge_at_other_weights(group, is_random=is_random)
         return list(self._found.values())
 
-    def _judge_at_other_weights(self, *, is_random: bool) -> None:
+    def _judge_at_other_weights(self, group: int, *, is_random: bool) -> None:
         for noise in _NOISE:
             with perturbed(self._context.trained, scale=noise):
-                draws = self._drawn(0, is_random=is_random)
+                draws = self._drawn(group, is_random=is_random)
             if all(bool(one.whole.isfinite().all() and one.parts.isfinite().all()) for one in draws):
                 self._judge(draws)
                 return

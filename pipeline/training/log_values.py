@@ -62,12 +62,15 @@ class LoggedValues:
             yield
 
     def draw(self, group: int, seed: int) -> Draw:
-        """Compute a group at once and in parts."""
+        """Compute a group at once and in parts, in fewer ones if some of them have no weight."""
         samples = self.groups[group]
         batch = self._read(samples)
         whole, _ = self._values(batch, len(samples), seed)
-        cuts = [part.tolist() for part in torch.arange(len(samples)).tensor_split(min(PARTS, len(samples)))]
-        parts = [self._values(self._cut(batch, samples, own), len(own), seed) for own in cuts]
+        for count in (PARTS, 2):
+            cuts = [part.tolist() for part in torch.arange(len(samples)).tensor_split(min(count, len(samples)))]
+            parts = [self._values(self._cut(batch, samples, own), len(own), seed) for own in cuts]
+            if all(weight for _, weight in parts):
+                break
         return Draw(whole, torch.stack([values for values, _ in parts]), torch.tensor([weight for _, weight in parts]))
 
     def whole(self, group: int, seed: int) -> Tensor:

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "divided by boxes": DETECTOR
     | {
         "model": {"_target_": "toy_detection.by_boxes"},
+        "data": {"_target_": "toy_detection.with_boxes"},
         "task": {"_target_": "pipeline.tasks.loss_terms.LossTerms", "divisor": "boxes"},
     },
     "segmentation": {

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 from torchmetrics import Metric
 
 
@@ -18,6 +18,13 @@ def by_boxes() -> nn.Module:
             return {name: value * len(cells) / boxes for name, value in super().terms(cells, targets).items()}
 
     return ByBoxes(width=2)
+
+
+def with_boxes() -> tuple[Subset[Any], ...]:
+    """The images of the docs that have boxes: a worker's batch without any would count nowhere."""
+    from mine.shapes import shapes
+
+    return tuple(Subset(one, [i for i in range(len(one)) if len(one[i][1]["boxes"])]) for one in shapes(samples=28))
 
 
 def outlined() -> nn.Module:
