@@ -26,7 +26,8 @@ class StepOutput(NamedTuple):
     logs: Mapping[str, Tensor] = MappingProxyType({})
     """Scalars to report besides the loss, e.g. its terms: means over the batch, averaged with the loss's weight.
 
-    ``kl`` is reported as train/kl for each step and as validation/kl. Names are the same for every batch.
+    ``kl`` is reported as train/kl for each step and as validation/kl. Names are the same for every batch of training,
+    and for every batch of an evaluation, whose logs must be means.
     """
     optimizer: str | None = None
     """Name of the optimizer that this loss is for, if the experiment has several (``optimizers``)."""

@@ -26,8 +26,10 @@ from pipeline.wording import figure
 
 _log = logging.getLogger(__name__)
 
-_DRAWS, _DRAWS_S, _GROUPS_S = 32, 1.0, 2.0
-"""Most draws of values that draw random numbers, and the seconds after which no further one or group starts."""
+_DRAWS, _FEWEST_DRAWS, _DRAWS_S = 32, 8, 0.5
+"""Most and fewest draws of values that draw random numbers, and the seconds after which no further one starts."""
+_LIMIT_S = 3.0
+"""Seconds after which no further samples or weights are tried."""
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
 _TOLERANCE_OF_DRAWS = 0.1
 """Tolerance of values that draw random numbers: detectors that sample proposals have means but for their sampling."""
@@ -113,7 +115,7 @@ def _examine(context: TrainContext, module: nn.Module, *, split: Split | None) -
     if len(values.groups[0]) < 2:
         return []
     with values.computing():
-        first, names = values.whole(0, 0), values.names
+        first, names = values.whole(0, 1), values.names
         evaluates_itself = isinstance(context.task, OwnEvaluation)
         if names == ("loss",) and not evaluates_itself:
             return []
@@ -130,36 +132,44 @@ class _Comparison:
         self._found: dict[str, _Found] = {}
 
     def run(self, first: Tensor) -> list[_Found]:
-        """Compare samples that differ and ordinary ones, and again at weights where the values differ."""
+        """Compare samples that differ and ordinary ones, also at weights where the values differ.
+
+        ``first``: values of the first samples under another seed than 0.
+        """
         values, is_sharded = self._values, self._context.sharded is not None
-        other = values.whole(0, 1)
-        is_random = bool(((other - first).abs() > self._tolerance * first.abs() + _FLOOR).any())
-        if is_sharded and is_random:  # ranks compute together, so that none may draw more often
-            return []
-        for group in range(1 if is_sharded else len(values.groups)):
-            if group and time.monotonic() - self._started > _GROUPS_S:
+        draw = values.draw(0, 0)
+        is_random = bool(((draw.whole - first).abs() > self._tolerance * first.abs() + _FLOOR).any())
+        if is_sharded:  # ranks compute together, so that none may compute more often
+            self._judge([] if is_random else [draw])
+            return list(self._found.values())
+        for group in range(len(values.groups)):
+            if group and not self._has_time():
                 break
             draws = self._drawn(group, is_random=is_random)
-            if not all(bool(one.weights.all()) for one in draws):  # a part without weight counts nowhere
-                continue
             self._judge(draws)
-            if not (is_sharded or bool(_differs(draws).all())):
+            if not all(map(_differs, draws)):
                 self._judge_at_other_weights(group, is_random=is_random)
         return list(self._found.values())
 
     def _judge_at_other_weights(self, group: int, *, is_random: bool) -> None:
         for noise in _NOISE:
+            if not self._has_time():
+                return
             with perturbed(self._context.trained, scale=noise):
                 draws = self._drawn(group, is_random=is_random)
             if all(bool(one.whole.isfinite().all() and one.parts.isfinite().all()) for one in draws):
                 self._judge(draws)
                 return
 
+    def _has_time(self) -> bool:
+        return time.monotonic() - self._started < _LIMIT_S
+
     def _drawn(self, group: int, *, is_random: bool) -> list[Draw]:
+        """Compute a group once, or several times if it draws random numbers; nothing if there is no time for that."""
         draws, started = [self._values.draw(group, 0)], time.monotonic()
         while is_random and len(draws) < _DRAWS and time.monotonic() - started < _DRAWS_S:
             draws.append(self._values.draw(group, len(draws)))
-        return draws
+        return [] if is_random and len(draws) < _FEWEST_DRAWS else draws
 
     @property
     def _tolerance(self) -> float:
@@ -167,7 +177,9 @@ class _Comparison:
         return max(least, _ROUNDINGS * self._values.rounding)
 
     def _judge(self, draws: Sequence[Draw]) -> None:
-        """Note the values that aren't means; those that aren't finite show nothing."""
+        """Note the values that aren't means; those that aren't finite, or of parts without weight, show nothing."""
+        if not draws or not all(bool(one.weights.all()) for one in draws):
+            return
         whole = torch.stack([one.whole for one in draws]).mean(0)
         mean = torch.stack([_mean(one.parts, one.weights) for one in draws]).mean(0)
         is_mean = _is_mean(draws, _itself, tolerance=self._tolerance)
@@ -199,10 +211,9 @@ def _is_mean(
     return (whole - parts).mean(0).abs() <= relative * scale + _ERRORS * error + _FLOOR
 
 
-def _differs(draws: Sequence[Draw]) -> Tensor:
-    """Return for each value whether its parts differ so much that a root would show."""
-    first = draws[0]
-    return (first.parts - first.whole).abs().amax(0) > _SPREAD * first.whole.abs()
+def _differs(draw: Draw) -> bool:
+    """Return True if the parts differ so much in each value that a root would show."""
+    return bool(((draw.parts - draw.whole).abs().amax(0) > _SPREAD * draw.whole.abs()).all())
 
 
 def _mean(parts: Tensor, weights: Tensor) -> Tensor:
