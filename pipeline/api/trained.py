@@ -17,6 +17,7 @@ from pipeline.recording import runs
 from pipeline.recording.folder import EXPERIMENT_NAME
 from pipeline.system.imports import importable
 from pipeline.training.exported_model import trained_model
+from pipeline.training.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Trained:
 
         Raises:
             UsageError: there is no such run, it has no trained model, or its weights don't fit the model of today.
-            ExperimentError: the model can't be built.
+            ExperimentError: the model can't be built, or no longer computes what was evaluated.
         """
         folder = runs.find(str(run), Path(directory))
         weights = folder / WEIGHTS
@@ -48,7 +49,12 @@ class Trained:
         try:
             with explained(experiment.file), importable(Path.cwd()):
                 values = torch.load(weights, map_location="cpu", weights_only=True)
-                model = trained_model(experiment.file.experiment, values, allowed=allowed_packages())
+                model = trained_model(
+                    experiment.file.experiment,
+                    values,
+                    allowed=allowed_packages(),
+                    reference=Reference.load(folder),
+                )
         except (OSError, RuntimeError, LookupError, EOFError, UnpicklingError) as error:
             cause = " ".join(str(error).split())[:300]
             raise UsageError(

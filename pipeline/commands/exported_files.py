@@ -139,6 +139,8 @@ def write_files(exported: Exported, model: "PortableModel", *, experiment: Exper
 
 
 def _texts(exported: Exported, experiment: Experiment, *, target: str) -> dict[str, str]:
+    from pipeline.training.parts import model_seed
+
     inputs = exported.inputs
     given = inputs if isinstance(inputs, Mapping) else {"": inputs} if inputs is not None else {}
     script = loader_script(
@@ -147,6 +149,7 @@ def _texts(exported: Exported, experiment: Experiment, *, target: str) -> dict[s
         target=target,
         is_double=exported.precision == "fp64",
         inputs={name: ((2, *(size or 1 for size in one.shape[1:])), one.dtype) for name, one in given.items()},
+        seed=model_seed(experiment),
     )
     about = json.dumps(exported.model_dump(mode="json"), indent=1)
     return {DESCRIPTION: f"{about}\n", LOADER: script, EXPERIMENT: to_yaml(experiment)}

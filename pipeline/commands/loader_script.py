@@ -5,10 +5,13 @@ from collections.abc import Mapping, Sequence
 _SAFETENSORS = """\
 import json
 import os
+import random
 import re
 from pathlib import Path
 from pkgutil import resolve_name
 
+import numpy
+import torch
 from safetensors.torch import load_file
 
 FOLDER = Path(__file__).parent
@@ -26,7 +29,15 @@ def build(value):
     return [build(inner) for inner in value] if isinstance(value, list) else value
 
 
+# The constructor draws the numbers of the training, and leaves no trace in the generators.
+states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+random.seed(SEED)
+numpy.random.seed(SEED % 2**32)
+torch.default_generator.manual_seed(SEED)
 model = build(json.loads((FOLDER / "model.json").read_text())["model"])CAST
+random.setstate(states[0])
+numpy.random.set_state(states[1])
+torch.set_rng_state(states[2])
 model.load_state_dict(load_file(FOLDER / "model.safetensors"))
 model.eval()
 """
@@ -52,7 +63,13 @@ _BODIES = {"safetensors": _SAFETENSORS, "torch-export": _TORCH_EXPORT, "onnx": _
 
 
 def loader_script(
-    form: str, *, origin: str, target: str, is_double: bool, inputs: Mapping[str, tuple[Sequence[int], str]]
+    form: str,
+    *,
+    origin: str,
+    target: str,
+    is_double: bool,
+    inputs: Mapping[str, tuple[Sequence[int], str]],
+    seed: int = 0,
 ) -> str:
     """Return the text of the script.
 
@@ -62,8 +79,9 @@ def loader_script(
         target: class or function that builds the model.
         is_double: True for weights in fp64.
         inputs: shape of a batch, and its type, e.g. "float32", by name; "" is a single tensor, empty if unknown.
+        seed: seed of the random numbers that the model's constructor draws.
     """
-    body = _BODIES[form].replace("CAST", ".double()" if is_double else "")
+    body = _BODIES[form].replace("CAST", ".double()" if is_double else "").replace("SEED", str(seed))
     opening = f'"""{target}, written by pipeline export: `from load import model`.\n\n{origin}.\n"""\n'
     return f"{opening}\n{_needs(form, target)}{body}{_call(form, inputs=inputs)}"
 

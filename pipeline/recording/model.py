@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.uris import without_credentials
+from pipeline.errors import PipelineError
 from pipeline.protocol.events import ModelExported, ModelSaved
 from pipeline.recording.model_folder import PROGRAM, first_line, source
 
@@ -64,6 +65,9 @@ def _log_model(
         path = Path(temporary) / NAME
         try:
             found = source(saved, exported, folder=folder)
+        except PipelineError as error:
+            warn(f"the model isn't logged to MLflow. {error}")
+            return
         except Exception as error:  # noqa: BLE001 - user code; the run itself is fine
             _log.warning("the model can't be rebuilt", exc_info=error)
             warn(f"the model isn't logged to MLflow, it can't be rebuilt: {first_line(error)}")

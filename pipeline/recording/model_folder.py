@@ -109,26 +109,28 @@ class Module:
         """Build the model.
 
         Raises:
-            ExperimentError: the model's component can't be built in this process.
+            ExperimentError: the model's component can't be built in this process, or computes something else now.
             RuntimeError: the weights belong to another model.
         """
         import torch
 
         from pipeline.config.targets import allowed_packages
         from pipeline.training.exported_model import trained_model
+        from pipeline.training.reference import Reference
 
         experiment = Experiment.model_validate(yaml.safe_load((folder / "experiment.yaml").read_text()))
         weights: Mapping[str, torch.Tensor] = torch.load(folder / event.weights, map_location="cpu", weights_only=True)
         example: Example = torch.load(folder / event.example, map_location="cpu", weights_only=True)
-        return cls(trained_model(experiment, weights, allowed=allowed_packages()), example)
+        reference = Reference.load(folder)
+        return cls(trained_model(experiment, weights, allowed=allowed_packages(), reference=reference), example)
 
     @property
     def inputs(self) -> "Arrays":
         """A small batch of its inputs, by name if they have names."""
-        if isinstance(self.example, dict):
-            return {name: tensor.numpy() for name, tensor in self.example.items()}
-        array: Array = self.example.numpy()
-        return array
+        from pipeline.training.exported_model import as_arrays
+
+        arrays: Arrays = as_arrays(self.example)
+        return arrays
 
     def write(self, path: Path, *, model: "Model", warn: Callable[[str], None]) -> None:
         """Write the folder as MLflow does."""

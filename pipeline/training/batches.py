@@ -115,6 +115,8 @@ class Batches:
     def placed(self, batch: Any) -> Any:
         """Return a loader's batch as the model takes it: on the device, in the experiment's type and memory format."""
         memory_format = _MEMORY_FORMATS[self._experiment.train.memory_format]
+        if self._device.type == "cpu" and self.dtype is None and memory_format is torch.contiguous_format:
+            return batch  # as it is, of any type; it comes from a loader
         return to_device(batch, device=self._device, dtype=self.dtype, memory_format=memory_format)
 
     def micro_batches(self, epoch: int, *, first: int = 0) -> Iterator[MicroBatch]:

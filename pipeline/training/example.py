@@ -1,6 +1,8 @@
-"""Example inputs of a trained model, for its signature and its export."""
+"""Example inputs of a trained model, for its signature and its export, and what it computes for them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -9,33 +11,65 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from pipeline.tasks import FromModel
-from pipeline.training.context import TrainContext
+from pipeline.training.context import DTYPES, TrainContext
+from pipeline.training.data_source import runtime
+from pipeline.training.evaluation import evaluation_module
 from pipeline.training.exported_model import Example
 from pipeline.training.loader import to_device
+from pipeline.training.reference import ModelCall, Reference, record
 
+_CPU = torch.device("cpu")
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def example_of(context: TrainContext) -> Example | None:
-    """Return the model's inputs for two training samples: those that the task calls it with.
-
-    On all ranks, as the task may let them communicate. A task that calls only parts of the model, as a GAN's, is taken
-    to call the whole with the batch's first part.
+    """Return the model's inputs for two training samples, on the CPU: those that the task calls it with. Collective.
 
     Returns:
         A tensor; or several tensors, or any given by keyword, by their names; None if the inputs aren't tensors.
     """
+    call = _call_of(context)
+    example = _by_name(context.model, *call) if call is not None else None
+    return None if example is None or not len(example) else example
+
+
+def reference_of(context: TrainContext, example: Example | None) -> Reference:
+    """Record what the model computes for its example inputs, with the weights that it has now. Collective.
+
+    Without an example, it is called with what the task calls it with, such as a list of images.
+    """
+    call = ModelCall.of(example) if example is not None else _call_of(context)
+    module, is_lower = evaluation_module(context), context.experiment.train.precision in DTYPES
+    is_exact = context.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+    module.eval()
+    reference = record(
+        module,
+        call,
+        placed=context.batches.placed(call) if call is not None else None,
+        device=context.device,
+        is_exact=is_exact and not (is_lower and context.sharded is not None),  # which casts by itself
+        runtime=runtime(context.trial, order=context.order, rank=context.rank),
+    )
+    context.wrapped.train()
+    return reference
+
+
+def _call_of(context: TrainContext) -> ModelCall | None:
+    """Return the task's call of the model for two training samples, on the CPU; None if it can't be found.
+
+    On all ranks, as the task may let them communicate. A task that calls only parts of the model, as a GAN's, is taken
+    to call the whole with the batch's first part.
+    """
     batch = context.batches.read(list(range(min(2, context.order.set_size))))
-    inputs: Any
     if isinstance(context.task, FromModel) and isinstance(batch, Mapping):
-        inputs = context.task.inputs(batch)
+        call = ModelCall((), context.task.inputs(batch))
     elif (called := _call(context, batch)) is not None:
-        inputs = _by_name(context.model, *called.given)
-    else:
-        inputs = batch[0] if isinstance(batch, tuple | list) and batch else None
-    if not isinstance(inputs, Tensor | dict) or not len(inputs):
+        call = ModelCall(*called.given)
+    elif not isinstance(batch, tuple | list) or not batch:
         return None
-    moved: Example = to_device(inputs, device=torch.device("cpu"), dtype=context.batches.dtype)
+    else:
+        call = ModelCall.of(batch[0])
+    moved: ModelCall = to_device(call, device=_CPU, dtype=context.batches.dtype)
     return moved
 
 
@@ -60,14 +94,15 @@ def _call(context: TrainContext, batch: Any) -> _Called | None:
     """Return the task's first call of the model for a batch; None if it calls only parts of it."""
     task: Callable[..., Any] = context.task
     state = () if context.carried is None else (None,)
-    try:
-        output = task(_StandIn(), context.batches.placed(batch), *state)
-        if isinstance(output, Iterator):  # several optimizers: a task runs when it is asked for a loss
-            next(output, None)
-    except _Called as called:
-        return called
-    except Exception:  # noqa: BLE001 - a task that has trained misses parts of the model here, and may raise anything
-        return None
+    # A task with tensors on the GPU, such as a mean to subtract, needs the batch there.
+    for place in (partial(to_device, device=_CPU, dtype=context.batches.dtype), context.batches.placed):
+        with suppress(Exception):  # a task that has trained misses parts of the model here, and may raise anything
+            try:
+                output = task(_StandIn(), place(batch), *state)
+                if isinstance(output, Iterator):  # several optimizers: a task runs when it is asked for a loss
+                    next(output, None)
+            except _Called as called:
+                return called
     return None
 
 
@@ -78,10 +113,12 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         args = args[:-1]
     if len(args) == 1 and not kwargs:
         return args[0] if isinstance(args[0], Tensor) else None
-    try:
-        names = [name for name, one in signature(model.forward).parameters.items() if one.kind in _NAMED]
-    except ValueError:  # a traced program of TorchScript has none
-        return None
+    names: list[str] = []
+    if args:
+        try:
+            names = [name for name, one in signature(model.forward).parameters.items() if one.kind in _NAMED]
+        except ValueError:  # a traced program of TorchScript has none
+            return None
     given = [*zip(names, args, strict=False), *kwargs.items()]
     named = {name: one for name, one in given if one is not None}
     is_whole = len(names) >= len(args)  # a model of any number of arguments has no names for them

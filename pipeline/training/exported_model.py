@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
 from types import MappingProxyType
@@ -12,8 +13,11 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from pipeline.config.components import build
+from pipeline.config import components
 from pipeline.config.schema import Experiment
+from pipeline.training.parts import seeded_model
+from pipeline.training.randomness import generators_kept
+from pipeline.training.reference import Reference, check
 
 
 def trained_model(
@@ -21,22 +25,31 @@ def trained_model(
     weights: Mapping[str, torch.Tensor],
     *,
     allowed: tuple[str, ...],
+    reference: Reference | None = None,
     runtime: Mapping[str, int] = MappingProxyType({}),
 ) -> nn.Module:
     """Build the model again, without what a strategy has added, with these weights: on the CPU, in evaluation mode.
 
-    ``runtime`` has the values of ``${total_steps}`` and the like, by name.
+    Args:
+        experiment: the experiment of the training.
+        weights: the trained weights.
+        allowed: packages that a ``_target_`` may name.
+        reference: what the evaluated model computes; None: it isn't compared, as in runs of earlier versions.
+        runtime: values of ``${total_steps}`` and the like, by name; those of the reference are used if it has some.
 
     Raises:
-        ExperimentError: the model's component can't be built in this process.
+        ExperimentError: the model's component can't be built in this process, or computes something else now.
         RuntimeError: the weights belong to another model.
     """
-    with torch.random.fork_rng(devices=()):
-        module: nn.Module = build(experiment.model, key="model", allowed=allowed, runtime=runtime)
-    tensors = (value for value in weights.values() if isinstance(value, torch.Tensor))  # not extra state
-    precision = next((value.dtype for value in tensors if value.is_floating_point()), None)
-    module.to(device="cpu", dtype=precision).load_state_dict(weights)
-    return module.eval()
+    known = reference.runtime if reference is not None else runtime
+    with generators_kept():
+        create = partial(components.build, allowed=allowed, runtime=known)
+        module = seeded_model(create, experiment, device=torch.device("cpu"))
+    module.load_state_dict(weights)
+    module.eval()
+    if reference is not None:
+        check(module, reference)
+    return module
 
 
 Example = torch.Tensor | dict[str, torch.Tensor]
@@ -48,8 +61,20 @@ def predicted(module: nn.Module, example: Example) -> Any:
     with torch.no_grad():
         output = module(**example) if isinstance(example, dict) else module(example)
     if isinstance(output, Mapping):
-        return {name: value.numpy() for name, value in output.items() if isinstance(value, torch.Tensor)}
-    return output.numpy() if isinstance(output, torch.Tensor) else None
+        return {name: _array(value) for name, value in output.items() if isinstance(value, torch.Tensor)}
+    return _array(output) if isinstance(output, torch.Tensor) else None
+
+
+def as_arrays(example: Example) -> Any:
+    """Return inputs as arrays, by name if they have names."""
+    if isinstance(example, dict):
+        return {name: _array(tensor) for name, tensor in example.items()}
+    return _array(example)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    known: np.ndarray[Any, Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return known
 
 
 def export(module: nn.Module, example: Example, *, program: Path, samples: Path) -> None:
@@ -64,7 +89,7 @@ def export(module: nn.Module, example: Example, *, program: Path, samples: Path)
     Raises:
         Exception: whatever torch.export can't trace in a user's model.
     """
-    arrays = {**_named("inputs", _arrays(example)), **_named("outputs", predicted(module, example))}
+    arrays = {**_named("inputs", as_arrays(example)), **_named("outputs", predicted(module, example))}
     write_program(module, example, program)
     np.savez(samples, **arrays)
 
@@ -117,12 +142,6 @@ class _PlainOutputs(nn.Module):
         named = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         forward.__signature__ = Signature(named)  # type: ignore[attr-defined]
         self.forward = forward
-
-
-def _arrays(example: Example) -> Any:
-    if isinstance(example, dict):
-        return {name: tensor.numpy() for name, tensor in example.items()}
-    return example.numpy()
 
 
 def _named(kind: str, values: Any) -> dict[str, Any]:

@@ -168,13 +168,12 @@ def to_device(
     dtype: torch.dtype | None,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Any:
-    """Move a batch to the device without blocking the host; cast real and complex tensors to ``dtype``, if given.
+    """Move a batch to the device; cast real and complex tensors to ``dtype``, if given.
 
-    ``channels_last`` applies to tensors of four dimensions only, which are taken for images. Other objects with a
-    method ``to``, such as the batches of PyTorch Geometric, are moved as a whole and keep their types.
+    Copies to a GPU do not block the host. ``channels_last`` applies to tensors of four dimensions only, which are taken
+    for images. Other objects with a method ``to``, such as the batches of PyTorch Geometric, are moved as a whole and
+    keep their types.
     """
-    if device.type == "cpu" and dtype is None and memory_format is torch.contiguous_format:
-        return batch
 
     def move(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):

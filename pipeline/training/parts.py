@@ -52,7 +52,18 @@ def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any,
 
 def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn.Module:
     """Build the model on the device, in the precision of its parameters."""
-    seed_all(mix(experiment.seed, "model"))  # equal on all ranks, whatever the data drew
+    placed = seeded_model(create, experiment).to(device)
+    if experiment.train.memory_format == "channels_last":
+        placed.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # missing in torch's stubs
+    return placed
+
+
+def seeded_model(create: Create, experiment: Experiment, *, device: torch.device | None = None) -> nn.Module:
+    """Build the model on the CPU, with the same random numbers on all ranks and each time that it is built.
+
+    ``device`` limits the seeded generators, see `seed_all`.
+    """
+    seed_all(model_seed(experiment), device=device)  # whatever the data drew
     model = create(experiment.model, key="model")
     if not isinstance(model, nn.Module):
         raise ExperimentError.of(
@@ -67,12 +78,12 @@ def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ExperimentError.of("model", f"{experiment.model.target} has no trainable parameters; nothing to train")
-    placed = model.to(device)
-    if experiment.train.precision == "fp64":
-        placed = in_double(placed)
-    if experiment.train.memory_format == "channels_last":
-        placed.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # missing in torch's stubs
-    return placed
+    return in_double(model) if experiment.train.precision == "fp64" else model
+
+
+def model_seed(experiment: Experiment) -> int:
+    """Return the seed of the random numbers that the model's constructor draws."""
+    return mix(experiment.seed, "model")
 
 
 def outline(create: Create, experiment: Experiment, *, with_task: bool) -> tuple[nn.Module, nn.Module | None]:

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,8 +14,10 @@ from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.protocol.events import EXAMPLE, WEIGHTS
 from pipeline.protocol.trial import Evaluation, Rank
 from pipeline.training.data_source import runtime
-from pipeline.training.example import example_of
+from pipeline.training.evaluation import resulting_weights
+from pipeline.training.example import example_of, reference_of
 from pipeline.training.exported_model import Example, trained_model, write_onnx, write_program
+from pipeline.training.reference import Reference
 from pipeline.training.restored import epoch_of, restored, whole_weights
 from pipeline.wording import first_line
 
@@ -36,6 +38,8 @@ class PortableModel:
     weights: Mapping[str, Tensor]
     example: Example | None
     """Inputs of two samples; None if they are no tensors."""
+    reference: Reference | None
+    """What the evaluated model computes; None for a run of an earlier version."""
     runtime: Mapping[str, int]
     """Values of ``${total_steps}`` and the like, by name."""
     epoch: int
@@ -45,11 +49,13 @@ class PortableModel:
         """Build the model on the CPU, in evaluation mode.
 
         Raises:
-            ExperimentError: its component can't be built.
+            ExperimentError: its component can't be built, or computes something else than what was evaluated.
             UsageError: the weights belong to another model.
         """
         try:
-            return trained_model(self.experiment, self.weights, allowed=self.allowed, runtime=self.runtime)
+            return trained_model(
+                self.experiment, self.weights, allowed=self.allowed, reference=self.reference, runtime=self.runtime
+            )
         except RuntimeError as error:
             said = " ".join(str(error).split())[:300]
             raise UsageError(
@@ -67,7 +73,9 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
     rank = Rank()
     try:
         context, manifest, _ = restored(trial, rank=rank)
-        example = example_of(context)
+        example, weights = example_of(context), whole_weights(context)
+        with resulting_weights(context):
+            reference = reference_of(context, example)
     except PipelineError:
         raise
     except Exception as error:  # user code may raise anything
@@ -76,8 +84,9 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
     return PortableModel(
         experiment=trial.experiment,
         allowed=trial.allowed,
-        weights=whole_weights(context),
+        weights=weights,
         example=example,
+        reference=replace(reference, runtime=known),
         runtime=known,
         epoch=epoch_of(manifest),
     )
@@ -95,10 +104,17 @@ def of_result(
     try:
         tensors: Mapping[str, Tensor] = torch.load(weights, map_location="cpu", weights_only=True)
         inputs = torch.load(example, map_location="cpu", weights_only=True) if example.exists() else None
+        reference = Reference.load(folder)
     except Exception as error:  # whatever torch raises for a damaged file
         raise UsageError(f"{weights} can't be read: {first_line(error)}; write --checkpoint last") from error
     return PortableModel(
-        experiment=experiment, allowed=allowed, weights=tensors, example=inputs, runtime=runtime, epoch=epoch
+        experiment=experiment,
+        allowed=allowed,
+        weights=tensors,
+        example=inputs,
+        reference=reference,
+        runtime=runtime,
+        epoch=epoch,
     )
 
 

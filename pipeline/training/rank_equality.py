@@ -4,6 +4,7 @@ Ranks exchange fingerprints in place of values. With a single rank, nothing is c
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Number
@@ -115,6 +116,23 @@ def differing(values: Mapping[str, Tensor], *, rank: Rank) -> list[str]:
 def prints(values: Mapping[str, Tensor]) -> Prints:
     """Return fingerprints of tensors by their names."""
     return dict(chain.from_iterable(_leaves(value, name, with_text=False) for name, value in values.items()))
+
+
+def attribute_prints(module: nn.Module) -> Prints:
+    """Return fingerprints of attributes and of buffers that aren't persistent: what a state_dict lacks."""
+    prints = dict(_attributes(module))
+    for name, inner in module.named_modules():
+        for buffer in inner._non_persistent_buffers_set:
+            place = f"{name}.{buffer}" if name else buffer
+            prints |= _leaves(getattr(inner, buffer), place, with_text=False)
+    return prints
+
+
+def hash_hint() -> str:
+    """Return what to do about the order of sets, for messages; empty where all processes have the same hashes."""
+    if os.environ.get("PYTHONHASHSEED", "random") != "random":
+        return ""
+    return ". If it iterates over a set of texts, sort them, or set PYTHONHASHSEED to a number for all processes"
 
 
 def fingerprint(value: Any) -> str:

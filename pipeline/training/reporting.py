@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.protocol.events import (
     EXAMPLE,
+    REFERENCE,
     WEIGHTS,
     ArtifactSaved,
     FirstStep,
@@ -29,12 +30,13 @@ from pipeline.training import frozen, gradient_hooks
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import full_state_dict, resulting_weights
-from pipeline.training.example import example_of
+from pipeline.training.example import example_of, reference_of
 from pipeline.training.exported_model import export, trained_model
 from pipeline.training.learned import kept, trainable
 from pipeline.training.matmul_precision import matmul_precision
 from pipeline.training.metrics import Curve
 from pipeline.training.norms import local
+from pipeline.training.reference import Reference
 from pipeline.wording import counted
 
 _PROGRAM, _SAMPLES = "model/model.pt2", "model/example.npz"
@@ -157,11 +159,11 @@ def gradient_mb(model: nn.Module) -> float:
 
 
 def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | None = None) -> None:
-    """Send the trained weights, and an example input for the model's signature; keep both in ``folder``. Collective.
+    """Send the trained weights, example inputs, and the model's outputs for them; keep all in ``folder``. Collective.
 
     ``best`` is the step that the weights are of; None for the last.
     """
-    weights, example = folder / WEIGHTS, folder / EXAMPLE
+    weights, example, reference = folder / WEIGHTS, folder / EXAMPLE, folder / REFERENCE
     weights.parent.mkdir()
     beside = "model/loss.pt" if context.experiment.task is None else "model/task.pt"
     with resulting_weights(context):
@@ -169,20 +171,22 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | N
         if context.rank.is_first:
             torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(state)), weights)  # with extra state
             _save_learned(context, folder / beside)
-    is_logged = context.experiment.tracking.log_model
-    inputs = example_of(context) if is_logged else None
+        inputs = example_of(context)
+        computed = reference_of(context, inputs)
     if not context.rank.is_first:
         return
     outbox.file(weights, WEIGHTS)
     if trainable(context.learned):
         outbox.file(folder / beside, beside)
-    if not is_logged:
-        return
-    if trainable(context.learned):
-        outbox.event(ArtifactSaved(trial=context.trial.name, path=beside))
     if inputs is not None:
         torch.save(inputs, example)
         outbox.file(example, EXAMPLE)
+    computed.save(reference, has_example=inputs is not None)
+    outbox.file(reference, REFERENCE)
+    if not context.experiment.tracking.log_model:
+        return
+    if trainable(context.learned):
+        outbox.event(ArtifactSaved(trial=context.trial.name, path=beside))
     place = "" if inputs is None else EXAMPLE
     step = best.step if best else None
     to = context.experiment.tracking.register_model
@@ -193,14 +197,16 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | N
 def exported_model(trial: Training, outbox: Outbox, *, folder: Path) -> None:
     """Export the model whose weights and example are in ``folder``, if both are, and send it.
 
-    A model that can't be exported is left to the process that writes to MLflow, which warns of it.
+    A model that can't be exported, or computes something else when it is built again, is left to the process that
+    writes to MLflow, which warns of it.
     """
     weights, example, program, samples = (folder / name for name in (WEIGHTS, EXAMPLE, _PROGRAM, _SAMPLES))
-    if not trial.exports or not example.exists():
+    if not (trial.exports and trial.experiment.tracking.log_model and example.exists()):
         return
     try:
         with ProgressReporter("exporting the model"):
-            module = trained_model(trial.experiment, torch.load(weights), allowed=trial.allowed)
+            reference = Reference.load(folder)
+            module = trained_model(trial.experiment, torch.load(weights), allowed=trial.allowed, reference=reference)
             export(module, torch.load(example), program=program, samples=samples)
     except Exception as error:  # noqa: BLE001 - user code, and whatever torch.export can't trace
         _log.warning("the model can't be exported", exc_info=error)

@@ -243,6 +243,56 @@ class Partial(torch.optim.SGD):
         super().__init__(list(parameters)[:1], lr=lr)
 
 
+class DrawnScales(nn.Linear):
+    """Scales of three generators outside the state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.plain, self.array = torch.rand(3) + 1, np.random.rand(3)
+        self.register_buffer("buffer", torch.full((3,), random.random()), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(
+            (inputs * self.plain * self.buffer).to(inputs.dtype) * torch.from_numpy(self.array).float()
+        )
+
+
+class Adapted(nn.Linear):
+    """A frozen base in bf16, and an adapter in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.base = nn.Linear(3, 1).bfloat16().requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + self.base(inputs.bfloat16()).float()
+
+
+class CountedCalls(nn.Linear):
+    """Each call of the training, or each call, changes what it computes."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__(3, 1)
+        self.always, self.calls = always, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training or self.always
+        return super().forward(inputs) * (1 + self.calls)
+
+
+class Centered(nn.Linear):
+    """Subtracts a running mean, which the state_dict lacks."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.5).add_(inputs.detach().mean(0) + 1)
+        return super().forward(inputs - self.mean)
+
+
 def dropout_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
 

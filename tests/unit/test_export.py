@@ -1,6 +1,8 @@
 """``pipeline export``: files of a trained model, and a script that loads them where ``pipeline`` can't be imported."""
 
 import json
+import random
+import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -9,12 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
 from toy_runs import toy_run
-from toys import ComparedNet
+from toys import ComparedNet, regression
 
+from pipeline import Trained
 from pipeline.commands import export as exporting
 from pipeline.commands.export import export, refuse
 from pipeline.commands.exported_files import Exported, Inputs
@@ -22,8 +26,10 @@ from pipeline.commands.loader_script import loader_script
 from pipeline.config.load import load
 from pipeline.config.targets import BUILT_IN
 from pipeline.driver import preflight
-from pipeline.errors import ResourceError, UsageError
-from pipeline.protocol.events import EXAMPLE
+from pipeline.errors import ExperimentError, ResourceError, UsageError
+from pipeline.protocol.events import EXAMPLE, REFERENCE, WEIGHTS, Finished, ModelSaved
+from pipeline.recording import journal
+from pipeline.recording.model_folder import Module
 from pipeline.training.checkpoints.manifest import folder_name
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 2}
@@ -86,7 +92,7 @@ def test_the_files_describe_themselves(run: Path, tmp_path: Path) -> None:
     assert about["inputs"] == {"shape": [None, 3], "dtype": "float64"}
     assert about["model"] == {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1}
     assert load(tmp_path / "out" / "experiment.yaml").experiment == load(run / "experiment.yaml").experiment
-    assert (tmp_path / "out" / "load.py").read_text().count("\n") < 40
+    assert (tmp_path / "out" / "load.py").read_text().count("\n") < 60
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch-export"])
@@ -112,6 +118,76 @@ def test_run_time_values_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert exported(folder, tmp_path / "one").model["width"] == 6
     assert exported(folder, tmp_path / "two", checkpoint="last").model["width"] == 6
     assert load_file(tmp_path / "one" / "model.safetensors")["first.weight"].shape == (6, 3)
+
+
+# The model that was evaluated
+
+
+def loss(model: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    inputs, targets = regression()[1].tensors  # type: ignore[union-attr]
+    dtype = next(model.parameters()).dtype if isinstance(model, torch.nn.Linear) else torch.float32
+    with torch.no_grad():
+        return torch.nn.functional.mse_loss(model(inputs.to(dtype)), targets).item()
+
+
+def evaluated(folder: Path) -> float:
+    (*_, last) = (event for event in journal.read(folder / journal.FILE_NAME) if isinstance(event, Finished))
+    return last.result.metrics["validation/loss"]
+
+
+@pytest.mark.parametrize("name", ["DrawnScales", "Adapted"])
+def test_what_leaves_computes_what_was_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Drawn again with the training's seed, in the types that the constructor chose; no generator is left changed."""
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, model={"_target_": f"toys.{name}"}, train={"precision": "fp32"}, exports=True)
+    exported(folder, tmp_path / "weights")
+    exported(folder, tmp_path / "checkpoint", "torch-export", checkpoint="last")
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    models = [
+        Trained.load(folder).model,
+        runpy.run_path(str(tmp_path / "weights" / "load.py"))["model"],
+        Module.of(ModelSaved(trial="main", weights=WEIGHTS, example=EXAMPLE), folder=folder).module,
+        torch.export.load(tmp_path / "checkpoint" / "model.pt2").module(),
+        torch.export.load(folder / "model" / "model.pt2").module(),
+    ]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before[1:]
+    assert [loss(model) for model in models] == pytest.approx([evaluated(folder)] * 5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"_target_": "toys.CountedCalls", "always": False},
+            "The state_dict lacks calls, whose value differs",
+        ),
+        ({"_target_": "toys.CountedCalls", "always": True}, "Each call changes calls, and with it the outputs"),
+        ({"_target_": "toys.Centered"}, "The state_dict lacks mean, whose value differs"),
+    ],
+)
+def test_a_model_that_differs_from_the_evaluated_one_does_not_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, model=model, exports=True)
+    expected = rf"model: built again from its weights, it differs from the evaluated model\. {message}"
+    for leave in (
+        partial(exported, folder, tmp_path / "result"),
+        partial(Trained.load, folder),
+        partial(Module.of, ModelSaved(trial="main", weights=WEIGHTS, example=EXAMPLE), folder=folder),
+    ):
+        with pytest.raises(ExperimentError, match=expected):
+            leave()
+    assert sorted(path.name for path in (folder / "model").iterdir()) == ["example.pt", "reference.pt", "weights.pt"]
+    assert not (tmp_path / "result").exists()
+
+
+def test_a_run_of_before_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, model={"_target_": "toys.Centered"})
+    (folder / REFERENCE).unlink()
+    assert Trained.load(folder).model.mean.eq(0).all()  # type: ignore[operator, union-attr]
 
 
 # What can't work
@@ -220,7 +296,8 @@ def test_weights_without_a_checkpoint_of_their_step_are_the_result(
 
 def test_of_streamed_data_only_the_result_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, tracking={"log_model": False})  # without example inputs
+    folder = toy_run(tmp_path)
+    (folder / EXAMPLE).unlink()
     file = load(folder / "experiment.yaml")
     assert exported(folder, tmp_path / "read").inputs is not None
     data = file.experiment.data.model_copy(update={"target": "pipeline.data.streamed"})

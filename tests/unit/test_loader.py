@@ -285,3 +285,13 @@ def test_only_floating_point_inputs_are_cast() -> None:
 
     assert (moved["x"].dtype, moved["n"][0].dtype, moved["name"]) == (torch.float64, torch.int32, "a")
     assert to_device(batch, device=torch.device("cpu"), dtype=None)["x"].dtype is torch.float32
+
+
+def test_a_batch_of_a_gpu_is_copied_to_the_cpu_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for the GPU, from which there is nothing to copy."""
+    copies: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *given, **options: copies.append((*given, options)) or self)
+    for device in ("cpu", "meta"):
+        to_device([torch.zeros(2, device="meta")], device=torch.device(device), dtype=None)
+
+    assert [(copy[0].type, copy[-1]["non_blocking"]) for copy in copies] == [("cpu", False), ("meta", True)]

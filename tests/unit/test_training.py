@@ -364,14 +364,14 @@ def test_inputs_that_are_not_only_tensors_leave_the_weights_alone() -> None:
     saved = outbox.events[-2]
     assert isinstance(saved, ModelSaved)
     assert saved.example == ""
-    assert list(outbox.files) == ["model/weights.pt"]
+    assert list(outbox.files) == ["model/weights.pt", "model/reference.pt"]
 
 
 def test_a_model_that_is_not_to_be_logged_is_still_sent() -> None:
     _, outbox = toys.trained(tracking={"log_model": False})
 
     assert outbox.kinds()[-2:] == ["metrics", "trained"]
-    assert list(outbox.files) == ["model/weights.pt"]
+    assert list(outbox.files) == ["model/weights.pt", "model/example.pt", "model/reference.pt"]
 
 
 def regression(**arguments: Any) -> dict[str, Any]:
