@@ -47,7 +47,7 @@ def run(
         baseline: True to measure the baseline of the speedup, too.
         train_only: True to measure nothing: no baseline, no parts of a step, no advice.
         resume: the interrupted run to resume: "latest", the beginning of its id, or its folder.
-        allow_changed: True if the experiment of the resumed run may differ.
+        allow_changed: True if the experiment and the data of the resumed run may differ.
         quiet: True to show warnings only.
         verbose: True to show the workers' output.
 

@@ -59,7 +59,9 @@ Quick = Annotated[
     bool,
     typer.Option("--quick", help="Train 2 steps, evaluate and save once, to see whether the experiment works."),
 ]
-AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Continue even if the experiment has changed.")]
+AllowChanged = Annotated[
+    bool, typer.Option("--allow-changed", help="Continue even if the experiment or its data has changed.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without running it.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the output of workers and of Ray.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, everything else on stderr.")]

@@ -49,7 +49,7 @@ def run(
         quick: True to train two steps only, and to measure nothing.
         show: gets the report and the folder of the run, e.g. to print it as JSON.
         resume: the run to resume, see `pipeline.driver.resume.earlier`; None starts a new one.
-        allow_changed: True if the experiment of the resumed run may differ.
+        allow_changed: True if the experiment and the data of the resumed run may differ.
         member: given for a run that is a trial of a sweep.
 
     Raises:
@@ -105,7 +105,12 @@ def _run(
         try:
             exports = member is None or member.logs_model
             place = partial(
-                _placed, folder=invocation.folder, resume=earlier is not None, left_out=left_out, exports=exports
+                _placed,
+                folder=invocation.folder,
+                resume=earlier is not None,
+                allow_changed=allow_changed,
+                left_out=left_out,
+                exports=exports,
             )
             invocation.execute(place(trial) for trial in plan.trials if trial.name not in done)
         finally:
@@ -237,7 +242,13 @@ def _figures(result: Report) -> Iterator[tuple[str, float | None]]:
 
 
 def _placed(
-    trial: Trial, *, folder: Path, resume: bool, left_out: Mapping[str, tuple[int, ...]], exports: bool
+    trial: Trial,
+    *,
+    folder: Path,
+    resume: bool,
+    allow_changed: bool,
+    left_out: Mapping[str, tuple[int, ...]],
+    exports: bool,
 ) -> Trial:
     """Return the trial as this run needs it, with the address of its checkpoints; measurements have none."""
     if not isinstance(trial, Training):
@@ -245,6 +256,7 @@ def _placed(
     own = {
         "checkpoints": address_of(trial.experiment.checkpoint.directory, run=folder),
         "resume": resume,
+        "allow_changed": allow_changed,
         "left_out": left_out.get(trial.name, ()),
         "exports": exports,
     }

@@ -3,6 +3,7 @@
 A command calls `given` as soon as it has read the file, before it imports torch; the launcher takes the processes over.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -11,7 +12,9 @@ from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN, hiding_library
 from pipeline.launchers._forks import Forks
 from pipeline.protocol.outer_launcher import outer_launcher
+from pipeline.system.process import environment
 
+_HASHES = "PYTHONHASHSEED"
 _LOADED = {"torch", "pipeline", "ray"}
 _begun: list[Forks] = []
 
@@ -20,17 +23,23 @@ _begun: list[Forks] = []
 def given(experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
     """Start the processes that the experiment's launcher will need; end those that it hasn't taken over.
 
+    The processes have Python's hashes from the experiment's seed: otherwise each of them, and each run, would iterate
+    over a set of texts in another order.
+
     Args:
         experiment: the experiment that will run.
         verbose: pass the output of the launcher and the workers on to the terminal.
     """
     with ExitStack() as stack:
+        hashes = {_HASHES: os.environ.get(_HASHES, str(experiment.seed % 2**32))}
         if experiment.parallel.launcher == "torchrun" and outer_launcher() is None:
+            stack.enter_context(environment(**hashes))
             stack.callback(_end_unused)
             _begun.append(Forks(_libraries(experiment)))
         elif experiment.parallel.launcher == "ray":
             from pipeline.launchers._ray import early  # takes half a second
 
+            stack.enter_context(environment(**hashes))
             stack.callback(early.end_begun)
             early.begin(experiment, verbose=verbose)
         yield

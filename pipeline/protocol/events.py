@@ -131,7 +131,7 @@ class Started(Event):
     """Device of each rank with its node, e.g. "node-1 cpu x 1 thread"."""
     data_name: str
     data_digest: str
-    """Digest of the data's declaration, sizes and first sample."""
+    """Digest of the data's declaration, sizes and some samples; empty for a measurement."""
     frozen: int = 0
     """Number of parameters that aren't trained."""
     loaded: Loaded | None = None

@@ -152,6 +152,8 @@ class Training(Trial):
     """Steps, counted from 1, whose global batch is not trained on: they made a loss or gradient non-finite."""
     resume: bool = False
     """True to resume from the newest complete checkpoint, from the beginning if there is none."""
+    allow_changed: bool = False
+    """True to resume although the data has changed since the checkpoint."""
     compared_with: tuple[Baseline | Reference, ...] = ()
     """Measurements that rank 0 makes after the training, in turn with the training's own steps."""
     train_only: bool = False

@@ -62,7 +62,7 @@ def tags(values: Mapping[str, str]) -> "list[RunTag]":
 
 
 def datasets(event: Started) -> "list[DatasetInput]":
-    """Describe the training set, and the validation set if there is one."""
+    """Describe the training set, and the validation set if there is one; nothing without a digest, in measurements."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     counts = {"train": event.train_samples, "validation": event.validation_samples}
@@ -79,7 +79,7 @@ def datasets(event: Started) -> "list[DatasetInput]":
             tags=[InputTag("mlflow.data.context", part)],
         )
         for part, samples in counts.items()
-        if samples
+        if samples and event.data_digest
     ]
 
 

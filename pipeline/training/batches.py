@@ -3,24 +3,24 @@
 Apart from the loaders, which know of no ranks, and from `TrainContext`, which holds what is trained on the batches.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank, Split
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Supervised, Task
+from pipeline.training.data_digest import DataDigest
 from pipeline.training.data_source import Datasets, Source
 from pipeline.training.iterable import IterableLoader
 from pipeline.training.loader import BatchLoader, prefetched, to_device
 from pipeline.training.order import MicroBatch, SampleOrder, padded, padded_evaluation
 from pipeline.training.rows import RowCheck
+from pipeline.training.sampled_data import read_digest
 from pipeline.training.stream import StreamLoader
 
 MicroBatches = Iterator[tuple[MicroBatch, Any]]
@@ -45,8 +45,16 @@ class Batches:
         self._source, self._experiment = source, experiment
         self.rank, self._device, self._strategy, self._task = rank, device, strategy, task
         self.rows = RowCheck(is_needed=experiment.loader.collate is not None)
-        self.digest = _digest(source, declaration=experiment.data.model_dump_json())
-        """Tells data sets apart without reading them whole."""
+
+    @cached_property
+    def data(self) -> DataDigest:
+        """Digest of the data, read at the first access, on rank 0: before the first step."""
+        return read_digest(self._source)
+
+    @property
+    def digest(self) -> str:
+        """Short hash of the data and its declaration."""
+        return self.data.text(self._experiment.data.model_dump_json())
 
     @property
     def order(self) -> SampleOrder:
@@ -160,7 +168,7 @@ class Batches:
     @property
     def notes(self) -> tuple[str, ...]:
         """Promises that the data can't keep."""
-        return self._source.notes
+        return (*self._source.notes, *(self.data.notes if "data" in vars(self) else ()))
 
     def position(self, step: int) -> Mapping[str, Any] | None:
         """Return the position of iterable data after ``step`` steps; None of data that needs none."""
@@ -208,12 +216,3 @@ def _without_ignored(batches: MicroBatches, task: Supervised) -> MicroBatches:
     for micro_batch, batch in batches:
         task.refuse_ignored(batch)
         yield micro_batch, batch
-
-
-def _digest(source: Source, *, declaration: str) -> str:
-    """Return a short hash of the declaration, the sizes and the first sample."""
-    first = apply_to_collection(source.first, torch.Tensor, torch.Tensor.tolist)  # large tensors have shortened texts
-    size = 0 if source.order.is_endless else source.order.set_size
-    sizes = (size, source.validation_samples, *([source.test_samples] if source.test else []))
-    parts = (declaration, *sizes, first)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

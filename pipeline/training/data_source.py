@@ -26,8 +26,8 @@ class Source(NamedTuple):
     validation: BatchLoader | StreamLoader | IterableLoader | None
     order: SampleOrder
     validation_samples: int
-    first: Any
-    """First sample or schema, which tells the data from other data of the same size."""
+    schema: Any = None
+    """Schema of a stream's rows; None for datasets."""
     datasets: "Datasets | None" = None
     """Datasets behind the loaders; None for streams."""
     test: BatchLoader | IterableLoader | None = None
@@ -130,7 +130,7 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
         validation,
         order,
         sizes["validation"],
-        train_loader.read([0]),
+        None,
         datasets,
         test,
         sizes["test"],

@@ -110,6 +110,15 @@ class IterableLoader:
                 self._head.append(reader.peek())
             return self._batch(indices, [self._head[index % len(self._head)] for index in indices])
 
+    def peeked(self, index: int) -> Iterator[Any]:
+        """Yield one of the first samples, before any is read; it remains to be read."""
+        with generators_kept():
+            while len(self._reader.ahead) <= index:
+                sample = self._reader.peek()
+                if len(self._head) < _HEAD:
+                    self._head.append(sample)
+        yield self._reader.ahead[index]
+
     def position(self, epoch: int, index: int) -> Mapping[str, Any] | None:
         """Return what `resume` needs at the end of a step; None if no step ended there."""
         for mark in self._marks:

@@ -75,7 +75,7 @@ def check_order(order: SampleOrder, *, rank: Rank) -> None:
         raise ExperimentError.of(
             "order",
             f"differs {_between(prints, '')}, which would train on other samples. Draw from a seeded generator "
-            f"({_GENERATORS}), and let nothing depend on the rank",
+            f"({_GENERATORS}), and let nothing depend on the rank{hash_hint()}",
         )
 
 
@@ -104,7 +104,7 @@ def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = Fal
         raise ExperimentError.of(
             key,
             f"{place} differs {_between(prints, place)}: each rank would train with its own. Draw it from a seeded "
-            f"generator ({_GENERATORS}), or keep it in a buffer, which is broadcast from rank 0",
+            f"generator ({_GENERATORS}), or keep it in a buffer, which is broadcast from rank 0{hash_hint()}",
         )
 
 
@@ -161,26 +161,37 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[str, str]]:
     """Yield fingerprints of all tensors, arrays and numbers in a value; other objects can't be compared."""
+    for where, leaf in iter_leaves(value, place, with_text=with_text):
+        yield where, leaf if isinstance(leaf, str) else _hashed(leaf)
+
+
+Leaf = Tensor | np.ndarray[Any, Any] | str
+
+
+def iter_leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[str, Leaf]]:
+    """Yield all tensors, arrays and numbers in a value, the numbers as text; other objects are left out."""
     if isinstance(value, Tensor):
         if value.device.type != "meta" and value.layout is torch.strided:
-            yield place, _hashed(value)
+            yield place, value
     elif isinstance(value, Number | np.generic) or (with_text and isinstance(value, str | bytes)):
         yield place, str(value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{place}[{key!r}]", with_text=with_text)
+            yield from iter_leaves(item, f"{place}[{key!r}]", with_text=with_text)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{place}[{index}]", with_text=with_text)
+            yield from iter_leaves(item, f"{place}[{index}]", with_text=with_text)
     elif isinstance(value, np.ndarray) or hasattr(value, "__array_interface__"):  # also images of PIL
         array = np.asarray(value)
         if not array.dtype.hasobject:
-            yield place, _digest(str(array.dtype), array.shape, np.ascontiguousarray(array).tobytes())
+            yield place, array
 
 
-def _hashed(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1)
-    return _digest(str(tensor.dtype), tuple(tensor.shape), content.view(torch.uint8).numpy().tobytes())
+def _hashed(leaf: Tensor | np.ndarray[Any, Any]) -> str:
+    if isinstance(leaf, np.ndarray):
+        return _digest(str(leaf.dtype), leaf.shape, np.ascontiguousarray(leaf).tobytes())
+    content = leaf.detach().cpu().contiguous().reshape(-1)
+    return _digest(str(leaf.dtype), tuple(leaf.shape), content.view(torch.uint8).numpy().tobytes())
 
 
 def _few_values(tensor: Tensor) -> Tensor:
@@ -210,5 +221,5 @@ def _different_data(how: str) -> ExperimentError:
     return ExperimentError.of(
         "data",
         f"{how}. Ranks would train on some samples twice and validate on samples that they have trained on. Seed the "
-        f"generator that splits or shuffles ({_GENERATORS}), and let nothing depend on the rank",
+        f"generator that splits or shuffles ({_GENERATORS}), and let nothing depend on the rank{hash_hint()}",
     )

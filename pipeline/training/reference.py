@@ -105,7 +105,8 @@ def record(
     outputs: Sequence[Tensor] | None = None
     changing: Sequence[str] = ()
     if placed is not None:
-        with suppress(Exception):  # a model that its task calls in parts may not have this call at all
+        # A model that its task calls in parts may not have this call at all. Compiling takes longer than all else.
+        with suppress(Exception), torch.compiler.set_stance("force_eager"):
             outputs, changing = _repeatable(module, placed, device=device, is_exact=is_exact)
     return Reference(
         call=call if call is not None and _is_plain(call) else None,
@@ -169,7 +170,7 @@ def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 @torch.no_grad()
 def _outputs(module: nn.Module, call: ModelCall, *, device: torch.device, seed: int) -> list[Tensor]:
-    with generators_kept(), torch.compiler.set_stance("force_eager"):  # compiling takes longer than all else
+    with generators_kept():
         seed_all(seed, device=device)
         output = module(*call.args, **call.kwargs)
         return [tensor.detach().to("cpu", copy=True) for tensor in _tensors(output)]

@@ -63,7 +63,7 @@ def start(context: TrainContext, outbox: Outbox) -> None:
                 parameters=sum(p.numel() for p in context.whole.parameters() if p.requires_grad),
                 devices=tuple(devices),
                 data_name=context.experiment.data.target,
-                data_digest=context.batches.digest,
+                data_digest=context.batches.digest if isinstance(context.trial, Training) else "",
                 frozen=frozen.count(context.model) if context.experiment.train.freeze else 0,
                 loaded=context.loaded,
             )

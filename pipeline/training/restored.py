@@ -62,6 +62,9 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
     split = _split(context, trial.split)
     if not isinstance(context.order, StreamOrder):  # of which no rows have arrived yet
         prepare(context)
+    changes = list(trial.changes)
+    if (change := resuming.changed_data(context, manifest)) is not None:
+        changes.append(f"data: {change.message}")
     values = evaluate(
         context,
         split=split,
@@ -78,7 +81,7 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
         best=trial.best,
         checkpoint=Storage(trial.checkpoints).place(manifest.name),
         values=values,
-        changes=trial.changes,
+        changes=tuple(changes),
     )
 
 

@@ -166,6 +166,8 @@ class TestHeadStart:
                 assert used is begun
                 assert not _head_start._begun
                 assert used._server.args[-1] == "torchmetrics"  # whose metric the experiment has
+                environment = Path(f"/proc/{used._server.pid}/environ").read_text().split("\0")
+                assert f"PYTHONHASHSEED={load(MLP).experiment.seed}" in environment
 
     def test_what_nobody_asked_for_is_ended(self) -> None:
         with _head_start.given(load(MLP, self.DDP).experiment):
@@ -177,6 +179,7 @@ class TestHeadStart:
     def test_other_launchers_need_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with _head_start.given(load(MLP, ["parallel.launcher=inprocess"]).experiment):
             assert not _head_start._begun
+            assert "PYTHONHASHSEED" not in os.environ  # too late for this interpreter
         for name, value in outer_torchrun().items():
             monkeypatch.setenv(name, value)
         with _head_start.given(load(MLP, self.DDP).experiment):

@@ -3,6 +3,7 @@
 Components name what stands here by ``_target_: toys.NAME``.
 """
 
+import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -95,6 +96,13 @@ def _regression(samples: int, *, seed: int) -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True) + 0.1 * torch.randn(samples, 1, generator=generator))
 
 
+def nudged(by: float, sample: int = 17, **sizes: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """One training sample of `regression` differs."""
+    train, validation = regression(**sizes)
+    train.tensors[0][sample] += by  # type: ignore[attr-defined]
+    return train, validation
+
+
 def poisoned_validation() -> tuple[Dataset[Any], Dataset[Any]]:
     """One of its 10 validation samples is NaN."""
     inputs, targets = _regression(10, seed=1).tensors
@@ -133,6 +141,16 @@ class Plain(Dataset[Any]):
         if isinstance(sample, Exception):
             raise sample
         return sample
+
+
+class Unseeded(Plain):
+    """Samples of even index differ each time they are read; others can't be read, as it happens."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 4 == 1:
+            raise OSError("the file is damaged")
+        inputs, targets = self.samples[index]
+        return (inputs if index % 2 else inputs + int.from_bytes(os.urandom(2))), targets
 
 
 class Noisy(Plain):

@@ -78,12 +78,14 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    folder: Path, *, resume: bool = False, strategy: str = "single", precision: str = "fp32", **sections: Any
-) -> tuple[TrialResult, toys.Kept]:
+    folder: Path, *, resume: bool = False, allow_changed: bool = False, strategy: str = "single",
+    precision: str = "fp32", **sections: Any,
+) -> tuple[TrialResult, toys.Kept]:  # fmt: skip
     sections["train"] = {"precision": precision, **sections.get("train", {})}
     trial = toys.trial(**{"checkpoint": EVERY, **sections})
     options = {"find_unused_parameters": True} if strategy == "ddp" else {}
     update = {"checkpoints": str(folder), "resume": resume, "strategy": strategy, "options": options}
+    update |= {"allow_changed": allow_changed}
     trial = trial.model_copy(update=update)
     outbox = toys.Kept()
     return train(trial, rank=Rank(), outbox=outbox), outbox
@@ -203,6 +205,7 @@ def test_only_the_samples_that_are_left_are_read(tmp_path: Path) -> None:
 
     order = SampleOrder(samples=toys.SAMPLES, global_batch_size=8, seed=3)
     others = [index for index in read if index]  # the first sample is read more often, to see that it stays the same
+    others = others[2 * (toys.SAMPLES - 1) :]  # each is read twice for the digest
     left = [index for index in order.global_batch(0, 2) if index]
     assert others[: len(left)] == left
     assert Counter(others[len(left) :][: toys.SAMPLES - 1]) == Counter(range(1, toys.SAMPLES))
@@ -240,13 +243,37 @@ class TestAnotherExperiment:
             run(tmp_path, resume=True, **sections)
         assert [problem.key for problem in error.value.problems] == [key]
 
-    def test_with_other_data_is_warned_of(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (
+                {"_target_": "toys.nudged", "by": 0.01},
+                "sample 17 of the training set has changed since step-00000006 was",
+            ),
+            (
+                {"_target_": "toys.regression", "validation": 9},
+                "the validation set has 9 samples, but had 10 when step-",
+            ),
+        ],
+    )
+    def test_with_other_data_is_refused_unless_allowed(
+        self, tmp_path: Path, data: dict[str, Any], message: str
+    ) -> None:
         run(tmp_path)
-        data = {"_target_": "toys.regression", "validation": 9}
-        _, outbox = run(tmp_path, resume=True, data=data, train={"epochs": 3})
+        with pytest.raises(ExperimentError, match=f"data: {message}.*, or add --allow-changed") as error:
+            run(tmp_path, resume=True, data=data)
+        _, outbox = run(tmp_path, resume=True, allow_changed=True, data=data, train={"epochs": 3})
+
+        assert [problem.key for problem in error.value.problems] == ["data"]
+        (warning,) = (event.message for event in outbox.events if isinstance(event, Warned))
+        assert warning.startswith(f"data: {message}")
+
+    def test_with_other_roundings_is_warned_of(self, tmp_path: Path) -> None:
+        run(tmp_path)
+        _, outbox = run(tmp_path, resume=True, data={"_target_": "toys.nudged", "by": 1e-5}, train={"epochs": 3})
 
         (warning,) = (event.message for event in outbox.events if isinstance(event, Warned))
-        assert "the data has changed since step-00000006 was saved" in warning
+        assert warning == "data: 1 of 32 compared samples differ by at most 0.1% since step-00000006 was saved"
 
 
 class TestAnAllowedChange:

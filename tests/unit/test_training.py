@@ -390,6 +390,18 @@ def test_a_digest_tells_data_sets_apart() -> None:
     assert digest(data={"_target_": "toys.noisy"}, model={"_target_": "toys.dropout_net"}) == digests[3]
 
 
+def test_samples_that_cannot_be_compared_are_counted() -> None:
+    data = toys.Unseeded(toys.regression()[0]), None  # type: ignore[arg-type]
+    context = build(toys.trial(train={"global_batch_size": 2}), rank=Rank(), datasets=(*data, None))
+    digest = context.batches.data
+    assert set(digest.samples) == {f"sample {index} of the training set" for index in (3, 7, 11, 15, 19)}
+    assert (digest.unstable, digest.unread) == (11, 6)
+    assert context.batches.notes == (
+        "a resumed training compares 5 samples with those of before: 11 differ each time they are read and 6 could not "
+        "be read in time",
+    )
+
+
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_a_measurement_takes_exactly_its_steps(steps: int) -> None:
     result, outbox = toys.trained(max_steps=steps, measure={"warmup_steps": 1, "steps": 2, "windows": 2})

@@ -48,7 +48,7 @@ def _known(trial: Training) -> dict[str, object]:
     """Return what only rank 0 needs to know; a resumed training has no initial weights but those of its checkpoint."""
     initial = None if _has_checkpoint(trial) else trial.initial
     fields = {"checkpoints": trial.checkpoints, "resume": trial.resume, "left_out": trial.left_out}
-    return {**fields, "initial": initial}
+    return {**fields, "initial": initial, "allow_changed": trial.allow_changed}
 
 
 def _has_checkpoint(trial: Training) -> bool:

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Direction, Frozen
 from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.data_digest import DataDigest
 
 if TYPE_CHECKING:
     from pipeline.training.context import TrainContext
@@ -60,6 +61,8 @@ class Manifest(Frozen):
     experiment: Mapping[str, Any]
     """The part of the experiment file that decides what is trained, see `trained`."""
     data_digest: str
+    data: DataDigest | None = None
+    """Samples of the data, to compare them when a run resumes; None in checkpoints of earlier versions."""
     metric: float | None = None
     """The value of ``checkpoint.best`` at this step, if it was evaluated here."""
     metric_name: str | None = None
@@ -91,7 +94,8 @@ class Manifest(Frozen):
         return self.digest == self._digest()
 
     def _digest(self) -> str:
-        unknown = {"metric_name"} if self.metric_name is None else set()  # to earlier versions, whose digests lack it
+        # Unknown to earlier versions, whose digests lack them.
+        unknown = {name for name in ("metric_name", "data") if getattr(self, name) is None}
         return hashlib.sha256(self.model_dump_json(exclude={"digest", *unknown}).encode()).hexdigest()
 
 
@@ -143,7 +147,8 @@ def describe(context: "TrainContext", *, step: int, metric: float | None) -> Man
         time=time.time(),
         versions={name: version(name) for name in ("torch", "ddp-pipeline")},
         experiment=trained(context.experiment),
-        data_digest=context.batches.digest,
+        data_digest=context.batches.digest if context.rank.is_first else "",
+        data=context.batches.data if context.rank.is_first else None,
         metric=metric,
         metric_name=None if metric is None else context.experiment.checkpoint.best,
         files=(),

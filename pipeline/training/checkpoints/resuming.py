@@ -13,13 +13,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
+from pipeline.protocol.trial import Training
 from pipeline.training.checkpoints import files
 from pipeline.training.checkpoints.manifest import Entry, Manifest, entries, trained, verify
 from pipeline.training.checkpoints.state import State, is_sharded
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import from_first, tensors_from_first
 from pipeline.training.context import TrainContext
+from pipeline.training.data_digest import DataChange, find_change
 from pipeline.training.learning_rate import advance_scheduler
+from pipeline.training.rank_equality import hash_hint
 from pipeline.training.several_optimizers import each_of
 
 Warn = Callable[[str], None]
@@ -44,7 +47,8 @@ def newest(context: TrainContext, storage: Storage, *, warn: Warn) -> Found | No
     An unsharded state is read by rank 0 alone and broadcast: the other nodes needn't reach the folder.
 
     Raises:
-        ExperimentError: its steps differ from this experiment's, so that its position in the data is meaningless here.
+        ExperimentError: its steps differ from this experiment's, so that its position in the data is meaningless here;
+            or its data does, unless the trial allows it.
         TrainingError: the storage can't be read.
     """
     states: list[State] = []
@@ -53,8 +57,7 @@ def newest(context: TrainContext, storage: Storage, *, warn: Warn) -> Found | No
         return None
     manifest, older = found
     _check(context, manifest)
-    if manifest.data_digest != context.batches.digest:
-        warn(f"the data has changed since {manifest.name} was saved: its arguments, sizes or first sample differ")
+    _check_data(context, manifest, warn=warn)
     return Found(manifest=manifest, older=older, state=_shared(context, storage, manifest, states))
 
 
@@ -72,6 +75,26 @@ def chosen(context: TrainContext, storage: Storage, manifest: Manifest) -> State
 
     damage = from_first(read, rank=context.rank)
     return damage or _shared(context, storage, manifest, states)
+
+
+def changed_data(context: TrainContext, manifest: Manifest) -> DataChange | None:
+    """Return how the data differs from the data that a checkpoint was trained on; None if it doesn't. Collective."""
+    before = manifest.data
+    if before is None:
+        return None
+    return from_first(lambda: find_change(before, context.batches.data, since=manifest.name), rank=context.rank)
+
+
+def _check_data(context: TrainContext, manifest: Manifest, *, warn: Warn) -> None:
+    """Reject data that has changed; changes of an iterable dataset and of a rounding are only warned of."""
+    if (change := changed_data(context, manifest)) is None:
+        return
+    is_allowed = isinstance(context.trial, Training) and context.trial.allow_changed
+    if change.is_rounding or is_allowed or context.order.is_stream:
+        warn(f"data: {change.message}")
+        return
+    remedy = "bring back the same samples, or add --allow-changed to continue with these"
+    raise ExperimentError.of("data", f"{change.message}; {remedy}{hash_hint()}")
 
 
 def _reader(context: TrainContext, states: list[State]) -> Callable[[Path], None]:
