@@ -125,7 +125,9 @@ class Recorder:
         def noticed() -> Iterator[AnyEvent]:  # one event in memory at a time
             for event in read(self.folder / FILE_NAME):
                 self.known += 1
-                if isinstance(event, Finished):
+                if isinstance(event, TrialOpened):  # launched again, e.g. to train longer: it may not have ended since
+                    ends.pop((event.trial, event.repeat), None)
+                elif isinstance(event, Finished):
                     ends[event.result.trial, event.result.repeat] = event
                 yield event
 

@@ -172,6 +172,8 @@ def test_trials_that_had_ended_are_known_and_one_that_is_done_again_counts_once(
     recorded(tmp_path, [opened("baseline"), first, opened("main")])
     continued = recorded(tmp_path, [])
     assert [end.result for end in continued.earlier] == [first.result]
+    recorded(tmp_path, [opened("baseline")])  # and has not ended
+    assert recorded(tmp_path, []).earlier == ()
     recorded(tmp_path, [opened("baseline"), second])
     assert [end.result for end in recorded(tmp_path, []).earlier] == [second.result]
 
