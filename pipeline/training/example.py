@@ -16,6 +16,7 @@ from pipeline.training.data_source import runtime
 from pipeline.training.evaluation import evaluation_module
 from pipeline.training.exported_model import Example
 from pipeline.training.loader import to_device
+from pipeline.training.matmul_precision import matmul_precision
 from pipeline.training.reference import ModelCall, Reference, record
 
 _CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def reference_of(context: TrainContext, example: Example | None) -> Reference:
     """
     call = ModelCall.of(example) if example is not None else _call_of(context)
     module, is_lower = evaluation_module(context), context.experiment.train.precision in DTYPES
-    is_exact = context.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+    is_exact = context.device.type == "cpu" and matmul_precision() == "highest"
     module.eval()
     reference = record(
         module,
