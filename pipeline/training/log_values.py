@@ -100,7 +100,7 @@ class LoggedValues:
         batches, split = self._context.batches, self._split
         readable = batches.readable if split is None else batches.size(split)
         count = min(SAMPLES, readable)
-        if batches.order.is_stream:  # whose rows can't be chosen
+        if count < 2 or batches.order.is_stream:  # whose rows can't be chosen
             return [list(range(count))]
         if split is None:
             return [[index * (readable - 1) // max(count - 1, 1) for index in range(count)]]

@@ -69,10 +69,10 @@ def test_a_log_named_as_a_metric_is_refused_after_the_first_step() -> None:
         prepare(context)
 
 
-def checked(of: str) -> list[str]:
+def checked(of: str, **sections: Any) -> list[str]:
     """Check the logs of `toys.Reporting` before a training; return the warnings."""
     task = {"_target_": "toys.Reporting", "of": of}
-    context = build(toys.trial(loss=None, task=task, model={"_target_": "toys.zero_net"}), rank=Rank())
+    context = build(toys.trial(loss=None, task=task, model={"_target_": "toys.zero_net"}, **sections), rank=Rank())
     outbox, calls = toys.Kept(), context.task.calls  # type: ignore[attr-defined]
     log_means.check(context, outbox)
     assert context.task.calls == calls  # type: ignore[attr-defined]
@@ -102,6 +102,11 @@ def test_a_log_of_an_evaluation_that_is_not_a_mean_is_refused(of: str, message: 
 @pytest.mark.parametrize("of", ["constant", "share", "noisy mean", "in 16 bits"])
 def test_a_mean_is_taken_for_one(of: str) -> None:
     assert checked(of) == []
+
+
+def test_one_sample_shows_nothing() -> None:
+    (said,) = checked("root", data={"_target_": "toys.regression", "validation": 1})
+    assert said.startswith("train/value is not a mean over the samples.")
 
 
 def test_a_log_of_training_that_is_not_a_mean_is_marked_once() -> None:
