@@ -20,7 +20,7 @@ from pipeline.training.attributes_kept import attributes_kept
 from pipeline.training.batch_parts import as_it_was, has_16_bits
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
-from pipeline.training.log_values import Draw, LoggedValues
+from pipeline.training.log_values import LoggedValues, WholeAndParts
 from pipeline.training.perturbed import perturbed
 from pipeline.wording import figure
 
@@ -164,7 +164,7 @@ class _Comparison:
     def _has_time(self) -> bool:
         return time.monotonic() - self._started < _LIMIT_S
 
-    def _drawn(self, group: int, *, is_random: bool) -> list[Draw]:
+    def _drawn(self, group: int, *, is_random: bool) -> list[WholeAndParts]:
         """Compute a group once, or several times if it draws random numbers; nothing if there is no time for that."""
         draws, started = [self._values.draw(group, 0)], time.monotonic()
         while is_random and len(draws) < _DRAWS and time.monotonic() - started < _DRAWS_S:
@@ -176,7 +176,7 @@ class _Comparison:
         least = _TOLERANCE_16_BITS if has_16_bits(self._context) else _TOLERANCE
         return max(least, _ROUNDINGS * self._values.rounding)
 
-    def _judge(self, draws: Sequence[Draw]) -> None:
+    def _judge(self, draws: Sequence[WholeAndParts]) -> None:
         """Note the values that aren't means; those that aren't finite, or of parts without weight, show nothing."""
         if not draws or not all(bool(one.weights.all()) for one in draws):
             return
@@ -196,7 +196,7 @@ def _itself(value: Tensor) -> Tensor:
 
 
 def _is_mean(
-    draws: Sequence[Draw], inverse: Callable[[Tensor], Tensor], *, tolerance: float, of_random: float = 0.0
+    draws: Sequence[WholeAndParts], inverse: Callable[[Tensor], Tensor], *, tolerance: float, of_random: float = 0.0
 ) -> Tensor:
     """Return for each value whether its inverse is the mean of those of the parts, on average over draws.
 
@@ -211,7 +211,7 @@ def _is_mean(
     return (whole - parts).mean(0).abs() <= relative * scale + _ERRORS * error + _FLOOR
 
 
-def _differs(draw: Draw) -> bool:
+def _differs(draw: WholeAndParts) -> bool:
     """Return True if the parts differ so much in each value that a root would show."""
     return bool(((draw.parts - draw.whole).abs().amax(0) > _SPREAD * draw.whole.abs()).all())
 

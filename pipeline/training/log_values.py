@@ -24,7 +24,7 @@ SAMPLES, PARTS = 8, 4
 _MOST_READ, _READING_S = 64, 0.5
 
 
-class Draw(NamedTuple):
+class WholeAndParts(NamedTuple):
     """Values of a batch and of its parts: the loss, then the logs, in double precision."""
 
     whole: Tensor
@@ -61,7 +61,7 @@ class LoggedValues:
         with context.other_logs(), own, torch.no_grad():
             yield
 
-    def draw(self, group: int, seed: int) -> Draw:
+    def draw(self, group: int, seed: int) -> WholeAndParts:
         """Compute a group at once and in parts, in fewer ones if some of them have no weight."""
         samples = self.groups[group]
         batch = self._read(samples)
@@ -71,7 +71,9 @@ class LoggedValues:
             parts = [self._values(self._cut(batch, samples, own), len(own), seed) for own in cuts]
             if all(weight for _, weight in parts):
                 break
-        return Draw(whole, torch.stack([values for values, _ in parts]), torch.tensor([weight for _, weight in parts]))
+        return WholeAndParts(
+            whole, torch.stack([values for values, _ in parts]), torch.tensor([weight for _, weight in parts])
+        )
 
     def whole(self, group: int, seed: int) -> Tensor:
         """Compute a group at once."""
