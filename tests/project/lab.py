@@ -51,11 +51,11 @@ class Net(nn.Module):
         self.linear = nn.Linear(FEATURES, CLASSES)
         self.fault = fault
         self.rank = rank
-        self.batches = [0]  # of a number it would be told that checkpoints lack it
+        self.batches = 0  # counted for a fault only: otherwise a warning would say that checkpoints lack it
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.batches[0] += self.training
-        if self.fault and self.batches[0] == 3 and _rank() == self.rank:
+        self.batches += bool(self.training and self.fault)
+        if self.batches == 3 and _rank() == self.rank:
             self._fail()
         return self.linear(inputs)
 
@@ -252,10 +252,12 @@ class Keyed(Net):
 class Talkative(Sluggish):
     """Says where it computes."""
 
+    has_printed = False
+
     def forward(self, inputs: Tensor) -> Tensor:
-        if not self.batches[0]:
+        if not self.has_printed:
             print(f"computing on {socket.gethostname()}")  # noqa: T201 - what ranks print comes to the run
-        self.batches[0] += 1
+        self.has_printed = True
         return super().forward(inputs)
 
 
