@@ -156,10 +156,12 @@ class Samples(Dataset[Any]):
     def _read(self, indices: list[int]) -> "list[Any] | Unusable":
         return self._at_once(indices) if self._has_batches else self._each(indices)
 
-    def _each(self, indices: list[int]) -> "list[Any] | Unusable":
+    def _each(self, indices: list[int], *, seed: Callable[[int], None] | None = None) -> "list[Any] | Unusable":
         dataset, samples, index = self._dataset, [], -1
         try:
             for index in indices:
+                if seed is not None:
+                    seed(index)
                 samples.append(dataset[index])
         except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
             return Unusable(failed(f"sample {index} of the data can't be read", error))
@@ -168,13 +170,16 @@ class Samples(Dataset[Any]):
     def _seeded(self, micro_batch: MicroBatch, generators: tuple[str, ...]) -> "list[Any] | Unusable":
         """Read samples one by one, with these generators seeded for each."""
         seed_of, samples = mixer(self._seed, "sample", micro_batch.epoch), list[Any]()
-        if len(micro_batch.indices) == 1:
-            seed_generators(seed_of(micro_batch.indices[0]), generators)
-            return self._read(micro_batch.indices)
-        for index in micro_batch.indices:
+
+        def seed(index: int) -> None:
             seed_generators(seed_of(index), generators)
-            read = self._read([index])
-            if isinstance(read, Unusable):
+
+        if not self._has_batches:
+            return self._each(micro_batch.indices, seed=seed)
+        for index in micro_batch.indices:
+            seed(index)
+            read = self._at_once([index])
+            if isinstance(read, Unusable) or len(micro_batch.indices) == 1:
                 return read
             samples += read
         return samples
