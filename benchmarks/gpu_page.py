@@ -71,11 +71,17 @@ def _compared(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     wait = own["data_wait_share"]
     used = "" if own["utilization"] is None else f", utilization {own['utilization']:.0f}%"
     return [
-        f"{median(ratios):.3f}x ({min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds)",
+        f"{median(ratios):.3f}x ({_spread(ratios)})",
         f"{own['mfu']:.1%} (script {other['mfu']:.1%}) of the measured bf16 peak{used}",
         NOT_RUN if wait is None else f"{wait:.1%} of a step",
         f"{own['peak_memory_mb']:,.0f} MB (script {other['peak_memory_mb']:,.0f} MB)",
     ]
+
+
+def _spread(ratios: list[float]) -> str:
+    if len(ratios) == 1:
+        return "one round"
+    return f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds"
 
 
 def _rounds(figures: Mapping[str, Any]) -> list[float]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.training import gradient_hooks, learned
+from pipeline.training.attributes_kept import attributes_kept
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.matmul_precision import set_exact_convolutions, set_matmul_precision
@@ -151,31 +152,34 @@ class _Gradients:
 def as_it_was(context: TrainContext) -> Iterator[nn.Module]:
     """Provide the model in evaluation mode and full precision; restore modes, buffers and generators after the block.
 
-    Numbers in attributes are restored, too: a loss may count its calls. Gradients are cleared. Hooks on gradients
+    Attributes are restored as well: a loss may count its calls. Gradients are cleared. Hooks on gradients
     are not called, unless the model is sharded, which has hooks itself.
     """
     module = context.wrapped if context.sharded is not None else context.model
     holders = (*module.modules(), context.task, getattr(context.task, "loss", None))
-    numbers = [(own, _numbers(own)) for one in holders if (own := getattr(one, "__dict__", None)) is not None]
     buffers = [(one, one.clone()) for part in (module, learned.held_by(context.task)) for one in part.buffers()]
+    modes = [(one, one.training) for one in module.modules()]
     module.eval()
     gpus = [context.device] if context.device.type == "cuda" else []
     hooks = nullcontext() if context.sharded is not None else gradient_hooks.silenced(context.whole)
     try:
-        with generators_kept(), torch.random.fork_rng(gpus), _eager(context), hooks, _full_precision(context):
+        with (
+            attributes_kept(holders),
+            generators_kept(),
+            torch.random.fork_rng(gpus),
+            _eager(context),
+            hooks,
+            _full_precision(context),
+        ):
             yield module
     finally:
-        for own, before in numbers:
-            own.update(before)
+        for one, training in modes:
+            one.training = training
         with torch.no_grad():
             for buffer, values in buffers:
                 buffer.copy_(values)
         for parameter in context.whole.parameters():
             parameter.grad = None
-
-
-def _numbers(own: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in own.items() if type(value) in (bool, int, float)}
 
 
 def has_16_bits(context: TrainContext) -> bool:

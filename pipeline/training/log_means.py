@@ -16,7 +16,6 @@ from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.trial import Split
 from pipeline.tasks import FromModel, LanguageModel, OwnEvaluation, RecurrentLanguageModel, Supervised
-from pipeline.training.attributes_kept import attributes_kept
 from pipeline.training.batch_parts import as_it_was, has_16_bits
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
@@ -76,8 +75,7 @@ def check(context: TrainContext, outbox: Outbox) -> None:
     if type(context.task) in _WITHOUT_LOGS or context.gathers:  # an evaluation gathers whole batches at any world size
         return
     try:
-        kept = attributes_kept((context.task, *context.whole.modules()))
-        with as_it_was(context) as module, kept:
+        with as_it_was(context) as module:
             in_training = _examine(context, module, split=None)
             has_mean_loss = all(one.name != "loss" for one in in_training)
             problems = [

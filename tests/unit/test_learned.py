@@ -72,7 +72,7 @@ def test_a_resumed_training_goes_on_with_what_the_loss_has_learned(tmp_path: Pat
 def test_it_is_sent_beside_the_model() -> None:
     outbox = run()
 
-    assert list(outbox.files) == ["model/weights.pt", "model/loss.pt", "model/example.pt"]
+    assert list(outbox.files) == ["model/weights.pt", "model/loss.pt", "model/example.pt", "model/reference.pt"]
     assert list(outbox.files["model/weights.pt"]) == ["weight", "bias"]
     assert list(outbox.files["model/loss.pt"]) == ["scale", "calls", "factor"]  # not what is frozen
     assert [kind for kind in outbox.kinds() if kind.endswith("_saved")] == ["artifact_saved", "model_saved"]

@@ -174,7 +174,8 @@ def _restore_strides(context: TrainContext) -> None:
     """
     for parameter, state in context.optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+            is_dense = isinstance(value, Tensor) and value.layout is torch.strided and value.shape == parameter.shape
+            if is_dense and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
