@@ -171,7 +171,8 @@ Leaf = Tensor | np.ndarray[Any, Any] | str
 def iter_leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[str, Leaf]]:
     """Yield all tensors, arrays and numbers in a value, the numbers as text; other objects are left out."""
     if isinstance(value, Tensor):
-        if value.device.type != "meta" and value.layout is torch.strided:
+        is_shard = hasattr(value, "device_mesh")  # as the weights that an LSTM lists in an attribute, under fsdp
+        if value.device.type != "meta" and value.layout is torch.strided and not is_shard:
             yield place, value
     elif isinstance(value, Number | np.generic) or (with_text and isinstance(value, str | bytes)):
         yield place, str(value)
