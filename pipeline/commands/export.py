@@ -97,7 +97,8 @@ def _loaded(
     model = portable.of_checkpoint(_reader(file.experiment, chosen.address, chosen.manifest.step, allowed=allowed))
     manifest = chosen.manifest
     metrics = {manifest.metric_name: manifest.metric} if manifest.metric_name and manifest.metric is not None else {}
-    weights = Weights(step=manifest.step, epoch=model.epoch, best=chosen.best, metrics=metrics, note=chosen.note)
+    note = ". ".join(filter(None, (chosen.note, model.note)))
+    weights = Weights(step=manifest.step, epoch=model.epoch, best=chosen.best, metrics=metrics, note=note)
     return weights, model
 
 

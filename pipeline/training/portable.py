@@ -13,6 +13,7 @@ from pipeline.config.schema import Experiment
 from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.protocol.events import EXAMPLE, WEIGHTS
 from pipeline.protocol.trial import Evaluation, Rank
+from pipeline.training.checkpoints import unsaved_state
 from pipeline.training.data_source import runtime
 from pipeline.training.evaluation import resulting_weights
 from pipeline.training.example import example_of, reference_of
@@ -44,6 +45,8 @@ class PortableModel:
     """Values of ``${total_steps}`` and the like, by name."""
     epoch: int
     """Epoch of the weights, counted from 1."""
+    note: str = ""
+    """Note on state that the checkpoint lacks; empty if it lacks none."""
 
     def module(self) -> nn.Module:
         """Build the model on the CPU, in evaluation mode.
@@ -72,7 +75,8 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
     """
     rank = Rank()
     try:
-        context, manifest, _ = restored(trial, rank=rank)
+        context, manifest, unsaved = restored(trial, rank=rank)
+        note = unsaved_state.describe_stale_model(context, unsaved)
         example, weights = example_of(context), whole_weights(context)
         with resulting_weights(context):
             reference = reference_of(context, example)
@@ -89,6 +93,7 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
         reference=replace(reference, runtime=known),
         runtime=known,
         epoch=epoch_of(manifest),
+        note=note,
     )
 
 

@@ -183,6 +183,14 @@ def test_a_model_that_differs_from_the_evaluated_one_does_not_leave(
     assert not (tmp_path / "result").exists()
 
 
+def test_a_checkpoint_that_lacks_an_attribute_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what the model computed at that step."""
+    monkeypatch.chdir(tmp_path)
+    folder = toy_run(tmp_path, model={"_target_": "toys.CountedCalls", "always": False})
+    weights = exported(folder, tmp_path / "last", checkpoint="last").weights
+    assert weights.note.startswith("model.calls changed before the checkpoint, which does not contain the change.")
+
+
 def test_a_run_of_before_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path, model={"_target_": "toys.Centered"})

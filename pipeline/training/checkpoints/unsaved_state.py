@@ -136,6 +136,17 @@ def differing_values(one: Mapping[str, str], other: Mapping[str, str]) -> list[s
     return [name for name in names if not name.startswith(_SETS)]
 
 
+def describe_stale_model(context: TrainContext, saved: Mapping[str, str]) -> str:
+    """Return a sentence on attributes of the model that a restored checkpoint lacks; empty if there are none."""
+    names = [name for name in differing(saved, attributes(context, with_data=False)) if name.startswith("model.")]
+    if not names:
+        return ""
+    return (
+        f"{listed(names)} changed before the checkpoint, which does not contain the change. If outputs depend on it, "
+        f"the exported model computes something else than the training did. {_MODULE}"
+    )
+
+
 def find_stale(context: TrainContext, saved: Mapping[str, str], *, split: str) -> list[str]:
     """Return sentences on what an evaluation used as it was built, although training had changed it; one by remedy."""
     others = tuple(name for name in _SETS if not name.startswith(split))
