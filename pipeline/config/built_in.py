@@ -67,6 +67,7 @@ _FUNCTIONS = frozenset(
         "torch.nn.utils.weight_norm",
         "torch.optim.swa_utils.get_ema_avg_fn",
         "torch.optim.swa_utils.get_ema_multi_avg_fn",
+        "torch.utils.data.default_collate",
         "torch.utils.data.random_split",
         "torchvision.models.get_model",
     }

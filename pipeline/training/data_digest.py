@@ -52,7 +52,7 @@ class DataDigest(Frozen):
     @property
     def notes(self) -> tuple[str, ...]:
         """Note on samples that can't be compared."""
-        reasons = {"differ each time they are read": self.unstable, "could not be read in time": self.unread}
+        reasons = {"differ each time they are read": self.unstable, "could not be read, or not in time": self.unread}
         left_out = " and ".join(f"{number} {reason}" for reason, number in reasons.items() if number)
         if not left_out:
             return ()

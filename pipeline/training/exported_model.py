@@ -117,7 +117,12 @@ def write_onnx(module: nn.Module, example: torch.Tensor, path: Path) -> None:
 
 def _exported(module: nn.Module, example: Example) -> torch.export.ExportedProgram:
     if not isinstance(example, dict):
-        return torch.export.export(module, (example,), dynamic_shapes=({0: Dim.AUTO},))
+        program = torch.export.export(module, (example,), dynamic_shapes=({0: Dim.AUTO},))
+        if not program.range_constraints:
+            raise ValueError(
+                "the model takes the number of samples as a constant, e.g. by len(x) or a loop; use x.shape[0]"
+            )
+        return program
     # torch takes a size of 1 for a constant anyway, and logs that it does.
     sizes = {
         name: {dim: Dim.AUTO for dim, size in enumerate(tensor.shape) if size > 1} for name, tensor in example.items()

@@ -6,6 +6,7 @@ Ranks exchange fingerprints in place of values. With a single rank, nothing is c
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from numbers import Number
 from typing import Any, Protocol
@@ -168,8 +169,15 @@ def _leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[str, s
 Leaf = Tensor | np.ndarray[Any, Any] | str
 
 
-def iter_leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[str, Leaf]]:
-    """Yield all tensors, arrays and numbers in a value, the numbers as text; other objects are left out."""
+def iter_leaves(
+    value: Any, place: str, *, with_text: bool, with_objects: bool = False, inside: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Leaf]]:
+    """Yield all tensors, arrays and numbers in a value, the numbers as text.
+
+    Other objects are left out; ``with_objects`` includes their attributes, such as those of a graph. ``inside`` has the
+    addresses of the objects around the value.
+    """
+    deeper = partial(iter_leaves, with_text=with_text, with_objects=with_objects, inside=(*inside, id(value)))
     if isinstance(value, Tensor):
         is_shard = hasattr(value, "device_mesh")  # as the weights that an LSTM lists in an attribute, under fsdp
         if value.device.type != "meta" and value.layout is torch.strided and not is_shard:
@@ -178,14 +186,17 @@ def iter_leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[st
         yield place, str(value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from iter_leaves(item, f"{place}[{key!r}]", with_text=with_text)
+            yield from deeper(item, f"{place}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from iter_leaves(item, f"{place}[{index}]", with_text=with_text)
+            yield from deeper(item, f"{place}[{index}]")
     elif isinstance(value, np.ndarray) or hasattr(value, "__array_interface__"):  # also images of PIL
         array = np.asarray(value)
         if not array.dtype.hasobject:
             yield place, array
+    elif with_objects and hasattr(value, "__dict__") and not callable(value) and id(value) not in inside:
+        for name, item in vars(value).items():  # such as a graph of torch_geometric, or a dataclass
+            yield from deeper(item, f"{place}.{name}")
 
 
 def _hashed(leaf: Tensor | np.ndarray[Any, Any]) -> str:

@@ -19,6 +19,7 @@ from pipeline.protocol.events import EXAMPLE, REFERENCE
 from pipeline.training.parameter_names import listed
 from pipeline.training.randomness import generators_kept, seed_all
 from pipeline.training.rank_equality import attribute_prints
+from pipeline.training.reachable_state import find_attributes
 from pipeline.wording import first_line
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -101,7 +102,7 @@ def record(
         is_exact: True if outputs of a CPU in the precision of the weights are equal to them.
         runtime: values of ``${total_steps}`` and the like, by name.
     """
-    prints = dict(attribute_prints(module))
+    prints = _prints(module)
     outputs: Sequence[Tensor] | None = None
     changing: Sequence[str] = ()
     if placed is not None:
@@ -136,13 +137,20 @@ def check(module: nn.Module, reference: Reference) -> None:
         raise _not_equal(f"It raises {type(error).__name__}: {first_line(error)}. {_OTHER_CODE}") from error
     if _are_close(outputs, reference.outputs, module=module, is_exact=reference.is_exact):
         return
-    if names := _differing(reference.prints, attribute_prints(module)):
+    if names := _differing(reference.prints, _prints(module)):
         raise _not_equal(f"The state_dict lacks {_named(names)}, whose value differs. {_REMEDY}")
     raise _not_equal(f"No attribute differs. {_OTHER_CODE}")
 
 
 def _not_equal(why: str) -> ExperimentError:
     return ExperimentError.of("model", f"built again from its weights, it differs from the evaluated model. {why}")
+
+
+def _prints(module: nn.Module) -> dict[str, str]:
+    """Return fingerprints of what a state_dict lacks, also in lists and objects, such as a second model."""
+    saved = [value for value in module.state_dict().values() if isinstance(value, Tensor)]
+    hidden = find_attributes({"model": module}, saved=saved)
+    return {name.removeprefix("model."): one.digest for name, one in hidden.items()} | attribute_prints(module)
 
 
 def _named(names: Sequence[str]) -> str:
@@ -153,10 +161,10 @@ def _repeatable(
     module: nn.Module, call: ModelCall, *, device: torch.device, is_exact: bool
 ) -> tuple[list[Tensor] | None, list[str]]:
     """Return outputs that another process can compute, or None; and attributes that change them from call to call."""
-    before = attribute_prints(module)
+    before = _prints(module)
     first, second = (_outputs(module, call, device=device, seed=_SEEDS[0]) for _ in range(2))
     if not _are_close(first, second, module=module, is_exact=True):
-        return None, _differing(before, attribute_prints(module))
+        return None, _differing(before, _prints(module))
     if not is_exact:  # random numbers of a GPU are not those of a CPU
         other = _outputs(module, call, device=device, seed=_SEEDS[1])
         if not _are_close(first, other, module=module, is_exact=True):

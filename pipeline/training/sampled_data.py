@@ -21,6 +21,8 @@ SAMPLES = 64
 _BUDGET_S = 10.0
 _VALUES = 14
 """Values of an array that are kept, to distinguish a rounding from other data."""
+_PROJECTIONS = np.random.default_rng(0).standard_normal((4, 4093)) / 4
+"""Weights of sums over an array, relative to its norm: one changed value shows in them, a rounding of all doesn't."""
 
 
 def read_digest(source: Source, *, budget_s: float = _BUDGET_S) -> DataDigest:
@@ -57,7 +59,7 @@ def read_digest(source: Source, *, budget_s: float = _BUDGET_S) -> DataDigest:
 def digest_of(sample: Any) -> SampleDigest:
     """Return the digest of a sample, as a batch of one."""
     exact, layout, values = blake2b(digest_size=8), blake2b(digest_size=8), list[str]()
-    for place, leaf in iter_leaves(sample, "", with_text=True):
+    for place, leaf in iter_leaves(sample, "", with_text=True, with_objects=True):
         array = _as_array(leaf)
         form = f"{place} {array.dtype} {array.shape}".encode()
         layout.update(form)
@@ -97,10 +99,19 @@ def _as_array(leaf: Leaf) -> np.ndarray[Any, Any]:
     if isinstance(leaf, Tensor):
         tensor = leaf.detach().cpu()
         return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).resolve_conj().resolve_neg().numpy()
-    return np.frombuffer(leaf.encode(), dtype=np.uint8) if isinstance(leaf, str) else leaf
+    return np.frombuffer(leaf.encode(errors="surrogatepass"), dtype=np.uint8) if isinstance(leaf, str) else leaf
 
 
 def _some_values(array: np.ndarray[Any, Any]) -> str:
     flat = array.reshape(-1).astype(np.float64, copy=False)
     some = flat[:: -(-flat.size // _VALUES)].tolist()
-    return " ".join(f"{one:.6g}" for one in (*some, flat.mean(), np.abs(flat).mean()))
+    sums = _PROJECTIONS @ _folded(flat, _PROJECTIONS.shape[1]) / (np.linalg.norm(flat) or 1.0)
+    return " ".join(f"{one:.6g}" for one in (*some, flat.mean(), np.abs(flat).mean(), *sums.tolist()))
+
+
+def _folded(flat: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+    """Return the sum of an array's parts of this size."""
+    whole = flat.size // size * size
+    folded: np.ndarray[Any, Any] = flat[:whole].reshape(-1, size).sum(0)
+    folded[: flat.size - whole] += flat[whole:]
+    return folded

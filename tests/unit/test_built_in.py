@@ -65,6 +65,7 @@ OF_NO_KIND = {
     "torch.nn.utils.weight_norm.weight_norm",
     "torch.optim.swa_utils.get_ema_avg_fn",
     "torch.optim.swa_utils.get_ema_multi_avg_fn",
+    "torch.utils.data._utils.collate.default_collate",
     "torch.utils.data.dataset.random_split",
 }
 READ = {

@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from pipeline.training.build import build
 from pipeline.training.learning_rate import scaling_factor, warmup_factor
 from pipeline.training.loop import train
 from pipeline.training.order import SampleOrder, mix
+from pipeline.training.sampled_data import digest_of
 
 STEPS = 3
 """Steps in an epoch of toys.regression, with the usual batch of 8."""
@@ -390,6 +392,16 @@ def test_a_digest_tells_data_sets_apart() -> None:
     assert digest(data={"_target_": "toys.noisy"}, model={"_target_": "toys.dropout_net"}) == digests[3]
 
 
+def test_one_changed_value_is_no_rounding_and_objects_are_compared() -> None:
+    def one_hot(number: int) -> torch.Tensor:
+        return torch.eye(1000)[number]
+
+    assert not digest_of(one_hot(7)).is_rounded(digest_of(one_hot(8)))
+    assert digest_of(one_hot(7) * (1 + 1e-5)).is_rounded(digest_of(one_hot(7)))
+    graphs = [SimpleNamespace(nodes=one_hot(number)) for number in (7, 8, 8)]
+    assert [digest_of(one).exact == digest_of(graphs[-1]).exact for one in graphs] == [False, True, True]
+
+
 def test_samples_that_cannot_be_compared_are_counted() -> None:
     data = toys.Unseeded(toys.regression()[0]), None  # type: ignore[arg-type]
     context = build(toys.trial(train={"global_batch_size": 2}), rank=Rank(), datasets=(*data, None))
@@ -398,7 +410,7 @@ def test_samples_that_cannot_be_compared_are_counted() -> None:
     assert (digest.unstable, digest.unread) == (11, 6)
     assert context.batches.notes == (
         "a resumed training compares 5 samples with those of before: 11 differ each time they are read and 6 could not "
-        "be read in time",
+        "be read, or not in time",
     )
 
 
