@@ -24,7 +24,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.differing_samples import choose
 from pipeline.training.perturbed import perturbed
 from pipeline.training.weighting import Boundary
-from pipeline.wording import figure
+from pipeline.wording import figure, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ _SMALL = 1e-3
 _TOLERANCE_OF_DRAWS, _ERRORS = 0.1, 5
 """What the mean over draws may be off: a tenth, since detectors that sample proposals are means but for their sampling,
 or so many standard errors, which one in 200,000 means exceeds."""
+_OF_THE_FOUND = 0.1
+"""Part of what was found that random numbers must make up, so that it isn't a loss that isn't a mean."""
 _LEAST_TOLD = 0.4
 """Tolerance beyond which the check finds nothing: five samples have 0.48 of a sum more than their two parts."""
 _NEEDED = "so it could not be checked to be a mean, which any number of workers needs"
@@ -108,7 +110,16 @@ class _Check:
         elif not isfinite(draws[0].whole.sum):
             context.unexamined = f"the loss is {draws[0].whole.value} for {count} samples, {_NEEDED}"
         elif len(draws) == 1:
-            self._check_gradients(parts, seconds=seconds)
+            try:
+                self._check_gradients(parts, seconds=seconds)
+            except ExperimentError:
+                raise
+            except Exception as error:  # such as a reentrant checkpoint, which has gradients in a backward pass only
+                if context.sharded is not None:
+                    raise
+                _log.info("the gradients could not be checked", exc_info=error)
+                said = f"{type(error).__name__}: {first_line(error)}"
+                context.unexamined = f"the values of the loss were checked to be means, but not its gradients: {said}"
         elif len(self._groups) > 1:  # not at changed weights: detectors sample as many proposals as they find there
             self._check_draws(self._tried(self._parts(1)))
 
@@ -146,17 +157,18 @@ class _Check:
         if not any(self._is_checked_at(noise, parts) for noise in _NOISE):
             _log.info("the loss could not be checked at changed weights")
         if self._has_time(3 * seconds, limit=_LIMIT_S):
-            self._check_draw(self._differentiated(parts))
+            self._check_draw(self._differentiated(parts), parts)
 
     def _is_checked_at(self, noise: float, parts: Parts) -> bool:
         """Check groups of samples at changed weights; return False if the loss isn't finite there."""
         context = self._context
-        with perturbed(context.trained, scale=noise):
+        with perturbed(context.trained, model=context.whole, scale=noise):
             for number in range(len(self._groups)):
                 if number and not self._has_time(0.0, limit=_GROUPS_S):
                     break
                 try:
-                    draw = self._differentiated(self._parts(number) if number else parts)
+                    group = self._parts(number) if number else parts
+                    draw = self._differentiated(group)
                 except Exception as error:  # a task may refuse such outputs
                     if context.sharded is not None:  # whose pass was not finished
                         raise
@@ -164,7 +176,7 @@ class _Check:
                     return number > 0
                 if not isfinite(draw.whole.sum):
                     return number > 0
-                self._check_draw(draw)
+                self._check_draw(draw, group)
         return True
 
     def _differentiated(self, parts: Parts) -> Comparison:
@@ -176,10 +188,19 @@ class _Check:
         has_time = time.monotonic() - self._started + seconds < limit
         return has_time if self._context.sharded is None else from_first(lambda: has_time, rank=self._context.rank)
 
-    def _check_draw(self, draw: Comparison) -> None:
+    def _check_draw(self, draw: Comparison, parts: Parts) -> None:
         differs = draw.gradients > self._tolerance and abs(draw.whole.value) > _SMALL
-        if differs or not _is_mean(draw, tolerance=self._tolerance):
+        if (differs or not _is_mean(draw, tolerance=self._tolerance)) and not self._varies(draw, parts):
             self._refuse(draw, draws=1, tolerance=self._tolerance)
+
+    def _varies(self, draw: Comparison, parts: Parts) -> bool:
+        """Return True if the same batch gives about as other losses or gradients when it is computed again.
+
+        Random numbers may not show in the values at the initial weights, such as those of an output layer of zeros.
+        """
+        excess, gradients = parts.variation(differentiates=not self._pass.is_used)
+        least = _OF_THE_FOUND * max(draw.gradients, abs(draw.excess) / abs(draw.whole.sum or 1.0))
+        return max(gradients, excess) > least
 
     def _check_draws(self, draws: Sequence[Comparison]) -> bool:
         """Refuse a loss that isn't the weighted mean of its parts; return False if the draws differ too much."""

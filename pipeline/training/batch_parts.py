@@ -88,6 +88,16 @@ class Parts:
         )
         return Comparison(whole, first, second, gradients=gradients.difference if gradients else 0.0)
 
+    def variation(self, *, differentiates: bool) -> tuple[float, float]:
+        """Return how much the loss and the gradients of the whole batch differ under two seeds, relative to either."""
+        gradients = _Gradients(self._context) if differentiates else None
+        one, other = (
+            self._loss(*self._whole, seed=seed, add=gradients.adding(sign) if gradients else None)
+            for seed, sign in ((0, 1), (1, -1))
+        )
+        difference = abs(one.sum - other.sum) / max(abs(one.sum), abs(other.sum), 1e-30)
+        return difference, gradients.difference if gradients else 0.0
+
     def loss(self, seed: int) -> Loss:
         """Compute the loss of the whole batch."""
         return self._loss(*self._whole, seed=seed)
@@ -106,10 +116,29 @@ class Parts:
     def _cut(self, indices: range, samples: Sequence[int]) -> Any:
         """Return some samples of the batch: sliced from it, or read again if a custom collate function made it."""
         context, (_, batch) = self._context, self._whole
-        cuts = all(isinstance(leaf, Tensor) and leaf.ndim for leaf in tree_leaves(batch))
-        if (cuts and context.experiment.loader.collate is None) or context.order.is_stream:
+        if context.order.is_stream or can_slice(context, batch, samples, read=context.batches.read):
             return tree_map(lambda leaf: leaf[indices.start : indices.stop], batch)
         return context.batches.read([samples[index] for index in indices])
+
+
+def can_slice(context: TrainContext, batch: Any, samples: Sequence[int], *, read: Callable[[list[int]], Any]) -> bool:
+    """Return True if parts of a batch are cut from it, else they are read.
+
+    What a custom collate function makes may depend on the samples, such as the length that they are padded to. But one
+    that draws random numbers would make other samples of them, e.g. with other tokens masked.
+    """
+    leaves = tree_leaves(batch)
+    if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
+        return False
+    if context.experiment.loader.collate is None:
+        return True
+    if not leaves or any(len(leaf) != len(samples) for leaf in leaves):
+        return False
+    turned = tree_leaves(read([*samples][::-1]))  # its last sample seeds the function
+    return not all(
+        leaf.shape == other.shape and torch.allclose(leaf.double(), other.flip(0).double(), rtol=1e-3, equal_nan=True)
+        for leaf, other in zip(leaves, turned, strict=True)
+    )
 
 
 class _Gradients:

@@ -26,7 +26,14 @@ from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.global_batch import evaluation_pass
 from pipeline.training.logs import agree, with_loss
-from pipeline.training.metric_states import ListLengths, SharedMetrics, compute_alone, in_full_precision
+from pipeline.training.metric_states import (
+    ListLengths,
+    SharedMetrics,
+    attributes_outside_states,
+    compute_alone,
+    in_full_precision,
+    unmergeable,
+)
 from pipeline.training.metrics import Curve, read
 from pipeline.training.optimizers import evaluating
 from pipeline.training.step_guard import Buffers
@@ -246,11 +253,14 @@ def _updated(context: TrainContext, collection: "MetricCollection") -> Iterator[
     buffers.restore()
     given = in_full_precision((output.outputs, output.targets))
     for name, metric in collection.items(copy_state=False):
+        before = attributes_outside_states(metric)
         try:
             metric.update(*given)
         except Exception as error:  # noqa: BLE001 - a metric may raise anything
             said = " ".join(str(error).split())[:300]
             yield Problem(f"metrics.{name}", f"{type(metric).__name__} raised {type(error).__name__}: {said}")
+        if context.rank.world_size > 1 and (reason := unmergeable(metric, before=before)):
+            yield Problem(f"metrics.{name}", f"{type(metric).__name__} {reason}")
 
 
 def _judged(collection: "MetricCollection", *, logs: Sequence[str], follows: Mapping[str, str]) -> Iterator[Problem]:

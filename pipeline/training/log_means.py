@@ -153,7 +153,7 @@ class _Comparison:
         for noise in _NOISE:
             if not self._has_time():
                 return
-            with perturbed(self._context.trained, scale=noise):
+            with perturbed(self._context.trained, model=self._context.whole, scale=noise):
                 draws = self._drawn(group, is_random=is_random)
             if all(bool(one.whole.isfinite().all() and one.parts.isfinite().all()) for one in draws):
                 self._judge(draws)
@@ -206,7 +206,8 @@ def _is_mean(
     scale = torch.maximum(whole.abs(), sizes).mean(0)
     error = (whole - parts).std(0) / len(draws) ** 0.5 if len(draws) > 1 else torch.zeros_like(scale)
     relative = torch.where(error > tolerance * scale, max(tolerance, of_random), tolerance)
-    return (whole - parts).mean(0).abs() <= relative * scale + _ERRORS * error + _FLOOR
+    is_close = (whole - parts).mean(0).abs() <= relative * scale + _ERRORS * error + _FLOOR
+    return is_close & scale.isfinite()  # the logarithm of 0 shows nothing
 
 
 def _differs(draw: WholeAndParts) -> bool:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from pipeline.protocol.trial import Rank, Split
 from pipeline.tasks import OwnEvaluation
+from pipeline.training.batch_parts import can_slice
 from pipeline.training.context import TrainContext
 from pipeline.training.differing_samples import choose
 from pipeline.training.forward import forward
@@ -58,7 +59,7 @@ class LoggedValues:
         own: AbstractContextManager[object] = _training_mode(self._module) if split is None else nullcontext()
         if split is not None and isinstance(context.task, OwnEvaluation):
             own = context.task.own_evaluation(split)
-        with context.other_logs(), own, torch.no_grad():
+        with context.other_logs(), own, torch.set_grad_enabled(split is None):  # some losses differentiate themselves
             yield
 
     def draw(self, group: int, seed: int) -> WholeAndParts:
@@ -93,8 +94,7 @@ class LoggedValues:
     def _cut(self, batch: Any, samples: Sequence[int], own: Sequence[int]) -> Any:
         """Return some samples of the batch: sliced from it, or read again if a custom collate function made it."""
         context = self._context
-        cuts = all(isinstance(leaf, Tensor) and leaf.ndim for leaf in tree_leaves(batch))
-        if (cuts and context.experiment.loader.collate is None) or context.order.is_stream:
+        if context.order.is_stream or can_slice(context, batch, samples, read=self._read):
             return tree_map(lambda leaf: leaf[own[0] : own[-1] + 1], batch)
         return self._read([samples[index] for index in own])
 

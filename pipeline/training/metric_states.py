@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,14 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pipeline.protocol.trial import Rank
 from pipeline.training.collectives import gather
+from pipeline.training.rank_equality import fingerprint
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 _Reduction = Callable[[Any], Any]
+_OF_METRICS = frozenset(("training", "update", "compute", "sync_on_compute"))
+"""Public attributes that torchmetrics sets."""
 
 
 class SharedMetrics:
@@ -219,3 +222,36 @@ def _bytes(tensors: list[Tensor], *, device: torch.device, sizes: list[int]) -> 
 
 def _is_not_distributed() -> bool:
     return False
+
+
+def unmergeable(metric: "Metric", *, before: Mapping[str, str]) -> str:
+    """Return what of a user's metric workers would not merge; empty if there is nothing."""
+    if hidden := [key for key, value in vars(metric).items() if key != "_modules" and _holds_metrics(value)]:
+        return f"has metrics in the list or dict {', '.join(hidden)}. Put them into torch.nn.ModuleList or ModuleDict"
+    if changed := [key for key, value in attributes_outside_states(metric).items() if before.get(key) != value]:
+        return (
+            f"counts in {', '.join(changed)}, which is not merged over workers. Declare it with "
+            "add_state(..., dist_reduce_fx=...)"
+        )
+    return ""
+
+
+def _holds_metrics(value: object) -> bool:
+    """Return True for a plain container with metrics, which can't be found and would wait for other ranks."""
+    from torchmetrics import Metric
+
+    inner: Iterable[object] = ()
+    if type(value) in (dict, list, tuple):
+        inner = value.values() if isinstance(value, dict) else cast("Iterable[object]", value)
+    return any(isinstance(one, Metric) for one in inner)
+
+
+def attributes_outside_states(metric: "Metric") -> dict[str, str]:
+    """Return fingerprints of the public attributes of a user's metric besides its states; none of torchmetrics' own."""
+    if type(metric).__module__.partition(".")[0] == "torchmetrics":
+        return {}
+    return {
+        key: fingerprint(value)
+        for key, value in vars(metric).items()
+        if not key.startswith("_") and key not in metric._defaults and key not in _OF_METRICS
+    }

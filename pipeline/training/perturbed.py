@@ -18,11 +18,14 @@ _OF_VECTORS = 0.1
 
 @contextmanager
 @torch.no_grad()
-def perturbed(parameters: Sequence[nn.Parameter], *, scale: float) -> Iterator[None]:
+def perturbed(parameters: Sequence[nn.Parameter], *, model: nn.Module, scale: float) -> Iterator[None]:
     """Add noise to parameters inside the block, the same on all ranks.
 
     Matrices get noise of the size of a usual initialization, times ``scale``, so that outputs differ but stay finite.
+    The rows of zeros of an embedding with a ``padding_idx`` stay: padding never gets a gradient.
     """
+    embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+    padded = {id(one.weight) for one in embeddings if one.padding_idx is not None}
     chosen = [one for one in parameters if one.is_floating_point()]
     held = [local(one.detach()) for one in chosen]
     before = [one.to("cpu", copy=True) for one in held]  # the memory of a GPU is scarcer
@@ -32,6 +35,8 @@ def perturbed(parameters: Sequence[nn.Parameter], *, scale: float) -> Iterator[N
             generator = torch.Generator(values.device).manual_seed(number)
             noise = torch.empty_like(values).normal_(generator=generator)
             fan_in = math.prod(parameter.shape[1:]) if parameter.ndim > 1 else 0
+            if id(parameter) in padded:
+                noise[(values == 0).all(-1)] = 0
             values.add_(noise, alpha=scale * (fan_in**-0.5 if fan_in else _OF_VECTORS))
         yield
     finally:

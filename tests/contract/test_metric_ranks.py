@@ -80,6 +80,8 @@ def _train(rank: Rank, folder: Path) -> None:
     cases: list[dict[str, Any]] = [
         {"data": {"_target_": "toys.poisoned_validation"}, "checkpoint": {"every_steps": 2}},
         {"metrics": {"roc": {"_target_": "toy_metrics.Texts"}}},
+        {"metrics": {"count": {"_target_": "toy_metrics.Outside"}}},
+        {"metrics": {"count": {"_target_": "toy_metrics.Listed"}}},
     ]
     for number, sections in enumerate(cases):
         trial = toys.trial(**sections).model_copy(
@@ -96,7 +98,9 @@ def test_all_ranks_stop_alike(tmp_path: Path) -> None:
     on_ranks(_train, tmp_path, folder=tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    nan, texts = first
+    nan, texts, outside, listed = first
+    assert "metrics.count: Outside counts in rows, which is not merged over workers. Declare it with" in outside
+    assert "metrics.count: Listed has metrics in the list or dict inner. Put them into torch.nn.ModuleList" in listed
     assert nan.startswith("TrainingError: the validation loss is nan after epoch 1 (step 3), though")
     assert texts.startswith("ExperimentError: metrics.roc: Texts computes a str; use a metric that computes a number")
     assert [folder.name for folder in (tmp_path / "checkpoints-0").iterdir()] == ["step-00000002"]

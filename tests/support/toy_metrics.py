@@ -20,6 +20,26 @@ class Count(Metric):
         return self.seen
 
 
+class Outside(Count):
+    """Counts in an attribute that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        super().update(outputs, targets)
+        self.rows += len(targets)
+
+
+class Listed(Count):
+    """Has a metric in a plain list, where torchmetrics does not find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = [Count()]
+
+
 class Ever(Count):
     """How many samples it has seen in all evaluations; ``persistent`` saves it."""
 

@@ -266,3 +266,45 @@ def zero_line() -> nn.Module:
     nn.init.zeros_(line.weight)
     nn.init.zeros_(line.bias)
     return line
+
+
+def noisy_inside() -> Any:
+    """Return a loss with noise on the outputs that a layer of zeros hides at the start, as its gradients do not."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(outputs * (1 + torch.rand_like(outputs)), targets)
+
+    return loss
+
+
+class SummedWords(nn.Module):
+    """A line of the sum of the words' embeddings, of which padding is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 4, padding_idx=0)
+        self.line = nn.Linear(4, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        outputs: Tensor = self.line(self.words(words).sum(1))
+        return outputs
+
+
+def sentences() -> tuple[Any, None]:
+    """Sentences of one to six words, of the lengths that come."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randint(1, 11, (1 + index % 6,), generator=generator), torch.tensor(index % 3)) for index in range(24)
+    ], None
+
+
+def pad_sentences(draws: bool = False) -> Any:
+    """Return a collate function that pads sentences, and with ``draws`` replaces words at random."""
+
+    def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
+        words = nn.utils.rnn.pad_sequence([words for words, _ in samples], batch_first=True)
+        if draws:
+            words = torch.where(torch.rand(words.shape) < 0.3, 1, words)
+        return words, torch.stack([label for _, label in samples])
+
+    return collate

@@ -107,6 +107,19 @@ def test_a_loss_that_draws_random_numbers_is_judged_by_its_mean(of: str, what: s
         built(loss=noisy, accumulation=2)
 
 
+def test_noise_that_only_gradients_show_is_no_other_loss() -> None:
+    assert built(**LINE, loss={"_target_": "weighed.noisy_inside"}, accumulation=2).unexamined == ""
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_padding_and_a_collate_that_draws_are_no_other_loss(draws: bool) -> None:
+    """The embedding of padding stays 0; a batch that is read again may have other words masked."""
+    sections = {"model": {"_target_": "weighed.SummedWords"}, "data": {"_target_": "weighed.sentences"}}
+    collate = {"_target_": "weighed.pad_sentences", "draws": draws}
+    loss = {"_target_": "torch.nn.CrossEntropyLoss"}
+    assert built(**sections, loss=loss, loader={"collate": collate}, accumulation=2).unexamined == ""
+
+
 def test_a_loss_that_draws_random_numbers_may_be_a_little_off() -> None:
     """As those of detectors are, which sample proposals."""
     noisy = {"_target_": "weighed.noisy", "of": "compared", "noise": 0.01}
