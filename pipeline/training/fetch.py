@@ -1,5 +1,6 @@
 """Batches made of samples, and the errors and notes that travel with them between processes."""
 
+import copy
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from pipeline.errors import ExperimentError, TrainingError
 
@@ -87,3 +88,20 @@ def usable(batch: Any, *, note: Callable[[str], None] = lambda _: None) -> Any:
     if isinstance(batch, Unusable):
         raise batch.errors.pop()
     return batch
+
+
+def copy_dataset(dataset: Any) -> Any:
+    """Return a shallow copy of a dataset and of the datasets in it, or the dataset itself if it can't be copied.
+
+    What the copy sets in its attributes, such as an open file, the original does not get.
+    """
+    try:
+        made = copy.copy(dataset)
+        for name, value in list(vars(made).items()):
+            if isinstance(value, Dataset):
+                vars(made)[name] = copy_dataset(value)
+            elif isinstance(value, list) and all(isinstance(each, Dataset) for each in value):
+                vars(made)[name] = [copy_dataset(each) for each in value]
+    except Exception:  # noqa: BLE001 - user code may raise anything; then the original is read
+        return dataset
+    return made

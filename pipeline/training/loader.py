@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError
 from pipeline.system.signals import sigterm_blocked, sigterm_only_from
-from pipeline.training.fetch import Collate, usable
+from pipeline.training.fetch import Collate, copy_dataset, usable
 from pipeline.training.order import MicroBatch
 from pipeline.training.randomness import generators_kept
 from pipeline.training.readers import fetcher
@@ -65,6 +65,8 @@ class BatchLoader:
         self._reading: Callable[[], Generator[Pair] | None] = lambda: None
         self._fetcher = fetcher(dataset, collate=collate, seed=seed, keeps_generators=keeps_generators)
         workers = options.num_workers
+        # Many datasets open a file at their first sample. Forked processes would share one that is open before.
+        self._copy = copy_dataset(dataset) if workers else dataset
         pins = device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory
         # Reading in this process needs no DataLoader, whose 30 us a batch are much of a short step.
         self._loader: DataLoader[Any] | None = None
@@ -118,7 +120,7 @@ class BatchLoader:
 
     def read(self, indices: list[int]) -> Any:
         """Read samples as one batch, on the CPU, in this process, as in epoch 0; raises as `batches` does."""
-        with generators_kept():
+        with generators_kept(), self._fetcher.of(self._copy):
             batch = self._fetcher.__getitems__(MicroBatch(0, indices, weight=1.0, is_last=True))
         return usable(batch, note=self._notes.append)
 

@@ -1,8 +1,8 @@
 """Readers of a dataset's batches, in the training process or in a loader process."""
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -41,6 +41,11 @@ class Rows(Dataset[Any]):
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         return self._read(micro_batch.indices)
+
+    def of(self, dataset: Dataset[Any]) -> AbstractContextManager[object]:
+        """Do nothing: tables have no files to open."""
+        del dataset
+        return nullcontext()
 
 
 def _indexed(tensors: tuple[torch.Tensor, ...], indices: list[int]) -> tuple[torch.Tensor, ...]:
@@ -85,19 +90,28 @@ class Samples(Dataset[Any]):
             return Noted(batch, self._note)
         return batch
 
+    @contextmanager
+    def of(self, dataset: Dataset[Any]) -> Iterator[None]:
+        """Read another object inside the block, a copy of the dataset."""
+        own, self._dataset = self._dataset, dataset
+        try:
+            yield
+        finally:
+            self._dataset = own
+
     def _first(self, micro_batch: MicroBatch) -> Any:
         """Read the first batch with all generators seeded, as most that draw do so here, and are then read once."""
         samples = self._seeded(micro_batch, GENERATORS)
         if isinstance(samples, Unusable):
             return samples
         last = self._seed_of_last(micro_batch)
-        self._draws = drawn_since(last) or self._drawn_unseen(micro_batch, samples)
+        self._draws = self._with_unseen(drawn_since(last), micro_batch, samples)
         batch = collated(micro_batch.indices, samples, self._collate)  # which draws after the last sample
         self._collate_draws = _without(drawn_since(last), self._draws)
         return batch
 
-    def _drawn_unseen(self, micro_batch: MicroBatch, samples: Any) -> tuple[str, ...]:
-        """Return all generators if the last sample depends on them though none has moved, else none.
+    def _with_unseen(self, draws: tuple[str, ...], micro_batch: MicroBatch, samples: Any) -> tuple[str, ...]:
+        """Return all generators if the last sample depends on others than those that have moved, else these.
 
         Code restores a generator that it has drawn from, or makes one of its own from ``torch.initial_seed()``. A
         private generator gives other samples with equal seeds, too, and needs none.
@@ -105,13 +119,14 @@ class Samples(Dataset[Any]):
         last, own = micro_batch.indices[-1:], self._seed_of_last(micro_batch)
 
         def read_with(seed: int) -> str:
-            seed_generators(seed, GENERATORS)
+            seed_generators(own, draws)
+            seed_generators(seed, _without(GENERATORS, draws))
             return fingerprint(self._read(last))
 
         first = fingerprint(samples[-1:] if isinstance(samples, list | tuple) else samples)
-        depends = read_with(own ^ 1) != first and read_with(own) == first
-        seed_generators(own, GENERATORS)
-        return GENERATORS if depends else ()
+        with generators_kept():  # a collate function draws after the last sample
+            depends = read_with(own ^ 1) != first and read_with(own) == first
+        return GENERATORS if depends else draws
 
     def _watched(self, micro_batch: MicroBatch) -> Any:
         """Read a batch until it has drawn from no generators but those that are seeded.
@@ -200,11 +215,12 @@ class Samples(Dataset[Any]):
     def _compared(self, micro_batch: MicroBatch) -> "list[Any] | Unusable":
         """Read samples at once, only for the time that it takes, and one by one; note both paces."""
         times = [time.perf_counter()]
-        self._at_once(micro_batch.indices)
-        times.append(time.perf_counter())
         samples = self._seeded(micro_batch, self._draws)
         times.append(time.perf_counter())
-        at_once, alone = (len(micro_batch.indices) / (end - begin) for begin, end in pairwise(times))
+        with generators_kept():  # a collate function draws after the last sample
+            self._at_once(micro_batch.indices)
+        times.append(time.perf_counter())
+        alone, at_once = (len(micro_batch.indices) / (end - begin) for begin, end in pairwise(times))
         self._note = (
             "data: the dataset draws random numbers, so __getitems__ gets one sample at a time, with a seed for each. "
             f"This reads {alone:,.0f} samples/s; whole batches would be read at {at_once:,.0f} samples/s. "

@@ -340,6 +340,13 @@ def tf32_model_by_backend() -> nn.Module:
     return nn.Linear(3, 1)
 
 
+def convolutions() -> nn.Module:
+    """The second one has weights whose memory layout channels_last changes."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)
+    )
+
+
 def batch_norm_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 

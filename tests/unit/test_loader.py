@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import toys
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
@@ -33,6 +33,40 @@ def micro_batch(*indices: int, epoch: int = 0) -> MicroBatch:
 
 def states() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+
+
+class Mixed(toys.Plain):
+    """Flips by Python's generator; noise from one of its own, seeded as PyTorch's documentation says."""
+
+    def __getitem__(self, index: int) -> Any:
+        noise = np.random.default_rng(torch.initial_seed() % 2**32).normal()
+        return torch.tensor([noise if random.random() < 0.5 else -noise])
+
+
+class Opening(toys.Plain):
+    """Opens its file at the first sample, as datasets of HDF5 files do."""
+
+    file: str | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        self.file = "opened"
+        return torch.zeros(1)
+
+
+def test_a_hidden_draw_next_to_an_open_one_is_seeded_for_each_sample() -> None:
+    drawing = loader(Mixed(range(16)))
+    drawing.read([0])
+    ((_, batch),) = drawing.batches([micro_batch(*range(16))])
+    assert len(set(batch.abs().flatten().tolist())) == 16
+
+
+def test_loader_processes_open_files_of_their_own() -> None:
+    """Forked ones share the offset of a file that is open before."""
+    dataset = Opening(range(16))
+    loader(ConcatDataset([Subset(dataset, range(4)), Subset(dataset, range(4, 16))]), workers=1).read([0])
+    assert dataset.file is None
+    loader(dataset).read([0])
+    assert dataset.file == "opened"
 
 
 def test_images_keep_their_layout() -> None:
