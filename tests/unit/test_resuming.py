@@ -174,7 +174,8 @@ def test_a_finished_training_goes_on_as_one_that_was_as_long_from_the_start(tmp_
 def test_a_resumed_optimizer_keeps_the_memory_layout_of_its_parameters(tmp_path: Path, optimizer: str) -> None:
     """Fused kernels walk the memory of weights and moments, whatever their strides are."""
     sections: dict[str, Any] = {
-        "model": {"_target_": "toys.convolutions"}, "data": {"_target_": "toys.images"}, "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+        "model": {"_target_": "toys.convolutions"}, "data": {"_target_": "toys.images"},
+        "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
         "optimizer": OPTIMIZERS[optimizer], "train": {"epochs": 1, "memory_format": "channels_last"},
     }  # fmt: skip
     _, whole = run(tmp_path / "whole", **sections)
