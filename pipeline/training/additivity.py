@@ -155,7 +155,10 @@ class _Check:
             context.unexamined = f"{took}, so the values of the loss were checked to be means, but not its gradients"
             return
         if not any(self._is_checked_at(noise, parts) for noise in _NOISE):
-            _log.info("the loss could not be checked at changed weights")
+            context.unexamined = (
+                "the loss raised an error or was not finite at changed weights, so it was checked to be a mean at the "
+                "initial weights only, where all samples may have the same loss"
+            )
         if self._has_time(3 * seconds, limit=_LIMIT_S):
             self._check_draw(self._differentiated(parts), parts)
 

@@ -4,8 +4,8 @@ A model may compute with more than its state_dict: an attribute that it drew in 
 buffer that is not persistent. Built again from its weights, it would silently compute something else.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,8 @@ from pipeline.training.randomness import generators_kept, seed_all
 from pipeline.training.rank_equality import attribute_prints
 from pipeline.training.reachable_state import find_attributes
 from pipeline.wording import first_line
+
+_log = logging.getLogger(__name__)
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest relative difference between equal models on CPUs, by the type they compute with."""
@@ -106,9 +108,11 @@ def record(
     outputs: Sequence[Tensor] | None = None
     changing: Sequence[str] = ()
     if placed is not None:
-        # A model that its task calls in parts may not have this call at all. Compiling takes longer than all else.
-        with suppress(Exception), torch.compiler.set_stance("force_eager"):
-            outputs, changing = _repeatable(module, placed, device=device, is_exact=is_exact)
+        try:
+            with torch.compiler.set_stance("force_eager"):  # compiling takes longer than all else
+                outputs, changing = _repeatable(module, placed, device=device, is_exact=is_exact)
+        except Exception as error:  # noqa: BLE001 - a model that its task calls in parts may not have this call at all
+            _log.warning("the model was not called, so a model built again is not compared with it", exc_info=error)
     return Reference(
         call=call if call is not None and _is_plain(call) else None,
         outputs=outputs,
@@ -147,10 +151,17 @@ def _not_equal(why: str) -> ExperimentError:
 
 
 def _prints(module: nn.Module) -> dict[str, str]:
-    """Return fingerprints of what a state_dict lacks, also in lists and objects, such as a second model."""
-    saved = [value for value in module.state_dict().values() if isinstance(value, Tensor)]
-    hidden = find_attributes({"model": module}, saved=saved)
-    return {name.removeprefix("model."): one.digest for name, one in hidden.items()} | attribute_prints(module)
+    """Return fingerprints of what a state_dict lacks, also in lists and objects, such as a second model.
+
+    They only name what differs. So attributes that cannot be read cost the names, not the training's result.
+    """
+    try:
+        saved = [value for value in module.state_dict().values() if isinstance(value, Tensor)]
+        hidden = find_attributes({"model": module}, saved=saved)
+        return {name.removeprefix("model."): one.digest for name, one in hidden.items()} | attribute_prints(module)
+    except Exception as error:  # noqa: BLE001 - user code may raise anything, in repr or len
+        _log.warning("the attributes of the model can't be read", exc_info=error)
+        return {}
 
 
 def _named(names: Sequence[str]) -> str:

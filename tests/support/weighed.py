@@ -308,3 +308,14 @@ def pad_sentences(draws: bool = False) -> Any:
         return words, torch.stack([label for _, label in samples])
 
     return collate
+
+
+def of_zeros() -> Any:
+    """Return a mean that refuses outputs other than the initial ones of `zero_line`."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.any():
+            raise ValueError("outputs are not 0")
+        return functional.mse_loss(outputs, targets)
+
+    return loss

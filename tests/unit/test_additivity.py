@@ -107,6 +107,11 @@ def test_a_loss_that_draws_random_numbers_is_judged_by_its_mean(of: str, what: s
         built(loss=noisy, accumulation=2)
 
 
+def test_a_loss_that_fails_at_changed_weights_is_taken_with_a_warning() -> None:
+    said = built(**LINE, loss={"_target_": "weighed.of_zeros"}, accumulation=2).unexamined
+    assert said.startswith("the loss raised an error or was not finite at changed weights, so it was checked to be")
+
+
 def test_noise_that_only_gradients_show_is_no_other_loss() -> None:
     assert built(**LINE, loss={"_target_": "weighed.noisy_inside"}, accumulation=2).unexamined == ""
 

@@ -272,6 +272,26 @@ def test_what_other_objects_change_is_named(case: str, tmp_path: Path) -> None:
     assert all(message.startswith(text) for message, text in zip(messages, expected, strict=True)), messages
 
 
+class Uncounted(list[int]):
+    def __len__(self) -> int:
+        raise OSError("no connection")
+
+
+class Connected(nn.Linear):
+    """Has an attribute that cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.rows = Uncounted()
+
+
+def test_attributes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    *_, messages = run(tmp_path, model={"_target_": f"{HERE}.Connected"})
+    (message,) = messages
+    assert message.startswith("State outside of checkpoints cannot be found: reading the attributes of")
+    assert "OSError: no connection" in message
+
+
 class Caching(nn.Linear):
     """Keeps what it computes anew, or once and for all; its count is extra state."""
 

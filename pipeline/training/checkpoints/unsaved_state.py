@@ -20,6 +20,7 @@ from pipeline.training.parameter_names import listed
 from pipeline.training.rank_equality import fingerprint
 from pipeline.training.reachable_state import Attribute, find_attributes
 from pipeline.training.several_optimizers import each_of
+from pipeline.wording import first_line
 
 KEY = "unsaved"
 """Key in a checkpoint: fingerprints of the attributes that had changed, by path."""
@@ -46,7 +47,7 @@ class UnsavedState:
     def __init__(self, context: TrainContext, *, warn: Callable[[str], None]) -> None:
         """Note the attributes after the build, before a checkpoint is restored."""
         self._context, self._warn = context, warn
-        self._built = attributes(context)
+        self._built = attributes(context, warn=warn)
         self._samples = {name: _first_sample(context, name) for name in _SETS}
         self._first: Mapping[str, Attribute] = {}
         self._named: set[str] = set()
@@ -102,10 +103,15 @@ class UnsavedState:
         return before is not None and before != _first_sample(self._context, name)
 
 
-def attributes(context: TrainContext, *, with_data: bool = True) -> dict[str, Attribute]:
+def attributes(
+    context: TrainContext, *, with_data: bool = True, warn: Callable[[str], None] = lambda _: None
+) -> dict[str, Attribute]:
     """Return the attributes of the experiment's objects that checkpoints lack, by path; empty if some can't be read.
 
-    ``with_data`` includes those of the datasets, which may hold long lists.
+    Args:
+        context: the training.
+        with_data: True to include those of the datasets, which may hold long lists.
+        warn: receives a warning if some can't be read.
     """
     task = TaskState(context)
     key = "loss" if context.experiment.task is None else "task"
@@ -122,6 +128,10 @@ def attributes(context: TrainContext, *, with_data: bool = True) -> dict[str, At
         return find_attributes(roots, saved=saved, skipped={key: names}, packages=packages)
     except Exception as error:  # noqa: BLE001 - user code may raise anything, in repr or len; no reason to stop
         _log.warning("the attributes of the experiment's objects can't be compared", exc_info=error)
+        warn(
+            f"State outside of checkpoints cannot be found: reading the attributes of the experiment's objects raised "
+            f"{type(error).__name__}: {first_line(error)}. A resumed training may differ"
+        )
         return {}
 
 
