@@ -10,7 +10,7 @@ from pipeline.commands.invocation import invoked, refuse_outer_launcher
 from pipeline.commands.run import make, report
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment
-from pipeline.driver.checkpoint_choice import outdated
+from pipeline.driver.checkpoint_choice import describe_missing_end
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Training
@@ -59,7 +59,7 @@ def measure(
     address = address_of(file.experiment.checkpoint.directory, run=folder)
     if not Storage(address).folders():
         raise UsageError(f"{folder.name}: {address} has no checkpoint, from which the model would be loaded")
-    if note := outdated(file, folder=folder):
+    if note := describe_missing_end(file, folder=folder):
         raise UsageError(
             f"{folder.name}: {note}; pipeline measure needs a checkpoint of the last step: train again, or use "
             "pipeline compare"

@@ -122,7 +122,7 @@ def rejection_reason(found: object) -> str:
     return "" if _is_builder(found, home) else "is not on the list of allowed functions"
 
 
-def rejected_arguments(
+def find_rejected_arguments(
     arguments: Mapping[str, Any] | Sequence[Any], *, key: str, limit: re.Pattern[str] | None = None
 ) -> Iterator[Problem]:
     """Find arguments that name code, outside of nested components.
@@ -140,7 +140,7 @@ def rejected_arguments(
             given = f" {value}" if isinstance(value, str | bool) else ""
             yield Problem(inner, f"{name}{given} can make a library run code. Remove it.")
         elif isinstance(value, list | tuple) or (isinstance(value, Mapping) and "_target_" not in value):
-            yield from rejected_arguments(value, key=inner, limit=pattern)
+            yield from find_rejected_arguments(value, key=inner, limit=pattern)
 
 
 def _is_listed(found: object) -> bool:

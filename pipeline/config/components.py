@@ -60,9 +60,9 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     return problems
 
 
-def rejected(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
+def find_rejected(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     """Find the components, also nested ones, that are not allowed or not found; `check` also finds them."""
-    found = (one for key, component in named(experiment) for one in _resolved(component, key=key, allowed=allowed))
+    found = (one for key, component in named(experiment) for one in _iter_resolved(component, key=key, allowed=allowed))
     return [one for one in found if isinstance(one, Problem)]
 
 
@@ -140,7 +140,7 @@ class _Resolved(NamedTuple):
 
 def _check(component: Component, *, key: str, passed: Sequence[str], allowed: tuple[str, ...]) -> list[Problem]:
     problems: list[Problem] = []
-    for found in _resolved(component, key=key, allowed=allowed):
+    for found in _iter_resolved(component, key=key, allowed=allowed):
         if isinstance(found, Problem):
             problems.append(found)
             continue
@@ -151,7 +151,7 @@ def _check(component: Component, *, key: str, passed: Sequence[str], allowed: tu
     return problems
 
 
-def _resolved(component: Component, *, key: str, allowed: tuple[str, ...]) -> Iterator[_Resolved | Problem]:
+def _iter_resolved(component: Component, *, key: str, allowed: tuple[str, ...]) -> Iterator[_Resolved | Problem]:
     """Yield a component and those nested in it, or what is wrong with their names."""
     try:
         yield _Resolved(key, component, resolve(component, key=key, allowed=allowed))
@@ -163,7 +163,7 @@ def _resolved(component: Component, *, key: str, allowed: tuple[str, ...]) -> It
         except ExperimentError as error:
             yield from error.problems
         else:
-            yield from _resolved(inner, key=inner_key, allowed=allowed)
+            yield from _iter_resolved(inner, key=inner_key, allowed=allowed)
 
 
 def _check_call(

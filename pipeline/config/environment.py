@@ -63,7 +63,7 @@ def _written(default: Any) -> str:
     return f"'{escaped}'"
 
 
-def resolved(text: str) -> str | None:
+def resolve_references(text: str) -> str | None:
     """Replace the references in a text by this process's variables; raise KeyError like `read`."""
     for found in REFERENCE.finditer(text):
         if _is_missing(found):
@@ -92,7 +92,7 @@ def fill_in(text: str, *, key: str) -> str | None:
             )
         if name in os.environ:
             _built_with[os.environ[name]] = f"${{oc.env:{name}}}"
-    return resolved(text)
+    return resolve_references(text)
 
 
 def fill_in_all(value: Any, *, key: str) -> Any:

@@ -68,7 +68,7 @@ def _variable(name: str, *default: Any) -> str | None:
 
 def _decode(text: Any, _parent_: Any, _node_: Any) -> Any:
     """Resolve ``${oc.decode:...}``, for which a variable's value is shown and written."""
-    return oc.decode(environment.resolved(text) if isinstance(text, str) else text, _parent_, _node_)
+    return oc.decode(environment.resolve_references(text) if isinstance(text, str) else text, _parent_, _node_)
 
 
 def escape(text: str) -> str:

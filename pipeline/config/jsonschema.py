@@ -175,13 +175,13 @@ class Shape:
         return any(self.is_component(parts[:n]) and parts[n] != "_target_" for n in range(len(parts)))
 
     def in_arguments(self, parts: tuple[Part, ...]) -> bool:
-        """Tell if the key is an argument that user code gets: none of the declared keys of a section with arguments."""
+        """Return True if user code gets the key: a section takes arguments besides its declared keys."""
         if not parts or parts[-1] == "_target_":
             return False
         return any(self._takes(self.at(parts[:n]), parts[n]) for n in range(len(parts)))
 
     def _takes(self, schema: Schema, part: Part) -> bool:
-        """Tell if a section, or one that a key may hold, has declared keys, and takes others such as this one."""
+        """Return True if a section, or one that a key may hold, takes other keys than its declared ones."""
         sections = (schema, *map(self.follow, schema.get("anyOf", ())))
         return any(
             section.get("additionalProperties") is True and part not in section.get("properties", {part: None})

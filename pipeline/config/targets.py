@@ -114,7 +114,7 @@ def find(
     """
     search = _Search(target, f"{key}._target_", allowed)
     found = search.result()
-    if search.is_built_in(found) and (problems := list(built_in.rejected_arguments(arguments, key=key))):
+    if search.is_built_in(found) and (problems := list(built_in.find_rejected_arguments(arguments, key=key))):
         raise ExperimentError([one._replace(message=f"{one.message} {_remedy(target)}") for one in problems])
     return found
 

@@ -66,7 +66,7 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
     if wanted is None:
         wanted = BEST if options.best is not None and _rated(manifests, options.best) else LAST
     if wanted == LAST:
-        return Checkpoint(address, manifests[0], note=_outdated(manifests[0].step, folder=folder))
+        return Checkpoint(address, manifests[0], note=_describe_missing_end(manifests[0].step, folder=folder))
     if wanted == BEST:
         return _best(file, manifests, name=name, address=address, allowed=allowed)
     step = int(wanted) if wanted.isascii() and wanted.isdecimal() else step_of(wanted)
@@ -78,17 +78,17 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
     return Checkpoint(address, found)
 
 
-def outdated(file: ExperimentFile, *, folder: Path) -> str:
+def describe_missing_end(file: ExperimentFile, *, folder: Path) -> str:
     """Return a note that a run's training ended after its newest checkpoint; empty if it did not.
 
     Raises:
         ResourceError: the storage can't be read.
     """
     manifests = _manifests(Storage(address_of(file.experiment.checkpoint.directory, run=folder)))
-    return _outdated(manifests[0].step, folder=folder) if manifests else ""
+    return _describe_missing_end(manifests[0].step, folder=folder) if manifests else ""
 
 
-def _outdated(newest: int, *, folder: Path) -> str:
+def _describe_missing_end(newest: int, *, folder: Path) -> str:
     finished = journal.marked(folder / journal.FILE_NAME, "finished")
     steps = [event.result.steps for event in finished if isinstance(event, Finished) and event.trial == "main"]
     if not steps or newest >= steps[-1]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pipeline.config.load import ExperimentFile
 from pipeline.config.summary import flatten
 from pipeline.config.train import Train
-from pipeline.driver.checkpoint_choice import outdated
+from pipeline.driver.checkpoint_choice import describe_missing_end
 from pipeline.errors import UsageError
 from pipeline.recording.folder import RunState
 from pipeline.training.checkpoints.storage import Storage, address_of
@@ -41,7 +41,7 @@ def refuse_finished(file: ExperimentFile, state: RunState) -> None:
 def differences(file: ExperimentFile, state: RunState) -> Iterator[str]:
     """Yield what makes a continued run differ from one that was as long from the start."""
     now, before = file.experiment.train, state.experiment.train
-    if state.status == "FINISHED" and (note := outdated(file, folder=state.folder)):
+    if state.status == "FINISHED" and (note := describe_missing_end(file, folder=state.folder)):
         yield f"{note}; training continues from the checkpoint"
     if now.length == before.length:
         return

@@ -42,7 +42,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
     problems += also.problems(file.experiment.tracking.also)
-    if rejected := _rejected(file, allowed=allowed):
+    if rejected := _find_rejected(file, allowed=allowed):
         raise file.explain(dict.fromkeys([*problems, *rejected]))
     if not any(problem.key.partition(".")[0] in ("model", "task") for problem in problems):
         problems += _task_problems(file.experiment, allowed=allowed)
@@ -147,14 +147,14 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
     )
 
 
-def _rejected(file: ExperimentFile, *, allowed: tuple[str, ...]) -> list[Problem]:
+def _find_rejected(file: ExperimentFile, *, allowed: tuple[str, ...]) -> list[Problem]:
     """Find names that are not allowed in an experiment, or else wrong components in the values of its sweep."""
 
     def check_varied(varied: ExperimentFile) -> None:
         if found := components.check(varied.experiment, allowed=allowed):
             raise ExperimentError(found)
 
-    found = components.rejected(file.experiment, allowed=allowed)
+    found = components.find_rejected(file.experiment, allowed=allowed)
     return found or sweep.problems(file.experiment.sweep, file.varied, check_varied)
 
 

@@ -180,7 +180,7 @@ def _is_same(before: str | None, now: str | None) -> bool:
     if before == now or before is None or now is None:
         return before == now
     try:
-        return environment.resolved(now) == before
+        return environment.resolve_references(now) == before
     except KeyError:  # a variable is not set
         return False
 

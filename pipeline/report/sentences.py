@@ -34,10 +34,10 @@ def best(rows: Sequence[Row]) -> Row:
 def verdict(rows: Sequence[Row]) -> str:
     """Return the result in one line: speedup with its interval, final metric, and what is fastest on these devices."""
     main = best(rows)
-    return "; ".join([*_claim(main, rows[0]), *_learned(main), *_fastest(main, rows), *_outdated(main)])
+    return "; ".join([*_claim(main, rows[0]), *_learned(main), *_fastest(main, rows), *_iter_missing_checkpoints(main)])
 
 
-def _outdated(main: Row) -> Iterator[str]:
+def _iter_missing_checkpoints(main: Row) -> Iterator[str]:
     """Yield the step of the newest checkpoint if the training ended later."""
     if main.unsaved is not None and main.unsaved.newest != main.steps:
         newest = main.unsaved.newest
@@ -45,11 +45,11 @@ def _outdated(main: Row) -> Iterator[str]:
         yield f"{step}, but the training ended at step {main.steps:,}"
 
 
-def _unsaved(main: Row) -> Iterator[str]:
+def _iter_unsaved(main: Row) -> Iterator[str]:
     """Yield what became of checkpoints that could not be saved."""
     if main.unsaved is None:
         return
-    yield from (f"{one[0].upper()}{one[1:]}." for one in _outdated(main))
+    yield from (f"{one[0].upper()}{one[1:]}." for one in _iter_missing_checkpoints(main))
     chosen = "" if main.best is None else f" {main.best.metric} may have been better in one of them."
     yield f"{counted(main.unsaved.failed, 'checkpoint')} could not be saved: {main.unsaved.reason}.{chosen}"
 
@@ -146,7 +146,7 @@ def remarks(rows: Sequence[Row], *, main: Row, restricted: str = "") -> Iterator
     """
     baseline = rows[0]
     yield from _losses(rows, main=main)
-    if sentences := " ".join(_unsaved(main)):
+    if sentences := " ".join(_iter_unsaved(main)):
         yield sentences
     yield from (f"{note[0].upper()}{note[1:]}." for note in main.data_notes)
     if main.same_training != "no":  # else it is a reason of the other loss

@@ -97,7 +97,7 @@ class _Check:
         count, is_divided = _count(context), _micro_batches(context) > 1
         self._groups = choose(context.batches, count=count) if is_divided else [list(range(count))]
         parts, started = self._parts(0), time.monotonic()
-        draws = self._tried(parts)
+        draws = self._compute_draws(parts)
         seconds = time.monotonic() - started
         context.gathers = self._pass.is_used
         if self._rows.is_unlike:  # the first step raises it
@@ -121,12 +121,12 @@ class _Check:
                 said = f"{type(error).__name__}: {first_line(error)}"
                 context.unexamined = f"the values of the loss were checked to be means, but not its gradients: {said}"
         elif len(self._groups) > 1:  # not at changed weights: detectors sample as many proposals as they find there
-            self._check_draws(self._tried(self._parts(1)))
+            self._check_draws(self._compute_draws(self._parts(1)))
 
     def _parts(self, group: int) -> Parts:
         return Parts(self._context, self._module, self._groups[group], rows=self._rows)
 
-    def _tried(self, parts: Parts) -> list[Comparison]:
+    def _compute_draws(self, parts: Parts) -> list[Comparison]:
         """Compute the losses once, or several times if another seed gives another loss.
 
         Returns none if one draw would be all of such a loss.

@@ -47,7 +47,7 @@ _REMEDIES: Mapping[str, str] = {
     "logarithm": "Its logarithm is a mean. {} the logarithm, and take the exponential of the reported value",
     "": "{} a mean over the samples",
 }
-"""What to do, by what of a value is a mean."""
+"""Remedies by the function of the value that is a mean."""
 _METRICS: Mapping[str, tuple[str, str]] = {
     "square": ("torchmetrics.MeanSquaredError", "squared=False"),
     "logarithm": ("torchmetrics.text.Perplexity", ""),
@@ -63,7 +63,7 @@ class _Found(NamedTuple):
     whole: float
     mean: float
     inverse: str
-    """What of the value is a mean, if anything."""
+    """The function of the value that is a mean; empty if none is known."""
 
 
 def check(context: TrainContext, outbox: Outbox) -> None:

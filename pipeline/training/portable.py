@@ -40,7 +40,7 @@ class PortableModel:
     example: Example | None
     """Inputs of two samples; None if they are no tensors."""
     reference: Reference | None
-    """What the evaluated model computes; None for a run of an earlier version."""
+    """Outputs of the evaluated model; None for a run of an earlier version."""
     runtime: Mapping[str, int]
     """Values of ``${total_steps}`` and the like, by name."""
     epoch: int

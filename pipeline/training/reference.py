@@ -51,7 +51,7 @@ class ModelCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What the evaluated model computes for a few samples, and its state outside the state_dict."""
+    """Outputs of the evaluated model for a few samples, and its state outside the state_dict."""
 
     call: ModelCall | None
     """The call of the model, on the CPU; None if it was not recorded."""

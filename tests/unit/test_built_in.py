@@ -12,7 +12,7 @@ import torchmetrics
 from reachable import loading_in, naming_in, reachable
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeline.config.built_in import rejected_arguments
+from pipeline.config.built_in import find_rejected_arguments
 from pipeline.config.components import resolve
 from pipeline.config.load import from_mapping
 from pipeline.config.targets import BUILT_IN
@@ -153,7 +153,7 @@ class TestRejected:
         assert found["model.backbone"].startswith("backbone local-dir:folder can make a library run code. Remove it.")
         assert rejections("pipeline.models.pretrained", path="x", auto_map={})
         given = {"ray_remote_args": {"runtime_env": {"pip": ["x"]}}}
-        assert [one.key for one in rejected_arguments(given, key="data")] == ["data.ray_remote_args.runtime_env"]
+        assert [one.key for one in find_rejected_arguments(given, key="data")] == ["data.ray_remote_args.runtime_env"]
 
     def test_arguments_with_the_same_names_that_name_no_code(self) -> None:
         own = {"attn_implementation": "flash_attention_2", "backbone": "resnet50.a1_in1k", "model_name": "hf-hub:a/b"}

@@ -14,7 +14,7 @@ from pipeline.commands import evaluate as evaluating
 from pipeline.commands.history.evaluations import evaluations, line
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.targets import BUILT_IN
-from pipeline.driver.checkpoint_choice import Checkpoint, choose, ended_training, outdated
+from pipeline.driver.checkpoint_choice import Checkpoint, choose, describe_missing_end, ended_training
 from pipeline.driver.longer import differences
 from pipeline.errors import ExperimentError, TrainingError, UsageError
 from pipeline.protocol.events import Evaluated, Metrics, RunClosed, RunOpened, TrialOpened, Warned
@@ -235,7 +235,7 @@ def test_the_status_and_the_duration_stay(run: Path, tmp_path: Path, is_killed: 
 def test_an_older_checkpoint_is_not_the_last_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path)
-    assert chosen(folder, None).note == outdated(opened(folder), folder=folder) == ""
+    assert chosen(folder, None).note == describe_missing_end(opened(folder), folder=folder) == ""
     shutil.rmtree(folder / "checkpoints" / folder_name(6))
     note = "the newest checkpoint is of step 3, but the training ended at step 6"
     assert chosen(folder, None).note == chosen(folder, "last").note == note

@@ -85,7 +85,7 @@ class CheckpointManager:
         self._unsaved: UnsavedState | None = None
         self._restored: Mapping[str, str] = {}
         self.notes: tuple[str, ...] = ()
-        """What the result of `load_best` lacks; equal on all ranks."""
+        """Notes on what the result of `load_best` lacks; equal on all ranks."""
         trial = context.trial
         if not (isinstance(trial, Training) and trial.checkpoints and self._options.keep):
             return
