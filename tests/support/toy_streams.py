@@ -152,3 +152,17 @@ def hugging_face(validation: bool = True) -> tuple[Any, Any]:
 
     found = datasets.IterableDataset.from_generator(generate)
     return found.shuffle(seed=1, buffer_size=4), found.take(7) if validation else None
+
+
+def transformed() -> tuple[Any, Any]:
+    """Return datasets of Hugging Face's datasets whose transform gets a batch and draws noise for each sample."""
+    import datasets
+
+    def add_noise(batch: dict[str, Any]) -> dict[str, Any]:
+        inputs = torch.tensor(batch["x"])
+        return batch | {"x": (inputs + torch.randn(inputs.shape)).tolist()}
+
+    inputs, targets = regression()[0].tensors  # type: ignore[attr-defined]
+    columns = {"x": inputs.tolist(), "y": targets.flatten().tolist()}
+    found = datasets.Dataset.from_dict(columns).with_transform(add_noise)
+    return found, found

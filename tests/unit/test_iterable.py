@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import samples
-import torch
 import toy_streams
 import toys
 from hypothesis import given, settings
@@ -270,23 +269,3 @@ def test_the_result_says_what_is_promised() -> None:
     notes = toys.trained(data=data("Sized"))[0].data_notes
     assert notes[0].startswith("the training set is iterable: each worker reads all of it")
     assert toys.trained()[0].data_notes == ()
-
-
-def test_a_streaming_dataset_of_hugging_face(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-
-    def run(name: str, *, resume: bool = False) -> toys.Kept:
-        trial = toys.trial(
-            data={"_target_": "toy_streams.hugging_face"}, loader={"collate": {"_target_": "toy_streams.collated"}},
-            train=ENDLESS, checkpoint={"every_steps": 1, "keep": 100},
-        )  # fmt: skip
-        kept = toys.Kept()
-        update = {"checkpoints": str(tmp_path / name), "resume": resume}
-        train(trial.model_copy(update=update), rank=Rank(), outbox=kept)
-        return kept
-
-    whole = run("whole")
-    shutil.copytree(tmp_path / "whole" / folder_name(5), tmp_path / "again" / folder_name(5))
-    again = run("again", resume=True)
-    assert losses(again, after=5) == losses(whole, after=5)
-    assert torch.tensor(losses(whole, name="validation/loss")).isfinite().all()
