@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from pipeline.config.parallel import Parallel
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
-from pipeline.planning.resources import Placed, Resources, detect, usable_cores, visible_gpus
+from pipeline.planning.resources import Placed, Resources, detect, usable_cores
+from pipeline.planning.visible_gpus import visible_gpus
 from pipeline.protocol.outer_launcher import OuterLauncher
 from pipeline.system.imports import PACKAGE
 from pipeline.worker.outer_group import OuterGroup, joined

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.config.values import Frozen
+from pipeline.planning.visible_gpus import visible_gpus
 from pipeline.wording import counted
 
 _COMPILER = "clang++" if sys.platform == "darwin" else "g++"
@@ -54,28 +55,6 @@ class Resources(Frozen):
         return f"{counted(self.cpus, 'core')}, {self.memory_mb / 1024:.0f} GiB, {gpus}"
 
 
-def visible_gpus() -> dict[str, str]:
-    """Return the names of the GPUs that CUDA_VISIBLE_DEVICES leaves, by UUID.
-
-    They come from the driver's management library (NVML), without a CUDA context.
-    """
-    import pynvml  # loads the NVIDIA driver's library; only here, so that a machine without one pays nothing
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            ids = [part.strip() for part in visible.split(",") if part.strip()]
-            handles = [h for i, h in enumerate(handles) if str(i) in ids or _uuid(h) in ids]
-        return {_uuid(handle): str(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def usable_cores() -> tuple[int, ...]:
     """Return the numbers of the cores that this process may use, by its affinity."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
@@ -101,12 +80,6 @@ def _cpus() -> int:
         if quota != "max":
             usable = min(usable, max(1, int(quota) // int(period)))
     return usable
-
-
-def _uuid(handle: object) -> str:
-    import pynvml
-
-    return str(pynvml.nvmlDeviceGetUUID(handle))
 
 
 def _processor() -> str:

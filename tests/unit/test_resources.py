@@ -1,10 +1,17 @@
 """What a machine offers, as this process may use it."""
 
 import os
+import subprocess
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
+import pynvml
 import pytest
+import torch
 
+from pipeline.planning import visible_gpus
 from pipeline.planning.resources import Resources, detect
 
 
@@ -19,6 +26,75 @@ def test_this_machine() -> None:
 def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert detect().gpus == ()
+
+
+def fake_nvml(monkeypatch: pytest.MonkeyPatch, *, broken: Collection[int] = (), is_partitioned: bool = False) -> None:
+    """Four GPUs, of which NVML can't open the broken ones."""
+
+    def opened(index: int) -> int:
+        if index in broken:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+        return index
+
+    fakes: dict[str, Any] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 4,
+        "nvmlDeviceGetHandleByIndex": opened,
+        "nvmlDeviceGetUUID": lambda index: f"GPU-{index}ab-cd",
+        "nvmlDeviceGetName": lambda index: f"H100 {index}",
+        "nvmlDeviceGetMigMode": lambda _: [int(is_partitioned), 0],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(pynvml, name, fake)
+
+
+@pytest.mark.parametrize(
+    ("visible", "broken", "numbers"),
+    [
+        (None, {}, "0123"),
+        (None, {2}, "013"),
+        ("2", {1}, "3"),  # CUDA doesn't count what it can't open
+        ("", {}, ""),
+        ("2,0", {}, "20"),
+        ("0,-1,1", {}, "0"),
+        ("0,9,1", {}, "0"),
+        ("0,GPU-1", {}, "0"),
+        ("1,1", {}, ""),
+        ("1b, 2", {}, "12"),
+        ("GPU-1", {}, "1"),
+        ("GPU-3ab-cd,GPU-1,7,GPU-2", {}, "31"),
+        ("GPU-1,GPU-1ab", {}, ""),
+        ("GPU-", {}, ""),  # any of the four
+        ("MIG-1", {}, ""),
+    ],
+)
+def test_visible_gpus_are_counted_as_cuda_counts_them(
+    visible: str | None, broken: Collection[int], numbers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvml(monkeypatch, broken=broken)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert detect().gpus == tuple(f"H100 {number}" for number in numbers)
+
+
+def test_cuda_is_asked_for_instances_of_partitioned_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instance = SimpleNamespace(uuid="12-34", name="H100 1g.10gb")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", [instance].__getitem__)
+
+    def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        exec(command[-1], {})
+        return subprocess.CompletedProcess(command, 0, stdout=capsys.readouterr().out)
+
+    monkeypatch.setattr(visible_gpus.subprocess, "run", run)
+    fake_nvml(monkeypatch, is_partitioned=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-33b0")
+    assert visible_gpus.visible_gpus() == {"GPU-12-34": "H100 1g.10gb"}
 
 
 @pytest.mark.parametrize(

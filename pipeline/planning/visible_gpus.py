@@ -1,0 +1,99 @@
+"""GPUs that CUDA shows to this process, found without torch and without opening a CUDA context."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+_TIMEOUT_S = 60.0
+_QUESTION = """
+import json, torch
+torch.cuda.init()  # before that, torch counts partitioned GPUs as whole ones
+gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+print(json.dumps({f"GPU-{gpu.uuid}": gpu.name for gpu in gpus}))
+"""
+
+
+def visible_gpus() -> dict[str, str]:
+    """Return the names of the GPUs that CUDA shows to this process, by UUID.
+
+    They come from the driver's management library (NVML) and CUDA_VISIBLE_DEVICES. If a GPU is partitioned (MIG),
+    another process asks CUDA, which shows fewer instances than NVML lists.
+    """
+    gpus, is_partitioned = _list_gpus()
+    if is_partitioned and (shown := _ask_cuda()) is not None:
+        return shown
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus if visible is None else {uuid: gpus[uuid] for uuid in _select(visible, [*gpus])}
+
+
+def _list_gpus() -> tuple[dict[str, str], bool]:
+    """Return the names of the GPUs that NVML can open, by UUID, and whether one of them is partitioned."""
+    import pynvml  # loads the NVIDIA driver's library; only here, so that a machine without it does not wait for it
+
+    gpus: dict[str, str] = {}
+    is_partitioned = False
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}, False
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            with suppress(pynvml.NVMLError):  # not permitted (Slurm's cgroups), or lost: CUDA leaves it out
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                gpus[str(pynvml.nvmlDeviceGetUUID(handle))] = str(pynvml.nvmlDeviceGetName(handle))
+                is_partitioned = is_partitioned or _is_partitioned(handle)
+    finally:
+        pynvml.nvmlShutdown()
+    return gpus, is_partitioned
+
+
+def _is_partitioned(handle: object) -> bool:
+    import pynvml
+
+    with suppress(pynvml.NVMLError):  # not supported
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+    return False
+
+
+def _ask_cuda() -> dict[str, str] | None:
+    """Return the names of the GPUs that CUDA shows to a new process, by UUID; None if it shows none."""
+    try:
+        asked = subprocess.run(  # noqa: S603 - our own arguments
+            [sys.executable, "-c", _QUESTION], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {str(uuid): str(name) for uuid, name in json.loads(asked.stdout.splitlines()[-1]).items()}
+
+
+def _select(visible: str, uuids: Sequence[str]) -> list[str]:
+    """Return the UUIDs that CUDA_VISIBLE_DEVICES selects, in its order.
+
+    As CUDA does, stop at the first entry without a GPU, and select none if a GPU is named twice.
+    """
+    entries = visible.split(",")
+    find = _find_by_prefix if entries[0].startswith(("GPU-", "MIG-")) else _find_by_index
+    selected: list[str] = []
+    for entry in entries:
+        if (uuid := find(entry, uuids)) is None:
+            break
+        if uuid in selected:
+            return []
+        selected.append(uuid)
+    return selected
+
+
+def _find_by_prefix(entry: str, uuids: Sequence[str]) -> str | None:
+    """Return the only UUID that starts like this; None without one, or if several do."""
+    found = [uuid for uuid in uuids if uuid.startswith(entry)]
+    return found[0] if len(found) == 1 else None
+
+
+def _find_by_index(entry: str, uuids: Sequence[str]) -> str | None:
+    """Return the UUID at an index, which CUDA reads as C's ``strtoul`` does: "1b" is 1."""
+    index = re.match(r"\s*\+?(\d+)", entry)
+    return uuids[int(index[1])] if index and int(index[1]) < len(uuids) else None
