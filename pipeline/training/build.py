@@ -1,6 +1,7 @@
 """Construction of a rank's `TrainContext` from its trial."""
 
 import gc
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.config.task_consistency import against_state
-from pipeline.errors import ExperimentError
+from pipeline.errors import ExperimentError, ResourceError
 from pipeline.protocol.events import Loaded
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Sharded, Strategy
@@ -166,11 +167,21 @@ def _build_task(
 
 
 def device_of(trial: Trial, *, rank: Rank) -> torch.device:
-    """Return the device of a rank; the ranks of a node take its GPUs in order."""
+    """Return the device of a rank; the ranks of a node take its GPUs in order.
+
+    Raises:
+        ResourceError: CUDA shows fewer GPUs than ranks of this node.
+    """
     if trial.device == "cpu":
         return torch.device("cpu")
-    # Ray shows each worker only its own GPU, torchrun shows every worker all of them.
-    index = rank.local_rank if torch.cuda.device_count() > rank.local_rank else 0
+    count = torch.cuda.device_count()
+    index = rank.local_rank if count > 1 else 0  # srun may show each rank only its own GPU
+    if 0 < count <= index:  # without any, torch says why
+        raise ResourceError(
+            f"rank {rank.rank} on {rank.node} has no GPU: CUDA shows {count} GPUs to {rank.local_world_size} ranks "
+            f"(CUDA_VISIBLE_DEVICES: {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
+            "Start at most one rank per GPU, or show each rank only its own GPU (srun: --gpus-per-task=1)."
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 
-import torch
-
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import Energy
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
+from pipeline.training.rank_gpus import uuid_of
 
 
 class EnergyMeter:
@@ -15,7 +14,7 @@ class EnergyMeter:
 
     def __init__(self, context: TrainContext) -> None:
         self._rank = context.rank
-        self._uuids = [_uuid(device) for device in context.gpus] if isinstance(context.trial, Training) else []
+        self._uuids = [uuid_of(device) for device in context.gpus] if isinstance(context.trial, Training) else []
         self._before = _millijoules(self._uuids)
 
     def of(self, samples: int) -> Energy | None:
@@ -32,10 +31,6 @@ class EnergyMeter:
         if not uuids or not samples or uuids != used.keys():
             return None
         return Energy(joules=sum(used.values()) / 1000, samples=samples)
-
-
-def _uuid(device: int) -> str:
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _millijoules(uuids: Iterable[str]) -> dict[str, int]:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from pipeline import registry
 from pipeline.config import environment
-from pipeline.errors import ExperimentError, NonFiniteError, Stopped, TrainingError
+from pipeline.errors import ExperimentError, NonFiniteError, PipelineError, Stopped
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import (
@@ -42,9 +42,11 @@ from pipeline.protocol.trial import Evaluation, Rank, Training, Trial, Tuning, t
 from pipeline.system import allocator
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
+from pipeline.training.build import device_of
 from pipeline.training.loader import new_loaders_closed
 from pipeline.training.loop import train
 from pipeline.training.matmul_precision import set_matmul_precision
+from pipeline.training.rank_gpus import check_own_gpu
 from pipeline.training.restored import evaluate_checkpoint
 from pipeline.training.watch import Watchdog
 from pipeline.worker import rendezvous
@@ -91,7 +93,7 @@ def run(
             Watchdog(trial, rank=rank, outbox=outbox, end=end),
             _process_group(trial, rank=rank, store=store),
             new_loaders_closed(),
-            system_sampled(rank, outbox) if samples else nullcontext(),
+            system_sampled(trial, rank, outbox) if samples else nullcontext(),
         ):
             outcome = _carried_out(trial, rank=rank, outbox=outbox)
     except Stopped:  # the driver, which asked for it, doesn't wait for a result
@@ -147,10 +149,12 @@ def _process_group(trial: Trial, *, rank: Rank, store: Store | None) -> Iterator
         yield  # a process that runs several trials, as in tests, keeps its group
         return
     timeout = timedelta(seconds=trial.experiment.parallel.timeout_s)
+    store = store or rendezvous.store(rank, timeout=timeout)
+    check_own_gpu(device_of(trial, rank=rank), rank=rank, store=store)
     dist.init_process_group(
         backend="nccl" if trial.device == "cuda" else "gloo",
         timeout=timeout,
-        store=store or rendezvous.store(rank, timeout=timeout),
+        store=store,
         rank=rank.rank,
         world_size=rank.world_size,
     )
@@ -167,7 +171,7 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     if error.__cause__ is not None:  # the user gets one line; its cause is in the rank's log
         _log.warning("%s", environment.redact("".join(traceback.format_exception(error)).rstrip()))
     problems = error.problems if isinstance(error, ExperimentError) else ()
-    if isinstance(error, ExperimentError | TrainingError):
+    if isinstance(error, PipelineError):
         message, details = str(error), getattr(error, "details", "")
     else:
         message, details = f"{type(error).__name__}: {error}{torch_errors.hint(error)}", _own_traceback(error)

@@ -32,13 +32,11 @@ def opened(host: str, port: int, *, timeout: timedelta, world_size: int | None =
         )
 
 
-def store(rank: Rank, *, timeout: timedelta) -> Store | None:
-    """Return the store of this rank; None if its launcher has opened one, as ``torchrun`` does."""
+def store(rank: Rank, *, timeout: timedelta) -> Store:
+    """Return the store of this rank, which rank 0 opens unless its launcher has opened one, as ``torchrun`` does."""
     if rank.world_size == 1:
         return HashStore()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank.is_first:
+    if rank.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return opened(host, port, timeout=timeout, world_size=rank.world_size)
     return TCPStore(host, port, world_size=rank.world_size, is_master=False, timeout=timeout)

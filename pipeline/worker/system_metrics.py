@@ -10,17 +10,19 @@ from contextlib import contextmanager, suppress
 
 import psutil
 import pynvml
+import torch
 
 from pipeline.protocol.events import Outbox, Point, SystemMetrics
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.system.background import in_background
+from pipeline.training.rank_gpus import uuid_of
 
 INTERVAL_SECONDS = 5.0
 _MEGABYTE = 1e6
 
 
 @contextmanager
-def system_sampled(rank: Rank, outbox: Outbox) -> Iterator[None]:
+def system_sampled(trial: Trial, rank: Rank, outbox: Outbox) -> Iterator[None]:
     """Sample this node in a thread inside the block, and once more at its end."""
     # MLflow puts the node into the name only where there are several.
     prefix = f"system/{rank.node}/" if rank.local_world_size < rank.world_size else "system/"
@@ -28,11 +30,11 @@ def system_sampled(rank: Rank, outbox: Outbox) -> Iterator[None]:
     def sample(done: threading.Event) -> None:
         psutil.cpu_percent()  # the first call only starts the interval
         start = psutil.net_io_counters()
-        handles = _gpus()
+        handles = dict(_open_gpus(trial, rank))
         for number in itertools.count():
             ended = done.wait(INTERVAL_SECONDS if number else 1.0)
             values = dict(_node(received=start.bytes_recv, sent=start.bytes_sent))
-            for index, handle in enumerate(handles):
+            for index, handle in handles.items():
                 with suppress(pynvml.NVMLError):  # some GPUs don't report everything, e.g. shared ones
                     values.update(_gpu(index, handle))
             points = tuple(Point(prefix + name, number, value) for name, value in values.items())
@@ -63,9 +65,15 @@ def _gpu(index: int, handle: object) -> Iterator[tuple[str, float]]:
     yield f"gpu_{index}_power_usage_watts", pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
 
 
-def _gpus() -> list[object]:
+def _open_gpus(trial: Trial, rank: Rank) -> Iterator[tuple[int, object]]:
+    """Open the GPUs that this node's ranks train on and CUDA shows to this rank; without NVML there are none."""
+    wanted = trial.devices_per_worker * rank.local_world_size
+    if not wanted:
+        return
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []
-    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return
+    for index in range(min(wanted, torch.cuda.device_count())):
+        with suppress(pynvml.NVMLError):  # e.g. an instance of a partitioned GPU (MIG)
+            yield index, pynvml.nvmlDeviceGetHandleByUUID(uuid_of(index))

@@ -4,8 +4,10 @@ import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 import toys
@@ -153,6 +155,33 @@ def test_the_rank_that_torchrun_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rank.rank, rank.local_rank, rank.world_size, rank.local_world_size) == (5, 1, 8, 4)
 
 
+@pytest.mark.parametrize(
+    ("local_rank", "count", "message"),
+    [
+        (0, 1, "node: GPU-0: ranks 0, 1 have the same GPU. Start at most one rank per GPU, or"),
+        (2, 2, "rank 0 on node has no GPU: CUDA shows 2 GPUs to 4 ranks (CUDA_VISIBLE_DEVICES: 0,1). Start at most"),
+    ],
+)
+def test_a_rank_without_a_gpu_of_its_own_is_named(
+    local_rank: int, count: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=index))
+    store, outbox = torch.distributed.HashStore(), toys.Kept()
+    store.set("gpu/1", "node: GPU-0")
+    update = {"strategy": "ddp", "workers": 2, "device": "cuda", "devices_per_worker": 1}
+    rank = Rank(local_rank=local_rank, world_size=2, local_world_size=4, node="node")
+
+    with pytest.raises(worker.WorkerFailed):
+        worker.run(toys.trial().model_copy(update=update), rank=rank, outbox=outbox, store=store)
+
+    (failed,) = [event for event in outbox.events if isinstance(event, Failed)]
+    assert failed.error.startswith(message)
+    assert failed.traceback == ""
+
+
 class Waiting(toys.Kept):
     """Tells when some samples have come."""
 
@@ -167,9 +196,9 @@ class Waiting(toys.Kept):
             self.enough.set()
 
 
-def sampled(rank: Rank, *, count: int = 1) -> list[SystemMetrics]:
+def sampled(rank: Rank, *, count: int = 1, **on: object) -> list[SystemMetrics]:
     outbox = Waiting(count)
-    with system_sampled(rank, outbox):
+    with system_sampled(toys.trial().model_copy(update=on), rank, outbox):
         assert outbox.enough.wait(timeout=30)
     return [event for event in outbox.events if isinstance(event, SystemMetrics)]
 
@@ -190,7 +219,7 @@ def test_the_load_of_a_node_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_training_shorter_than_an_interval_has_a_sample() -> None:
     outbox = toys.Kept()
-    with system_sampled(Rank(), outbox):
+    with system_sampled(toys.trial(), Rank(), outbox):
         pass
     (event,) = outbox.events
     assert isinstance(event, SystemMetrics)
@@ -202,16 +231,26 @@ def test_several_nodes_are_told_apart() -> None:
     assert all(point.name.startswith("system/node-1/") for point in event.points)
 
 
-def test_a_gpu_that_does_not_tell_its_load_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that is shared: the driver says "not supported"."""
+def test_gpus_of_the_ranks_are_sampled_without_those_that_report_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the first can't be opened, the second reports no utilization, and no rank uses the fourth."""
 
-    def unsupported(*_: object) -> Any:
-        raise system_metrics.pynvml.NVMLError(system_metrics.pynvml.NVML_ERROR_NOT_SUPPORTED)
+    def answer(handle: str) -> Any:
+        if handle in ("GPU-0", "opened GPU-1"):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(gpu=7, used=1, total=2)
 
-    monkeypatch.setattr(system_metrics, "_gpus", lambda: [object()])
-    monkeypatch.setattr(system_metrics.pynvml, "nvmlDeviceGetUtilizationRates", unsupported)
-    (event, *_) = sampled(Rank())
-    assert any(point.name == "system/cpu_utilization_percentage" for point in event.points)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=index))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: answer(uuid) and f"opened {uuid}")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", answer)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", answer)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda _: 70_000)
+    (event, *_) = sampled(Rank(local_world_size=3, world_size=3), devices_per_worker=1)
+    values = {point.name: point.value for point in event.points}
+    assert "system/cpu_utilization_percentage" in values
+    assert values["system/gpu_2_power_usage_watts"] == 70
+    assert {name.split("/")[1][:5] for name in values if "gpu_" in name} == {"gpu_2"}
 
 
 def test_one_rank_of_a_node_samples_and_only_in_trainings() -> None:
