@@ -1,6 +1,7 @@
 """What the doctor makes of what nodes have."""
 
 import io
+import json
 
 import pytest
 import rich.console
@@ -29,7 +30,9 @@ HERE = facts_here().model_copy(
         "git": "/usr/bin/git",
     }
 )
-WITH_CUDA = Torch(version="2.13.0+cu130", cuda="13.0", nccl="2.28.9", cuda_available=True, cuda_error=None)
+WITH_CUDA = Torch(
+    version="2.13.0+cu130", cuda="13.0", nccl="2.28.9", cuda_available=True, cuda_error=None, cuda_devices=2
+)
 GPUS = {"gpus": (Gpu(name="NVIDIA H200", memory_mb=143_771),) * 2, "driver": "580.1", "driver_cuda": "13.0"}
 
 
@@ -169,6 +172,29 @@ def test_a_link_that_cannot_be_used_is_a_problem() -> None:
 
     assert finding.status == "problem"
     assert "Connection refused" in finding.what
+
+
+@pytest.mark.parametrize(("shown", "backend"), [(1, "gloo"), (2, "nccl")])
+def test_two_processes_have_gpus_if_cuda_shows_two(shown: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(_: int, asked: str) -> None:
+        raise LookupError(json.loads(asked)["backend"])
+
+    monkeypatch.setattr(link, "_rank", rank)
+    there = node(torch=WITH_CUDA.model_copy(update={"cuda_devices": shown}), **GPUS)
+    with pytest.raises(LookupError, match=backend):
+        link.measure_here(there)
+    (gpus,) = [finding for finding in judged(there) if finding.subject == "GPUs"]
+    assert gpus.what == "2 x NVIDIA H200" + ". CUDA shows 1: see CUDA_VISIBLE_DEVICES and MIG" * (shown < 2)
+
+
+@pytest.mark.parametrize(("free", "nodes", "are_free"), [(1, 2, True), (0, 2, False), (1, 1, False), (2, 1, True)])
+def test_ranks_of_a_cluster_take_gpus_that_are_free(
+    free: int, nodes: int, are_free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.cluster.ray_internals.available_resources_per_node", lambda: each)
+    each = {str(number): {"GPU": free} for number in range(nodes)}
+    places = [node(torch=WITH_CUDA, ray_node=str(number % nodes), **GPUS) for number in range(2)]
+    assert link._have_free_gpus(places) is are_free
 
 
 def test_the_last_line_counts_the_checks_that_passed() -> None:

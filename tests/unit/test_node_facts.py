@@ -1,6 +1,9 @@
 """What a node has, asked where this package is missing."""
 
+import subprocess
+
 import pytest
+import torch
 
 from pipeline.cluster.node_facts import collect, facts_here
 from pipeline.planning import resources
@@ -24,3 +27,16 @@ def test_a_container_s_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = facts_here()
 
     assert (facts.cpus, facts.memory_mb, facts.memory_free_mb) == (1, 1024, 512)
+
+
+def test_cuda_itself_counts_its_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+
+    def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        exec(command[-1], {})
+        return subprocess.CompletedProcess(command, 0, stdout=capsys.readouterr().out)
+
+    monkeypatch.setattr(collect.subprocess, "run", run)
+    assert collect._cuda(all_gpus=False) == {"cuda_available": True, "cuda_devices": 1, "nccl": "2.28.9"}

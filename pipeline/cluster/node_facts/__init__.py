@@ -23,6 +23,8 @@ class Torch(Frozen):
     """True if torch can use the GPUs; None: not tried, without GPUs or with a CPU build."""
     cuda_error: str | None
     """Reason why torch can't use the GPUs."""
+    cuda_devices: int = 0
+    """GPUs that CUDA shows to a process: CUDA_VISIBLE_DEVICES or MIG may hide some."""
 
 
 class Disk(Frozen):

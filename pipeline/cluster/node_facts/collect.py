@@ -88,7 +88,10 @@ def _torch(*, ask_cuda: bool, all_gpus: bool) -> dict[str, object] | None:
 
 def _cuda(*, all_gpus: bool) -> dict[str, object]:
     """Try CUDA in a child process: a process that has initialized CUDA can't be forked."""
-    question = "import torch, json; torch.zeros(1, device='cuda'); print(json.dumps(torch.cuda.nccl.version()))"
+    question = (
+        "import torch, json; torch.zeros(1, device='cuda'); "
+        "print(json.dumps([torch.cuda.device_count(), torch.cuda.nccl.version()]))"
+    )
     environment = {k: v for k, v in os.environ.items() if not (all_gpus and k == "CUDA_VISIBLE_DEVICES")}
     try:
         asked = subprocess.run(  # noqa: S603 - our own arguments
@@ -98,7 +101,8 @@ def _cuda(*, all_gpus: bool) -> dict[str, object]:
         return {"cuda_available": False, "cuda_error": str(error)}
     if asked.returncode:
         return {"cuda_available": False, "cuda_error": (asked.stderr.strip().splitlines() or ["it crashed"])[-1]}
-    return {"cuda_available": True, "nccl": ".".join(map(str, json.loads(asked.stdout.splitlines()[-1])))}
+    devices, nccl = json.loads(asked.stdout.splitlines()[-1])
+    return {"cuda_available": True, "cuda_devices": devices, "nccl": ".".join(map(str, nccl))}
 
 
 def _gpus(*, all_gpus: bool) -> dict[str, object]:

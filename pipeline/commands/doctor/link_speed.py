@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,13 +52,12 @@ class MeasuredLink(Frozen):
 
 
 def measure_here(facts: NodeFacts) -> MeasuredLink:
-    """Measure all-reduces between two processes of this machine, on two GPUs if it has them.
+    """Measure all-reduces between two processes of this machine, on two GPUs if CUDA shows them.
 
     Raises:
         ResourceError: an all-reduce failed or timed out.
     """
-    usable = facts.torch is not None and facts.torch.cuda_available and len(facts.gpus) > 1
-    backend: Backend = "nccl" if usable else "gloo"
+    backend: Backend = "nccl" if facts.torch is not None and facts.torch.cuda_devices > 1 else "gloo"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         asked = {"world_size": 2, "address": _LOOPBACK, "backend": backend, "timeout_s": _RENDEZVOUS_S}
         asked["init_method"] = (Path(folder) / "rendezvous").as_uri()
@@ -92,7 +92,7 @@ def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
     from pipeline.cluster.nodes import by_value, pinned
 
     places = tuple(nodes) if len(nodes) > 1 else tuple(nodes) * 2
-    backend: Backend = "nccl" if all(n.torch and n.torch.cuda_available for n in nodes) and len(nodes) > 1 else "gloo"
+    backend: Backend = "nccl" if _have_free_gpus(places) else "gloo"
     asked: dict[str, Any] = {"world_size": len(places), "backend": backend, "timeout_s": _RENDEZVOUS_S}
     tasks: list[Any] = []
     try:
@@ -108,6 +108,17 @@ def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
             ray.cancel(task, force=True)
         raise ResourceError(_NO_ANSWER if isinstance(error, GetTimeoutError) else last_line(error)) from None
     return MeasuredLink.of(answers[0], workers=len(places), nodes=len(nodes), backend=backend)
+
+
+def _have_free_gpus(places: Sequence[NodeFacts]) -> bool:
+    """Return True if each rank, whose nodes are ``places``, can get a GPU now: a task would wait for a busy one."""
+    from pipeline.cluster.ray_internals import available_resources_per_node
+
+    free = available_resources_per_node()
+    ranks = Counter(map(_id, places))
+    return all(node.torch is not None and node.torch.cuda_available for node in places) and all(
+        free.get(node, {}).get("GPU", 0) >= count for node, count in ranks.items()
+    )
 
 
 def _id(node: NodeFacts) -> str:

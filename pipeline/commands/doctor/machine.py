@@ -154,9 +154,7 @@ def _range(values: Iterable[int | None]) -> str:
 
 def _gpus(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
     """Check that torch can use the GPUs, and that all nodes have the same GPUs."""
-    yield from by_node(
-        nodes, _gpu_trouble, fine=lambda: CheckResult(subject="GPUs", status="ok", what=_counted_gpus(nodes))
-    )
+    yield from by_node(nodes, _gpu_trouble, fine=lambda: _ok("GPUs", _counted_gpus(nodes) + _describe_hidden(nodes)))
     kinds = {gpu.name for node in nodes for gpu in node.gpus}
     numbers = {len(node.gpus) for node in nodes}
     if len(kinds) > 1 or len(numbers) > 1:
@@ -189,6 +187,13 @@ def _gpu_trouble(node: NodeFacts) -> CheckResult | None:
 def _counted_gpus(nodes: Sequence[NodeFacts]) -> str:
     counts = Counter(gpu.name for node in nodes for gpu in node.gpus)
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none; training runs on CPUs"
+
+
+def _describe_hidden(nodes: Sequence[NodeFacts]) -> str:
+    """Return the number of GPUs that CUDA shows, if the driver lists others."""
+    shown = sum(node.torch.cuda_devices for node in nodes if node.torch)
+    is_equal = shown == sum(len(node.gpus) for node in nodes)
+    return "" if is_equal else f". CUDA shows {shown}: see CUDA_VISIBLE_DEVICES and MIG"
 
 
 def _major(version: str) -> int:

@@ -61,7 +61,7 @@ def measure(rank: int, *, world_size: int, init_method: str, address: str, backe
     """
     if interface := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is a prefix
     import torch
     import torch.distributed as dist
 
