@@ -26,6 +26,8 @@ _POLL_S = 0.2
 def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
     """Return Ray's records of the usable nodes that are large enough for a worker, by Ray's id. Needs a connection.
 
+    With ``device: auto``, these are the nodes with GPUs, if there are any: workers are placed there only.
+
     Raises:
         ResourceError: no node is large enough.
     """
@@ -41,7 +43,8 @@ def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
     if not able:
         there = "; ".join(f"{node_name(node)} has {_amounts(node['Resources'], amounts)}" for node in usable)
         raise ResourceError(f"no node of the Ray cluster has {_amounts(amounts)} for a worker: {there}")
-    return able
+    with_gpus = {name: node for name, node in able.items() if node["Resources"].get("GPU", 0) >= 1}
+    return with_gpus if with_gpus and parallel.device == "auto" else able
 
 
 def node_name(node: Mapping[str, Any]) -> str:

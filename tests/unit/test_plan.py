@@ -2,11 +2,14 @@
 
 import json
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import toys
 
+from pipeline.cluster import join, placement
+from pipeline.config.parallel import Parallel
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.describe import DataSizes, describe, record
 from pipeline.planning.plan import Plan, make_plan
@@ -242,6 +245,24 @@ def test_a_workers_cores_are_on_one_node(workers: int, nodes: int, cores: int) -
 def test_dp_on_a_cluster_has_the_gpus_of_one_node() -> None:
     cluster = Resources(cpus=16, memory_mb=1, gpus=("GPU",) * 8, nodes=2)
     assert plan(cluster, parallel={"strategy": "dp", "launcher": "ray"}).main.devices_per_worker == 4
+
+
+@pytest.mark.parametrize(("device", "cores", "nodes"), [("auto", 16, 1), ("cuda", 16, 1), ("cpu", 24, 2)])
+def test_a_cluster_s_nodes_without_gpus_count_on_cpu_only(
+    device: str, cores: int, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"NodeManagerHostname": "n", "NodeManagerAddress": "10.0.0.2"}
+    amounts = {"head": {"CPU": 8.0, "memory": 1e9}, "other": {"CPU": 16.0, "memory": 1e9, "GPU": 4.0}}
+    records = [{"NodeID": name, "Resources": each, **place} for name, each in amounts.items()]
+    monkeypatch.setattr(placement, "usable_nodes", lambda: records)
+    monkeypatch.setattr(join, "connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(join, "facts_of_nodes", lambda **_: ())
+
+    there = join.cluster_resources("10.0.0.1:6379", Parallel(device=device))
+    assert (there.cpus, there.nodes, len(there.gpus)) == (cores, nodes, 4)
+    if device == "auto":
+        assert plan(there, parallel={**ddp(4), "launcher": "ray"}).main.cpus_per_worker == 4
+        assert plan(there, parallel={"strategy": "dp", "launcher": "ray"}).main.devices_per_worker == 4
 
 
 @pytest.mark.parametrize(
