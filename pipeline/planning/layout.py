@@ -10,6 +10,8 @@ from pipeline.protocol.trial import Reference, Trial
 from pipeline.wording import counted
 
 T = TypeVar("T", bound=Trial)
+_LOSS_OF_THE_MODEL = ("pipeline.tasks.FromModel", "pipeline.tasks.from_model.FromModel")
+"""Tasks that use the loss which the model returns."""
 
 
 class Planner:
@@ -72,9 +74,8 @@ class Planner:
         }
         trial = kind(**layout | own)
         _check_room(trial, self._resources)
-        if trial.strategy == "dp" and trial.replicas > 1 and self._experiment.train.compile is not None:
-            message = "dp copies the model in each step, which torch.compile can't; write ddp, or train.compile: false"
-            raise ExperimentError.of(f"{key}.strategy", message)
+        _check_replicas(trial, key=key)
+        _check_offload(trial, key=key)
         return trial
 
     def reference(self) -> Reference:
@@ -133,6 +134,35 @@ def _device(experiment: Experiment, resources: Resources) -> Literal["cpu", "cud
     if wanted == "auto":
         return "cuda" if resources.gpus else "cpu"
     return wanted
+
+
+def _check_replicas(trial: Trial, *, key: str) -> None:
+    """Reject what dp can't compute on several GPUs; on one, or on CPU, the model itself is trained."""
+    if trial.strategy != "dp" or trial.replicas < 2:
+        return
+    task = trial.experiment.task
+    if trial.experiment.train.compile is not None:
+        message = "dp copies the model in each step, which torch.compile can't; write ddp, or train.compile: false"
+    elif task is not None and task.target in _LOSS_OF_THE_MODEL:
+        message = (
+            f"dp runs the model on {trial.replicas} GPUs, and with {task.target} each returns a separate loss. These "
+            "cannot be combined exactly. Use ddp"
+        )
+    else:
+        return
+    raise ExperimentError.of(f"{key}.strategy", message)
+
+
+def _check_offload(trial: Trial, *, key: str) -> None:
+    """Reject fp16 with offloaded shards of several workers, which torch can't check for overflow over NCCL."""
+    most = trial.experiment.parallel.workers if trial.is_elastic else trial.workers
+    is_offloaded = trial.strategy == "fsdp" and trial.options.get("cpu_offload")
+    if is_offloaded and most > 1 and trial.experiment.train.precision == "fp16":
+        raise ExperimentError.of(
+            f"{key}.options.cpu_offload",
+            f"cpu_offload cannot be combined with train.precision: fp16 and {most} workers. NCCL would have to compare "
+            "overflows of gradients in host memory. Use precision: bf16, or remove cpu_offload",
+        )
 
 
 def _check_room(trial: Trial, resources: Resources) -> None:

@@ -56,7 +56,9 @@ class Strategy(ABC):
     processes: ClassVar[Literal["one", "many"]] = "one"
     """Processes that run: always one, or as many as ``workers``."""
     devices: ClassVar[Literal["one", "all"]] = "one"
-    """GPUs of each process: one, or all that its machine has."""
+    """GPUs of each process: one, or ``parallel.gpus_per_worker``, by default all that its machine has."""
+    gpus: Sequence[int] = ()
+    """CUDA indices of this process's GPUs, the one of `device` first; empty on CPU. Set before `wrap` is called."""
     needs_process_group: ClassVar[bool] = False
     """True if torch.distributed must be initialized even for a single process."""
     local_updates: LocalUpdates | None = None

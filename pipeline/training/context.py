@@ -215,9 +215,7 @@ class TrainContext:
     @property
     def gpus(self) -> list[int]:
         """CUDA indices of this rank's devices; empty on CPU."""
-        if self.device.type == "cpu":
-            return []
-        return list(range(torch.cuda.device_count())) if self.strategy.devices == "all" else [self.device.index]
+        return list(self.strategy.gpus)
 
     @property
     def accumulation(self) -> int:

@@ -46,6 +46,9 @@ def forward(
 def accepted(context: TrainContext, output: StepOutput) -> StepOutput:
     """Return a task's output with its weight in full precision; see `forward` for errors."""
     if output.loss.ndim:
+        if (replicas := len(context.gpus)) > 1 and output.loss.shape == (replicas,):
+            message = f"is {context.trial.strategy}, and the model returns a separate loss on each of {replicas} GPUs"
+            raise ExperimentError.of("parallel.strategy", f"{message}. These cannot be combined exactly. Use ddp")
         raise _refused(context, f"returned {_shape(output.loss)}; it must be a scalar, the mean over the samples")
     gives_weight = output.weight is not None
     if context.gives_weight is None:

@@ -30,6 +30,7 @@ from pipeline.training.learned import held_by, learned_by
 from pipeline.training.learning_rate import refuse_hidden_rates, scaling_factor, with_scaled_rates
 from pipeline.training.order import mix
 from pipeline.training.randomness import generators_kept, seed_all
+from pipeline.wording import counted
 
 Create = Callable[..., Any]
 """Function that builds a component, given its key: `pipeline.config.components.build` with the rest filled in."""
@@ -122,11 +123,27 @@ def in_double(module: nn.Module) -> nn.Module:
 
 
 def strategy(trial: Trial, *, device: torch.device, rank: Rank, compute_dtype: torch.dtype | None = None) -> Strategy:
-    """Build the trial's strategy with its options."""
+    """Build the trial's strategy with its options and the GPUs of this process."""
     strategy = registry.load("strategies", trial.strategy).Strategy
     options = strategy.Options.model_validate(trial.options)
-    made = strategy(options, device=device, world_size=rank.world_size, compute_dtype=compute_dtype)
-    return cast(Strategy, made)
+    made = cast(Strategy, strategy(options, device=device, world_size=rank.world_size, compute_dtype=compute_dtype))
+    made.gpus = _find_gpus(trial, device=device, rank=rank)
+    return made
+
+
+def _find_gpus(trial: Trial, *, device: torch.device, rank: Rank) -> range:
+    """Return the CUDA indices of the GPUs that are planned for this process, its own first; none on CPU."""
+    if device.type == "cpu":
+        return range(0)
+    count, visible = max(1, trial.devices_per_worker), torch.cuda.device_count()
+    if device.index + count > visible:
+        raise ExperimentError.of(
+            "parallel.gpus_per_worker",
+            f"{trial.strategy} is planned with {counted(count, 'GPU')} in one process, but rank {rank.rank} on "
+            f"{rank.node} can use {visible}. Make the others visible with CUDA_VISIBLE_DEVICES, or set "
+            f"gpus_per_worker: {max(1, visible)}",
+        )
+    return range(device.index, device.index + count)
 
 
 def task(create: Create, experiment: Experiment, *, device: torch.device) -> Task:

@@ -20,6 +20,14 @@ LAPTOP = Resources(cpus=8, memory_mb=16384, node="laptop")
 SERVER = Resources(cpus=32, memory_mb=262144, gpus=("H200",) * 4, node="server")
 
 
+LOSS_OF_THE_MODEL: dict[str, Any] = {"loss": None, "task": {"_target_": "pipeline.tasks.FromModel"}}
+
+
+def offloaded(workers: Any) -> dict[str, Any]:
+    how = {"strategy": "fsdp", "launcher": "torchrun", "workers": workers, "options": {"cpu_offload": True}}
+    return {"parallel": how, "train": {"precision": "fp16"}}
+
+
 def plan(resources: Resources = LAPTOP, *, baseline: bool = True, **sections: Any) -> Plan:
     return make_plan(toys.experiment(**sections), resources, allowed=("toys",), with_baseline=baseline)
 
@@ -315,6 +323,16 @@ def test_what_does_not_fit_is_refused(resources: Resources, parallel: dict[str, 
             {"parallel": ddp(2, options={"sync_batch_norm": True})}, "parallel.options",
             "sync_batch_norm needs GPUs: torch's SyncBatchNorm refuses CPU; remove it",
         ),
+        (
+            {"resources": SERVER, "parallel": {"strategy": "dp"}, **LOSS_OF_THE_MODEL}, "parallel.strategy",
+            "dp runs the model on 4 GPUs, and with pipeline.tasks.FromModel each returns a separate loss. These cannot "
+            "be combined exactly. Use ddp",
+        ),
+        (
+            {"resources": SERVER, **offloaded([1, 4])}, "parallel.options.cpu_offload",
+            "cpu_offload cannot be combined with train.precision: fp16 and 4 workers. NCCL would have to compare "
+            "overflows of gradients in host memory. Use precision: bf16, or remove cpu_offload",
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(sections: dict[str, Any], key: str, message: str) -> None:
@@ -322,6 +340,11 @@ def test_what_does_not_go_together_is_refused(sections: dict[str, Any], key: str
         plan(**sections)
     (problem,) = caught.value.problems
     assert (problem.key, problem.message) == (key, message)
+
+
+def test_what_goes_together_on_one_device_is_planned() -> None:
+    plan(parallel={"strategy": "dp"}, **LOSS_OF_THE_MODEL)
+    plan(SERVER, **offloaded(1))
 
 
 def test_the_plan_in_words() -> None:
