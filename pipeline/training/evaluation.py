@@ -92,7 +92,10 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
     if not context.batches.has(split):
         return {}
     mark(Phase.EVALUATING)
-    shared = SharedMetrics(metrics, rank=context.rank) if (metrics := context.metrics) is not None else None
+    how = context.experiment.train.compile
+    replays = how is not None and how.has_cuda_graphs  # each replay of a CUDA graph overwrites its outputs
+    metrics = context.metrics
+    shared = SharedMetrics(metrics, rank=context.rank, copies=replays) if metrics is not None else None
     with resulting_weights(context):
         module = evaluation_module(context)
         module.eval()

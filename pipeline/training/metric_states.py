@@ -29,15 +29,15 @@ class SharedMetrics:
     outputs and targets of all ranks.
     """
 
-    def __init__(self, metrics: "MetricCollection", *, rank: Rank) -> None:
-        """Start with metrics that have no state yet."""
-        self._metrics, self._rank = metrics, rank
+    def __init__(self, metrics: "MetricCollection", *, rank: Rank, copies: bool = False) -> None:
+        """Start with metrics that have no state yet; ``copies`` if the next batch overwrites what they get."""
+        self._metrics, self._rank, self._copies = metrics, rank, copies
         self._lists = ListLengths(metrics, rank=rank)
         self._inputs: dict[str, list[Any]] = {}
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Update all metrics with a batch, 16-bit floats converted to fp32."""
-        given = in_full_precision((outputs, targets))
+        given = in_full_precision((outputs, targets), copies=self._copies)
         self._metrics.update(*given)
         if self._rank.world_size == 1:
             return
@@ -61,11 +61,15 @@ class SharedMetrics:
         compute_alone(self._metrics)
 
 
-def in_full_precision(values: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Convert 16-bit floats among a batch's outputs and targets to fp32, in which metrics accumulate."""
+def in_full_precision(values: tuple[Any, Any], *, copies: bool = False) -> tuple[Any, Any]:
+    """Convert 16-bit floats among a batch's outputs and targets to fp32, in which metrics accumulate.
+
+    With ``copies`` no tensor shares memory with the given one.
+    """
 
     def converted(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
+        is_short = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+        return tensor.to(torch.float32 if is_short else tensor.dtype, copy=copies)
 
     outputs, targets = tree_map_only(Tensor, converted, values)
     return outputs, targets

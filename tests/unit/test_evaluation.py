@@ -80,6 +80,28 @@ def test_metrics_get_outputs_of_16_bits_in_full_precision() -> None:
     assert evaluate(context)["validation/pearson"] == pytest.approx(float(expected), rel=1e-5)
 
 
+class Replayed(torch.nn.Linear):
+    """Returns the same memory for each batch, as a CUDA graph does."""
+
+    memory = torch.empty(8, 1, dtype=torch.float64)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(inputs)
+        return outputs if torch.is_grad_enabled() else self.memory[: len(outputs)].copy_(outputs)
+
+
+def test_metrics_keep_the_outputs_of_each_batch() -> None:
+    trial = toys.trial(metrics={"each": {"_target_": "toy_metrics.Each"}}, train={"compile": {"mode": "max-autotune"}})
+    context = build(toys.trial(metrics=trial.experiment.model_dump()["metrics"]), rank=Rank())
+    context.trial = trial
+    inputs, _ = toys.regression()[1].tensors  # type: ignore[union-attr]
+    expected = context.model(inputs.double())[:, 0] + 1
+    context.model.__class__ = Replayed
+
+    values = evaluate(context)
+    assert [values[f"validation/each_{i}"] for i in range(10)] == pytest.approx(expected.tolist())
+
+
 def test_evaluation_neither_trains_nor_drops_out() -> None:
     context = build(toys.trial(model={"_target_": "toys.dropout_net"}), rank=Rank())
     before = {name: value.clone() for name, value in context.model.state_dict().items()}
