@@ -113,6 +113,9 @@ class Train(Section):
     matmul_precision: Literal["highest", "high", "medium"] | None = None
     """Precision of fp32 matrix products, as in torch.set_float32_matmul_precision: high computes them in TF32 on the
     tensor cores of GPUs from Ampere on, medium may also use bf16. Default: torch's, which is highest."""
+    cudnn_benchmark: bool = False
+    """Let cuDNN time its convolution kernels for each input shape and use the fastest, on GPUs only. Each run may use
+    other kernels, so results may differ in the last digits, also between a whole and a resumed run."""
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     """Memory format of image batches (four dimensions) and convolutions; tensor cores are faster with channels_last."""
     clip_grad_norm: PositiveFloat | None = None
@@ -156,8 +159,9 @@ class Train(Section):
 
     @model_serializer(mode="wrap")
     def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a key that is not given, so that experiments of before keep their hash."""
-        return {name: value for name, value in write(self).items() if name != "scheduler_metric" or value is not None}
+        """Leave out later keys that are not given, so that experiments of before keep their hash."""
+        later = {"scheduler_metric": None, "cudnn_benchmark": False}
+        return {name: value for name, value in write(self).items() if name not in later or value is not later[name]}
 
     @property
     def followed_by_plateau(self) -> str:
@@ -181,6 +185,8 @@ class Train(Section):
             words.append(f"frozen parameters ({', '.join(self.freeze)})")
         if self.matmul_precision not in (None, "highest"):
             words.append(f"train.matmul_precision: {self.matmul_precision}")
+        if self.cudnn_benchmark:
+            words.append("train.cudnn_benchmark")
         if self.compile is not None:
             flags = [name for name in ("dynamic", "fullgraph") if getattr(self.compile, name)]
             words.append(f"torch.compile ({', '.join([self.compile.mode, *flags])})")

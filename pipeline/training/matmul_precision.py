@@ -1,4 +1,7 @@
-"""Precision of fp32 matrix products and convolutions, read and set by whichever API of torch user code has used."""
+"""Precision of fp32 matrix products, and precision and kernels of convolutions.
+
+Read and set by whichever API of torch user code has used.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +31,18 @@ def set_matmul_precision(precision: str | None) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def set_cudnn_benchmark(*, enabled: bool) -> Iterator[None]:
+    """Let cuDNN choose kernels by timing them in the block, if enabled, and restore the earlier setting after it."""
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark
+    cudnn.benchmark = enabled or before
+    try:
+        yield
+    finally:
+        cudnn.benchmark = before
 
 
 @contextmanager

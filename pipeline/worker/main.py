@@ -45,7 +45,7 @@ from pipeline.training import batch_size, compilation, torch_errors
 from pipeline.training.build import device_of
 from pipeline.training.loader import new_loaders_closed
 from pipeline.training.loop import train
-from pipeline.training.matmul_precision import set_matmul_precision
+from pipeline.training.matmul_precision import set_cudnn_benchmark, set_matmul_precision
 from pipeline.training.rank_gpus import check_own_gpu
 from pipeline.training.restored import evaluate_checkpoint
 from pipeline.training.watch import Watchdog
@@ -87,6 +87,7 @@ def run(
     try:
         with (
             set_matmul_precision(trial.experiment.train.matmul_precision),
+            set_cudnn_benchmark(enabled=trial.experiment.train.cudnn_benchmark),
             allocator.huge_pages(),
             allocator.keep_freed_memory(),
             told_to(outbox.event, trial=trial.name),

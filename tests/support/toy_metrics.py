@@ -20,6 +20,14 @@ class Count(Metric):
         return self.seen
 
 
+class TF32(Count):
+    """Sets TF32 by the newer API."""
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        super().update(outputs, targets)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
+
+
 class Outside(Count):
     """Counts in an attribute that is no state."""
 

@@ -340,6 +340,23 @@ def tf32_model_by_backend() -> nn.Module:
     return nn.Linear(3, 1)
 
 
+class TF32InEvaluation(nn.Linear):
+    """Sets TF32 by the newer API, but not before it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        return super().forward(inputs)
+
+
+def benchmarked() -> nn.Module:
+    assert torch.backends.cudnn.benchmark
+    return nn.Linear(3, 1)
+
+
 def convolutions() -> nn.Module:
     """The second one has weights whose memory layout channels_last changes."""
     return nn.Sequential(

@@ -106,6 +106,12 @@ def test_a_finished_run_goes_on_for_more_epochs_alone() -> None:
             longer.refuse_finished(now(epochs=epochs), finished())
 
 
+def test_kernels_may_be_chosen_otherwise_in_a_resumed_run() -> None:
+    text = FILE.replace("epochs: 4,", "epochs: 4, cudnn_benchmark: true,")
+    changed = resume.changes(now(text, epochs=4), finished(status="KILLED"), allowed=False)
+    assert changed == ["train.cudnn_benchmark was not there, is true"]
+
+
 def test_a_run_that_holds_the_value_of_a_variable_has_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     state = finished(FILE.replace("digits}", "digits, root: /data}"), status="KILLED")
     again = now(FILE.replace("digits}", "digits, root: '${oc.env:ROOT}'}"), epochs=4)

@@ -12,6 +12,7 @@ import toys
 
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
+from pipeline.config.summary import config_hash, flatten
 from pipeline.config.train import Compile, Ema
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning import resources
@@ -49,6 +50,14 @@ def test_compile_is_yes_no_or_how(written: Any, compiling: Compile | None) -> No
     assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
 
 
+def test_a_later_key_that_is_not_given_leaves_the_hash_as_it_was() -> None:
+    plain, given, off = (
+        toys.experiment(train=one) for one in ({}, {"cudnn_benchmark": True}, {"cudnn_benchmark": False})
+    )
+    assert "train.cudnn_benchmark" not in flatten(plain)
+    assert config_hash(plain) == config_hash(off) != config_hash(given)
+
+
 @pytest.mark.parametrize(
     ("written", "averaging"), [(False, None), (True, Ema()), ({"decay": 0.9}, Ema(decay=0.9, start_step=0))]
 )
@@ -73,12 +82,12 @@ def test_a_wrong_value_is_told_with_its_key(project: Path, line: str, message: s
 
 class TestThePlan:
     def test_says_what_is_on(self) -> None:
-        planned = plan(**ALL)
+        planned = plan(**ALL, cudnn_benchmark=True)
         text = describe(planned, DataSizes(22, 10, 3))
 
         assert (
-            "training     torch.compile (default, dynamic), activation checkpointing of blocks.*, EMA of the weights "
-            "(decay 0.9 from step 5 on), evaluated and logged as the model"
+            "training     train.cudnn_benchmark, torch.compile (default, dynamic), activation checkpointing of "
+            "blocks.*, EMA of the weights (decay 0.9 from step 5 on), evaluated and logged as the model"
         ) in text.splitlines()
         assert "train.ema: the averaged weights are evaluated and logged as the model" in planned.notes
 

@@ -56,6 +56,12 @@ def test_the_precision_of_matrix_products_is_that_of_the_file_while_it_trains() 
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_cudnn_times_its_kernels_while_a_trial_with_that_key_runs() -> None:
+    trial = toys.trial(train={"cudnn_benchmark": True}, model={"_target_": "toys.benchmarked"})
+    worker.run(trial, rank=Rank(), outbox=toys.Kept())
+    assert not torch.backends.cudnn.benchmark
+
+
 def test_code_that_sets_another_precision_is_told() -> None:
     outbox = toys.Kept()
     worker.run(
@@ -68,10 +74,19 @@ def test_code_that_sets_another_precision_is_told() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_model_that_sets_tf32_by_the_newer_api_is_trained() -> None:
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"_target_": "toys.tf32_model_by_backend"}},
+        {"model": {"_target_": "toys.TF32InEvaluation"}},
+        {"metrics": {"tf32": {"_target_": "toy_metrics.TF32"}}},
+    ],
+    ids=["constructor", "evaluation", "metric"],
+)
+def test_code_that_sets_tf32_by_the_newer_api_is_trained(sections: dict[str, Any]) -> None:
     """`torch.get_float32_matmul_precision` raises from then on."""
     outbox = toys.Kept()
-    worker.run(toys.trial(model={"_target_": "toys.tf32_model_by_backend"}), rank=Rank(), outbox=outbox)
+    worker.run(toys.trial(**sections), rank=Rank(), outbox=outbox)
     (end,) = [event for event in outbox.events if isinstance(event, Finished)]
     assert end.result.matmul_precision == "high"
     assert torch.get_float32_matmul_precision() == "highest"
