@@ -268,6 +268,10 @@ class TrialResult(Frozen):
     """Seconds that all these slots took, those of the other trials included."""
     other_cores: float | None = None
     """Cores of rank 0's machine that other processes used during these slots, those of the run itself included."""
+    micro_batches: int | None = None
+    """Micro-batches of a step where memory had no room for those that the experiment asks for; None otherwise."""
+    is_alone: bool = False
+    """True if it was measured after the training it is compared with, as memory had no room for both; not in turn."""
     parts: StepParts
     communication: Communication | None = None
     """Gradient exchange while it trained; None with one process, and where the strategy doesn't time it."""

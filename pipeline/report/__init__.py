@@ -29,10 +29,11 @@ from pipeline.protocol.trial_result import (
 )
 from pipeline.wording import counted
 
-LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
 """Largest difference of two loss series of the same training, by precision: sums in another order round differently.
 
-Relative to the loss where the loss is larger than 1.
+TF32 rounds factors to 10 bits, and batches of other sizes take other kernels. Relative to the loss where the loss is
+larger than 1.
 """
 ACCURACY = 0.1
 """Best accuracy at which the parts of a step can be measured, relative to the step."""
@@ -72,6 +73,8 @@ class Row(Frozen):
     """Seconds in which slots were measured; None without slots."""
     other_cores: float | None = None
     """Cores of rank 0's machine that other processes used during the slots; None without slots."""
+    micro_batches: int | None = None
+    is_alone: bool = False
     samples_per_second: Spread
     """Throughput in the windows of one measurement, or in the repeats."""
     repeats: tuple[float, ...]
@@ -131,9 +134,10 @@ class Row(Frozen):
         """Build the row of a trial from its finished repeats, not yet compared with a baseline."""
         results = [end.result for end in ends]
         waits = [end.time_to_first_step_s for end in ends if end.time_to_first_step_s is not None]
+        parts = results[0].micro_batches
         return cls(
             trial=trial.name,
-            title=trial.title,
+            title=trial.title if parts is None else f"{trial.title} ({parts} micro-batches)",
             replicas=trial.replicas,
             cpus=trial.workers * trial.cpus_per_worker,
             global_batch_size=trial.experiment.train.global_batch_size,
@@ -147,7 +151,7 @@ class Row(Frozen):
             peak_memory_mb=tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
             gpu_utilization=tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
             time_to_first_step_s=median(waits) if waits else None,
-            loss_tolerance=LOSS_TOLERANCE[trial.experiment.train.precision],
+            loss_tolerance=LOSS_TOLERANCE[_precision(trial, results[0])],
             **trial.model_dump(include={"role", "strategy", "options", "workers", "device", "scaling"}),
             **results[0].model_dump(
                 include={
@@ -155,6 +159,8 @@ class Row(Frozen):
                     "whole_training",
                     "slots_s",
                     "other_cores",
+                    "micro_batches",
+                    "is_alone",
                     "held",
                     "gpus",
                     "has_tf32",
@@ -310,6 +316,12 @@ class Advice(Frozen):
     """Overrides that make the change, to be pasted behind ``pipeline run FILE``; empty for reports of before."""
     measured: bool = True
     """True if this run measured the change to be faster; otherwise it is a suggestion to try."""
+
+
+def _precision(trial: Trial, result: TrialResult) -> str:
+    """Return the lowest precision in which a trial computed, as its counted operations show."""
+    declared = trial.experiment.train.precision
+    return "tf32" if declared == "fp32" and result.flops and "tf32" in result.flops.of_sample else declared
 
 
 def _parts_of(results: Sequence[TrialResult]) -> StepParts:

@@ -210,7 +210,7 @@ def _method(report: Report) -> Iterator[str]:
     if any(row.same_training for row in report.rows):
         yield (
             "The same loss: the losses of the first steps of training lie no further from the baseline's than "
-            f"{report.rows[0].loss_tolerance:g}, relative to the loss where it is above 1; 'at first': only those of "
+            f"{report.main.loss_tolerance:g}, relative to the loss where it is above 1; 'at first': only those of "
             f"the first {FIRST_STEPS} steps."
         )
     yield _RESOURCES

@@ -165,9 +165,10 @@ def remarks(rows: Sequence[Row], *, main: Row, restricted: str = "") -> Iterator
     if any(row.is_one_replica_dp for row in rows):
         yield "dp with fewer than two GPUs is one replica: nothing runs in parallel."
     yield from (_all_cores(main, row) for row in rows if _has_all_cores(row, main))
+    yield from _iter_memory_notes(rows)
     for row in rows:
         if row.role != "reference" and not row.is_resolved:
-            yield _unresolved(row, slots_s=main.slots_s)
+            yield _unresolved(row, baseline, slots_s=main.slots_s)
     if main.slots_s is not None and 0 < main.speedup_pairs < estimates.LEAST_PAIRS:
         yield (
             f"The speedup was measured in {main.speedup_pairs} pairs of slots only, which took "
@@ -185,12 +186,36 @@ def remarks(rows: Sequence[Row], *, main: Row, restricted: str = "") -> Iterator
         )
 
 
-def _unresolved(row: Row, *, slots_s: float | None) -> str:
+def _iter_memory_notes(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how trials were measured that did not fit into memory next to the training."""
+    for row in rows:
+        if row.is_alone:
+            yield (
+                f"{row.title} did not fit into memory next to the training. It was measured after the training had "
+                "freed its memory, not in turn."
+            )
+        if row.micro_batches is not None:
+            where = "" if row.is_alone else " next to the training"
+            yield (
+                f"{row.title}: {counted(row.global_batch_size, 'sample')} at once did not fit into memory{where}, so "
+                f"each step has {row.micro_batches} micro-batches, as large as a worker's.{_statistics(row)}"
+            )
+
+
+def _statistics(row: Row) -> str:
+    """Name the layers that a row's micro-batches change; empty without any."""
+    statistics = [kind for kind in row.coupling if kind != RANDOM_NUMBERS and "Dropout" not in kind]
+    return f" {' and '.join(statistics)} took the statistics of each micro-batch." if statistics else ""
+
+
+def _unresolved(row: Row, baseline: Row, *, slots_s: float | None) -> str:
     """Return why a speedup is not resolved, and what would resolve it."""
     assert row.ratio is not None
     claim = f"The speedup of {row.title}, {times(row.ratio, confidence=row.confidence)}, is not resolved"
     if row.ratio.size == 0 and row.role == "cell":
         return f"{claim}: it was measured once, which shows no noise; raise --repeats."
+    if row.ratio.size == 0 and baseline.micro_batches is not None:  # which pipeline compare has no memory for
+        return f"{claim}: it was not measured in turn with the baseline."
     if row.ratio.size == 0:
         return f"{claim}: it was not measured in turn with the baseline; pipeline compare measures both in rounds."
     size = row.ratio.size
@@ -253,6 +278,9 @@ def _reasons(row: Row, baseline: Row) -> str:
     own = [kind for kind in row.coupling if kind == RANDOM_NUMBERS and not masks]
     statistics = [kind for kind in row.coupling if kind not in {*masks, RANDOM_NUMBERS}]
     reasons = [_share(kind) for kind in statistics]
+    if statistics and (parts := baseline.micro_batches) is not None:
+        shared = [_share(kind) for kind in statistics if kind != "SyncBatchNorm"]
+        reasons = [*shared, f"the baseline takes the statistics of each of its {parts} micro-batches"]
     hook = row.options.get("communication_hook", "none")
     local = row.options.get("local_sgd_period")
     apart = [f"with local_sgd_period: {local} workers train independently between averages"] if local else []

@@ -1,78 +1,235 @@
-"""Trials that rank 0 builds beside its part of a training, to be compared with it: their first steps and their events.
+"""Trials that rank 0 builds next to its part of a training, to be compared with it: their first steps and their events.
 
-`pipeline.training.turns` measures them in turn with the training.
+`pipeline.training.turns` measures them in turn with the training. A trial that runs out of memory there is built again
+with smaller micro-batches. If memory still runs out, it is measured by itself, once the training has freed its memory.
+A process of its own would have no more memory, but outer launchers can't start one.
 """
 
 import logging
+import math
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from pipeline.errors import Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import AnyEvent, Finished, Outbox, Warned
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Baseline, Reference, Trial
 from pipeline.protocol.trial_result import TrialResult
+from pipeline.training.batches import MicroBatches
 from pipeline.training.build import build
+from pipeline.training.clock import synchronize
 from pipeline.training.context import TrainContext
+from pipeline.training.dry_run import endless, without_updates
+from pipeline.training.memory import check_free_memory, find_passing_bytes, free_training
+from pipeline.training.step import optimizer_step
+from pipeline.training.torch_errors import is_out_of_memory
+from pipeline.wording import first_line
+
+LEAST_STEPS = 2
+"""Fewest timed steps of the slowest trial in a slot: more slots tell more than longer ones."""
+_SETTLING_S = 0.2
+_SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
 
 _log = logging.getLogger(__name__)
 
 Complete = Callable[[TrainContext, Outbox], TrialResult]
 """Runs a trial that is built and returns its result."""
+Compared = Baseline | Reference
+
+
+@dataclass
+class Player:
+    """A trial that takes slots; ``context`` is None on ranks that only wait for it."""
+
+    name: str
+    context: TrainContext | None = None
+    stream: MicroBatches | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    def start(self, kept: ExitStack) -> Self:
+        """Open the stream of batches; weights and buffers are kept until ``kept`` is closed."""
+        if self.context is not None:
+            kept.enter_context(without_updates(self.context))
+            self.stream = endless(self.context)
+        return self
+
+    def take(self, *, steps: int) -> None:
+        """Take one slot; its first step isn't timed, as it finds the caches of another trial."""
+        if (context := self.context) is None or self.stream is None:
+            return
+        torch.set_num_threads(context.trial.cpus_per_worker)
+        optimizer_step(context, self.stream, step=0)
+        synchronize(context.device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            optimizer_step(context, self.stream, step=0)
+        synchronize(context.device)
+        self.seconds.append(time.perf_counter() - begin)
+
+    def settle(self, step_s: float) -> float:
+        """Start the loaders, warm the caches up, and return the seconds of a step.
+
+        What a training took for a step, or a trial for its first ones (``step_s``), is no measure of a step in a slot.
+        """
+        steps = max(LEAST_STEPS, math.ceil(_SETTLING_S / max(step_s, _SHORTEST_S)))
+        self.take(steps=steps)
+        return max(self.seconds.pop() / steps, _SHORTEST_S)
+
+
+class _Failure(NamedTuple):
+    """Reason for which a trial could not be measured."""
+
+    message: str
+    is_out_of_memory: bool
+
+
+class _Measured(NamedTuple):
+    """Events and result of a trial's first steps."""
+
+    later: "_Later"
+    result: TrialResult
 
 
 class ComparedTrials:
     """The trials on rank 0 that a training is compared with; on other ranks there are none."""
 
-    def __init__(self, training: TrainContext, *, outbox: Outbox, complete: Complete) -> None:
-        self.contexts: dict[str, TrainContext] = {}
+    def __init__(self, training: TrainContext, *, step_s: float, outbox: Outbox, complete: Complete) -> None:
+        """Prepare to build trials, next to a training that has just settled with steps of ``step_s`` seconds."""
+        self.players: dict[str, Player] = {}
         """Trials that have taken their first steps, by name."""
-        self._main, self._outbox, self._complete = training.trial.name, outbox, complete
-        self._datasets = training.batches.datasets
-        self._alone = training.rank.model_copy(update={"world_size": 1, "local_world_size": 1})
-        self._outboxes: dict[str, _Later] = {}
-        self._results: dict[str, TrialResult] = {}
+        self.step_s: dict[str, float] = {}
+        """Seconds of a step of each trial, by name."""
+        self.training_step_s = step_s
+        self._training, self._outbox, self._complete = training, outbox, complete
+        self._needed = find_passing_bytes(training.device)
+        self._rank = training.rank.model_copy(update={"world_size": 1, "local_world_size": 1})
+        self._measured: dict[str, _Measured] = {}
+        self._too_large: list[Compared] = []
+        self._kept = ExitStack()
 
     @property
-    def step_s(self) -> dict[str, float]:
-        """Seconds of a step of each trial, by name."""
-        return {name: result.step_ms.median / 1000 for name, result in self._results.items()}
+    def has_too_large(self) -> bool:
+        """True if `measure_alone` has trials to measure."""
+        return bool(self._too_large)
 
-    def build(self, trial: Trial) -> None:
-        """Build a trial and take its first steps; warn if it can't, for example because the model doesn't fit."""
-        torch.set_num_threads(trial.cpus_per_worker)
-        later = _Later(self._outbox)
-        try:
-            context = build(trial, rank=self._alone, datasets=self._datasets)
-            result = self._complete(context, later)
-        except Stopped:
-            return
-        except Exception as error:  # noqa: BLE001 - the training is over, and other trials may do
-            _log.warning("%s could not be measured", trial.title, exc_info=error)
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            message = f"{trial.title} could not be measured beside the training: {said}"
-            self._outbox.event(Warned(trial=self._main, message=message))
-            return
-        self.contexts[trial.name], self._outboxes[trial.name] = context, later
-        self._results[trial.name] = result
+    def build(self, trial: Compared) -> None:
+        """Build a trial and take its first steps; leave it to `measure_alone` if it does not fit; warn if it fails."""
+        failure = self._try(trial, self._start)
+        if failure is not None and failure.is_out_of_memory:
+            self._too_large.append(trial)
+        elif failure is not None:
+            self._warn(f"{trial.title} could not be measured beside the training: {failure.message}")
+
+    def close(self) -> None:
+        """End the trials' turns."""
+        self._kept.close()
+        self.players.clear()
 
     def finish(self, slots: Mapping[str, Sequence[float]]) -> None:
         """Send the events of each trial, its result with these slots last."""
-        for name, result in self._results.items():
-            context = self.contexts[name]
-            rates, size = slots[name], context.experiment.train.global_batch_size
-            result = result.model_copy(
-                update={
-                    "slots": tuple(rates),
-                    "samples_per_second": estimates.geometric_spread(rates),
-                    "step_ms": estimates.spread([1000 * size / rate for rate in rates]),
-                    "peak_memory_mb": (),  # that of two models and their data
-                }
+        size = self._training.experiment.train.global_batch_size
+        for name, (later, result) in self._measured.items():
+            rates = slots[name]
+            self._send(
+                later,
+                result,
+                slots=tuple(rates),
+                samples_per_second=estimates.geometric_spread(rates),
+                step_ms=estimates.spread([1000 * size / rate for rate in rates]),
             )
-            for event in (*self._outboxes[name].events, Finished(trial=name, result=result)):
-                self._outbox.event(event)
+
+    def measure_alone(self) -> None:
+        """Measure the trials that did not fit next to the training, which loses its weights."""
+        free_training(self._training)
+        for trial in self._too_large:
+            self._warn(
+                f"{trial.title} does not fit into memory next to the training. It is measured after the training has "
+                "freed its memory, so the speedup has the range of its windows, not an interval"
+            )
+            if (failure := self._try(self._with_windows(trial), self._measure)) is not None:
+                self._warn(f"{trial.title} could not be measured, although the training was over: {failure.message}")
+
+    def _try(self, trial: Compared, measure: Callable[[Compared], None]) -> _Failure | None:
+        """Measure a trial, in smaller micro-batches if memory runs out; return why its whole batch failed, if all do.
+
+        A request to stop leaves the trial out: all ranks agree on it later.
+        """
+        failures: list[_Failure] = []
+        for attempt in (trial, *_in_micro_batches(trial, training=self._training.trial)):
+            torch.set_num_threads(trial.cpus_per_worker)
+            try:
+                measure(attempt)
+            except Stopped:
+                return None
+            except Exception as error:  # noqa: BLE001 - the training is over, and other trials may do
+                # As text: the error's traceback refers to the memory that the next attempt needs.
+                _log.warning("%s could not be measured\n%s", trial.title, "".join(traceback.format_exception(error)))
+                failures.append(_Failure(first_line(error), is_out_of_memory(error)))
+            else:
+                return None
+            if not failures[-1].is_out_of_memory:
+                break
+        return failures[0]
+
+    def _start(self, trial: Compared) -> None:
+        """Build a trial, and take its first steps and its first slot."""
+        with ExitStack() as kept:
+            context, measured = self._first_steps(trial)
+            player = Player(trial.name, context).start(kept)
+            step_s = player.settle(measured.result.step_ms.median / 1000)
+            check_free_memory(context.device, needed=self._needed)
+            self._kept.push(kept.pop_all())
+        self.players[trial.name], self.step_s[trial.name] = player, step_s
+        self._measured[trial.name] = measured
+
+    def _measure(self, trial: Compared) -> None:
+        """Measure a trial in windows, and send its events."""
+        _, measured = self._first_steps(trial)
+        self._send(*measured, is_alone=True)
+
+    def _first_steps(self, trial: Compared) -> tuple[TrainContext, _Measured]:
+        later = _Later(self._outbox)
+        context = build(trial, rank=self._rank, datasets=self._training.batches.datasets)
+        result = self._complete(context, later)
+        parts = context.accumulation
+        if parts != self._training.accumulation:
+            result = result.model_copy(update={"micro_batches": parts})
+        return context, _Measured(later, result)
+
+    def _with_windows(self, trial: Compared) -> Compared:
+        """Return a trial that has its usual windows, as far as the other ranks may wait for it."""
+        measure, training = trial.experiment.measure, self._training.trial
+        expected_s = self.training_step_s * training.replicas / trial.replicas
+        fitting = int(training.experiment.parallel.timeout_s / 2 / expected_s)
+        return trial.model_copy(update={"max_steps": max(trial.max_steps, min(measure.total_steps, fitting))})
+
+    def _send(self, later: "_Later", result: TrialResult, **measured: Any) -> None:
+        """Send a trial's events, its result last, with what was ``measured`` of it."""
+        more = {**measured, "peak_memory_mb": ()}  # that of two models and their data
+        finished = Finished(trial=result.trial, result=result.model_copy(update=more))
+        for event in (*later.events, finished):
+            self._outbox.event(event)
+
+    def _warn(self, message: str) -> None:
+        self._outbox.event(Warned(trial=self._training.trial.name, message=message))
+
+
+def _in_micro_batches(trial: Compared, *, training: Trial) -> tuple[Compared, ...]:
+    """Return the trial with micro-batches of the size that each worker of a training has; none where it can't be."""
+    experiment, train = trial.experiment, trial.experiment.train
+    parts = train.gradient_accumulation * training.replicas // trial.replicas
+    replays = trial.device == "cuda" and train.compile is not None and train.compile.has_cuda_graphs
+    if parts <= train.gradient_accumulation or replays:
+        return ()
+    smaller = train.model_copy(update={"gradient_accumulation": parts})
+    return (trial.model_copy(update={"experiment": experiment.model_copy(update={"train": smaller})}),)
 
 
 class _Later:

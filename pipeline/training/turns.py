@@ -1,8 +1,9 @@
 """Slots of training that are measured in turn: the training and what it is compared with, on the same machine.
 
 Baseline and training are alive at the same time and take short slots alternately (A B B A A B ...), so that whatever
-else the machine does slows both. What runs in one process is built by rank 0 beside its part of the training; the
-other ranks wait meanwhile, blocked. Apart from `pipeline.training.probe`, which takes a step apart.
+else the machine does slows both. What runs in one process is built by rank 0 next to its part of the training, see
+`pipeline.training.compared_trials`; the other ranks wait meanwhile, blocked. This module is apart from
+`pipeline.training.probe`, which takes a step apart.
 
 See docs/decisions/0019-speedups-in-turn.md.
 """
@@ -11,7 +12,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -25,28 +25,20 @@ from pipeline.protocol.events import Outbox, Phase, Warned
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.system.other_load import OtherLoad
-from pipeline.training.batches import MicroBatches
-from pipeline.training.clock import synchronize
+from pipeline.training.build import forget_memory
 from pipeline.training.collectives import gather
-from pipeline.training.compared_trials import ComparedTrials, Complete
+from pipeline.training.compared_trials import LEAST_STEPS, ComparedTrials, Complete, Player
 from pipeline.training.context import TrainContext
-from pipeline.training.dry_run import endless, without_updates
-from pipeline.training.step import optimizer_step
 from pipeline.training.watch import mark
 from pipeline.wording import duration
 
 SLOT_S = 0.75
 """Shortest slot in seconds: long for the clock, but no longer than the bursts of load that two neighbors share."""
-LEAST_STEPS = 2
-"""Fewest timed steps of the slowest trial in a slot: more slots tell more than longer ones."""
 FEWEST_PAIRS = 2
 """Fewest rounds, whatever they take: one has no interval. Within `PATIENCE` times the budget, there are at least
 `LEAST_PAIRS`."""
 PATIENCE = 3
 """Multiple of the budget beyond which no further round begins."""
-
-_SETTLING_S = 0.2
-_SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
 
 
 class InTurn(NamedTuple):
@@ -96,34 +88,11 @@ def turns(names: Sequence[str], *, rounds: int, seed: int) -> list[tuple[str, ..
     return [order[:: -1 if index % 2 else 1] for index in range(rounds)]
 
 
-@dataclass
-class _Player:
-    """A trial that takes slots; ``context`` is None on ranks that only wait for it."""
-
-    name: str
-    threads: int
-    context: TrainContext | None
-    stream: MicroBatches | None = None
-    seconds: list[float] = field(default_factory=list)
-
-    def take(self, *, steps: int) -> None:
-        """Take one slot; its first step isn't timed, as it finds the caches of another trial."""
-        if (context := self.context) is None or self.stream is None:
-            return
-        torch.set_num_threads(self.threads)
-        optimizer_step(context, self.stream, step=0)
-        synchronize(context.device)
-        begin = time.perf_counter()
-        for _ in range(steps):
-            optimizer_step(context, self.stream, step=0)
-        synchronize(context.device)
-        self.seconds.append(time.perf_counter() - begin)
-
-
 def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, complete: Complete) -> "InTurn | None":
     """Measure the trials that a training is compared with, in turn with it. Collective.
 
-    Rank 0 sends their events, a `Finished` each included. Weights and buffers of the training don't change.
+    Rank 0 sends their events, a `Finished` each included. Weights and buffers of the training don't change, but rank 0
+    frees them if another trial does not fit into memory next to them. So nothing may use the model afterwards.
 
     Args:
         context: the training, which is over.
@@ -132,59 +101,55 @@ def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, co
         complete: runs such a trial's first steps, which have the losses to compare.
 
     Returns:
-        The training's slots; None if no other trial could be measured.
+        The training's slots; None if no other trial could be measured in turn.
 
     Raises:
         Stopped: the driver asked for it.
     """
     trial, rank = context.trial, context.rank
-    assert isinstance(trial, Training)
     queue = _Queue(rank, timeout_s=trial.experiment.parallel.timeout_s)
-    others = ComparedTrials(context, outbox=outbox, complete=complete)
+    forget_memory(context.device)
+    with ExitStack() as kept:
+        main = Player(trial.name, context).start(kept)
+        longest_s = max(gather(step_ms / 1000, rank=rank))  # all ranks need the same number of steps
+        others = ComparedTrials(context, step_s=main.settle(longest_s), outbox=outbox, complete=complete)
+        kept.callback(others.close)
+        found = _in_turn(main, others, queue=queue, outbox=outbox)
+    del main  # its stream holds batches
+    torch.set_num_threads(trial.cpus_per_worker)
+    if gather(others.has_too_large, rank=rank)[0]:
+        if rank.is_first:
+            others.measure_alone()
+            torch.set_num_threads(trial.cpus_per_worker)
+        queue.wait()
+        _stop_if_asked(outbox, rank=rank)
+    return found
+
+
+def _in_turn(main: Player, others: ComparedTrials, *, queue: "_Queue", outbox: Outbox) -> InTurn | None:
+    """Build the other trials, let all take their slots, and send the results of the others. Collective."""
+    assert main.context is not None
+    context, trial, rank = main.context, main.context.trial, main.context.rank
+    assert isinstance(trial, Training)
     for other in trial.compared_with:
         if rank.is_first:
             others.build(other)
         queue.wait()  # after each, as no rank may wait longer than parallel.timeout_s
     _stop_if_asked(outbox, rank=rank)
-    ranks = gather((step_ms / 1000, others.step_s), rank=rank)
-    expected = {trial.name: max(own for own, _ in ranks), **ranks[0][1]}
-    if len(expected) == 1:
+    ranks = gather((others.training_step_s, others.step_s), rank=rank)
+    step_s = {trial.name: max(own for own, _ in ranks), **ranks[0][1]}
+    if len(step_s) == 1:
         return None
-    players = {player.name: player for player in _players(context, others)}
-    with ExitStack() as kept:
-        for player in players.values():
-            if player.context is not None:
-                kept.enter_context(without_updates(player.context))
-                player.stream = endless(player.context)
-        step_s = _settled(players, expected, rank=rank, queue=queue)
-        schedule = _scheduled(trial, step_s, outbox=outbox if rank.is_first else None)
-        load = OtherLoad()
-        _play(players, schedule, context=context, queue=queue, outbox=outbox)
-        torch.set_num_threads(trial.cpus_per_worker)
-        slots_s, other_cores = load.seconds, _other_cores(load, rank=rank)
-    slowest = [max(times) for times in zip(*gather(players[trial.name].seconds, rank=rank), strict=True)]
+    players = {name: others.players.get(name, Player(name)) for name in step_s} | {main.name: main}
+    schedule = _scheduled(trial, step_s, outbox=outbox if rank.is_first else None)
+    load = OtherLoad()
+    _play(players, schedule, context=context, queue=queue, outbox=outbox)
+    slots_s, other_cores = load.seconds, _other_cores(load, rank=rank)
+    slowest = [max(times) for times in zip(*gather(main.seconds, rank=rank), strict=True)]
     samples = {name: steps * trial.experiment.train.global_batch_size for name, steps in schedule.steps.items()}
     if rank.is_first:
         others.finish({name: [samples[name] / seconds for seconds in players[name].seconds] for name in players})
     return InTurn(tuple(samples[trial.name] / seconds for seconds in slowest), slots_s, other_cores)
-
-
-def _settled(
-    players: Mapping[str, _Player], expected: Mapping[str, float], *, rank: Rank, queue: "_Queue"
-) -> dict[str, float]:
-    """Start the loaders, warm the caches up, and return the seconds of a step of each trial, on its slowest rank.
-
-    What a training took for a step, or a trial for its first ones, is no measure of a step in a slot.
-    """
-    own: dict[str, float] = {}
-    for name, player in players.items():
-        queue.wait()
-        steps = max(LEAST_STEPS, math.ceil(_SETTLING_S / max(expected[name], _SHORTEST_S)))
-        player.take(steps=steps)
-        if player.seconds:
-            own[name] = max(player.seconds.pop() / steps, _SHORTEST_S)
-    ranks = gather(own, rank=rank)
-    return {name: max(times[name] for times in ranks if name in times) for name in players}
 
 
 def _scheduled(trial: Trial, step_s: Mapping[str, float], *, outbox: Outbox | None) -> Schedule:
@@ -208,7 +173,7 @@ def _stop_if_asked(outbox: Outbox, *, rank: Rank) -> None:
 
 
 def _play(
-    players: Mapping[str, _Player], schedule: Schedule, *, context: TrainContext, queue: "_Queue", outbox: Outbox
+    players: Mapping[str, Player], schedule: Schedule, *, context: TrainContext, queue: "_Queue", outbox: Outbox
 ) -> None:
     """Let each player take its slots, until the next round would take too long.
 
@@ -247,18 +212,6 @@ def _other_cores(load: OtherLoad, *, rank: Rank) -> float:
     """Return the cores of this rank's machine that other processes than the ranks have used. Collective."""
     own_s = sum(seconds for node, seconds in gather((rank.node, load.own_s), rank=rank) if node == rank.node)
     return max(0.0, load.busy_s - own_s) / load.seconds
-
-
-def _players(context: TrainContext, others: ComparedTrials) -> list[_Player]:
-    """Return the trials that take slots: equal on all ranks but for the contexts, which only rank 0 has of others."""
-    trial = context.trial
-    assert isinstance(trial, Training)
-    ready = gather(tuple(others.contexts), rank=context.rank)[0]
-    beside = (one for one in trial.compared_with if one.name in ready)
-    return [
-        _Player(trial.name, trial.cpus_per_worker, context),
-        *(_Player(one.name, one.cpus_per_worker, others.contexts.get(one.name)) for one in beside),
-    ]
 
 
 def _ready(loader: Loader) -> int:

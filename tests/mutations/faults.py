@@ -266,8 +266,8 @@ FAULTS = (
     Fault(
         "measuring the speedup trains on",
         "the training's results are the same with and without a baseline",
-        "pipeline/training/turns.py",
-        "                kept.enter_context(without_updates(player.context))\n",
+        "pipeline/training/compared_trials.py",
+        "            kept.enter_context(without_updates(self.context))\n",
         "",
         ("tests/unit/test_turns.py",),
     ),

@@ -687,6 +687,24 @@ def counting_net() -> nn.Module:
     return nn.Sequential(Counting(), nn.Linear(1, 1))
 
 
+class Hungry(nn.Linear):
+    """Runs out of memory with more than ``most`` samples; also next to the weights of ``_first``, if it is crowded."""
+
+    _first: ClassVar[Any] = ref(nn.Identity())
+
+    def __init__(self, most: int, is_crowded: bool = False, is_first: bool = False) -> None:
+        super().__init__(3, 1)
+        self.most, self.is_crowded = most, is_crowded
+        if is_first:
+            Hungry._first = ref(self)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first = Hungry._first()
+        if len(inputs) > self.most or (self.is_crowded and first is not None and first.weight.numel()):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return super().forward(inputs)
+
+
 class Breaking(nn.Module):
     """Decides by a value that a compiler doesn't know."""
 

@@ -21,7 +21,7 @@ from samples import (
 
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.trial import Trial
-from pipeline.protocol.trial_result import Spread, StepParts, Unsaved
+from pipeline.protocol.trial_result import Flops, Spread, StepParts, Unsaved
 from pipeline.report import Advice, publish
 from pipeline.report.pairs import table as pairs_table
 from pipeline.report.report import Report, run_json
@@ -312,6 +312,50 @@ def test_what_else_a_machine_did_meanwhile_is_told(cores: float | None, is_told:
     remarks = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE).remarks
     said = "While the speedup was measured, other processes used 0.3 cores of the machine"
     assert any(remark.startswith(said) for remark in remarks) == is_told == bool(remarks)
+
+
+def test_a_baseline_in_micro_batches_says_so_wherever_its_row_is_read(tmp_path: Path) -> None:
+    """Batch statistics of micro-batches are a reason for another loss, also where workers share them."""
+    coupled = {"coupling": ("SyncBatchNorm",), "losses": (2.3, 2.2, 2.1)}
+    ends = [finished("main", spread(190), slots=in_turn(190), **coupled)]
+    base = {"coupling": ("BatchNorm2d",), "losses": (2.3, 2.1, 1.9), "micro_batches": 2}
+    ends += [finished("baseline", spread(100), slots=in_turn(100), **base)]
+    result = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
+    title = "single (2 micro-batches)"
+    assert (result.results.rows[0][0], result.table()["title"][0]) == (title, title)
+    assert f"x of {title}; loss differs" in result.verdict
+    assert result.remarks == (
+        f"The loss of ddp x 2 differs from that of {title} by up to 0.105 in the first 3 steps: the baseline takes the "
+        "statistics of each of its 2 micro-batches.",
+        f"{title}: 64 samples at once did not fit into memory next to the training, so each step has 2 micro-batches, "
+        "as large as a worker's. BatchNorm2d took the statistics of each micro-batch.",
+    )
+    record = json.loads(run_json(result, tmp_path))
+    assert (record["baseline"]["title"], record["remarks"]) == (title, list(result.remarks))
+
+
+@pytest.mark.parametrize("parts", [None, 2])
+def test_a_baseline_that_was_measured_after_the_training_resolves_nothing(parts: int | None) -> None:
+    ends = [finished("main", spread(190, noise=2))]
+    ends += [finished("baseline", spread(100, noise=5), is_alone=True, micro_batches=parts)]
+    result = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
+    assert (result.main.is_resolved, result.main.speedup_pairs) == (False, 0)
+    title = "single (2 micro-batches)" if parts else "single"
+    assert result.remarks[0] == (
+        f"{title} did not fit into memory next to the training. It was measured after the training had freed its "
+        "memory, not in turn."
+    )
+    assert result.remarks[-1].endswith("both in rounds." if parts is None else "in turn with the baseline.")
+
+
+@pytest.mark.parametrize(("operations", "tolerance"), [("tf32", 1e-2), ("fp32", 1e-3)])
+def test_losses_may_differ_by_the_rounding_of_tf32_where_it_was_used(operations: str, tolerance: float) -> None:
+    """The operations that were counted show it, whatever the GPU is able to do."""
+    flops = Flops(of_sample={operations: 1e6})
+    ends = [finished("main", spread(190), losses=(2.3, 2.31), flops=flops, has_tf32=True)]
+    ends += [finished("baseline", spread(100), losses=(2.3, 2.3), has_tf32=True)]
+    main = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE).main
+    assert (main.loss_tolerance, main.same_training) == (tolerance, "yes" if operations == "tf32" else "no")
 
 
 @pytest.mark.parametrize(("pairs", "is_told"), [(2, True), (4, True), (5, False)])

@@ -1,5 +1,6 @@
 """Slots taken in turn: how many and how long, in which order, and what one process measures with them."""
 
+import gc
 import itertools
 import re
 import time
@@ -8,6 +9,7 @@ from itertools import pairwise
 from statistics import geometric_mean
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -21,9 +23,11 @@ from pipeline.errors import Stopped
 from pipeline.protocol.events import Finished, Warned
 from pipeline.protocol.trial import Baseline, Rank, Reference, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training import loop, turns
+from pipeline.training import compared_trials, loop, turns
+from pipeline.training.build import build
+from pipeline.training.compared_trials import LEAST_STEPS, Player
 from pipeline.training.loop import train
-from pipeline.training.turns import FEWEST_PAIRS, LEAST_PAIRS, LEAST_STEPS, PATIENCE, SLOT_S, Schedule
+from pipeline.training.turns import FEWEST_PAIRS, LEAST_PAIRS, PATIENCE, SLOT_S, Schedule
 
 # How many, and how long
 
@@ -225,6 +229,69 @@ def test_a_training_whose_baseline_can_t_be_measured_has_its_result() -> None:
     result, outbox = measured(compared(Baseline, own={"model": {"_target_": "toys.BrokenModel"}}))
     assert (result.steps, result.slots, ends(outbox)) == (6, (), {})
     assert [event.kind for event in outbox.events].count("warned") == 1
+
+
+def too_large(*, most: int, is_crowded: bool = False) -> Training:
+    """A training of two workers, whose baseline has memory for ``most`` samples only; both have the same weights."""
+    model = {"_target_": "toys.Hungry", "most": 8}
+    own = {"model": {**model, "most": most, "is_crowded": is_crowded}}
+    made = compared(Baseline, own=own, model={**model, "is_first": True})
+    return made.model_copy(update={"workers": 2})
+
+
+@pytest.mark.usefixtures("short_slots")
+@pytest.mark.parametrize("where", ["first step", "first slot"])
+def test_a_baseline_without_memory_for_a_whole_batch_takes_micro_batches(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large as those of a worker; nothing of the first attempt is left when the second one is built."""
+    models: list[ref[torch.nn.Module]] = []
+    alive: list[int] = []
+
+    def built(trial: Trial, **more: Any) -> Any:
+        gc.collect()
+        alive.append(sum(model() is not None for model in models))
+        context = build(trial, **more)
+        models.append(ref(context.model))
+        return context
+
+    def settled(player: Player, step_s: float) -> float:
+        if player.name == "baseline" and len(models) == 1:
+            raise torch.OutOfMemoryError
+        return settle(player, step_s)
+
+    settle = Player.settle
+    monkeypatch.setattr(compared_trials, "build", built)
+    if where == "first slot":
+        monkeypatch.setattr(Player, "settle", settled)
+    result, outbox = measured(too_large(most=8 if where == "first slot" else 4))
+    baseline = ends(outbox)["baseline"]
+    assert alive == [0, 0]
+    assert (baseline.micro_batches, baseline.is_alone) == (2, False)
+    assert len(baseline.slots) == len(result.slots) == 5
+    assert baseline.losses == pytest.approx(result.losses[:3], rel=1e-12)
+    assert not any(isinstance(event, Warned) for event in outbox.events)
+
+
+@pytest.mark.usefixtures("short_slots")
+@pytest.mark.parametrize(("most", "parts"), [(8, None), (4, 2)])
+def test_a_baseline_without_memory_next_to_the_training_is_measured_after_it(most: int, parts: int | None) -> None:
+    result, outbox = measured(too_large(most=most, is_crowded=True))
+    baseline = ends(outbox)["baseline"]
+    assert (baseline.micro_batches, baseline.is_alone) == (parts, True)
+    assert (baseline.slots, result.slots) == ((), ())
+    assert baseline.losses == pytest.approx(result.losses[: len(baseline.losses)], rel=1e-12)
+    assert baseline.samples_per_second.windows > 1
+    (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
+    assert warning.startswith("single does not fit into memory next to the training. It is measured after")
+
+
+@pytest.mark.usefixtures("short_slots")
+def test_a_baseline_that_has_no_memory_at_all_costs_a_line() -> None:
+    result, outbox = measured(too_large(most=0))
+    *_, warning = [event.message for event in outbox.events if isinstance(event, Warned)]
+    assert warning.startswith("single could not be measured, although the training was over: CUDA out of memory.")
+    assert (result.steps, result.slots, ends(outbox)) == (6, (), {})
 
 
 @pytest.mark.usefixtures("short_slots")

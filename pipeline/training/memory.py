@@ -1,0 +1,44 @@
+"""Memory of a GPU on which rank 0 keeps other trials next to its part of a training."""
+
+import torch
+
+from pipeline.training.build import forget_memory
+from pipeline.training.context import TrainContext
+from pipeline.training.several_optimizers import each_of
+
+
+def find_passing_bytes(device: torch.device) -> int:
+    """Return the most bytes that were in use in addition to those in use now; 0 on the CPU."""
+    if device.type == "cpu":
+        return 0
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+
+def check_free_memory(device: torch.device, *, needed: int) -> None:
+    """Check that a GPU has memory for a training's next step, in which a rank that fails leaves the others waiting.
+
+    Raises:
+        torch.OutOfMemoryError: it has less than ``needed`` bytes.
+    """
+    if device.type == "cpu":
+        return
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if (free := torch.cuda.mem_get_info(device)[0] + cached) < needed:
+        message = f"the training's next step needs {needed / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB are free"
+        raise torch.OutOfMemoryError(message)
+
+
+def free_training(context: TrainContext) -> None:
+    """Free weights, gradients, averages and optimizer state of a training that takes no further step.
+
+    The shards of a sharded model stay: torch keeps references to them.
+    """
+    context.optimizer.zero_grad(set_to_none=True)
+    for optimizer in each_of(context.optimizer):
+        optimizer.state.clear()
+    context.averages = None
+    context.wrapped = context.model  # DDP keeps buckets of gradients
+    for tensor in (*context.whole.parameters(), *context.whole.buffers()):
+        if not hasattr(tensor, "device_mesh"):
+            tensor.data = tensor.new_empty(0)
+    forget_memory(context.device)
