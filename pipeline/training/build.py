@@ -43,7 +43,7 @@ from pipeline.training.learned import learned_by, take_from_first, trainable
 def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> TrainContext:
     """Build data, model, optimizer and the other parts of a rank, equal on all ranks. Collective.
 
-    ``datasets`` are those of another trial in this process; None builds them.
+    ``datasets`` are those of another trial in this process, which is still to take steps; None builds them.
 
     Raises:
         ExperimentError: a component can't be built, has the wrong type, or differs between ranks.
@@ -59,7 +59,8 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     )
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     is_sharded = isinstance(strategy, Sharded)
-    built = _build_model(create, trial, strategy=strategy, rank=rank, device=device)
+    is_beside = datasets is not None
+    built = _build_model(create, trial, strategy=strategy, rank=rank, device=device, is_beside=is_beside)
     task, learned = _build_task(create, experiment, rank=rank, device=device, is_sharded=is_sharded)
     if problems := list(against_state(task, experiment)):
         raise ExperimentError(problems)
@@ -117,7 +118,9 @@ class _Built(NamedTuple):
     """Parameters and modules with hooks on gradients."""
 
 
-def _build_model(create: parts.Create, trial: Trial, *, strategy: Strategy, rank: Rank, device: torch.device) -> _Built:
+def _build_model(
+    create: parts.Create, trial: Trial, *, strategy: Strategy, rank: Rank, device: torch.device, is_beside: bool
+) -> _Built:
     """Build the model with the weights that it starts from, freeze, wrap and compile it. Collective.
 
     Raises:
@@ -145,6 +148,7 @@ def _build_model(create: parts.Create, trial: Trial, *, strategy: Strategy, rank
             device=device,
             threads=trial.cpus_per_worker,
             overlaps=not recomputed,  # torch can't split a graph in which activations are recomputed
+            is_beside=is_beside,
         )
     return _Built(model, wrapped, loaded, stopwatch, hooked)
 

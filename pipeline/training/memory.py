@@ -41,4 +41,6 @@ def free_training(context: TrainContext) -> None:
     for tensor in (*context.whole.parameters(), *context.whole.buffers()):
         if not hasattr(tensor, "device_mesh"):
             tensor.data = tensor.new_empty(0)
+    if context.compiling is not None:
+        torch._dynamo.reset()  # CUDA graphs keep memory
     forget_memory(context.device)

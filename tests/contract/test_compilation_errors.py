@@ -1,10 +1,11 @@
-"""What torch.compile can't do is said by the key."""
+"""What torch.compile can't do is said by the key, and two trials of a process keep their compiled code."""
 
 import logging
 from typing import Any
 
 import pytest
 import toys
+from torch import nn
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Failed
@@ -67,3 +68,25 @@ class TestErrors:
             raise LookupError("the user's own mistake")
         with pytest.raises(LookupError), compilation.explained(None):
             raise LookupError("the user's own mistake")
+
+
+def test_a_trial_next_to_another_leaves_it_its_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.compile_fx
+
+    compiled: list[int] = []
+
+    def noted(graph: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        compiled.append(len(inputs[-1]))
+        return graph.forward
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", noted)
+    how = toys.experiment(train={"compile": True}).train.compile
+    assert how is not None
+    models = []
+    for samples in (4, 8):
+        models.append(model := nn.Linear(3, 1))
+        given = {"device": torch.device("cpu"), "threads": 1, "overlaps": True, "is_beside": samples == 8}
+        compilation.compile_parts([model], how, **given)
+        model(torch.zeros(samples, 3))
+    models[0](torch.zeros(4, 3))
+    assert compiled == [4, 8]

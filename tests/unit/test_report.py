@@ -323,7 +323,7 @@ def test_a_baseline_in_micro_batches_says_so_wherever_its_row_is_read(tmp_path: 
     result = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
     title = "single (2 micro-batches)"
     assert (result.results.rows[0][0], result.table()["title"][0]) == (title, title)
-    assert f"x of {title}; loss differs" in result.verdict
+    assert f" of {title}; loss differs" in result.verdict
     assert result.remarks == (
         f"The loss of ddp x 2 differs from that of {title} by up to 0.105 in the first 3 steps: the baseline takes the "
         "statistics of each of its 2 micro-batches.",
