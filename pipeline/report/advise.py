@@ -146,7 +146,7 @@ def _reason(row: Row, own: Row, *, is_faster: bool) -> str:
 
 
 def _values(row: Row, case: Case) -> dict[str, Any]:
-    """Return the keys of ``parallel`` that change the file's row to this row."""
+    """Return the keys that change the file's row to this row."""
     parallel = case.experiment.parallel
     values: dict[str, Any] = {"parallel.strategy": row.strategy, "parallel.workers": row.workers}
     if dict(row.options) != dict(parallel.options):
@@ -154,4 +154,6 @@ def _values(row: Row, case: Case) -> dict[str, Any]:
     cores = row.cpus // row.workers
     if row.device == "cpu" and (row.role == "reference" or parallel.cpus_per_worker not in (None, cores)):
         values["parallel.cpus_per_worker"] = cores
+    if row.micro_batches is not None:  # larger ones had no memory
+        values["train.gradient_accumulation"] = row.micro_batches
     return values

@@ -197,8 +197,8 @@ def _iter_memory_notes(rows: Sequence[Row]) -> Iterator[str]:
         if row.micro_batches is not None:
             where = "" if row.is_alone else " next to the training"
             yield (
-                f"{row.title}: {counted(row.global_batch_size, 'sample')} at once did not fit into memory{where}, so "
-                f"each step has {row.micro_batches} micro-batches, as large as a worker's.{_statistics(row)}"
+                f"{row.title}: {counted(row.global_batch_size, 'sample')} at once did not fit into memory{where}. "
+                f"Each step has {row.micro_batches} micro-batches, as large as a worker's.{_statistics(row)}"
             )
 
 

@@ -59,8 +59,8 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     )
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     is_sharded = isinstance(strategy, Sharded)
-    is_beside = datasets is not None
-    built = _build_model(create, trial, strategy=strategy, rank=rank, device=device, is_beside=is_beside)
+    keeps_compiled = datasets is not None
+    built = _build_model(create, trial, strategy=strategy, rank=rank, device=device, keeps_compiled=keeps_compiled)
     task, learned = _build_task(create, experiment, rank=rank, device=device, is_sharded=is_sharded)
     if problems := list(against_state(task, experiment)):
         raise ExperimentError(problems)
@@ -119,7 +119,7 @@ class _Built(NamedTuple):
 
 
 def _build_model(
-    create: parts.Create, trial: Trial, *, strategy: Strategy, rank: Rank, device: torch.device, is_beside: bool
+    create: parts.Create, trial: Trial, *, strategy: Strategy, rank: Rank, device: torch.device, keeps_compiled: bool
 ) -> _Built:
     """Build the model with the weights that it starts from, freeze, wrap and compile it. Collective.
 
@@ -148,7 +148,7 @@ def _build_model(
             device=device,
             threads=trial.cpus_per_worker,
             overlaps=not recomputed,  # torch can't split a graph in which activations are recomputed
-            is_beside=is_beside,
+            keeps_compiled=keeps_compiled,
         )
     return _Built(model, wrapped, loaded, stopwatch, hooked)
 

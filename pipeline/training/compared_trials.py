@@ -151,7 +151,7 @@ class ComparedTrials:
         for trial in self._too_large:
             self._warn(
                 f"{trial.title} does not fit into memory next to the training. It is measured after the training has "
-                "freed its memory, so the speedup has the range of its windows, not an interval"
+                "freed its memory. The speedup then has the range of its windows instead of an interval"
             )
             if (failure := self._try(self._with_windows(trial), self._measure)) is not None:
                 self._warn(f"{trial.title} could not be measured, although the training was over: {failure.message}")

@@ -50,7 +50,7 @@ def compile_parts(
     device: torch.device,
     threads: int,
     overlaps: bool,
-    is_beside: bool = False,
+    keeps_compiled: bool = False,
 ) -> Stopwatch:
     """Compile modules at their first call, and return the stopwatch of these compilations.
 
@@ -60,7 +60,7 @@ def compile_parts(
         device: the modules' device.
         threads: compiler threads to use.
         overlaps: true to split the graph at the buckets of DistributedDataParallel, to overlap communication.
-        is_beside: true if an earlier trial of this process keeps its compiled code, as it is still to take steps.
+        keeps_compiled: true if an earlier trial of this process keeps its compiled code, as it is still to take steps.
 
     Raises:
         ExperimentError: there is no C++ compiler.
@@ -78,7 +78,7 @@ def compile_parts(
         except InvalidCxxCompiler as error:
             message = "needs a C++ compiler on CPU, and this node has none; install g++, or name yours in CXX"
             raise ExperimentError.of(_KEY, message) from error
-    if not is_beside:
+    if not keeps_compiled:
         torch._dynamo.reset()  # of an earlier trial in this process
     torch._dynamo.config.recompile_limit = _SIZES
     torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -85,7 +85,7 @@ def test_a_trial_next_to_another_leaves_it_its_compiled_code(monkeypatch: pytest
     models = []
     for samples in (4, 8):
         models.append(model := nn.Linear(3, 1))
-        given = {"device": torch.device("cpu"), "threads": 1, "overlaps": True, "is_beside": samples == 8}
+        given = {"device": torch.device("cpu"), "threads": 1, "overlaps": True, "keeps_compiled": samples == 8}
         compilation.compile_parts([model], how, **given)
         model(torch.zeros(samples, 3))
     models[0](torch.zeros(4, 3))

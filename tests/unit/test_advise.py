@@ -176,6 +176,12 @@ def test_one_process_with_all_cores_is_faster() -> None:
     assert one.key == "parallel.strategy"
 
 
+def test_a_faster_row_in_micro_batches_is_advised_with_them() -> None:
+    ends = (BASELINE, measured(BASELINE, 200, micro_batches=2)), (MAIN, measured(MAIN, 100))
+    (one,) = about("parallel.strategy", advised(*ends))
+    assert one.change == "train with parallel.strategy=single parallel.workers=1 train.gradient_accumulation=2"
+
+
 @pytest.mark.parametrize(("single", "noise"), [(5_000, 0.0), (6_600, 0.0), (8_000, 0.25)])
 def test_one_process_is_slower_or_not_clearly_faster(single: float, noise: float) -> None:
     assert not about("parallel.strategy", tiny(single=single, noise=noise))

@@ -327,7 +327,7 @@ def test_a_baseline_in_micro_batches_says_so_wherever_its_row_is_read(tmp_path: 
     assert result.remarks == (
         f"The loss of ddp x 2 differs from that of {title} by up to 0.105 in the first 3 steps: the baseline takes the "
         "statistics of each of its 2 micro-batches.",
-        f"{title}: 64 samples at once did not fit into memory next to the training, so each step has 2 micro-batches, "
+        f"{title}: 64 samples at once did not fit into memory next to the training. Each step has 2 micro-batches, "
         "as large as a worker's. BatchNorm2d took the statistics of each micro-batch.",
     )
     record = json.loads(run_json(result, tmp_path))
