@@ -7,7 +7,7 @@ that rank 0 assigns, and exit with its exit code.
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -150,6 +150,7 @@ class _Follower:
             connections_ended_by_failure,
             interface_variables,
         )
+        from pipeline.worker.process_group import abort_on_failure
 
         assert self._group is not None
         assert command.channel is not None
@@ -161,7 +162,10 @@ class _Follower:
             self._outbox = outbox
             end = partial(main.end_process, outbox.close)
             store = self._group.store(command)
-            with connections_ended_by_failure():
+            freed = (
+                abort_on_failure(self._group.failures(command), end=end) if trial.device == "cuda" else nullcontext()
+            )
+            with connections_ended_by_failure(), freed:
                 main.run(trial, rank=self._group.rank, outbox=outbox, end=end, store=store)
         self._outbox = None
 

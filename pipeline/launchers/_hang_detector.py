@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from pipeline.system.background import in_background
 
 _TICK_S = 0.5
 _SILENCE = 3  # missing heartbeats
+_BY_NCCL = frozenset(Phase(each) for each in range(Phase.READING, Phase.SAVING))
+"""Phases in which a rank may wait for a GPU, and so for a collective operation of NCCL."""
 
 
 @dataclass
@@ -30,9 +33,9 @@ class _RankState:
     silent_s: float = 0.0
 
     @property
-    def progress(self) -> tuple[int, Phase]:
-        """The rank's step and phase, by which ranks are compared."""
-        return self.last.step, self.last.phase
+    def progress(self) -> tuple[int, Phase, bool]:
+        """The rank's step and phase, by which ranks are compared; one that waits has done its own work."""
+        return self.last.step, self.last.phase, self.last.is_waiting
 
 
 class HangDetector:
@@ -50,6 +53,8 @@ class HangDetector:
         self.lost: dict[int, str] = {}
         """Reasons for which silent ranks of other nodes count as lost, by rank."""
         self._has_judged = False
+        self._stalled: dict[int, Heartbeat] = {}
+        """Last heartbeats of the culprits, by the rank that makes no progress because of them."""
         self._ranks: dict[int, _RankState] = {}
         self._lock = threading.Lock()
 
@@ -68,15 +73,33 @@ class HangDetector:
             self._judge(self._behind_failed(event))
         self._receive(event)
 
+    def report_stall_of(self, ranks: Iterable[int]) -> None:
+        """Report a hang if one of the ranks, whose processes ended by themselves, had made no progress before.
+
+        NCCL ends a process whose collective operation times out, by SIGABRT and without an exception.
+        """
+        last = next((self._stalled[rank] for rank in ranks if rank in self._stalled), None)
+        if last is not None and not self._has_judged:
+            self._has_judged = True
+            self._report(last, error=last.stall)
+
     def _after(self, heartbeat: Heartbeat) -> _RankState | None:
         """Return the culprit if this heartbeat reports a hang."""
         rank = heartbeat.rank.rank
         with self._lock:
+            self._stalled.pop(rank, None)
             if heartbeat.phase is Phase.ENDED:
                 self._ranks.pop(rank, None)
                 return None
-            self._ranks[rank] = _RankState(heartbeat)
-            return self._behind(heartbeat) or self._ranks[rank] if heartbeat.is_stuck else None
+            self._ranks[rank] = own = _RankState(heartbeat)
+            is_overdue = heartbeat.idle_s >= self._timeout_s and (heartbeat.is_waiting or heartbeat.phase in _BY_NCCL)
+            if not (is_overdue or heartbeat.is_stuck):
+                return None
+            behind = self._behind(heartbeat)
+            self._stalled[rank] = (behind or own).last
+            if not heartbeat.is_stuck:
+                return None
+            return behind if heartbeat.is_waiting else behind or own
 
     def _behind_failed(self, failure: Failed) -> _RankState | None:
         """Return the rank that a failed rank has waited for; None if it failed by itself."""
@@ -89,8 +112,9 @@ class HangDetector:
 
     def _behind(self, other: Heartbeat) -> _RankState | None:
         """Return the rank that another rank waits for: a silent rank, else the one furthest behind."""
+        progress = _RankState(other).progress
         silent = [heard for heard in self._ranks.values() if self._is_silent(heard)]
-        behind = [heard for heard in self._ranks.values() if heard.progress < (other.step, other.phase)]
+        behind = [heard for heard in self._ranks.values() if heard.progress < progress]
         return min(silent or behind, key=lambda heard: heard.progress, default=None)
 
     def _run(self, done: threading.Event) -> None:
@@ -123,14 +147,12 @@ class HangDetector:
         last = culprit.last
         if last.rank.rank in self.lost:
             return
-        failed = Failed(
-            trial=self._trial.name,
-            rank=last.rank,
-            error=self._stopped(last) if self._is_silent(culprit) else last.stall,
-            traceback=f"Stack of rank {last.rank.rank} (most recent call last):\n{last.stack}",
-        )
-        self._receive(failed)
+        self._report(last, error=self._stopped(last) if self._is_silent(culprit) else last.stall)
         _end(last)
+
+    def _report(self, last: Heartbeat, *, error: str) -> None:
+        traceback = f"Stack of rank {last.rank.rank} (most recent call last):\n{last.stack}"
+        self._receive(Failed(trial=self._trial.name, rank=last.rank, error=error, traceback=traceback))
 
     def _is_silent(self, heard: _RankState) -> bool:
         return heard.silent_s >= self._silence_s

@@ -5,7 +5,7 @@ The outer launcher may end all ranks with SIGTERM once one of them has died: the
 """
 
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from pipeline.errors import Terminated
 from pipeline.launchers._outer_ranks import facts_of_all
@@ -24,6 +24,7 @@ from pipeline.worker.interfaces import (
     is_loopback,
 )
 from pipeline.worker.outer_group import Command, OuterGroup
+from pipeline.worker.process_group import abort_on_failure
 
 _LAST_REPORTS_S = 10.0
 """Seconds after rank 0's end in which the other ranks notice that it, or another one, has failed."""
@@ -67,7 +68,7 @@ def _run(trial: Trial, *, group: OuterGroup, attempt: Attempt, command: Command)
         group.retract(command)
         if not attendance.lost:
             store = group.store(command)
-            with connections_ended_by_failure():
+            with connections_ended_by_failure(), _peers_freed(trial, group=group, attempt=attempt, command=command):
                 worker.run(trial, rank=group.rank, outbox=attempt.outbox, store=store)
     except worker.WorkerFailed:  # it has been reported
         has_failed = True
@@ -84,6 +85,20 @@ def _run(trial: Trial, *, group: OuterGroup, attempt: Attempt, command: Command)
         facts = facts_of_all(group.outer, timeout_s=timeout_s)
         return {rank: f"on {facts[rank].resources.node}: {how}" for rank, how in losses.items()}
     return losses
+
+
+def _peers_freed(
+    trial: Trial, *, group: OuterGroup, attempt: Attempt, command: Command
+) -> AbstractContextManager[None]:
+    """Return a context in which ranks whose GPUs wait for a failed rank are freed; gloo's notice it themselves."""
+
+    def has_failed() -> bool:
+        if not (attempt.attendance.lost or attempt.outcome().has_failed):
+            return False
+        group.note_failure(command)
+        return True
+
+    return abort_on_failure(has_failed, end=None) if trial.device == "cuda" else nullcontext()
 
 
 def _own_address(trial: Trial, *, group: OuterGroup) -> str:

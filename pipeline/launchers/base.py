@@ -80,6 +80,7 @@ class Attempt:
         self.silent: Mapping[int, str] = {}
         """Reasons for which ranks of other nodes were lost, by rank."""
         self._trial = trial
+        self._detector: HangDetector | None = None
         self._beside = {one.name for one in trial.compared_with} if isinstance(trial, Training) else set()
         self._session = session
         self._stop, self._resize = stop, resize
@@ -119,7 +120,7 @@ class Attempt:
         Meanwhile hanging ranks are detected and stop requests are passed on to the workers. A worker in this process
         is judged together with the others.
         """
-        detector = HangDetector(self._trial, receive=self.receive)
+        self._detector = detector = HangDetector(self._trial, receive=self.receive)
         receive = self.attendance.noting(detector.receive)
         self.outbox = self._direct_outbox(receive)
         inbox = Inbox(host=host, receive=receive, folder=self._session.folder, hung_up=self.attendance.hung_up)
@@ -130,6 +131,9 @@ class Attempt:
 
     def outcome(self, losses: Mapping[int, str] | None = None) -> Outcome:
         """Return the outcome; ``losses`` says how workers were lost, by rank."""
+        reported = {failure.rank.rank for failure in self._outcome.failures}
+        if losses and self._detector is not None:
+            self._detector.report_stall_of(losses.keys() - reported)
         return replace(self._outcome, losses=dict(losses or {}), was_resized=self._resize.asked)
 
     def _direct_outbox(self, receive: Receive) -> DirectOutbox:

@@ -34,6 +34,8 @@ _POLL_S = 0.05
 _INTERRUPTED_S = 5.0
 _END_S = 30.0
 """Seconds that workers get to end after SIGINT, and after SIGTERM, before they are killed."""
+_LOSS_S = 3.0
+"""The same after a failure, when there is nothing to save: a rank that waits for its GPU never reacts to SIGTERM."""
 
 
 class Launcher(base.Launcher):
@@ -100,7 +102,7 @@ class Launcher(base.Launcher):
                 _end(ranks, interrupted=isinstance(error, KeyboardInterrupt))
                 raise
         if losses:
-            _end(ranks)
+            _end(ranks, patience_s=_LOSS_S)
         return losses
 
     def _variables(self, trial: Trial, *, rank: int, port: int) -> dict[str, str]:
@@ -129,14 +131,14 @@ def _losses(ranks: Sequence[Process]) -> dict[int, str]:
     return {rank: _how(code) for rank, code in enumerate(codes) if code}
 
 
-def _end(ranks: Sequence[Process], *, interrupted: bool = False) -> None:
+def _end(ranks: Sequence[Process], *, interrupted: bool = False, patience_s: float = _END_S) -> None:
     """End all ranks with the processes that they have started; SIGINT comes first if the run was interrupted."""
     attempts = {signal.SIGINT: _INTERRUPTED_S} if interrupted else {}
-    for number, patience_s in (attempts | {signal.SIGTERM: _END_S, signal.SIGKILL: _END_S}).items():
+    for number, seconds in (attempts | {signal.SIGTERM: patience_s, signal.SIGKILL: _END_S}).items():
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.killpg(rank.pid, number)  # includes loader processes of a rank that has ended
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + seconds
         while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 

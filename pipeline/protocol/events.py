@@ -235,6 +235,8 @@ class Heartbeat(Event):
     phase: Phase
     idle_s: float
     """Seconds without progress, such as a batch."""
+    is_waiting: bool = False
+    """True in a collective operation outside of the passes, which ends when all ranks have come."""
     is_stuck: bool = False
     """True if the rank considers itself stuck."""
     stack: str = ""

@@ -3,6 +3,7 @@
 Every rank must call them. A rank that fails tells the other ranks, which would wait for it otherwise.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -13,26 +14,28 @@ from torch import Tensor
 from pipeline.errors import PipelineError, TrainingError
 from pipeline.protocol.events import Phase
 from pipeline.protocol.trial import Rank
-from pipeline.training.watch import mark
+from pipeline.training.watch import mark, waiting
 
 T = TypeVar("T")
+_POLLS_S = 0.01, 0.5
+"""Seconds between two questions to the store, at first and at most."""
 
 
 def gather(value: T, *, rank: Rank) -> list[T]:
     """Gather each rank's value, in rank order, on every rank."""
     if rank.world_size == 1:
         return [value]
-    mark(Phase.WAITING)
     values: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(values, value)
+    with waiting():
+        dist.all_gather_object(values, value)
     return values
 
 
 def barrier(rank: Rank) -> None:
     """Wait for all ranks."""
     if rank.world_size > 1:
-        mark(Phase.WAITING)
-        dist.barrier()
+        with waiting():
+            dist.barrier()
 
 
 def from_first(produce: Callable[[], T], *, rank: Rank) -> T:
@@ -45,7 +48,8 @@ def from_first(produce: Callable[[], T], *, rank: Rank) -> T:
         return produce()
     if not rank.is_first:
         box: list[Any] = [None]
-        dist.broadcast_object_list(box, src=0)
+        with waiting():
+            dist.broadcast_object_list(box, src=0)
         if isinstance(box[0], PipelineError):
             raise box[0]
         value: T = box[0]
@@ -58,6 +62,26 @@ def from_first(produce: Callable[[], T], *, rank: Rank) -> T:
         raise
     dist.broadcast_object_list([value], src=0)
     return value
+
+
+def call_on_first(do: Callable[[], None], *, what: str, rank: Rank) -> None:
+    """Call ``do`` on rank 0, however long it takes: the other ranks wait without a collective, which would time out.
+
+    ``what`` names the call to all ranks.
+    """
+    if rank.world_size == 1:
+        do()
+        return
+    store = dist.distributed_c10d._get_default_store()
+    if rank.is_first:
+        do()
+        store.set(what, "done")
+        return
+    pause_s, longest_s = _POLLS_S
+    while not store.check([what]):
+        mark(Phase.WAITING)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, longest_s)
 
 
 def tensors_from_first(tensors: Mapping[str, Tensor], *, rank: Rank, device: torch.device) -> Mapping[str, Tensor]:

@@ -37,7 +37,7 @@ from pipeline.training.metric_states import (
 from pipeline.training.metrics import Curve, read
 from pipeline.training.optimizers import evaluating
 from pipeline.training.step_guard import Buffers
-from pipeline.training.watch import mark
+from pipeline.training.watch import mark, waiting
 from pipeline.training.weighting import weighted
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
             sums = _over_own_samples(context, module, split=split, shared=shared, lists=own.lists)
             names = ("loss", *(context.log_names or ()))
     if context.rank.world_size > 1:
-        mark(Phase.WAITING)
-        dist.all_reduce(sums)
+        with waiting():
+            dist.all_reduce(sums)
     mark(Phase.EVALUATING)
     weight, *means = sums.tolist()
     if context.gives_weight:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.protocol.events import Metrics, Outbox, Phase, Point
+from pipeline.protocol.events import Metrics, Outbox, Point
 from pipeline.protocol.trial import Measurement
 from pipeline.training.clock import Clock, DataWait, Lap
 from pipeline.training.communication import CommunicationMeter
@@ -18,7 +18,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.energy import EnergyMeter
 from pipeline.training.nonfinite import Finiteness
 from pipeline.training.step import StepResult
-from pipeline.training.watch import mark
+from pipeline.training.watch import waiting
 
 SKIPPED = "train/skipped_steps"
 WINDOWS = ("throughput/", "time/")
@@ -139,10 +139,10 @@ class Meter:
         """Gather each rank's values, shape (ranks, values), in double precision on the CPU."""
         if self.rank.world_size == 1:
             return own.double().cpu()[None]
-        mark(Phase.WAITING)
         parts = [torch.empty_like(own) for _ in range(self.rank.world_size)]
-        dist.all_gather(parts, own)
-        return torch.stack(parts).double().cpu()
+        with waiting():
+            dist.all_gather(parts, own)
+            return torch.stack(parts).double().cpu()
 
     @property
     def reached(self) -> dict[str, float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.errors import ExperimentError, Stopped
@@ -41,6 +42,9 @@ BUDGET_SECONDS = (1.0, 8.0)  # least and most
 BUDGET_OF_MEASUREMENT_SECONDS = 4.0  # a measurement is shorter than a training itself
 FEWEST_ROUNDS = 3
 TRACED_STEPS = 3
+_AGREEMENT_S = 10.0
+"""Seconds in which all ranks fail if the failure is common, such as too little memory."""
+_POLL_S = 0.1
 _SETTLING_STEPS = 2  # which absorb the profiler's start and what the measurement before has left running
 
 Times = dict[str, list[float]]
@@ -50,8 +54,9 @@ Times = dict[str, list[float]]
 class Afterwards:
     """A series of collective measurements, which ends at the first failure on this rank.
 
-    A rank that fails skips the remaining measurements and ends with the training's result. The other ranks find its
-    connections closed and do the same, or hang until the driver, which has the result by then, ends them.
+    A rank that fails skips the remaining measurements and ends with the training's result. With gloo the other ranks
+    find its connections closed and do the same. A kernel of NCCL would wait on: there, unless all ranks fail, the rank
+    ends with its error. The driver, which has the result by then, ends the others.
     """
 
     def __init__(self, context: TrainContext, result: TrialResult, *, outbox: Outbox) -> None:
@@ -66,6 +71,7 @@ class Afterwards:
         Raises:
             ExperimentError: the experiment doesn't allow this measurement, on any rank.
             Stopped: the driver asked for it.
+            Exception: the measurement's own error, while other ranks wait for this one in a kernel.
         """
         if self._failed:
             return None
@@ -73,7 +79,9 @@ class Afterwards:
             return measurement()
         except (ExperimentError, Stopped):
             raise
-        except Exception as error:  # noqa: BLE001 - no error may cost the result of the training
+        except Exception as error:  # no error may cost the result of the training
+            if not self._can_continue(what):
+                raise
             _log.warning("%s could not be measured", what, exc_info=error)
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             rank = self._context.rank
@@ -84,6 +92,19 @@ class Afterwards:
             )
             self._failed = rank.world_size > 1
             return None
+
+    def _can_continue(self, what: str) -> bool:
+        """Return True if no other rank waits for this one, which has failed."""
+        world_size = self._context.rank.world_size
+        if world_size == 1 or dist.get_backend() == "gloo":
+            return True
+        store, key = dist.distributed_c10d._get_default_store(), f"{self._context.trial.name}: {what} failed"
+        deadline = time.monotonic() + _AGREEMENT_S
+        failed: int = store.add(key, 1)
+        while failed < world_size and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            failed = store.add(key, 0)
+        return failed == world_size
 
 
 def waits(context: TrainContext, *, laps: Sequence[Lap]) -> StepParts:

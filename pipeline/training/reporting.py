@@ -4,7 +4,11 @@ import logging
 import resource
 import sys
 import tempfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -27,7 +31,7 @@ from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import Best, Held
 from pipeline.training import frozen, gradient_hooks
-from pipeline.training.collectives import gather
+from pipeline.training.collectives import call_on_first, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import full_state_dict, resulting_weights
 from pipeline.training.example import example_of, reference_of
@@ -37,6 +41,7 @@ from pipeline.training.matmul_precision import matmul_precision
 from pipeline.training.metrics import Curve
 from pipeline.training.norms import local
 from pipeline.training.reference import Reference
+from pipeline.training.watch import waiting
 from pipeline.wording import counted
 
 _PROGRAM, _SAMPLES = "model/model.pt2", "model/example.npz"
@@ -78,7 +83,8 @@ def first_step(context: TrainContext, outbox: Outbox) -> None:
     """Report the first optimizer step, once the device has finished it."""
     if context.rank.is_first:
         if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
+            with waiting() if context.rank.world_size > 1 else nullcontext():
+                torch.cuda.synchronize(context.device)
         outbox.event(FirstStep(trial=context.trial.name))
 
 
@@ -168,16 +174,12 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | N
     beside = "model/loss.pt" if context.experiment.task is None else "model/task.pt"
     with resulting_weights(context):
         state = full_state_dict(context)
-        if context.rank.is_first:
-            torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(state)), weights)  # with extra state
-            _save_learned(context, folder / beside)
+        send = partial(_send_weights, context, state, outbox=outbox, weights=weights, learned=beside)
+        call_on_first(send, what=f"{context.trial.name}: weights sent", rank=context.rank)
         inputs = example_of(context)
         computed = reference_of(context, inputs)
     if not context.rank.is_first:
         return
-    outbox.file(weights, WEIGHTS)
-    if trainable(context.learned):
-        outbox.file(folder / beside, beside)
     if inputs is not None:
         torch.save(inputs, example)
         outbox.file(example, EXAMPLE)
@@ -230,11 +232,19 @@ def curve(name: str, curve: Curve, *, context: TrainContext, outbox: Outbox) -> 
             outbox.event(ArtifactSaved(trial=context.trial.name, path=place))
 
 
-def _save_learned(context: TrainContext, path: Path) -> None:
-    """Save the parameters and buffers of the task, if it has any."""
-    if context.learned is not None:
-        own = kept(context.learned, trained=context.trained)
-        torch.save({name: value.detach().cpu() for name, value in own.items()}, path)
+def _send_weights(
+    context: TrainContext, state: Mapping[str, Any], *, outbox: Outbox, weights: Path, learned: str
+) -> None:
+    """Save and send the model's weights with extra state, and those of the task, if it has any."""
+    torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(state)), weights)
+    outbox.file(weights, WEIGHTS)
+    if context.learned is None:
+        return
+    own = kept(context.learned, trained=context.trained)
+    path = weights.with_name(Path(learned).name)
+    torch.save({name: value.detach().cpu() for name, value in own.items()}, path)
+    if trainable(context.learned):
+        outbox.file(path, learned)
 
 
 def _device_name(context: TrainContext) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pipeline.config.schema import Loader, Measure
 from pipeline.errors import Stopped
 from pipeline.protocol.estimates import LEAST_PAIRS
-from pipeline.protocol.events import Outbox, Phase, Warned
+from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.system.other_load import OtherLoad
@@ -29,7 +29,7 @@ from pipeline.training.build import forget_memory
 from pipeline.training.collectives import gather
 from pipeline.training.compared_trials import LEAST_STEPS, ComparedTrials, Complete, Player
 from pipeline.training.context import TrainContext
-from pipeline.training.watch import mark
+from pipeline.training.watch import waiting
 from pipeline.wording import duration
 
 SLOT_S = 0.75
@@ -230,5 +230,5 @@ class _Queue:
     def wait(self) -> None:
         """Wait for all ranks."""
         if self._rank.world_size > 1:
-            mark(Phase.WAITING)
-            dist.barrier(group=self._group)
+            with waiting():
+                dist.barrier(group=self._group)

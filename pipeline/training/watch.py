@@ -7,7 +7,8 @@ stack, which also move the progress bar, and ends the process when training has 
 
 Progress is marked by training: each micro-batch read, each pass, each evaluated batch. A step or an evaluation may take
 any time, as long as no single batch takes ``parallel.timeout_s``. Building, the first step (which may compile) and
-saving never count as a hang; there, the collectives of other ranks time out.
+saving may take longer, unless another rank waits for ``parallel.timeout_s``: gloo's collectives time out then, NCCL's
+don't raise an error.
 """
 
 import os
@@ -47,13 +48,14 @@ class Listener(Protocol):
 class _Activity:
     """Progress of the training thread, written by it alone and read by the watchdog, without lock or system call."""
 
-    __slots__ = ("listener", "marks", "phase", "step", "steps")
+    __slots__ = ("has_failed", "is_waiting", "listener", "marks", "phase", "step", "steps")
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self.phase, self.step, self.steps, self.marks = Phase.BUILDING, 0, 0, 0
+        self.is_waiting = self.has_failed = False
         self.listener: Listener | None = None
 
 
@@ -74,6 +76,23 @@ def mark_step(step: int) -> None:
     _now.steps += 1
     if _now.listener is not None:
         _now.listener.begin_step(step + 1)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Wait for other ranks inside the block, for which they have ``parallel.timeout_s``."""
+    mark(Phase.WAITING)
+    _now.is_waiting = True
+    try:
+        yield
+    finally:
+        _now.is_waiting = False
+        _now.marks += 1
+
+
+def mark_failure() -> None:
+    """Send no further heartbeats: this rank only cleans up."""
+    _now.has_failed = True
 
 
 @contextmanager
@@ -125,7 +144,7 @@ class Watchdog:
 
     def _run(self) -> None:
         marks, before = -1, time.monotonic()
-        while not self._done.wait(self._interval_s):
+        while not self._done.wait(self._interval_s) and not _now.has_failed:
             now = time.monotonic()
             # The time for which the whole process was stopped doesn't count as idle.
             self._idle_s += min(now - before, 2 * self._interval_s)
@@ -140,12 +159,13 @@ class Watchdog:
         if self._end is None:
             if self._idle_s >= self._timeout_s and _now.phase in _MUST_GO_ON and not self._warned:
                 self._warn()
-        elif self._is_stuck() and self._idle_s >= self._timeout_s + GRACE_S:
+        elif self._is_stuck() and not _now.is_waiting and self._idle_s >= self._timeout_s + GRACE_S:
             sys.stderr.write(f"{self._heartbeat().stall}\n{self._stack()}")
             self._end()
 
     def _is_stuck(self) -> bool:
-        return self._idle_s >= self._timeout_s and _now.phase in _MUST_GO_ON and _now.steps > 1
+        must_go_on = _now.is_waiting or (_now.phase in _MUST_GO_ON and _now.steps > 1)
+        return must_go_on and self._idle_s >= self._timeout_s
 
     def _warn(self) -> None:
         self._warned = True
@@ -161,6 +181,7 @@ class Watchdog:
             step=_now.step,
             phase=_now.phase,
             idle_s=self._idle_s,
+            is_waiting=_now.is_waiting,
             is_stuck=self._is_stuck(),
             stack="" if self._end is None else self._stack(),
         )

@@ -13,16 +13,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from pipeline import registry
 from pipeline.config import environment
 from pipeline.errors import ExperimentError, NonFiniteError, PipelineError, Stopped
 from pipeline.protocol.channel.outbox import ChannelOutbox
@@ -42,14 +39,12 @@ from pipeline.protocol.trial import Evaluation, Rank, Training, Trial, Tuning, t
 from pipeline.system import allocator
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
-from pipeline.training.build import device_of
 from pipeline.training.loader import new_loaders_closed
 from pipeline.training.loop import train
 from pipeline.training.matmul_precision import set_cudnn_benchmark, set_matmul_precision
-from pipeline.training.rank_gpus import check_own_gpu
 from pipeline.training.restored import evaluate_checkpoint
-from pipeline.training.watch import Watchdog
-from pipeline.worker import rendezvous
+from pipeline.training.watch import Watchdog, mark_failure
+from pipeline.worker.process_group import process_group
 from pipeline.worker.system_metrics import system_sampled
 
 _log = logging.getLogger(__name__)
@@ -84,24 +79,24 @@ def run(
     torch.set_num_threads(trial.cpus_per_worker)
     # One sampler for each node; a measurement is short and shouldn't be disturbed.
     samples = rank.local_rank == 0 and isinstance(trial, Training)
+    report = partial(_failure_reported, trial, rank=rank, outbox=outbox)
     try:
         with (
+            report(),
             set_matmul_precision(trial.experiment.train.matmul_precision),
             set_cudnn_benchmark(enabled=trial.experiment.train.cudnn_benchmark),
             allocator.huge_pages(),
             allocator.keep_freed_memory(),
             told_to(outbox.event, trial=trial.name),
             Watchdog(trial, rank=rank, outbox=outbox, end=end),
-            _process_group(trial, rank=rank, store=store),
+            process_group(trial, rank=rank, store=store, end=end),
             new_loaders_closed(),
+            report(),  # before the end of what is above, which may hang or fail in turn
             system_sampled(trial, rank, outbox) if samples else nullcontext(),
         ):
             outcome = _carried_out(trial, rank=rank, outbox=outbox)
     except Stopped:  # the driver, which asked for it, doesn't wait for a result
         return
-    except (Exception, SystemExit) as error:  # user code may call exit()
-        outbox.event(_failed(trial, rank=rank, error=error))
-        raise WorkerFailed from error
     if rank.is_first:
         outbox.event(outcome)
 
@@ -143,29 +138,20 @@ def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | Batc
 
 
 @contextmanager
-def _process_group(trial: Trial, *, rank: Rank, store: Store | None) -> Iterator[None]:
-    """Join the process group of this trial's ranks, at the address that their launcher has set."""
-    strategy = registry.load("strategies", trial.strategy).Strategy
-    if dist.is_initialized() or not (rank.world_size > 1 or strategy.needs_process_group):
-        yield  # a process that runs several trials, as in tests, keeps its group
-        return
-    timeout = timedelta(seconds=trial.experiment.parallel.timeout_s)
-    store = store or rendezvous.store(rank, timeout=timeout)
-    check_own_gpu(device_of(trial, rank=rank), rank=rank, store=store)
-    dist.init_process_group(
-        backend="nccl" if trial.device == "cuda" else "gloo",
-        timeout=timeout,
-        store=store,
-        rank=rank.rank,
-        world_size=rank.world_size,
-    )
+def _failure_reported(trial: Trial, *, rank: Rank, outbox: Outbox) -> Iterator[None]:
+    """Send an error of the block to the driver at once.
+
+    Raises:
+        WorkerFailed: after that.
+    """
     try:
         yield
-    finally:
-        dist.destroy_process_group()
-        # DDP's reference cycles keep the group's threads alive; one of them that wants the interpreter after it has
-        # shut down aborts the process.
-        gc.collect()
+    except (Stopped, WorkerFailed):
+        raise
+    except (Exception, SystemExit) as error:  # user code may call exit()
+        mark_failure()
+        outbox.event(_failed(trial, rank=rank, error=error))
+        raise WorkerFailed from error
 
 
 def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:

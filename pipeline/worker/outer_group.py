@@ -135,6 +135,15 @@ class OuterGroup:
         """Return the store of a command's process group."""
         return PrefixStore(f"group/{command.number}", self._connected())
 
+    def failures(self, command: Command) -> Callable[[], bool]:
+        """Return a function that tells whether a rank has failed in a command's trial, for another thread."""
+        store, key = self._connected(), f"failed/{command.number}"  # a store answers one thread at a time
+        return lambda: store.check([key])
+
+    def note_failure(self, command: Command) -> None:
+        """Note that a rank has failed in a command's trial, from any thread. For rank 0."""
+        self._connected().set(f"failed/{command.number}", "1")
+
     def ask_to_stop(self) -> None:
         """Ask the driver to stop the run, from any thread; later calls change nothing."""
         with suppress(Exception):  # the store is gone, and with it the run

@@ -7,16 +7,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 import toys
 
+from pipeline.launchers import inprocess
 from pipeline.launchers._hang_detector import HangDetector
+from pipeline.launchers.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase, Warned, event_from_json, event_to_json
 from pipeline.protocol.trial import Rank
 from pipeline.training import watch
-from pipeline.training.watch import Watchdog, mark, mark_step
+from pipeline.training.watch import Watchdog, mark, mark_step, waiting
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 0.4
@@ -80,6 +83,16 @@ def test_building_the_first_step_saving_and_waiting_take_as_long_as_they_like(st
 
     assert max(heartbeat.idle_s for heartbeat in heartbeats(outbox)) > 0.2
     assert not any(heartbeat.is_stuck for heartbeat in heartbeats(outbox))
+
+
+def test_a_rank_that_waits_too_long_says_so_also_before_the_first_step_and_stays() -> None:
+    outbox, ended = toys.Kept(), threading.Event()
+    with watching(outbox, end=ended.set, timeout_s=0.2):
+        with waiting():
+            assert not ended.wait(0.6)
+        last = heartbeats(outbox)[-1]
+    assert (last.is_waiting, last.is_stuck, last.phase) == (True, True, Phase.WAITING)
+    assert not heartbeats(outbox)[-1].is_waiting
 
 
 def test_a_long_step_of_many_batches_is_no_hang() -> None:
@@ -184,6 +197,30 @@ def test_a_rank_that_is_stuck_and_waits_blames_the_one_behind() -> None:
     assert verdict.rank.rank == 1
     (verdict,) = verdicts(beat(1, phase=Phase.READING, is_stuck=True), beat(0, is_stuck=True))
     assert verdict.rank.rank == 1
+
+
+def test_a_rank_that_waits_while_building_blames_the_one_that_does_not() -> None:
+    (verdict,) = verdicts(
+        beat(1, step=0, phase=Phase.WAITING), beat(0, step=0, phase=Phase.WAITING, is_waiting=True, is_stuck=True)
+    )
+    assert verdict.rank.rank == 1
+    assert verdicts(*(beat(rank, phase=Phase.WAITING, is_waiting=True, is_stuck=True) for rank in range(2))) == []
+
+
+@pytest.mark.parametrize(("idle_s", "is_hang"), [(301.0, True), (5.0, False)])
+def test_an_abort_by_nccl_is_a_hang_of_the_rank_behind_and_no_lost_worker(
+    idle_s: float, is_hang: bool, tmp_path: Path
+) -> None:
+    trial = toys.trial()
+    session = Session(folder=tmp_path, receive=lambda _: None, parallel=trial.experiment.parallel)
+    attempt = inprocess.Launcher(session).attempt(trial)
+    with attempt.listening("127.0.0.1"):
+        attempt.outbox.event(beat(1, step=1, phase=Phase.FORWARD))
+        attempt.outbox.event(beat(0, step=1, phase=Phase.REPORTING, idle_s=idle_s))
+    outcome = attempt.outcome({0: "killed by SIGABRT"})
+    assert outcome.has_only_lost_workers != is_hang
+    message = "rank 1 on elsewhere: no progress" if is_hang else "rank 0 exited without reporting an error: killed by"
+    assert str(outcome.error).startswith(message)
 
 
 def test_no_rank_is_blamed_for_a_network_that_fails() -> None:

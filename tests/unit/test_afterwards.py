@@ -1,13 +1,18 @@
 """What fails once a training is done costs its own figures and a line."""
 
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import pytest
+import torch.distributed as dist
 import toys
 from torch import Tensor, nn
 
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Spread
+from pipeline.training import collectives, probe, reporting
 from pipeline.training.loop import train
+from pipeline.training.probe import Afterwards
 
 
 class Unstable(nn.Linear):
@@ -42,3 +47,51 @@ def test_a_probe_that_fails_costs_its_table_and_a_line() -> None:
         "the parts of a step could not be measured, the training is not affected: an error of torch's"
     )
     assert outbox.kinds().count("trained") == 1
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
+    """The store of a rank whose group uses NCCL."""
+    made = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: made)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(probe, "_AGREEMENT_S", 0.0)
+    return made
+
+
+def fail() -> None:
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_rank_that_fails_alone_ends_instead_of_leaving_the_others_in_a_kernel(
+    others: int, store: dist.HashStore
+) -> None:
+    context: Any = SimpleNamespace(rank=Rank(rank=1, world_size=2), trial=toys.trial())
+    outbox = toys.Kept()
+    afterwards = Afterwards(context, toys.trained()[0], outbox=outbox)
+    if others:
+        store.add("main: the trace failed", 1)
+        assert afterwards.measure("the trace", fail) is None
+        assert afterwards.measure("the rest", lambda: 1) is None
+    else:
+        with pytest.raises(MemoryError):
+            afterwards.measure("the trace", fail)
+    assert len(outbox.events) == others
+
+
+def test_ranks_wait_for_the_transfer_of_the_weights_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    answers = iter([False, False, True])
+    store = SimpleNamespace(check=lambda _: next(answers), set=lambda key, _: done.append(key))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    for rank in (0, 1):
+        collectives.call_on_first(lambda: done.append("sent"), what="weights", rank=Rank(rank=rank, world_size=2))
+    assert done == ["sent", "weights"]
+    assert next(answers, "asked until then") == "asked until then"
+
+    calls: list[str] = []
+    monkeypatch.setattr(reporting, "call_on_first", lambda do, what, rank: (calls.append(what), do()))
+    _, outbox = toys.trained()
+    assert calls == ["main: weights sent"]
+    assert "model/weights.pt" in outbox.files

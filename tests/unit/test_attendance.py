@@ -1,12 +1,20 @@
 """Which ranks have come and gone, and the connections of those that outlive their failure."""
 
+import os
+import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import toys
 
+from pipeline.launchers import torchrun
 from pipeline.launchers._attendance import Attendance
 from pipeline.launchers._shutdown import StopRequest
+from pipeline.launchers.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase
 from pipeline.protocol.trial import Rank
 from pipeline.worker import interfaces
@@ -114,3 +122,28 @@ def test_interface_is_that_of_the_address(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("address", "is_so"), [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False)])
 def test_loopback(address: str, is_so: bool) -> None:
     assert interfaces.is_loopback(address) == is_so
+
+
+def test_a_rank_that_waits_for_its_gpu_is_killed_soon_after_another_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's handler of SIGTERM doesn't run while the main thread is in a C call."""
+    now, signals = 0.0, list[tuple[int, float]]()
+    codes: dict[int, int | None] = {1: 1, 2: None}
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def kill(pid: int, number: int) -> None:
+        signals.append((number, now))
+        codes[pid] = codes[pid] or (-number if number == signal.SIGKILL else None)
+
+    monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(os, "killpg", kill)
+    ranks = iter(SimpleNamespace(pid=pid, poll=lambda pid=pid: codes[pid]) for pid in codes)
+    forks: Any = SimpleNamespace(start=lambda *_, **__: next(ranks))
+    trial = toys.trial().model_copy(update={"workers": 2})
+    parallel = trial.experiment.parallel
+    launcher = torchrun.Launcher(Session(folder=Path(), receive=pytest.fail, parallel=parallel, verbose=True))
+    assert launcher._run(trial, [], forks) == {0: "ended with exit code 1"}
+    assert [number for number, _ in signals] == [signal.SIGTERM] * 2 + [signal.SIGKILL] * 2
+    assert signals[-1][1] < 5

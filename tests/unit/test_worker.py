@@ -3,6 +3,7 @@
 import os
 import threading
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+import torch.distributed as dist
 import toys
 
 import pipeline
+from pipeline.errors import Stopped
 from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics, Warned
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.matmul_precision import set_exact_convolutions
 from pipeline.worker import main as worker
-from pipeline.worker import system_metrics
+from pipeline.worker import process_group, system_metrics
 from pipeline.worker.system_metrics import system_sampled
 
 
@@ -160,6 +163,47 @@ def test_a_strategy_that_needs_a_process_group_gets_one() -> None:
 def test_a_failure_leaves_no_process_group() -> None:
     failure(toys.trial(model={"_target_": "toys.BrokenModel"}).model_copy(update={"strategy": "ddp"}))
     assert not torch.distributed.is_initialized()
+
+
+def test_an_error_is_reported_before_an_abort_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for the other ranks, which wait for the failed one."""
+    trial = toys.trial(model={"_target_": "toys.BrokenModel"}).model_copy(update={"strategy": "ddp"})
+    outbox, freed, reported = toys.Kept(), threading.Event(), list[AnyEvent]()
+    monkeypatch.setattr(process_group, "_ABORT_S", 0.1)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", freed.wait)
+    monkeypatch.setattr(dist, "destroy_process_group", pytest.fail)
+    with pytest.raises(worker.WorkerFailed):
+        worker.run(trial, rank=Rank(), outbox=outbox, end=lambda: reported.extend(outbox.events))
+    freed.set()
+    monkeypatch.undo()
+    dist.destroy_process_group()
+    assert [event.error for event in reported if isinstance(event, Failed)] == ["LookupError: the user's own mistake"]
+
+
+def test_a_group_of_gpus_outlasts_the_hang_detector_and_is_destroyed_at_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(process_group, "device_of", lambda *_, **__: torch.device("cuda", 1))
+    monkeypatch.setattr(dist, "init_process_group", lambda **given: calls.append(given))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    trial = toys.trial(parallel={"timeout_s": 100}).model_copy(update={"strategy": "ddp"})
+    with pytest.raises(Stopped), process_group.process_group(trial, rank=Rank(), store=None, end=None):
+        raise Stopped
+    given, end = calls
+    assert (given["backend"], given["device_id"]) == ("nccl", torch.device("cuda", 1))
+    assert given["timeout"] == timedelta(seconds=160)
+    assert end == "destroyed"
+
+
+def test_a_rank_that_waits_for_a_failed_one_is_freed_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(process_group, "_POLL_S", 0.01)
+    monkeypatch.setattr(process_group, "_ABORT_S", 0.1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", aborted.set)
+    answers = iter([False, True])
+    with process_group.abort_on_failure(lambda: next(answers), end=ended.set):
+        assert aborted.wait(10)
+        assert ended.wait(10)
 
 
 def test_the_rank_that_torchrun_gave(monkeypatch: pytest.MonkeyPatch) -> None:
