@@ -17,8 +17,9 @@ from pipeline.tasks import Supervised, Task
 from pipeline.training.data_digest import DataDigest
 from pipeline.training.data_source import Datasets, Source
 from pipeline.training.iterable import IterableLoader
-from pipeline.training.loader import BatchLoader, prefetched, to_device
+from pipeline.training.loader import BatchLoader, prefetched
 from pipeline.training.order import MicroBatch, SampleOrder, padded, padded_evaluation
+from pipeline.training.placing import to_device
 from pipeline.training.rows import RowCheck
 from pipeline.training.sampled_data import read_digest
 from pipeline.training.stream import StreamLoader

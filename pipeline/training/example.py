@@ -15,8 +15,8 @@ from pipeline.training.context import DTYPES, TrainContext
 from pipeline.training.data_source import runtime
 from pipeline.training.evaluation import evaluation_module
 from pipeline.training.exported_model import Example
-from pipeline.training.loader import to_device
 from pipeline.training.matmul_precision import matmul_precision
+from pipeline.training.placing import to_device
 from pipeline.training.reference import ModelCall, Reference, record
 
 _CPU = torch.device("cpu")

@@ -6,17 +6,14 @@ computing stream its copy would wait for the step before.
 
 import multiprocessing
 import os
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, cast
 from weakref import WeakSet, ref
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
@@ -25,6 +22,7 @@ from pipeline.errors import ExperimentError
 from pipeline.system.signals import sigterm_blocked, sigterm_only_from
 from pipeline.training.fetch import Collate, copy_dataset, usable
 from pipeline.training.order import MicroBatch
+from pipeline.training.placing import map_tensors
 from pipeline.training.randomness import generators_kept
 from pipeline.training.readers import fetcher
 
@@ -163,48 +161,6 @@ def _start_method() -> str | None:
     return "fork" if chosen is None and default == "forkserver" else None
 
 
-def to_device(
-    batch: Any,
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    memory_format: torch.memory_format = torch.contiguous_format,
-) -> Any:
-    """Move a batch to the device; cast real and complex tensors to ``dtype``, if given.
-
-    Copies to a GPU do not block the host. ``channels_last`` applies to tensors of four dimensions only, which are taken
-    for images. Other objects with a method ``to``, such as the batches of PyTorch Geometric, are moved as a whole and
-    keep their types.
-    """
-
-    def move(tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor):
-            casts = dtype is not None and isinstance(tensor, PackedSequence)
-            return tensor.to(device, dtype) if casts else tensor.to(device)
-        wanted = dtype if tensor.is_floating_point() else None
-        if tensor.is_complex() and dtype is not None:
-            wanted = dtype.to_complex()
-        # A copy to the host that does not block may be read before it has arrived.
-        moved = tensor.to(device, wanted, non_blocking=device.type != "cpu")
-        if memory_format is torch.channels_last and tensor.ndim == 4:  # faster on the device
-            return moved.contiguous(memory_format=memory_format)
-        return moved
-
-    return apply_to_collection(batch, (Tensor, Movable), move)
-
-
-class Movable(ABC):
-    """Objects with a method ``to``: they move as a whole, but for mappings, whose values are moved one by one."""
-
-    @abstractmethod
-    def to(self, device: torch.device) -> Any:
-        """Return a copy on the device."""
-
-    @classmethod
-    def __subclasshook__(cls, subclass: type) -> bool:
-        return callable(getattr(subclass, "to", None)) and not issubclass(subclass, Mapping)
-
-
 def length(dataset: Dataset[Any], *, what: str) -> int:
     """Return the number of samples in a map-style dataset.
 
@@ -284,15 +240,15 @@ class _SideStream:
         if self._waits:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            copy = self._place(batch)
-            copied = self._stream.record_event()
+            copied = self._place(batch)
+            done = self._stream.record_event()
 
         def arrived() -> Any:
             computes = torch.cuda.current_stream(self._device)
-            computes.wait_event(copied)
+            computes.wait_event(done)
             # Otherwise the allocator might reuse the memory for the next copy while it is still in use.
-            apply_to_collection(copy, (Tensor, Movable), lambda value: self._record(value, computes))
-            return copy
+            map_tensors(lambda value: self._record(value, computes), copied)
+            return copied
 
         return arrived
 

@@ -14,8 +14,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.training.loader import BatchLoader, length, to_device
+from pipeline.training.loader import BatchLoader, length
 from pipeline.training.order import MicroBatch, mix
+from pipeline.training.placing import to_device
 from pipeline.training.randomness import seed_all
 from pipeline.training.readers import fetcher
 

@@ -1,8 +1,12 @@
 """Images and convolutions in channels_last: the same training, in another layout."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import attrs
 import pytest
 import samples
 import torch
@@ -14,7 +18,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
-from pipeline.training.loader import to_device
+from pipeline.training.placing import to_device
 
 NETWORK: dict[str, Any] = {
     "model": {"_target_": "pipeline.models.resnet18", "num_classes": 10, "in_channels": 1, "width": 2},
@@ -75,16 +79,52 @@ class Graph:
         return Graph(device.type)
 
 
-def test_objects_that_can_move_are_moved_as_a_whole() -> None:
+class Named(NamedTuple):
+    value: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    value: Any
+    length: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", torch.ones(2))
+
+
+@attrs.frozen  # with slots
+class Slotted:
+    value: Any
+    name: str = "a text"
+
+
+CONTAINERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": (lambda value: [value], itemgetter(0)),
+    "mapping": (lambda value: {"key": value}, itemgetter("key")),
+    "namedtuple": (Named, attrgetter("value")),
+    "frozen dataclass": (Frozen, attrgetter("value")),
+    "slotted attrs": (Slotted, attrgetter("value")),
+}
+"""How each kind is made, and read."""
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_what_a_batch_contains_is_moved(kind: str) -> None:
     """The device meta stands for a GPU."""
+    contain, read = CONTAINERS[kind]
     sequences = pack_sequence([torch.ones(3), torch.ones(2)])
-    batch = {"graph": Graph(), "words": sequences, "number": 3}
+    batch = contain([torch.ones(1, dtype=torch.int32), (Graph(), sequences), Frozen(torch.ones(1)), "a text"])
     moved = to_device(batch, device=torch.device("meta"), dtype=torch.float64)
-    assert moved["graph"].device == "meta"
-    assert moved["words"].data.device.type == "meta"
-    assert moved["words"].data.dtype == torch.float64
-    assert moved["words"].batch_sizes.device.type == "cpu"  # where torch needs it
-    assert moved["number"] == 3
+
+    count, (graph, words), frozen, text = read(moved)
+    assert type(moved) is type(batch)
+    assert (count.device.type, count.dtype) == ("meta", torch.int32)
+    assert graph.device == "meta"
+    assert (words.data.device.type, words.data.dtype) == ("meta", torch.float64)
+    assert words.batch_sizes.device.type == "cpu"  # where torch needs it
+    assert [one.device.type for one in (frozen.value, frozen.length)] == ["meta", "meta"]
+    assert text == "a text"
+    assert read(batch)[0].device.type == read(batch)[2].value.device.type == "cpu"
 
 
 def test_fsdp_refuses_it_with_the_line() -> None:

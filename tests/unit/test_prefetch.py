@@ -1,13 +1,17 @@
 """Batches one ahead: which are read and copied when, and what comes of a batch that can't be read."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import toys
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from pipeline.training import batches
+from pipeline.training import batches, loader
 from pipeline.training.loader import Pair, _stream_for_copies, one_ahead, prefetched
 from pipeline.training.order import MicroBatch
 
@@ -86,6 +90,38 @@ def test_all_epochs_copy_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         prefetched(iter(()), place=lambda batch: batch, device=torch.device("cuda", 0))
     _stream_for_copies.cache_clear()
     assert streams == [torch.device("cuda", 0)]
+
+
+@dataclass(frozen=True)
+class Contained:
+    inputs: torch.Tensor
+    words: PackedSequence
+    graph: Any = None
+
+
+class Unrecorded:
+    """A batch that moves itself, and cannot note which stream uses its memory."""
+
+    def to(self, device: torch.device) -> "Unrecorded":
+        return self
+
+
+def test_memory_of_a_copy_is_kept_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator learns of each tensor, wherever it is; later copies wait for an object that cannot note it."""
+    seen: list[Any] = []
+    stream = SimpleNamespace(
+        record_event=lambda: None, wait_event=lambda _: None, wait_stream=lambda _: seen.append("wait")
+    )
+    monkeypatch.setattr(loader, "_stream_for_copies", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, _: seen.append(self.tolist()))
+    whole = Contained(torch.ones(1), pack_sequence([torch.zeros(1)]))
+    held = [(MicroBatch(0, [0], weight=1.0, is_last=True), [one]) for one in (whole, Unrecorded(), whole, whole)]
+    copies = prefetched(iter(held), place=lambda batch: batch, device=torch.device("cuda"))
+
+    assert [batch for _, (batch,) in copies] == [batch for _, (batch,) in held]
+    assert seen == [[1.0], [0.0], "wait", *2 * [[1.0], [0.0]]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")

@@ -1,0 +1,83 @@
+"""Placing of batches on a device: tensors, in whatever they are contained."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def to_device(
+    batch: Any,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> Any:
+    """Move a batch to the device; cast real and complex tensors to ``dtype``, if given.
+
+    Copies to a GPU do not block the host. ``channels_last`` applies to tensors of four dimensions only, which are taken
+    for images. Other objects with a method ``to``, such as the batches of PyTorch Geometric, are moved as a whole and
+    keep their types. Tensors in other objects stay where they are, unless these are dataclasses or classes of attrs.
+    """
+
+    def move(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            casts = dtype is not None and isinstance(tensor, PackedSequence)
+            return tensor.to(device, dtype) if casts else tensor.to(device)
+        wanted = dtype if tensor.is_floating_point() else None
+        if tensor.is_complex() and dtype is not None:
+            wanted = dtype.to_complex()
+        # A copy to the host that does not block may be read before it has arrived.
+        moved = tensor.to(device, wanted, non_blocking=device.type != "cpu")
+        if memory_format is torch.channels_last and tensor.ndim == 4:  # faster on the device
+            return moved.contiguous(memory_format=memory_format)
+        return moved
+
+    return map_tensors(move, batch)
+
+
+def map_tensors(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply a function to the tensors and movable objects of a batch; return a copy of the batch with the results."""
+
+    def apply(value: Any) -> Any:
+        if isinstance(value, Tensor | Movable):
+            return function(value)
+        changed = copy(value)
+        names = (*getattr(value, "__dict__", ()), *(field.name for field in _fields(value)))
+        for name in dict.fromkeys(names):
+            if hasattr(value, name):
+                object.__setattr__(changed, name, map_tensors(function, getattr(value, name)))  # it may be frozen
+        return changed
+
+    return apply_to_collection(batch, (Tensor, Movable, Record), apply)
+
+
+class Movable(ABC):
+    """Objects with a method ``to``: they move as a whole, but for mappings, whose values are moved one by one."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> Any:
+        """Return a copy on the device."""
+
+    @classmethod
+    def __subclasshook__(cls, subclass: type) -> bool:
+        return callable(getattr(subclass, "to", None)) and not issubclass(subclass, Mapping)
+
+
+class Record(ABC):  # noqa: B024 (its hook decides)
+    """Dataclasses and classes of attrs, but for mappings."""
+
+    @classmethod
+    def __subclasshook__(cls, subclass: type) -> bool:
+        is_record = is_dataclass(subclass) or hasattr(subclass, "__attrs_attrs__")
+        return is_record and not issubclass(subclass, Mapping)
+
+
+def _fields(record: Any) -> Iterable[Any]:
+    return fields(record) if is_dataclass(record) else record.__attrs_attrs__
