@@ -53,7 +53,7 @@ def advance_scheduler(scheduler: LRScheduler, *, is_skipped: bool) -> None:
 
     Args:
         scheduler: of the learning rate.
-        is_skipped: true if the optimizer left out this step.
+        is_skipped: true if the optimizer left out this step, or may have done so.
     """
     with catch_warnings() if is_skipped else nullcontext():
         if is_skipped:  # torch takes it for a mistake if the very first step of the optimizer is skipped

@@ -74,7 +74,9 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
     if context.averages is not None:
         context.averages.update(step=step)
     if context.scheduler is not None and context.experiment.train.scheduler_interval == "step":
-        advance_scheduler(context.scheduler, is_skipped=not guard.has_updated)
+        # Whether the first fp16 step overflowed is known on the device only.
+        may_skip = not guard.has_updated or (context.scaler.is_enabled() and not step)
+        advance_scheduler(context.scheduler, is_skipped=may_skip)
     return StepResult(loss, weight, norm, rate, guard.is_skipped, by_optimizer)
 
 

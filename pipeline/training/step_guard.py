@@ -24,7 +24,7 @@ class StepGuard:
     """
 
     has_updated = False
-    """True if the optimizer has stepped; False in a skipped step or where fp16 gradients overflowed."""
+    """False in a skipped step. Without skipping also True if fp16 gradients overflowed, which only the device knows."""
     is_skipped = False
     """True if the step was skipped, and buffers restored; equal on all ranks."""
 
@@ -37,6 +37,8 @@ class StepGuard:
         context = self._context
         begin_step(context, step=self._step)
         self._buffers = Buffers(context.whole) if self._may_skip else None
+        # Reading the scale waits for the device, which is idle here, after the read at the end of the step before.
+        self._scale = context.scaler.get_scale() if self._may_skip else 0.0
         return self
 
     def allows_update(self, norm: Tensor | None) -> bool:
@@ -48,17 +50,16 @@ class StepGuard:
             norm: norm of all gradients before clipping; None if unknown.
         """
         context = self._context
-        self._scale = context.scaler.get_scale()
         checks = skips_nonfinite(context) and not context.scaler.is_enabled()  # the scaler checks gradients itself
         self.has_updated = not self.is_left_out and not (checks and not _is_finite(context, norm))
         return self.has_updated
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is not None:
+        if kind is not None or self._buffers is None:
             return
         if self._context.scaler.get_scale() < self._scale:  # fp16 gradients overflowed: the optimizer did nothing
             self.has_updated = False
-        if self._buffers is not None and not self.has_updated:
+        if not self.has_updated:
             self.is_skipped = True
             self._buffers.restore()
             if self._context.carried is not None:

@@ -50,7 +50,7 @@ class Denominator:
             self._likely = _not_zero(self._first(weight, micro_batch))
         self._weights.append(weight)
         self._samples += micro_batch.weight
-        return self._loss(output.loss, weight), weight / self._likely
+        return self._loss(output.loss, weight, micro_batch), weight / self._likely
 
     def settle(self, loss: Tensor, *, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Correct the gradients after the last micro-batch; return the sum of losses, and of weights.
@@ -79,11 +79,14 @@ class Denominator:
         dist.all_reduce(total)
         return total
 
-    def _loss(self, loss: Tensor, weight: Tensor) -> Tensor:
+    def _loss(self, loss: Tensor, weight: Tensor, micro_batch: MicroBatch) -> Tensor:
         boundary = self._boundary
-        if boundary is not None and boundary.is_known and not weight:  # the host waits for the device
-            return boundary.nothing()
-        return _or_nothing(loss, weight)
+        if boundary is None or not boundary.is_known:
+            return _or_nothing(loss, weight)
+        is_empty = not micro_batch.weight or boundary.is_empty(weight)
+        loss = boundary.nothing() if is_empty else _or_nothing(loss, weight)
+        boundary.clear()  # the outputs would stay in memory during the backward pass
+        return loss
 
 
 class Boundary:
@@ -94,6 +97,7 @@ class Boundary:
 
     def __init__(self, module: nn.Module) -> None:
         self._outputs: list[Tensor] = []
+        self._is_empty: bool | None = None
         module.register_forward_hook(self._note)
 
     @property
@@ -104,6 +108,14 @@ class Boundary:
     def clear(self) -> None:
         """Forget the outputs."""
         self._outputs = []
+
+    def note_weight(self, weight: Tensor) -> None:
+        """Note whether a task's weight is 0, if it is on the CPU."""
+        self._is_empty = not weight if weight.is_cpu else None
+
+    def is_empty(self, weight: Tensor) -> bool:
+        """Return True if the weight is 0. The host waits for the device, unless the task returned it on the CPU."""
+        return not weight if self._is_empty is None else self._is_empty
 
     def nothing(self) -> Tensor:
         """Return a loss of 0 whose gradients are 0."""

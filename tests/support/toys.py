@@ -321,13 +321,27 @@ class Exponential(nn.Module):
     are_outputs_alive: ClassVar[list[bool]] = []
     """At the start of each backward pass."""
 
+    def __init__(self, is_weighted: bool = False) -> None:
+        super().__init__()
+        self.is_weighted = is_weighted
+
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
         outputs = model(batch[0])
+        weight = torch.tensor(len(outputs)) if self.is_weighted else None
         loss = outputs.exp().mean()
         if loss.requires_grad:
             alive = ref(outputs)
             loss.register_hook(lambda _: self.are_outputs_alive.append(alive() is not None))
-        return StepOutput(loss, outputs, batch[1])
+        return StepOutput(loss, outputs, batch[1], weight)
+
+
+class Normed(nn.SyncBatchNorm):
+    """Notes which process group it would send statistics to; torch's own refuses CPU."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.groups = [*getattr(self, "groups", []), self.process_group]
+        assert self.weight is not None
+        return inputs * self.weight
 
 
 def tf32_model() -> nn.Module:

@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +15,24 @@ import torch
 import toys
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.train import LearningRateScaling
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Metrics, ModelExported, ModelSaved, Started
 from pipeline.protocol.trial import Rank
+from pipeline.tasks import StepOutput
 from pipeline.training import loop
 from pipeline.training.build import build
+from pipeline.training.example import example_of
+from pipeline.training.forward import accepted
 from pipeline.training.learning_rate import scaling_factor, warmup_factor
 from pipeline.training.loop import train
-from pipeline.training.order import SampleOrder, mix
+from pipeline.training.order import MicroBatch, SampleOrder, mix
+from pipeline.training.placing import to_device
 from pipeline.training.sampled_data import digest_of
+from pipeline.training.step import optimizer_step
+from pipeline.training.weighting import Denominator
 
 STEPS = 3
 """Steps in an epoch of toys.regression, with the usual batch of 8."""
@@ -103,11 +111,52 @@ def test_training_equals_a_plain_loop() -> None:
     assert close(losses(optimizer=MOMENTUM), expected)
 
 
-def test_outputs_are_freed_before_the_backward_pass() -> None:
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_outputs_are_freed_before_the_backward_pass(is_weighted: bool) -> None:
     """Those of a GPT with 50,304 tokens and a batch of 16 x 1,024 take 1.6 GB, a tenth of its peak memory."""
     toys.Exponential.are_outputs_alive.clear()
-    toys.trained(loss=None, task={"_target_": "toys.Exponential"}, train={"steps": 2, "epochs": None})
+    task = {"_target_": "toys.Exponential", "is_weighted": is_weighted}
+    toys.trained(loss=None, task=task, train={"steps": 2, "epochs": None})
     assert set(toys.Exponential.are_outputs_alive[:2]) == {False}
+
+
+class Reads(TorchDispatchMode):
+    """Counts values that are read from tensors, for which a GPU would have to finish its work."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("how", "reads"),
+    [
+        ({"precision": "bf16", "clip_grad_norm": 1.0, "gradient_accumulation": 2}, 0),
+        ({"precision": "fp16", "clip_grad_norm": 1.0}, 0),
+        ({"precision": "fp16", "on_nonfinite": "skip"}, 2),
+    ],
+)
+def test_a_step_reads_nothing_from_the_device(how: dict[str, Any], reads: int) -> None:
+    sections: dict[str, Any] = {"optimizer": {"_target_": "torch.optim.AdamW"}, "scheduler": COSINE, "train": how}
+    context = build(toys.trial(**sections), rank=Rank())
+    stream = context.batches.training(0)
+    optimizer_step(context, stream, step=0)
+    with Reads() as seen:
+        optimizer_step(context, stream, step=1)
+    assert seen.count == reads
+
+
+def test_a_weight_on_the_cpu_is_not_read_from_the_device() -> None:
+    """The meta device, which has no values, stands for a GPU."""
+    context = build(toys.trial(loss=None, task={"_target_": "toys.Exponential", "is_weighted": True}), rank=Rank())
+    assert context.boundary is not None
+    context.wrapped(INPUTS.double())
+    output = accepted(context, StepOutput(torch.ones((), device="meta"), None, None, torch.tensor(3)))
+    denominator = Denominator(micro_batches=1, is_shared=False, is_local_step=False, boundary=context.boundary)
+    loss, factor = denominator.counted(output, MicroBatch(0, [0], weight=1.0, is_last=True))
+    assert {loss.device.type, factor.device.type} == {"meta"}
 
 
 def test_clipping_equals_a_plain_loop() -> None:
@@ -342,6 +391,15 @@ def test_the_trained_model_is_exported_last_for_batches_of_any_size() -> None:
     assert np.array_equal(samples["inputs"], outbox.files["model/example.pt"])
     assert np.allclose(samples["outputs"], model(torch.from_numpy(samples["inputs"])).detach())
     assert outbox.kinds()[-3:] == ["model_saved", "trained", "model_exported"]
+
+
+def test_the_example_of_a_gpu_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU."""
+    context = build(toys.trial(), rank=Rank())
+    monkeypatch.setattr(context.batches, "placed", partial(to_device, device=torch.device("meta"), dtype=None))
+    example = example_of(context)
+    assert isinstance(example, torch.Tensor)
+    assert example.device.type == "cpu"
 
 
 def test_exporting_changes_neither_the_result_nor_random_numbers() -> None:
