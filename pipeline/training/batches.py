@@ -128,6 +128,10 @@ class Batches:
             return batch  # as it is, of any type; it comes from a loader
         return to_device(batch, device=self._device, dtype=self.dtype, memory_format=memory_format)
 
+    def copied(self, batch: Any) -> Any:
+        """Return a loader's batch as a step gets it: on a GPU already, where it is copied during the step before."""
+        return batch if self._device.type == "cpu" else self.placed(batch)
+
     def micro_batches(self, epoch: int, *, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from its step ``first`` on, both counted from 0, without their data."""
         split: dict[str, int] = {"world_size": self.rank.world_size, "accumulation": self._accumulation}

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.training import reporting
@@ -24,11 +23,14 @@ from pipeline.training.context import TrainContext
 from pipeline.training.order import MicroBatch
 from pipeline.training.several_optimizers import each_of
 from pipeline.training.step import optimizer_step
+from pipeline.training.synced_norms import SyncedNorms
 from pipeline.training.torch_errors import is_out_of_memory
 
 _WINDOW_SECONDS = 0.2  # long enough for the clock, short enough for a search of less than a minute
 _TRIES = 2  # the second step also has the optimizer's state in memory
 _READ = 256  # samples; larger batches repeat them, since reading images would dominate
+_FREE_BYTES = 300 * 2**20
+"""Memory of a GPU that a size must leave, for what CUDA libraries allocate later, such as NCCL."""
 
 T = TypeVar("T")
 
@@ -45,11 +47,12 @@ class TrialBench:
             group["lr"] = 0.0
         context.wrapped.train()
         self._clear()
-        self._synced = [module for module in context.wrapped.modules() if isinstance(module, nn.SyncBatchNorm)]
-        self._alone = _group_of_one() if self._synced else None
+        self._synced = SyncedNorms(context.wrapped)
 
     def fits(self, batch_size: int) -> bool:
         """Implement `batch_size.Bench`."""
+        if self._context.device.type == "cuda":
+            torch.cuda.empty_cache()  # what other sizes have left would not count as free
         batches = _unless_out_of_memory(partial(self._placed, batch_size))
         fits = self._agreed(batches is not None)
         if fits and batches:  # a forward pass may exchange buffers, so all ranks or none must run it
@@ -64,7 +67,7 @@ class TrialBench:
 
     def rate(self, batch_size: int) -> float:
         """Implement `batch_size.Bench`."""
-        batch = self._batch(batch_size)
+        batch, *_prefetched = self._placed(batch_size)  # which stay in memory, as in training
         seconds = self._seconds(batch, steps=1)  # also includes what the size before has left running
         if steps := int(_WINDOW_SECONDS / seconds):
             seconds = self._seconds(batch, steps=steps) / steps
@@ -78,26 +81,20 @@ class TrialBench:
         return all(gather(fits, rank=self._context.rank))
 
     def _placed(self, batch_size: int) -> list[Any]:
-        """Copy a batch to the device; on a GPU a second one, as prefetching does in training."""
+        """Read a batch as a step gets it: on a GPU copied there, and a second one, as prefetching does in training."""
         count = 2 if self._context.device.type == "cuda" else 1
-        return [self._context.batches.placed(self._batch(batch_size)) for _ in range(count)]
+        return [self._context.batches.copied(self._batch(batch_size)) for _ in range(count)]
 
     def _survives(self, batch: Any) -> bool:
-        groups = [module.process_group for module in self._synced]
-        for module in self._synced:
-            module.process_group = self._alone
-        try:
+        with self._synced.alone():
             return bool(_unless_out_of_memory(partial(self._steps_alone, batch)))
-        finally:
-            for module, group in zip(self._synced, groups, strict=True):
-                module.process_group = group
 
     def _steps_alone(self, batch: Any) -> bool:
-        """Take full steps, optimizer included, on this rank's own gradients."""
+        """Take full steps, optimizer included, on this rank's own gradients; return False if too little is left."""
         for _ in range(_TRIES):
             self._step(batch, exchange=False)
         synchronize(self._context.device)
-        return True
+        return all(torch.cuda.mem_get_info(device)[0] >= _FREE_BYTES for device in self._context.gpus)
 
     def _step(self, batch: Any, *, exchange: bool) -> None:
         micro_batch = MicroBatch(0, [], weight=1 / self._context.rank.world_size, is_last=True)
@@ -152,14 +149,6 @@ def _without_agreement(context: TrainContext) -> TrainContext:
     train = context.experiment.train.model_copy(update={"clip_grad_norm": None, "on_nonfinite": "stop"})
     trial = context.trial.model_copy(update={"experiment": context.experiment.model_copy(update={"train": train})})
     return replace(context, trial=trial, scaler=torch.amp.GradScaler(context.device.type, enabled=False))
-
-
-def _group_of_one() -> dist.ProcessGroup | None:
-    """Create a process group of this rank alone; None without torch.distributed. Collective."""
-    if not dist.is_initialized():
-        return None
-    group: dist.ProcessGroup = dist.new_subgroups(group_size=1)[0]  # type: ignore[no-untyped-call]
-    return group
 
 
 def _unless_out_of_memory(work: Callable[[], T]) -> T | None:

@@ -61,7 +61,7 @@ def costs(context: TrainContext) -> Costs:
         )
     rank = context.rank
     with without_updates(context):
-        batch = context.batches.read(_indices(context, _micro_batch(context)))
+        batch = _read(context, _micro_batch(context))
         measured = Costs(
             curve=_curve(context),
             optimizer_ms=_optimizer(context) if rank.world_size == 1 else 0.0,
@@ -119,6 +119,11 @@ def _indices(context: TrainContext, count: int) -> list[int]:
     return [index % context.order.set_size for index in range(count)]
 
 
+def _read(context: TrainContext, count: int) -> Any:
+    """Read the first samples as one batch, as a step gets it."""
+    return context.batches.copied(context.batches.read(_indices(context, count)))
+
+
 def _smallest(context: TrainContext) -> int:
     """Return the fewest samples that a forward pass takes: batch norm may need two."""
     return min(_micro_batch(context), 2 if any(isinstance(m, _BatchNorm) for m in context.model.modules()) else 1)
@@ -126,19 +131,22 @@ def _smallest(context: TrainContext) -> int:
 
 def _timed(context: TrainContext, *, size: int) -> _Pass:
     """Time loading a batch, and its forward and backward pass without exchange."""
-    instants = [time.perf_counter()]
+    start = time.perf_counter()
+    batch = context.batches.read(_indices(context, size))
+    data_s = time.perf_counter() - start
+    batch = context.batches.copied(batch)  # which training does during the step before
+    instants: list[float] = []
 
     def lap() -> None:
         synchronize(context.device)
         instants.append(time.perf_counter())
 
-    batch = context.batches.read(_indices(context, size))
     lap()
     _backward(context, batch, lap)
     lap()
     context.optimizer.zero_grad(set_to_none=True)
-    data, ahead, back = (1e3 * (after - before) for before, after in pairwise(instants))
-    return _Pass(data, ahead, back)
+    ahead, back = (1e3 * (after - before) for before, after in pairwise(instants))
+    return _Pass(1e3 * data_s, ahead, back)
 
 
 def _backward(context: TrainContext, batch: Any, between: Callable[[], object]) -> None:
@@ -153,7 +161,7 @@ def _optimizer(context: TrainContext) -> float:
     """Measure the milliseconds of a step beyond loading and computing, at the smallest batch size."""
     size = _smallest(context)
     micro_batch = MicroBatch(0, _indices(context, size), weight=1.0, is_last=True)
-    batch = context.batches.read(micro_batch.indices)
+    batch = _read(context, size)
 
     def step() -> float:
         start = time.perf_counter()

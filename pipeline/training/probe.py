@@ -31,6 +31,7 @@ from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import HeldStep, endless, forget_local_steps, held_step, without_updates
 from pipeline.training.step import forward_backward, optimizer_step
+from pipeline.training.synced_norms import SyncedNorms
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -127,9 +128,14 @@ def probe(context: TrainContext, *, laps: Sequence[Lap], known: StepParts) -> St
 
 
 def _measure(context: TrainContext, *, step_ms: float) -> Times:
-    held = held_step(context)
+    held, synced = held_step(context), SyncedNorms(context.wrapped)
+
+    def compute() -> None:
+        with synced.alone():
+            _without_optimizer(context, iter(held), exchange=False)
+
     variants: dict[str, Callable[[], object]] = {
-        "computed": lambda: _without_optimizer(context, iter(held), exchange=False),
+        "computed": compute,
         "whole": lambda: optimizer_step(context, iter(held), step=0),
     }
     if context.rank.world_size > 1:

@@ -19,6 +19,7 @@ from pipeline.training import bench
 from pipeline.training.batch_size import CLOSE, Search, find, outcome
 from pipeline.training.bench import TrialBench
 from pipeline.training.build import build
+from pipeline.training.context import TrainContext
 from pipeline.training.torch_errors import is_out_of_memory
 from pipeline.worker import main
 
@@ -162,15 +163,6 @@ class Greedy(nn.Module):
         return outputs
 
 
-class Normed(nn.SyncBatchNorm):
-    """Notes who it would talk to; torch's own refuses CPU."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.groups = [*getattr(self, "groups", []), self.process_group]
-        assert self.weight is not None
-        return inputs * self.weight
-
-
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_WINDOW_SECONDS", 0.005)
@@ -276,7 +268,7 @@ def test_other_errors_are_the_users() -> None:
 
 def test_a_rank_that_tries_talks_to_nobody() -> None:
     """SyncBatchNorm talks to the others in the middle of a forward pass: one without memory would keep them waiting."""
-    ddp = trial(model=model("Normed", num_features=3), data={"_target_": "test_batch_size.triples"})
+    ddp = trial(model={"_target_": "toys.Normed", "num_features": 3}, data={"_target_": "toys.triples"})
     with main._process_group(ddp.model_copy(update={"strategy": "ddp"}), rank=Rank(), store=None):
         context = build(ddp, rank=Rank())
         on_bench = TrialBench(context)
@@ -289,9 +281,27 @@ def test_a_rank_that_tries_talks_to_nobody() -> None:
         assert context.model.groups[-1] is context.model.process_group is None
 
 
-def triples() -> Any:
-    inputs = torch.ones(8, 3)
-    return torch.utils.data.TensorDataset(inputs, inputs), None
+def test_a_size_leaves_memory_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL allocates its own on first use, where a rank that finds none would keep the others waiting."""
+    on_bench = TrialBench(build(trial(model=model("Greedy")), rank=Rank()))
+    free = iter([2**30, 2**27])
+    monkeypatch.setattr(TrainContext, "gpus", [0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free), 2**36))
+    assert [on_bench.fits(1), on_bench.fits(2)] == [True, False]
+
+
+def test_a_window_copies_its_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU, to which training copies a batch during the step before."""
+    context = build(trial(model=model("Greedy")), rank=Rank())
+    on_bench = TrialBench(context)
+    copies: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(context.batches, "copied", lambda batch: copies.append(batch) or batch)
+        on_bench.rate(4)
+    assert len(copies) == 1 < len(context.model.seen)
+
+    context.batches._device = torch.device("meta")
+    assert context.batches.copied(copies[0])[0].device.type == "meta"
 
 
 @pytest.mark.parametrize(

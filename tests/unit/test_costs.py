@@ -105,6 +105,16 @@ def test_loading_is_measured_for_each_size():
         assert cost.data_ms >= cost.samples * SLEEP_S * 100 * 0.99
 
 
+def test_batches_are_copied_before_the_clock_starts(monkeypatch):
+    """As in training, where a GPU copies a batch during the step before."""
+    context = setup_of(train={"precision": "fp32"})
+    copied, placed = [], []
+    monkeypatch.setattr(context.batches, "copied", lambda batch: copied.append(batch) or batch)
+    monkeypatch.setattr(context.batches, "placed", lambda batch: placed.append(batch) or batch)
+    costs(context)
+    assert {id(batch) for batch in placed} == {id(batch) for batch in copied}
+
+
 def test_the_model_stays_as_it_is():
     context = setup_of(
         model={"_target_": "toys.batch_norm_net"},

@@ -5,8 +5,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 import toys
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import StepParts
@@ -86,6 +88,24 @@ def test_each_part_is_found_and_they_add_up(parts: int) -> None:
     assert step.held_ms is not None
     assert step.sum_ms == pytest.approx(step.held_ms.median + 14.0)
     assert step.ranks_ms == pytest.approx((parts * FORWARD_MS + 7.0,))  # this rank's own wait
+
+
+def test_communication_of_synced_statistics_is_left_out_of_computing() -> None:
+    how: dict[str, Any] = {
+        "model": {"_target_": "toys.Normed", "num_features": 3},
+        "data": {"_target_": "toys.triples"},
+    }
+    trial = toys.trial(**how, train={"precision": "fp32"})
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        ready = build(trial, rank=Rank())
+        ready.model.groups = []  # type: ignore[assignment]
+        measured(ready, laps())
+    finally:
+        dist.destroy_process_group()
+    alone, *_, last = groups = ready.model.groups  # type: ignore[misc]
+    assert alone is not None
+    assert (last, groups.count(None)) == (None, groups.count(alone))  # of computing and of whole steps
 
 
 def test_what_is_quick_is_no_part() -> None:
