@@ -1,14 +1,17 @@
 """ResNet-50 and GPT-2 small on one GPU: pipeline beside a script written by hand, in one process and in turn.
 
-    python benchmarks/gpu.py                       # on a machine with a CUDA GPU; some ten minutes
+    python benchmarks/gpu.py                       # on a machine with a CUDA GPU; a quarter of an hour
     python benchmarks/gpu.py --tests               # after the tests in tests/gpu: `make gpu`
     python benchmarks/gpu.py --device cpu --tiny   # that all of it works: seconds, the figures mean nothing
 
 bf16 by autocast, images in channels_last, with and without torch.compile. For each: samples/s and their spread, the
 share of the matmul peak that the model's own operations come to (MFU; the peak is measured on the same device), peak
-memory, and for pipeline how long a step waits for data, and the utilization. Needs torch, and of this project's
-dependencies neither Ray nor MLflow: pipeline trains in this process through its launcher `inprocess` with a journal.
-Writes results/gpu.json and the table of docs/gpu.md, or with --out both into another folder.
+memory, and for pipeline how long a step waits for data, and the utilization. pipeline runs twice: as a measurement,
+which reports between its windows, and as a training, whose reports are part of its time.
+
+Needs torch, and of this project's dependencies neither Ray nor MLflow: pipeline trains in this process through its
+launcher `inprocess` with a journal. Writes results/gpu.json and the table of docs/gpu.md, or with --out both into
+another folder.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from contextlib import closing
 from datetime import date
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -39,7 +43,7 @@ from pipeline.config.targets import BUILT_IN
 from pipeline.config.train import Train
 from pipeline.launchers.base import Session
 from pipeline.launchers.inprocess import Launcher
-from pipeline.protocol.trial import Baseline, Trial
+from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.recorder import Recorder
 from pipeline.training.clock import synchronize
@@ -49,6 +53,7 @@ RESULTS = Path(__file__).parent / "results"
 SEED, LOG_EVERY = 17, 10
 WARMUP, STEPS, WINDOWS = 20, 20, 3
 TINY_STEPS = (2, 2, 2)
+TRAINING = gpu_page.TRAINING
 CAN_COMPILE = "compile" in Train.model_fields
 
 
@@ -144,7 +149,7 @@ def measure(device: str, *, tiny: bool, rounds: int, eager: bool) -> Result:
         for compiled in (False,) if eager else (False, True):
             ways: dict[str, Callable[..., Figures]] = {"bare": bare}
             if CAN_COMPILE or not compiled:
-                ways["pipeline"] = ours
+                ways |= {"pipeline": ours, TRAINING: partial(ours, trains=True)}
             done: dict[str, list[Figures]] = {who: [] for who in ways}
             for _ in range(rounds):
                 for who, way in ways.items():
@@ -244,10 +249,10 @@ def bare(name: str, case: Case, *, device: str, compiled: bool, tiny: bool) -> F
     )
 
 
-def ours(name: str, case: Case, *, device: str, compiled: bool, tiny: bool) -> Figures:
-    """A measurement of pipeline, with its journal."""
+def ours(name: str, case: Case, *, device: str, compiled: bool, tiny: bool, trains: bool = False) -> Figures:
+    """A measurement of pipeline, with its journal, or a training of as many steps."""
     _forget(torch.device(device))
-    trial = trial_of(case, device=device, compiled=compiled, tiny=tiny)
+    trial = trial_of(case, device=device, compiled=compiled, tiny=tiny, trains=trains)
     with tempfile.TemporaryDirectory() as folder, closing(Recorder(Path(folder), subscribers=[])) as recorder:
         session = Session(folder=Path(folder), receive=recorder.receive, parallel=trial.experiment.parallel)
         with Launcher(session) as launcher:
@@ -255,10 +260,10 @@ def ours(name: str, case: Case, *, device: str, compiled: bool, tiny: bool) -> F
     if outcome.finished is None:
         raise outcome.error
     result: TrialResult = outcome.finished.result
-    speed = result.samples_per_second  # of three windows: these are all of them
+    speed = result.samples_per_second  # of a measurement's three windows: these are all of them
     return Figures(
         case=name,
-        who="pipeline",
+        who=TRAINING if trains else "pipeline",
         compiled=compiled,
         samples_per_second=[speed.low, speed.median, speed.high],
         mfu=0.0,
@@ -270,10 +275,11 @@ def ours(name: str, case: Case, *, device: str, compiled: bool, tiny: bool) -> F
     )
 
 
-def trial_of(case: Case, *, device: str, compiled: bool, tiny: bool) -> Trial:
+def trial_of(case: Case, *, device: str, compiled: bool, tiny: bool, trains: bool) -> Trial:
     """What the launcher gets; made by hand, since planning looks for GPUs with NVIDIA's library."""
     warmup, steps, windows = TINY_STEPS if tiny else (WARMUP, STEPS, WINDOWS)
-    train = {"epochs": 100, "global_batch_size": case.batch, "precision": "bf16", "memory_format": case.memory_format}
+    length = {"steps": warmup + steps * windows} if trains else {"epochs": 100}
+    train = {**length, "global_batch_size": case.batch, "precision": "bf16", "memory_format": case.memory_format}
     experiment = Experiment.model_validate(
         {
             "name": "gpu",
@@ -287,17 +293,18 @@ def trial_of(case: Case, *, device: str, compiled: bool, tiny: bool) -> Trial:
             "measure": {"warmup_steps": warmup, "steps": steps, "windows": windows},
         }
     )
-    return Baseline(
-        name="main",
-        experiment=experiment,
-        strategy="single",
-        launcher="inprocess",
-        workers=1,
-        devices_per_worker=1 if device == "cuda" else 0,
-        device="cuda" if device == "cuda" else "cpu",
-        cpus_per_worker=torch.get_num_threads(),
-        allowed=(*BUILT_IN, "gpu_work"),
-    )
+    shared: dict[str, Any] = {
+        "name": "main",
+        "experiment": experiment,
+        "strategy": "single",
+        "launcher": "inprocess",
+        "workers": 1,
+        "devices_per_worker": 1 if device == "cuda" else 0,
+        "device": "cuda" if device == "cuda" else "cpu",
+        "cpus_per_worker": torch.get_num_threads(),
+        "allowed": (*BUILT_IN, "gpu_work"),
+    }
+    return Training(**shared, train_only=True) if trains else Baseline(**shared)
 
 
 def made(section: dict[str, Any], *arguments: Any) -> Any:

@@ -16,6 +16,8 @@ RESULT = Path(__file__).parent / "results" / "gpu.json"
 BEGIN, END = "<!-- begin: benchmarks/gpu_page.py -->\n", "<!-- end -->\n"
 NOT_RUN = "not run"
 CASES = {"ResNet-50": "ResNet-50, bf16, channels_last", "GPT-2 small": "GPT of 124 million parameters, bf16"}
+TRAINING = "training"
+"""Name of a training by pipeline, whose reports are part of its time."""
 WINDOWS = 3
 """Windows of each way in a round."""
 TESTS = {
@@ -58,6 +60,8 @@ def _speeds(result: Mapping[str, Any] | None) -> Iterator[str]:
         for compiled in (False, True):
             own, other = (figures.get((case, compiled, who)) for who in ("pipeline", "bare"))
             found = _compared(own, other) if own and other else [NOT_RUN] * 4
+            if other and (training := figures.get((case, compiled, TRAINING))):
+                found[0] += f"; a training with its reports {_ratio(training, other)}"
             name = f"{shown}{', compiled' if compiled else ''}"
             needed = ("1.00x of a script", "named", "hidden behind the step", "that of the script")
             for what, need, value in zip(
@@ -67,15 +71,19 @@ def _speeds(result: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _compared(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    ratios = [one / two for one, two in zip(_rounds(own), _rounds(other), strict=True)]
     wait = own["data_wait_share"]
     used = "" if own["utilization"] is None else f", utilization {own['utilization']:.0f}%"
     return [
-        f"{median(ratios):.3f}x ({_spread(ratios)})",
+        _ratio(own, other),
         f"{own['mfu']:.1%} (script {other['mfu']:.1%}) of the measured bf16 peak{used}",
         NOT_RUN if wait is None else f"{wait:.1%} of a step",
         f"{own['peak_memory_mb']:,.0f} MB (script {other['peak_memory_mb']:,.0f} MB)",
     ]
+
+
+def _ratio(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    ratios = [one / two for one, two in zip(_rounds(own), _rounds(other), strict=True)]
+    return f"{median(ratios):.3f}x ({_spread(ratios)})"
 
 
 def _spread(ratios: list[float]) -> str:
