@@ -176,7 +176,8 @@ def test_a_resumed_optimizer_keeps_the_memory_layout_of_its_parameters(tmp_path:
     sections: dict[str, Any] = {
         "model": {"_target_": "toys.convolutions"}, "data": {"_target_": "toys.images"},
         "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
-        "optimizer": OPTIMIZERS[optimizer], "train": {"epochs": 1, "memory_format": "channels_last"},
+        "optimizer": OPTIMIZERS[optimizer],
+        "train": {"epochs": 1, "memory_format": "channels_last", "ema": {"decay": 0.5}},
     }  # fmt: skip
     _, whole = run(tmp_path / "whole", **sections)
     _, resumed = run(until(2, folder=tmp_path / "whole", to=tmp_path / "again"), resume=True, **sections)
