@@ -1,6 +1,5 @@
 """Worker processes on this machine: forked from a server that has imported torch, or started one by one without it."""
 
-import logging
 import os
 import signal
 import socket
@@ -14,8 +13,7 @@ from typing import Self
 from pipeline.launchers._forkserver import ForkReply, ForkRequest
 from pipeline.system.process import TASKS
 
-_log = logging.getLogger(__name__)  # into the run's log
-_SLOWER = "each worker is started as a new interpreter, which takes longer"
+_SLOWER = "Workers start as new processes, which takes longer. Results are not affected."
 _MODULE = "pipeline.worker.main"
 _MOST_BYTES = 2**16
 
@@ -37,6 +35,7 @@ class Forks:
         self._forked_last = 0
         self._unread = b""
         self._can_fork: bool | None = None  # until the server replies
+        self._warning = ""
         if not TASKS.is_dir():
             return
         self._channel, theirs = socket.socketpair()
@@ -109,6 +108,11 @@ class Forks:
             self._receive(wait=True)
         return Forked(self._forked_last, self) if self._can_fork else None
 
+    def take_warning(self) -> str:
+        """Return why workers are not forked, once; empty if there is nothing to warn of."""
+        warning, self._warning = self._warning, ""
+        return warning
+
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a forked worker; None while it runs."""
         self._receive()
@@ -133,7 +137,7 @@ class Forks:
                 if each.can_fork is not None:
                     self._can_fork = each.can_fork
                     if not each.can_fork:
-                        _log.warning("a library has started threads or uses a GPU: %s", _SLOWER)
+                        self._warning = f"A library has started threads or uses a GPU. {_SLOWER}"
                 else:
                     self._codes[each.pid] = each.exit_code
                     self._forked_last = each.pid if each.exit_code is None else self._forked_last
@@ -141,7 +145,7 @@ class Forks:
     def _lose(self) -> None:
         """Count all workers as lost: the server, which alone learns how they end, was killed."""
         self._can_fork = False
-        _log.warning("the process that workers are forked from has ended: %s", _SLOWER)
+        self._warning = f"The process that workers are forked from has ended. {_SLOWER}"
         self._codes = {pid: -signal.SIGKILL if code is None else code for pid, code in self._codes.items()}
 
 

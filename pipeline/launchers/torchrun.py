@@ -22,6 +22,7 @@ from pipeline.launchers._outer_ranks import resources_of_all
 from pipeline.planning import resources
 from pipeline.planning.resources import Resources
 from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.events import Warned
 from pipeline.protocol.outer_launcher import outer_launcher
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
@@ -97,6 +98,8 @@ class Launcher(base.Launcher):
                     streams = () if self.session.verbose else ("stdout", "stderr")  # files are named as under Ray
                     logs = [self.session.log_folder(trial) / f"rank{rank}-{stream}.log" for stream in streams]
                     ranks.append(forks.start(arguments, environment=environment, logs=logs))
+                if warning := forks.take_warning():
+                    self.session.receive(Warned(trial=trial.name, message=warning))
                 losses = _losses(ranks)
             except BaseException as error:
                 _end(ranks, interrupted=isinstance(error, KeyboardInterrupt))
