@@ -3,7 +3,8 @@
     python benchmarks/gpu_kit.py build/gpu-kit                  # for Python 3.12 on Linux, x86-64
     python benchmarks/gpu_kit.py build/gpu-kit --python 3.11
 
-Needs pip and, to download the wheels, its index. The versions are those of constraints.txt.
+Needs pip and, to download the wheels, its index. The versions are those of constraints.txt. Ray is left out: its wheel
+alone is larger than the kit may be. Its test runs where the machine has Ray, and is skipped elsewhere.
 """
 
 import argparse
@@ -53,8 +54,9 @@ SCRIPT = """\
 #!/bin/sh
 # Test pipeline on this machine: sh run-gpu-kit.sh tests|bench|all [FOLDER FOR RESULTS] [OPTIONS OF benchmarks/gpu.py]
 # Needs Python @PYTHON@ with torch. No network: what else is needed is in wheels/. PYTHON=... names the interpreter.
+# GPU_REHEARSAL=1 runs the tests on the CPU, as far as possible, to see whether this folder has all that they need.
 set -eu
-case "${1:-}" in tests|bench|all) what=$1 ;; *) sed -n '2,3s/^# //p' "$0" >&2; exit 2 ;; esac
+case "${1:-}" in tests|bench|all) what=$1 ;; *) sed -n '2,4s/^# //p' "$0" >&2; exit 2 ;; esac
 kit=$(cd "$(dirname "$0")" && pwd)
 results=${2:-results}
 [ $# -lt 2 ] && shift || shift 2

@@ -28,18 +28,32 @@ TESTS = {
     "test_peak_memory_is_that_of_torch": "peak memory is torch's own figure",
     "test_a_batch_size_ends_at_the_memory_of_the_gpu": "`tune-batch` ends at a real out-of-memory error",
     "test_utilization_and_energy_are_read": "utilization and energy are read",
-    "test_an_error_of_a_rank_is_reported_at_once": "the error of a rank is reported at once (NCCL)",
     "test_a_resumed_training_has_the_weights_of_a_whole_one": "a resumed training has the weights of a whole one, "
     "contiguous and channels_last",
-    "test_the_training_exports_its_model": "the trained model is exported",
+    "test_the_exported_program_computes_what_was_trained": "the exported program, loaded, computes what was trained",
     "test_cuda_graphs_train_and_evaluate_as_eager_code": "CUDA graphs train and evaluate as eager code",
     "test_tf32_by_the_newer_api_trains": "a model that sets TF32 by `torch.backends` trains",
     "test_batches_that_move_themselves_reach_the_gpu": "batches that are objects with a method `to` reach the GPU",
-    "test_a_training_has_a_measured_speedup": "a training has a measured speedup, with its baseline on the same GPU",
     "test_the_peak_memory_is_not_from_the_training_before": "the peak memory is not from the training before",
     "test_epochs_do_not_pile_up_cached_memory": "epochs and evaluations do not pile up cached memory",
     "test_planning_counts_the_gpus_that_torch_sees": "planning counts the GPUs that torch sees",
     "test_system_metrics_have_the_gpu": "system metrics have the GPU",
+    "test_workers_are_forked_from_a_process_that_has_imported_torch": "workers are forked from a process that has "
+    "imported torch",
+    "test_an_error_of_the_last_rank_arrives_at_once": "an error of the last rank arrives within seconds: while "
+    "building, in the first step, in the third",
+    "test_an_error_ends_a_process_of_its_own": "an error ends the rank's process",
+    "test_a_training_follows_one_that_failed_in_the_same_process": "a training follows one that failed in the same "
+    "process",
+    "test_a_rank_that_hangs_is_named": "a rank that hangs is named, before NCCL aborts the other rank",
+    "test_dp_trains_as_one_process": "dp trains what one process trains, in fp64",
+    "test_replicas_of_dp_compute_in_bf16_on_the_gpus_of_the_trial": "replicas of dp compute in bf16, on as many GPUs "
+    "as the trial has",
+    "test_ranks_under_ray_train_as_one_process": "ddp under Ray trains what one process trains, in fp64",
+    "test_a_speedup_is_measured_next_to_the_training": "a speedup is measured, with the baseline on the first GPU",
+    "test_a_training_that_fills_the_memory_has_a_speedup": "a training that fills 70% of the memory has a speedup",
+    "test_a_baseline_without_memory_is_measured_after_the_training": "a baseline without memory next to the training "
+    "is measured after it",
 }
 """Claims by the names of the tests in tests/gpu."""
 

@@ -30,8 +30,11 @@ OPTIONS = {
     "replay": ["tests/replay", *GROUPED],
     "journeys": ["tests/journeys", *GROUPED],
     "fuzz": ["tests/unit", "-k=fuzz", *SPREAD],
+    "gpu": ["tests/gpu", "-o=filterwarnings=default"],  # as without conftest.py, in the folder of `make gpu-kit`
 }
 """Of pytest, by tier; one that isn't here runs its folder in one process. `fuzz` draws other examples each time."""
+VARIABLES = {"fuzz": {"HYPOTHESIS_PROFILE": "default"}, "gpu": {"GPU_REHEARSAL": "1"}}
+"""Of the environment, by tier. `gpu` runs on the CPU where there is no GPU, as far as that is possible."""
 WORDS = ("failed", "passed", "skipped", "error")
 
 
@@ -66,7 +69,7 @@ def _check(line: str) -> subprocess.CompletedProcess[str]:
 
 def run_folder(name: str, *options: str, python: str = sys.executable) -> tuple[Counter[str], list[str]]:
     """Run the tests of a folder."""
-    more = {"HYPOTHESIS_PROFILE": "default"} if name == "fuzz" else {}
+    more = VARIABLES.get(name, {})
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         line = [

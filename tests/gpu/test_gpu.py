@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_trials import GPUS, NEEDS_GPU, launch, result_of, series, trial
+from gpu_trials import NEEDS_CUDA, NEEDS_GPU, RANKS, launch, on_ranks, result_of, series, trained_weights, trial
 from torch import Tensor, nn
 
 from pipeline.protocol.events import WEIGHTS
@@ -51,21 +51,20 @@ class Hungry(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("world_size", [1, pytest.param(GPUS, marks=pytest.mark.skipif(GPUS < 2, reason="one GPU"))])
-def test_ranks_over_nccl_train_as_one_process(tmp_path: Path, strategy: str, world_size: int) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_over_nccl_train_as_one_process(tmp_path: Path, strategy: str, ranks: int) -> None:
     """In fp64; SGD, as Adam divides by gradients that are rounding errors."""
     one = trial(**GPT, train={**STEPS, "clip_grad_norm": 1.0})
-    many = {"strategy": strategy, "workers": world_size, "launcher": "torchrun" if world_size > 1 else "inprocess"}
-    (_, alone), (_, together) = launch(one, tmp_path), launch(one.model_copy(update=many), tmp_path)
-    expected, found = (torch.load(folder / WEIGHTS, weights_only=True) for folder in (alone, together))
+    expected = trained_weights(one, tmp_path)
+    found = trained_weights(on_ranks(one, ranks, strategy=strategy), tmp_path)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
+@NEEDS_CUDA
 def test_offloaded_shards_train_as_one_process(tmp_path: Path) -> None:
     one = trial(**GPT, train={**STEPS, "clip_grad_norm": 1.0})
     offloaded = one.model_copy(update={"strategy": "fsdp", "options": {"cpu_offload": True}})
-    (_, alone), (_, together) = launch(one, tmp_path), launch(offloaded, tmp_path)
-    expected, found = (torch.load(folder / WEIGHTS, weights_only=True) for folder in (alone, together))
+    expected, found = trained_weights(one, tmp_path), trained_weights(offloaded, tmp_path)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
@@ -107,12 +106,14 @@ def images() -> tuple[torch.utils.data.TensorDataset, None]:
     return torch.utils.data.TensorDataset(noise + labels[:, None, None, None] / 10, labels), None
 
 
+@NEEDS_CUDA
 def test_peak_memory_is_that_of_torch(tmp_path: Path) -> None:
     outcome, _ = launch(trial(**GPT, train={**STEPS, "precision": "bf16"}), tmp_path)
     (peak,) = result_of(outcome).peak_memory_mb
     assert peak == pytest.approx(torch.cuda.max_memory_allocated() / 2**20, rel=1e-3)
 
 
+@NEEDS_CUDA
 def test_a_batch_size_ends_at_the_memory_of_the_gpu(tmp_path: Path) -> None:
     """At a real out-of-memory error, after which the next training has all of the memory again."""
     sections = {"model": {"_target_": "test_gpu.Hungry"}, "data": {"_target_": "toys.regression", "samples": 4096}}
@@ -133,6 +134,7 @@ def test_a_batch_size_ends_at_the_memory_of_the_gpu(tmp_path: Path) -> None:
     result_of(launch(trial(train={"precision": "fp32"}), tmp_path)[0])
 
 
+@NEEDS_CUDA
 def test_utilization_and_energy_are_read(tmp_path: Path) -> None:
     model = {**GPT["model"], "width": 512, "depth": 6, "heads": 8}
     sections = {**GPT, "model": model, "data": {"_target_": "pipeline.data.characters", "context_length": 64}}
