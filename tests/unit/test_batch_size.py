@@ -22,6 +22,7 @@ from pipeline.training.build import build
 from pipeline.training.context import TrainContext
 from pipeline.training.torch_errors import is_out_of_memory
 from pipeline.worker import main
+from pipeline.worker.process_group import process_group
 
 REFUSED_BYTES = 2**60
 
@@ -269,7 +270,7 @@ def test_other_errors_are_the_users() -> None:
 def test_a_rank_that_tries_talks_to_nobody() -> None:
     """SyncBatchNorm talks to the others in the middle of a forward pass: one without memory would keep them waiting."""
     ddp = trial(model={"_target_": "toys.Normed", "num_features": 3}, data={"_target_": "toys.triples"})
-    with main._process_group(ddp.model_copy(update={"strategy": "ddp"}), rank=Rank(), store=None):
+    with process_group(ddp.model_copy(update={"strategy": "ddp"}), rank=Rank(), store=None, end=None):
         context = build(ddp, rank=Rank())
         on_bench = TrialBench(context)
         assert on_bench.fits(4)

@@ -183,6 +183,7 @@ def test_an_error_is_reported_before_an_abort_that_hangs(monkeypatch: pytest.Mon
 def test_a_group_of_gpus_outlasts_the_hang_detector_and_is_destroyed_at_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(process_group, "device_of", lambda *_, **__: torch.device("cuda", 1))
+    monkeypatch.setattr(process_group, "check_own_gpu", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda **given: calls.append(given))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     trial = toys.trial(parallel={"timeout_s": 100}).model_copy(update={"strategy": "ddp"})
