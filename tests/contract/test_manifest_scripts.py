@@ -2,16 +2,15 @@
 
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from slurm import Slurm
 from waiting import eventually
 
 from pipeline.commands.submit import manifests
@@ -122,87 +121,88 @@ echo "$@" >> "$CALLS"
 for word; do case $word in tracking.directory=*) runs=${word#*=} ;; esac; done
 mkdir -p "$runs/one" && echo event > "$runs/one/events.jsonl"
 case "$*" in *--resume*) exit 0 ;; esac
-trap 'sleep 0.2; exit 143' TERM
+case "$*" in *torch.distributed.run*) code=1 ;; *) code=143 ;; esac
+trap 'sleep 0.2; touch "$runs/one/checkpoint"; exit $code' TERM
 while true; do sleep 0.05; done
 """
 """Stands in for python: Ray's processes do nothing, a run trains until SIGTERM and ends once it is resumed."""
 
 
-class Allocation:
-    """Stands in for Slurm: its commands, on this machine."""
+class Job(Slurm):
+    """A job of Slurm's stand-in, whose run only waits for signals."""
 
     def __init__(self, folder: Path, *, launcher: manifests.SlurmLauncher = "ray") -> None:
-        self.calls, self.requeued = folder / "calls", folder / "requeued"
-        drop = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
-        script(folder / "bin" / "srun", 'echo "$@" >> "$STEPS"', drop)
-        script(
-            folder / "bin" / "scontrol",
-            'case $1 in show) hostname; echo other ;; requeue) echo "$2" >> "$REQUEUED" ;; esac',
-        )
-        self.steps, self.secrets = folder / "steps", folder / "secrets"
-        self.environment = {
-            **os.environ,
-            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        super().__init__(folder, job=4711, cwd=folder)
+        self.calls, self.secrets = folder / "calls", folder / "secrets"
+        self.environment |= {
             "PYTHON": str(script(folder / "bin" / "fake-python", PYTHON)),
             "CALLS": str(self.calls),
-            "STEPS": str(self.steps),
             "SECRETS": str(self.secrets),
-            "REQUEUED": str(self.requeued),
-            "SLURM_JOB_ID": "4711",
-            "SLURM_SUBMIT_DIR": str(folder),
-            "SLURM_JOB_NODELIST": "here,other",
-            "SLURM_CPUS_PER_TASK": "1",
         }
-        self.job = folder / "job.sbatch"
-        self.job.write_text(manifests.slurm_script(request(), launcher=launcher))
+        self.script = folder / "job.sbatch"
+        self.script.write_text(manifests.slurm_script(request(), launcher=launcher))
+        self.run = folder / "runs" / "slurm-4711" / "one"
 
-    @contextmanager
-    def start(self, **more: str) -> Iterator[subprocess.Popen[str]]:
-        environment = {**self.environment, **more}
-        line = ["bash", self.job]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(line, env=environment, text=True, process_group=0, **streams) as job:
-            try:
-                yield job
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(job.pid, signal.SIGKILL)
+    def await_training(self) -> None:
+        eventually((self.run / "events.jsonl").exists)
 
 
 @pytest.mark.parametrize("launcher", ["ray", "torchrun", "srun"])
-def test_sigterm_reaches_the_run_which_is_requeued_and_resumed(
+def test_job_near_its_time_limit_saves_a_checkpoint_is_requeued_once_and_resumed(
     launcher: manifests.SlurmLauncher, tmp_path: Path
 ) -> None:
-    allocation = Allocation(tmp_path, launcher=launcher)
-    with allocation.start() as first:
-        eventually(lambda: (tmp_path / "runs" / "slurm-4711" / "one" / "events.jsonl").exists())
-        first.send_signal(signal.SIGTERM)
+    job = Job(tmp_path, launcher=launcher)
+    with job.start(job.script) as first:
+        job.await_training()
+        job.near_time_limit(first, job.script)
         output, _ = first.communicate(timeout=30)
-    assert first.returncode == 143, output
-    assert allocation.requeued.read_text() == "4711\n"
-    with allocation.start() as second:
+    assert first.returncode == (1 if launcher == "torchrun" else 143), output
+    assert (job.run / "checkpoint").exists(), "the run was killed"
+    assert job.requeued == ["4711"]
+    if launcher == "ray":
+        assert job.commands[-2].endswith("--nodes=2 --ntasks=2 rm -rf /tmp/ray-4711")
+    with job.start(job.script) as second:
         output, _ = second.communicate(timeout=30)
     assert second.returncode == 0, output
-    assert allocation.requeued.read_text() == "4711\n", "a run that has finished is not requeued"
-    begun, resumed = allocation.calls.read_text().splitlines()
-    assert "--resume" not in begun
+    assert job.requeued == ["4711"], "a run that has finished is not requeued"
+    started, resumed = job.calls.read_text().splitlines()
+    assert "--resume" not in started
     assert "--resume" in resumed
-    assert ("parallel.address=" in begun) == (launcher == "ray")
-    assert f"parallel.launcher={'ray' if launcher == 'ray' else 'torchrun'}" in begun
-    assert begun.startswith("-m torch.distributed.run --nnodes=2 " if launcher == "torchrun" else "-m pipeline run ")
+    assert ("parallel.address=" in started) == (launcher == "ray")
+    assert f"parallel.launcher={'ray' if launcher == 'ray' else 'torchrun'}" in started
+    assert started.startswith("-m torch.distributed.run --nnodes=2 " if launcher == "torchrun" else "-m pipeline run ")
+
+
+@pytest.mark.parametrize("launcher", ["ray", "torchrun", "srun"])
+def test_cancelled_job_stays_cancelled(launcher: manifests.SlurmLauncher, tmp_path: Path) -> None:
+    job = Job(tmp_path, launcher=launcher)
+    with job.start(job.script) as batch:
+        job.await_training()
+        subprocess.run([tmp_path / "bin" / "scancel", "--batch", "--signal=TERM", "4711"], check=True)
+        output, _ = batch.communicate(timeout=30)
+    assert batch.returncode == (1 if launcher == "torchrun" else 143), output
+    assert (job.run / "checkpoint").exists()
+    shutil.rmtree(job.run)
+    with job.start(job.script) as batch:
+        job.await_training()
+        job.cancel()
+        output, _ = batch.communicate(timeout=30)
+    assert batch.returncode != 0, output
+    assert job.requeued == []
 
 
 def test_ray_is_started_once_on_each_node_with_a_token_that_is_nowhere_to_be_seen(tmp_path: Path) -> None:
-    allocation = Allocation(tmp_path)
-    with allocation.start(JOINED="7") as job:
-        output, _ = job.communicate(timeout=30)
-    assert job.returncode == 7, output
-    assert not allocation.calls.exists(), "nothing runs on a cluster that is not whole"
-    head, others = sorted(allocation.steps.read_text().splitlines(), key=lambda line: "--head" not in line)
+    job = Job(tmp_path)
+    with job.start(job.script, JOINED="7") as batch:
+        output, _ = batch.communicate(timeout=30)
+    assert batch.returncode == 7, output
+    assert not job.calls.exists(), "nothing runs on a cluster that is not whole"
+    started = [line for line in job.commands if "ray.scripts" in line]
+    head, others = sorted(started, key=lambda line: "--head" not in line)
     assert "--nodelist=" in head
     assert "--head" in head
     assert "--exclude=" in others
     assert "--address=" in others
-    (token,) = set(allocation.secrets.read_text().split())
+    (token,) = set(job.secrets.read_text().split())
     assert len(token) == 64
-    assert not any(token in line for line in (head, others, output))
+    assert not any(token in line for line in (*job.commands, output))

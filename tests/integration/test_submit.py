@@ -12,18 +12,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import aiohttp
 import psutil
 import pytest
 import requests
 from mlflow import MlflowClient
+from slurm import Slurm
 
 from pipeline.commands.submit import following
 from pipeline.commands.submit.jobs import Job, Jobs
 from pipeline.errors import ResourceError
-from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Event, Metrics, Resumed, RunClosed
 from pipeline.recording import journal
 
 pytestmark = pytest.mark.timeout(900)
@@ -35,6 +36,7 @@ LAB = Path(__file__).parents[1] / "project"
 PATIENCE_S = 400
 ATTEMPTS = 3
 """At starting a head: Ray gives up after half a minute where others use the processors."""
+E = TypeVar("E", bound=Event)
 Pipeline = Callable[..., tuple[int, str, str]]
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -321,15 +323,15 @@ def test_ctrl_c_ends_the_following_and_the_exit_code_is_that_of_the_run(
     assert f"{job}: FAILED with exit code 1" in stderr
 
 
-def test_sbatch_script_trains_on_a_stand_in_for_slurm_is_requeued_and_resumed(repository: Path, tmp_path: Path) -> None:
-    """Its commands start everything on this machine: two Ray nodes with one address."""
-    (bin_ := tmp_path / "bin").mkdir()
-    drop = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
-    show, requeue = "show) hostname; echo other ;;", 'requeue) echo "$2" >> "$REQUEUED" ;;'
-    for name, text in (("srun", drop), ("scontrol", f"case $1 in {show} {requeue} esac")):
-        (bin_ / name).write_text(f"#!/bin/bash\n{text}\n")
-        (bin_ / name).chmod(0o755)
-    release, requeued = tmp_path / "release", tmp_path / "requeued"
+@pytest.mark.parametrize("launcher", ["ray", "srun", "torchrun"])
+def test_sbatch_script_trains_on_a_stand_in_for_slurm_is_requeued_and_resumed(
+    launcher: str, repository: Path, tmp_path: Path
+) -> None:
+    """Its commands start everything on this machine; with Ray, two nodes with one address."""
+    number = _free_ports(1)[0]
+    slurm = Slurm(tmp_path / "slurm", job=number, cwd=repository, tasks=2 if launcher == "srun" else 1)
+    slurm.environment |= {"PYTHON": sys.executable, "RAY_enable_worker_prestart": "0"}
+    release = tmp_path / "release"
     overrides = [f"model={{_target_: lab.Paced, release: {release}, ms: 300}}", "train.epochs=10"]
     overrides += [
         "train.log_every_steps=1",
@@ -337,36 +339,28 @@ def test_sbatch_script_trains_on_a_stand_in_for_slurm_is_requeued_and_resumed(re
         "parallel.strategy=ddp",
         "parallel.cpus_per_worker=1",
     ]
-    environment = {
-        **os.environ,
-        "PATH": f"{bin_}:{BIN}:{os.environ['PATH']}",
-        "REQUEUED": str(requeued),
-        "SLURM_JOB_ID": str(_free_ports(1)[0]),
-        "SLURM_SUBMIT_DIR": str(repository),
-        "SLURM_JOB_NODELIST": "here,other",
-        "SLURM_CPUS_PER_TASK": "1",
-        "RAY_enable_worker_prestart": "0",
-    }
     line = [sys.executable, "-m", "pipeline", "submit", "lab.yaml", *overrides, "--slurm", "--no-baseline"]
+    line += ["--launcher", launcher, "--nodes", "2" if launcher == "ray" else "1"]
     made = subprocess.run(line, cwd=repository, capture_output=True, text=True, check=True)
     (job := tmp_path / "job.sbatch").write_text(made.stdout)
 
-    def metrics() -> list[Metrics]:
-        paths = repository.glob(f"runs/slurm-*/*/{journal.FILE_NAME}")
-        return [event for path in paths for event in journal.read(path) if isinstance(event, Metrics)]
+    def events(kind: type[E]) -> list[E]:
+        paths = repository.glob(f"runs/slurm-{number}/*/{journal.FILE_NAME}")
+        return [event for path in paths for event in journal.read(path) if isinstance(event, kind)]
 
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(["bash", job], env=environment, text=True, **streams) as first:
-        wait_for(lambda: metrics() or first.poll() is not None, what="training doesn't begin")
-        first.send_signal(signal.SIGTERM)
+    with slurm.start(job) as first:
+        wait_for(lambda: events(Metrics) or first.poll() is not None, what="training doesn't begin")
+        slurm.near_time_limit(first, job)
         output, _ = first.communicate()
-    assert first.returncode == 143, output
-    assert requeued.read_text().strip() == environment["SLURM_JOB_ID"]
-    stopped_at = max(event.step for event in metrics())
+    assert first.returncode == (1 if launcher == "torchrun" else 143), output
+    assert slurm.requeued == [str(number)]
+    assert not Path(f"/tmp/ray-{number}").exists()
+    stopped_at = max(event.step for event in events(Metrics))
+    assert max(event.step for event in events(CheckpointSaved)) == stopped_at
     release.touch()
-    with subprocess.Popen(["bash", job], env=environment, text=True, **streams) as second:
+    with slurm.start(job) as second:
         output, _ = second.communicate()
     assert second.returncode == 0, output
-    assert max(event.step for event in metrics()) > stopped_at
-    (folder,) = repository.glob("runs/slurm-*/*")
-    assert any(isinstance(event, Resumed) for event in journal.read(folder / journal.FILE_NAME))
+    assert slurm.requeued == [str(number)]
+    assert [event.step for event in events(Resumed)] == [stopped_at]
+    assert max(event.step for event in events(Metrics)) > stopped_at

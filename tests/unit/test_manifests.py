@@ -137,7 +137,7 @@ def test_tasks_are_what_the_launcher_starts(
     for option, value in zip(options, wanted, strict=True):
         assert f"#SBATCH --{option}={value}\n" in text
     assert "#SBATCH --requeue\n" in text
-    assert "#SBATCH --signal=B:TERM@" in text
+    assert "#SBATCH --signal=B:USR1@" in text
     assert ("ray.scripts" in text) == (launcher == "ray")
     assert ("torch.distributed.run" in text) == (launcher == "torchrun")
 
