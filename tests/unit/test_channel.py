@@ -2,6 +2,7 @@
 
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import ResourceError
 from pipeline.protocol.channel.inbox import Inbox, inside
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import EVENT, Address
@@ -49,6 +51,16 @@ def test_all_events_arrive_in_order_before_the_worker_has_hung_up(driver: Driver
     assert driver.events == sent
     # A process that goes on, such as Ray's, has hung up all the same.
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outbox")]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="no MD5 in multiprocessing's handshake")
+def test_python_that_may_not_use_md5_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def forbidden(*_: object) -> None:
+        raise ValueError("[digital envelope routines] unsupported")
+
+    monkeypatch.setattr("hmac.new", forbidden)
+    with pytest.raises(ResourceError, match=r"FIPS mode.*Use Python 3.12 or newer"):
+        Driver(tmp_path)
 
 
 def test_what_is_no_number_arrives(driver: Driver) -> None:

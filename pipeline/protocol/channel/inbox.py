@@ -1,7 +1,10 @@
 """Driver side of the channel."""
 
+import hmac
+import platform
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pipeline.errors import ResourceError
 from pipeline.protocol.channel.wire import END, EVENT, FILE, STOP, Address, messages
 from pipeline.protocol.events import AnyEvent, Heartbeat, Warned, event_from_json
 
@@ -27,7 +31,12 @@ class Inbox:
     def __init__(
         self, *, host: str, receive: Receive, folder: Path, hung_up: Callable[[int], None] | None = None
     ) -> None:
-        """Listen on an address of this machine; ``hung_up`` is called with each rank that disconnects."""
+        """Listen on an address of this machine; ``hung_up`` is called with each rank that disconnects.
+
+        Raises:
+            ResourceError: this Python can't authenticate connections.
+        """
+        _check_digest()
         self._receive = receive
         self._hung_up = hung_up
         self._folder = folder
@@ -161,6 +170,18 @@ def _until_end(arriving: Iterator[bytes]) -> Iterator[bytes]:
             return
         yield message[1:]
     raise EOFError
+
+
+def _check_digest() -> None:
+    """Check that MD5 works: before Python 3.12 `multiprocessing` authenticates with it, which FIPS mode forbids."""
+    try:
+        if sys.version_info < (3, 12):
+            hmac.new(b"key", b"message", "md5")
+    except ValueError as error:
+        raise ResourceError(
+            f"Python {platform.python_version()} can't authenticate workers, because OpenSSL forbids MD5 (FIPS mode). "
+            "Use Python 3.12 or newer."
+        ) from error
 
 
 def _knows(key: str, connection: "Connection[bytes, bytes]") -> bool:
