@@ -58,10 +58,10 @@ def await_capacity(trial: Trial) -> None:
     A resumed training also waits for lost nodes to return.
 
     Raises:
-        ResourceError: the cluster is too small, or not free within ``parallel.start_timeout_s``.
+        ResourceError: the cluster is too small, or not free within ``parallel.queue_timeout_s``.
     """
     amounts = per_worker(trial)
-    patience_s = trial.experiment.parallel.start_timeout_s
+    patience_s = trial.experiment.parallel.room_timeout_s
     deadline = time.monotonic() + patience_s
     while (fit := free(trial)) < trial.workers:
         total = _fitting(trial, [node["Resources"] for node in usable_nodes()])
@@ -72,7 +72,7 @@ def await_capacity(trial: Trial) -> None:
             )
             raise ResourceError(f"{there}: room for {total} on its nodes{reading}")
         if time.monotonic() > deadline:
-            raise ResourceError(f"{there}; room for {fit} was free within parallel.start_timeout_s, {patience_s:g} s")
+            raise ResourceError(f"{there}; room for {fit} was free within parallel.queue_timeout_s, {patience_s:g} s")
         time.sleep(_POLL_S)
 
 

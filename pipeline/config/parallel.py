@@ -62,8 +62,10 @@ class Parallel(Section):
     """Address of a running Ray cluster, e.g. HOST:6379; default: RAY_ADDRESS, or a local Ray that is started."""
     ship_code: bool = True
     """Send the files of the project that git tracks to a cluster; false: all nodes have them at the same path."""
-    start_timeout_s: PositiveFloat = 120.0
-    """Longest wait until all workers are placed and have joined the process group."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Longest wait until all workers have started and joined the process group; imports on many nodes take minutes."""
+    queue_timeout_s: PositiveFloat | None = None
+    """Longest wait for free resources on a busy cluster; default: start_timeout_s."""
     timeout_s: PositiveFloat = 300.0
     """Longest wait in a collective operation until a missing rank is reported."""
     max_failures: NotNegative = 0
@@ -85,6 +87,11 @@ class Parallel(Section):
     def least_workers(self) -> int:
         """Least number of workers that training continues with."""
         return self.worker_counts[0]
+
+    @property
+    def room_timeout_s(self) -> float:
+        """Longest wait for free resources, in seconds."""
+        return self.queue_timeout_s or self.start_timeout_s
 
     @property
     def cluster(self) -> str | None:

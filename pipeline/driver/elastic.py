@@ -31,10 +31,10 @@ def sized(trial: T, *, launcher: Launcher) -> T:
     """Return the trial with as many workers as fit; wait until the least number fits.
 
     Raises:
-        ResourceError: it doesn't within ``parallel.start_timeout_s``.
+        ResourceError: it doesn't within ``parallel.queue_timeout_s``.
     """
     parallel = trial.experiment.parallel
-    deadline = time.monotonic() + parallel.start_timeout_s
+    deadline = time.monotonic() + parallel.room_timeout_s
     room, since = -1, time.monotonic()
     while room < parallel.workers:
         if (now_room := launcher.capacity(trial)) != room:
@@ -45,7 +45,7 @@ def sized(trial: T, *, launcher: Launcher) -> T:
             raise ResourceError(
                 f"parallel.workers: asked for at least {counted(parallel.least_workers, 'worker')} with "
                 f"{counted(trial.cpus_per_worker, 'core')} each; {room} fit within "
-                f"parallel.start_timeout_s, {parallel.start_timeout_s:g} s; add nodes, or continue later with --resume"
+                f"parallel.queue_timeout_s, {parallel.room_timeout_s:g} s; add nodes, or continue later with --resume"
             )
         time.sleep(0.2)
     return trial.model_copy(update={"workers": min(room, parallel.workers)})

@@ -155,8 +155,10 @@ def test_as_many_as_fit_once_that_is_settled(room, workers) -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_no_room_for_the_least_is_told() -> None:
-    with pytest.raises(ResourceError, match="at least 2 workers with 1 core each; 1 fit within"):
-        elastic.sized(trial(2, 4, start_timeout_s=0.5), launcher=Roomy(1))
+    with pytest.raises(
+        ResourceError, match=r"at least 2 workers with 1 core each; 1 fit within parallel.queue_timeout_s, 0.5 s"
+    ):
+        elastic.sized(trial(2, 4, queue_timeout_s=0.5), launcher=Roomy(1))
 
 
 def opened() -> TrialOpened:
