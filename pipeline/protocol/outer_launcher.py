@@ -8,18 +8,16 @@ variables of a job step.
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from pipeline.errors import UsageError
+from pipeline.protocol.slurm_hosts import first_in_host_file, hosts_of
 
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 29500
 _FIRST_PORT, _PORTS = 20000, 10000
 """Ports below those that Linux gives to outgoing connections."""
-_PART = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
-_BRACKETS = re.compile(r"\[([^\]]*)\]")
 _COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 Variables = Mapping[str, str]
@@ -40,7 +38,7 @@ class OuterLauncher:
     port: int
     """Port of the rendezvous at rank 0's machine."""
     hosts: tuple[str, ...] = ()
-    """Names of the first two machines of the job, as far as the launcher tells."""
+    """Names of the job's machines, rank 0's first; empty if the launcher does not name them."""
     has_store: bool = False
     """True if the launcher itself serves torch's key-value store at the port."""
     attempt: str = "0"
@@ -88,35 +86,6 @@ def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
 def is_follower() -> bool:
     """Return True in a rank other than 0 of an outer launcher, whose driver is another process."""
     return (outer := outer_launcher()) is not None and not outer.is_driver
-
-
-def hosts_of(nodelist: str) -> Iterator[str]:
-    """Yield the host names of a Slurm node list in order, e.g. of ``gpu[01-03,7],login1``.
-
-    Raises:
-        ValueError: a range is malformed.
-    """
-    for part in _PART.findall(nodelist):
-        yield from _expanded(part.strip())
-
-
-def _expanded(part: str) -> Iterator[str]:
-    found = _BRACKETS.search(part)
-    if found is None:
-        yield part
-        return
-    before, after = part[: found.start()], part[found.end() :]
-    for number in _numbers(found[1]):
-        for rest in _expanded(after) if after else ("",):
-            yield f"{before}{number}{rest}"
-
-
-def _numbers(ranges: str) -> Iterator[str]:
-    """Yield the numbers of ``01-03,7`` with their leading zeros."""
-    for each in ranges.split(","):
-        first, _, last = each.strip().partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            yield str(number).zfill(len(first))
 
 
 def _torchrun(given: Variables) -> OuterLauncher | None:
@@ -199,6 +168,9 @@ def _srun(given: Variables) -> OuterLauncher | None:
         )
     hosts = _hosts(given)
     counts, local_size = _tasks_on_this_node(given, hosts, world_size=world_size)
+    if local_size < world_size and "SLURM_HOSTFILE" in given and "MASTER_ADDR" not in given:  # node lists are sorted
+        first = first_in_host_file(given["SLURM_HOSTFILE"])
+        hosts = (first, *(host for host in hosts if host != first))
     host = _LOOPBACK if local_size >= world_size else given.get("MASTER_ADDR") or next(iter(hosts), "")
     if not host:
         raise UsageError("started by srun, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set")
@@ -234,10 +206,10 @@ def _tasks_on_this_node(given: Variables, hosts: tuple[str, ...], *, world_size:
 
 
 def _hosts(given: Variables) -> tuple[str, ...]:
-    """Return the first two hosts of the job step, or of the job."""
+    """Return the hosts of the job step, or of the job."""
     name = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if given.get(name)), "")
     try:
-        return tuple(islice(hosts_of(given.get(name, "")), 2))
+        return tuple(hosts_of(given.get(name, "")))
     except ValueError:
         raise UsageError(f"{name}={given[name]}: not a node list of Slurm, such as gpu[01-03,7],login1") from None
 

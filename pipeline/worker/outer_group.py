@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -25,12 +25,12 @@ from pipeline.system.background import in_background
 from pipeline.worker import rendezvous
 from pipeline.worker.interfaces import LOOPBACK, address_facing, is_loopback
 
-_POLL_S = 0.1
+_POLL_S, _LONGEST_POLL_S = 0.1, 1.0
 _LISTEN_S = 0.5
 _FAREWELL_S = 5.0
 """Seconds that rank 0, which may serve the store, waits until the other ranks know how the run ended."""
 _ALL_INTERFACES = "0.0.0.0"  # noqa: S104 - see `_own_address`
-_SHOWN = 8  # ranks
+_SHOWN = 8  # ranks, hosts
 
 
 class Command(Frozen):
@@ -80,6 +80,7 @@ class OuterGroup:
 
     def publish(self, facts: str) -> None:
         """Tell rank 0 facts about this rank."""
+        self._store.set(_node_key(self.rank.node), "")
         self._store.set(f"facts/{self.outer.rank}", facts)
 
     def gathered(self) -> list[str]:
@@ -92,14 +93,19 @@ class OuterGroup:
         deadline = time.monotonic() + self._timeout_s
         while missing := {rank for rank in missing if not self._store.check([f"facts/{rank}"])}:
             if time.monotonic() > deadline:
-                names = ", ".join(map(str, sorted(missing)[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
                 raise ResourceError(
                     f"{self.outer.name} started {self.outer.world_size} processes, but {len(missing)} of them did not "
                     f"reach rank 0 on {self.rank.node} within parallel.start_timeout_s, {self._timeout_s:g} s: "
-                    f"rank {names}"
+                    f"rank {_listed(sorted(missing))}"
+                    + (f". No process came from {_listed(silent)}." if (silent := self._silent_hosts()) else "")
                 )
             time.sleep(_POLL_S)
         return [self._store.get(f"facts/{rank}").decode() for rank in range(self.outer.world_size)]
+
+    def _silent_hosts(self) -> list[str]:
+        """Return the job's hosts that no rank came from; none if the launcher's names are not those of the nodes."""
+        silent = [host for host in self.outer.hosts if not self._store.check([_node_key(host)])]
+        return silent if len(silent) < len(self.outer.hosts) else []
 
     def assign(self, trial: Trial, channel: Address) -> Command:
         """Tell the other ranks to work on a trial. For rank 0."""
@@ -122,9 +128,9 @@ class OuterGroup:
         Raises:
             DistError: rank 0 or its store is gone.
         """
-        key = f"command/{self._number}"
-        while not self._store.check([key]):
-            time.sleep(_POLL_S)
+        key, start = f"command/{self._number}", time.monotonic()
+        while not self._store.check([key]):  # less and less often: rank 0 answers all ranks while it measures
+            time.sleep(min(max(_POLL_S, 0.1 * (time.monotonic() - start)), _LONGEST_POLL_S))
         command = Command.model_validate_json(self._store.get(key))
         self._number += 1
         if not command.trial:
@@ -203,12 +209,14 @@ def _own_address(outer: OuterLauncher) -> str:
     """Return the address at which rank 0 listens for the ranks of other machines."""
     if not outer.has_several_nodes:
         return LOOPBACK
-    with suppress(OSError):
-        if not is_loopback(found := socket.gethostbyname(outer.host)):
-            return found
-    for other in outer.hosts[1:]:  # as on Debian, the own name leads to loopback
+    faces = [(address_facing, host) for host in outer.hosts[1:2]]
+    named = [(socket.gethostbyname, outer.host)]
+    # On a machine, its own name often leads to loopback, or to another network than elsewhere: MASTER_ADDR is chosen.
+    is_chosen = outer.host not in outer.hosts[:1]
+    for find_address, host in (*named, *faces) if is_chosen else (*faces, *named):
         with suppress(OSError):
-            return address_facing(other)
+            if not is_loopback(found := find_address(host)):
+                return found
     return _ALL_INTERFACES
 
 
@@ -223,6 +231,15 @@ def _await_server(host: str, port: int, *, timeout_s: float) -> None:
             if time.monotonic() > deadline:
                 raise ResourceError(
                     f"{socket.gethostname()}: rank 0 doesn't answer at {host}:{port} within "
-                    f"parallel.start_timeout_s, {timeout_s:g} s: {error.strerror or error}"
+                    f"parallel.start_timeout_s, {timeout_s:g} s: {error.strerror or error}. "
+                    "Set MASTER_ADDR to an address of rank 0's machine that all machines reach."
                 ) from error
             time.sleep(_POLL_S)
+
+
+def _node_key(host: str) -> str:
+    return f"node/{host.partition('.')[0]}"  # a launcher's names may lack the domain
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values[:_SHOWN])) + (", ..." if len(values) > _SHOWN else "")

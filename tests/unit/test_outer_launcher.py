@@ -1,10 +1,13 @@
 """The launchers that start this command as several processes: their variables, and what contradicts them."""
 
+from pathlib import Path
+
 import pytest
 from outer import outer_torchrun, srun
 
 from pipeline.errors import UsageError
-from pipeline.protocol.outer_launcher import OuterLauncher, hosts_of, outer_launcher
+from pipeline.protocol.outer_launcher import OuterLauncher, outer_launcher
+from pipeline.protocol.slurm_hosts import hosts_of
 
 
 def found(variables: dict[str, str]) -> OuterLauncher:
@@ -42,9 +45,9 @@ def test_torchrun() -> None:
 
 def test_srun_on_several_nodes() -> None:
     variables = srun(4, 6, nodes="gpu[007-008],login", per_node="2(x2),2", node=2, local_rank=0)
-    outer = found(variables)
+    outer, hosts = found(variables), ("gpu007", "gpu008", "login")
     assert place(outer) == (4, 6, 0, 2)
-    assert (outer.name, outer.host, outer.hosts, outer.has_store) == ("srun", "gpu007", ("gpu007", "gpu008"), False)
+    assert (outer.name, outer.host, outer.hosts, outer.has_store) == ("srun", "gpu007", hosts, False)
     same_job = found(srun(0, 6, nodes="gpu[007-008],login", per_node="2(x2),2"))
     other_job = found(srun(0, 6, nodes="gpu[007-008],login", per_node="2(x2),2", job=4712))
     assert same_job.port == outer.port != other_job.port
@@ -56,6 +59,17 @@ def test_srun_on_several_nodes() -> None:
 def test_srun_counts_tasks_of_nodes_with_different_numbers() -> None:
     outer = found(srun(3, 4, nodes="a,b", per_node="3,1", node=1, local_rank=0))
     assert place(outer) == (3, 4, 0, 1)
+
+
+def test_host_file_decides_where_rank_0_is(tmp_path: Path) -> None:
+    """Slurm sorts its node lists also then."""
+    (tmp_path / "hosts").write_text("# mine\nb*2\na\n")
+    variables = srun(2, 3, nodes="a,b", per_node="1,2", local_rank=0) | {"SLURM_HOSTFILE": str(tmp_path / "hosts")}
+    assert (found(variables).host, found(variables).hosts) == ("b", ("b", "a"))
+    (tmp_path / "hosts").unlink()
+    with pytest.raises(UsageError, match="Set MASTER_ADDR to the host of rank 0"):
+        outer_launcher(variables)
+    assert found({**variables, "MASTER_ADDR": "b"}).host == "b"
 
 
 def test_srun_on_one_node_stays_on_loopback() -> None:

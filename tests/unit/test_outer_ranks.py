@@ -1,5 +1,9 @@
 """Resources of all ranks of an outer launcher, and the plan that follows from them."""
 
+import socket
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import toys
 
@@ -8,7 +12,10 @@ from pipeline.launchers._outer_ranks import RankFacts, combined, refuse_others
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
+from pipeline.protocol.outer_launcher import OuterLauncher
 from pipeline.protocol.trial import Reference, Training
+from pipeline.worker import outer_group
+from pipeline.worker.outer_group import Command, OuterGroup
 
 VERSIONS = {"Python": "3.11", "torch": "2.13.0"}
 
@@ -80,6 +87,56 @@ def test_versions_that_differ_are_refused_once_for_each_node() -> None:
         ])  # fmt: skip
     assert str(raised.value) == ("versions differ from those of rank 0 on a:\nb: it has torch 2.9.1, rank 0 2.13.0")
     refuse_others(shared(2, 2))
+
+
+def outer(**more: Any) -> OuterLauncher:
+    places = {"rank": 0, "world_size": 4, "local_rank": 0, "local_world_size": 2}
+    return OuterLauncher(**{"name": "srun", "host": "a", "port": 1, "hosts": ("a", "b"), **places, **more})
+
+
+def test_ranks_that_did_not_come_are_named_with_their_hosts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    here = socket.gethostname()
+    group = OuterGroup(outer(host="127.0.0.1", port=port, hosts=(here, "b", "c"), local_world_size=4), timeout_s=0.2)
+    group.publish("{}")
+    with pytest.raises(ResourceError, match=r"0.2 s: rank 1, 2, 3. No process came from b, c.$"):
+        group.gathered()
+
+
+def test_ranks_ask_for_work_less_often_the_longer_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise hundreds of ranks would disturb rank 0, which measures the baseline meanwhile."""
+
+    class Store:
+        now, asked = 0.0, 0
+
+        def check(self, _: list[str]) -> bool:
+            self.asked += 1
+            return self.now >= 60
+
+        def get(self, _: str) -> bytes:
+            return Command(number=0, trial="{}").model_dump_json().encode()
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds
+
+    store, group = Store(), object.__new__(OuterGroup)
+    group._store, group._number = store, 0
+    monkeypatch.setattr(outer_group, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
+    assert group.next_command().trial
+    assert store.asked < 100
+    assert store.now < 62, "it starts soon"
+
+
+def test_rank_0_listens_where_other_machines_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own file of hosts may give its name an address in a network of its own."""
+    own_file = {"a": "10.1.0.1", "a-ib": "10.2.0.1", "debian": "127.0.1.1"}
+    monkeypatch.setattr("socket.gethostbyname", own_file.__getitem__)
+    monkeypatch.setattr(outer_group, "address_facing", {"b": "10.0.0.1"}.__getitem__)
+    assert outer_group._own_address(outer()) == "10.0.0.1"
+    assert outer_group._own_address(outer(host="a-ib")) == "10.2.0.1", "MASTER_ADDR"
+    assert outer_group._own_address(outer(host="debian")) == "10.0.0.1"
+    assert outer_group._own_address(outer(hosts=("a",))) == "10.1.0.1"
 
 
 def planned(there: Resources, *, workers: int, **parallel: object) -> Training:
