@@ -25,11 +25,21 @@ OFTEN = ["--no-baseline", "train.log_every_steps=2", "checkpoint.every_steps=10"
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
 STEPS = 100
 PORT = 29511
+PRIVATE = "10.88.0.1"
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
+    """Two nodes that know each other by name; the first one's own name leads to an address that only it can reach."""
     with Nodes(2, started=False) as nodes:
+        subprocess.run(nodes.inside(0, ["ip", "address", "add", PRIVATE, "dev", "lo"]), check=True, cwd=nodes.folder)
+        for node, own in enumerate((PRIVATE, "127.0.1.1")):
+            lines = (
+                "127.0.0.1 localhost",
+                f"{own} {nodes.name(node)}",
+                f"{nodes.host(1 - node)} {nodes.name(1 - node)}",
+            )
+            (nodes.storage(node) / "hosts").write_text("\n".join((*lines, "")))
         yield nodes
 
 
@@ -59,11 +69,10 @@ def torchrun(nodes: Nodes, cwd: Path, *arguments: str, each: int = 1) -> Ranks:
 
 
 def tasks(nodes: Nodes, cwd: Path, *arguments: str) -> Ranks:
-    """Start the tasks of ``srun --ntasks-per-node=1`` on two nodes, whose names lead to loopback on themselves."""
+    """Start the tasks of ``srun --ntasks-per-node=1`` on two nodes."""
     variables = [srun(node, 2, nodes="node[0-1]", per_node="1(x2)", node=node, local_rank=0) for node in range(2)]
-    address = {"MASTER_ADDR": nodes.host(0), "MASTER_PORT": str(PORT)}
     lines = [nodes.inside(node, run_line(*TRAINING, *OFTEN, *DDP, "parallel.workers=2", *arguments)) for node in (0, 1)]
-    return Ranks(lines, [{**nodes.environment, **each, **address} for each in variables], cwd=cwd)
+    return Ranks(lines, [{**nodes.environment, **each} for each in variables], cwd=cwd)
 
 
 def test_torchrun_on_two_nodes_trains_what_one_process_does(nodes: Nodes, cwd: Path, alone: dict[int, float]) -> None:
