@@ -89,7 +89,9 @@ def _require_finished(folder: Path) -> None:
     """
     state = read_state(folder)
     if state.status != "FINISHED":
-        state_now = "is still running" if state.status == "RUNNING" else "hasn't finished: continue it with --resume"
+        state_now = "hasn't finished: continue it with --resume"
+        if state.status == "RUNNING":
+            state_now = f"is still running in {journal.describe_writer(folder / journal.FILE_NAME)}"
         raise UsageError(f"{folder}: this run {state_now}; pipeline measure needs a training that is over")
 
 

@@ -40,7 +40,8 @@ def ended_training(state: RunState, *, command: str) -> None:
     if role != "main":
         raise UsageError(f"{name} is a run of pipeline {role}, which trains no model; name one of pipeline run")
     if state.status == "RUNNING":
-        raise UsageError(f"{name} is still running; pipeline {command} needs a training that has ended")
+        writer = journal.describe_writer(state.folder / journal.FILE_NAME)
+        raise UsageError(f"{name} is still running in {writer}; pipeline {command} needs a training that has ended")
 
 
 def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: tuple[str, ...]) -> Checkpoint:

@@ -47,7 +47,7 @@ def _reason(folder: Path) -> str:
         return f"{folder} is a sweep; write one of its trials, e.g. {folder.name}/{trials[0].name}"
     status = read_state(folder).status
     if status == "RUNNING":
-        return f"{folder} is still training; wait for its end"
+        return f"{folder} is still training in {journal.describe_writer(folder / journal.FILE_NAME)}; wait for its end"
     if status == "FINISHED":
         return f"{folder / WEIGHTS} doesn't exist; name a run of pipeline run"
     return f"{folder} has not finished, so it has no {WEIGHTS}; continue it with --resume, or name another run"

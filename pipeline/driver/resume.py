@@ -37,6 +37,7 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"]
     Raises:
         UsageError: there is no such run, it is running, or it has finished and the file doesn't continue it; a
             finished sweep may get more trials.
+        ResourceError: it is running on another machine.
     """
     state, name = state_of(file, resume, role=role), file.experiment.name
     what, folder = "run" if role == "main" else role, state.folder
@@ -45,7 +46,8 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"]
     if state.experiment.name != name:
         raise UsageError(f"--resume: {folder} is a {what} of {state.experiment.name}, not of {name}")
     if state.status == "RUNNING":
-        raise UsageError(f"--resume: {folder} is still running in another process; wait for it, or stop it")
+        journal.Journal(folder / journal.FILE_NAME).close()  # waits until it is clear whether its driver is alive
+        state = read_state(folder)
     if state.status == "FINISHED" and role == "main":
         refuse_finished(file, state)
     return state

@@ -1,7 +1,6 @@
 """Journal of a run: one event per line, append-only. Writing, reading, and following it while it is written."""
 
 import errno
-import fcntl
 import json
 import mmap
 import os
@@ -9,16 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from pydantic import ValidationError
 
-from pipeline.errors import UsageError
+from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, event_to_json
+from pipeline.system.lock_file import Holder, LockFile, LockHeldError, find_holder
 
 FILE_NAME = "events.jsonl"
 """File name in a run's folder."""
-_LOOKS, _LOOK_S = 5, 0.05
 _FEED_S = 0.25
 _CHUNK = 2**20
 _OPENED, _CLOSED = b'"kind":"run_opened"', b'"kind":"run_closed"'
@@ -27,10 +25,12 @@ _OPENED, _CLOSED = b'"kind":"run_opened"', b'"kind":"run_closed"'
 class Journal:
     """Append-only file of events. An appended event survives a killed driver; the end of a run, a power failure.
 
-    The file is locked while it is open: there is one writer, and readers see that the run is running.
+    A lock file exists while it is open: there is one writer, and readers see that the run is running. If the driver
+    may have died with its machine, opening the journal waits until that is clear.
 
     Raises:
-        UsageError: another process writes to this journal.
+        UsageError: another process on this machine writes to this journal.
+        ResourceError: a process on another machine does.
         OSError: the file can't be opened.
     """
 
@@ -38,12 +38,17 @@ class Journal:
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._unwritten = bytearray()
+        self._lock = LockFile(_lock_of(path))
         try:
-            _lock(self._file)
-        except BlockingIOError:
-            self._file.close()
-            raise UsageError(f"{path}: this run is still running in another process; wait for it, or stop it") from None
-        _cut_torn_line(path)
+            self._lock.acquire()
+            _cut_torn_line(path)
+        except LockHeldError as error:
+            self.close()
+            kind = UsageError if error.holder.is_here else ResourceError
+            raise kind(f"{path}: this run is still running in {error.holder}. Wait for it, or stop it") from None
+        except OSError as error:
+            self.close()
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     def append(self, event: AnyEvent) -> None:
         """Write one event to the operating system; if it ends the run, also to the disk.
@@ -51,9 +56,13 @@ class Journal:
         After an error the rest of its line is written before the next event: order is kept, and no line stays torn.
 
         Raises:
-            OSError: the disk is full, or the journal was deleted; carries its path.
+            OSError: the disk is full, the journal was deleted, or another driver has resumed the run; carries its path.
             ValueError: the journal has been closed.
         """
+        if taker := self._lock.taken_by:
+            raise OSError(
+                errno.EPERM, f"{taker} has resumed this run, because this driver gave no sign", str(self._path)
+            )
         self._unwritten += event_to_json(event) + b"\n"
         try:
             while self._unwritten:
@@ -66,8 +75,9 @@ class Journal:
             raise FileNotFoundError(errno.ENOENT, "it was deleted", str(self._path))
 
     def close(self) -> None:
-        """Unlock the file; may be called twice."""
+        """Close the file and unlock it; may be called twice."""
         self._file.close()
+        self._lock.release()
 
 
 class Feed:
@@ -229,26 +239,16 @@ def ending(path: Path) -> RunClosed | None:
 
 def is_open(path: Path) -> bool:
     """Return True if a running process writes to this journal."""
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    return find_holder(_lock_of(path)) is not None
 
 
-def _lock(file: IO[bytes]) -> None:
-    """Lock the file for writing; retried, because `is_open` holds the lock for an instant.
+def describe_writer(path: Path) -> str:
+    """Return the process that writes to this journal, with its machine and the time since when it does."""
+    return str(find_holder(_lock_of(path)) or Holder())
 
-    Raises:
-        BlockingIOError: another process writes.
-    """
-    for _ in range(_LOOKS - 1):
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_LOOK_S)
-    return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
 
 
 def _parsed(line: bytes) -> AnyEvent | None:

@@ -67,7 +67,10 @@ def _send(
     for event in journal.read(path):  # and again below: one event in memory at a time
         opened, last, count = (event if isinstance(event, RunOpened) else opened), event, count + 1
     if journal.is_open(path):
-        raise UsageError(f"{folder}: this run is still running and sends its results itself; sync it when it has ended")
+        raise UsageError(
+            f"{folder}: this run is still running in {journal.describe_writer(path)} and sends its results itself; "
+            "sync it when it has ended"
+        )
     if opened is None or last is None:
         raise UsageError(f"{path}: nothing to send, the run ended before it started")
     uri = to or with_credentials(opened.tracking_uri)

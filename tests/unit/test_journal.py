@@ -1,6 +1,9 @@
 """The journal keeps every appended event, whatever happens to the process that appended it."""
 
+import errno
+import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,9 +98,25 @@ def test_a_missing_journal_is_an_error_of_the_caller(path: Path) -> None:
         list(read(path))
 
 
-def test_two_drivers_cannot_write_the_same_journal(path: Path) -> None:
+def refuse(error: int) -> Callable[..., None]:
+    def flock(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    return flock
+
+
+@pytest.mark.parametrize(
+    "flock",
+    [None, refuse(errno.ENOSYS), refuse(errno.ENOLCK), refuse(errno.EOPNOTSUPP), lambda *_: None],
+    ids=["local", "Lustre", "NFS without locks", "FUSE", "Lustre with localflock"],
+)
+def test_two_drivers_cannot_write_the_same_journal_on_any_file_system(
+    path: Path, flock: Callable[..., None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if flock:
+        monkeypatch.setattr(fcntl, "flock", flock)
     first = Journal(path)
-    with pytest.raises(UsageError, match="still running"):
+    with pytest.raises(UsageError, match=rf"still running in process {os.getpid()} on .+ \(since .+\)\. Wait for it"):
         Journal(path)
     first.close()
     Journal(path).close()

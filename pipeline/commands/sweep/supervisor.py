@@ -90,7 +90,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         deadline = time.monotonic() + self._job.grace_s + AFTER_GRACE_S
         while path.is_file() and journal.is_open(path):
             if time.monotonic() > deadline:
-                raise self._failed("it is still running in another process")
+                raise self._failed(f"it is still running in {journal.describe_writer(path)}")
             time.sleep(_LOOK_S)
         return state_of(self._folder)[0] in ("finished", "stopped early")
 
