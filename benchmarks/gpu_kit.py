@@ -29,7 +29,6 @@ NEEDED = (
     "torchmetrics",
     "safetensors",
     "psutil",
-    "filelock",
     "fsspec",
     "nvidia-ml-py",
     "numpy",

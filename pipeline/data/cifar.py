@@ -8,12 +8,12 @@ import tarfile
 import tempfile
 from collections.abc import Iterable
 from http.client import HTTPException
+from math import inf
 from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -22,6 +22,7 @@ from typing_extensions import override
 from pipeline.data.splits import Splits
 from pipeline.errors import ExperimentError
 from pipeline.protocol.progress import ProgressReporter
+from pipeline.system.lock_file import LockFile
 
 _IMAGE_SHAPE = (3, 32, 32)
 _RECORD_BYTES = 1 + 3 * 32 * 32
@@ -128,7 +129,7 @@ def download_to(folder: Path) -> None:
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):  # one rank downloads, the others wait
+        with LockFile(folder.with_suffix(".lock"), patience_s=inf):  # one rank downloads, the others wait
             if not folder.is_dir():
                 _fetch_and_unpack(folder)
     except (OSError, HTTPException, tarfile.TarError) as error:

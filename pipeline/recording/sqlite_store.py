@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.config.uris import SQLITE
 from pipeline.errors import ResourceError
+from pipeline.system.lock_file import LockFile
 
 _COMPANIONS = ("-journal", "-wal", "-shm")
 """Suffixes of the files that SQLite keeps beside an open database, or after its writer was killed."""
@@ -28,21 +29,21 @@ def create(path: Path, *, artifacts: str) -> None:
         TimeoutError: another process has been creating it for a minute.
         Exception: whatever MLflow raises.
     """
-    from filelock import FileLock
-
     place = path.resolve()  # a symbolic link is kept
     if _has_content(place):
         return
     lock, draft = (place.with_name(f"{place.name}.{suffix}") for suffix in ("lock", "partial"))
-    with FileLock(lock, timeout=_PATIENCE_S):
+    with LockFile(lock, patience_s=_PATIENCE_S):
         if not _has_content(place):
             _remove(draft, *_companions(draft))  # left by a creation that was killed
             _write(draft, artifacts=artifacts)
-            _remove(
-                *_companions(place)
-            )  # left by a store that was moved away: SQLite would read them as the new store's
+        place.touch()  # NFS may remember that there was no such file; this asks the file server
+        if _has_content(place):
+            _remove(draft)
+        else:
+            # Left by a store that was moved away: SQLite would read them as the new store's.
+            _remove(*_companions(place))
             draft.replace(place)
-        _remove(lock)  # processes that wait for it find the store
 
 
 def check(path: Path) -> None:

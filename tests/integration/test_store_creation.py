@@ -56,7 +56,7 @@ for statements in map(int, sys.argv[2:]):
     place = folder / f"{statements}.db"
     uri = f"sqlite:///{place}"
     killed = ended(forked(lambda: cut(uri, statements)))
-    there = [place.exists(), place.with_name(f"{place.name}.partial").exists()]
+    there = [place.exists() and place.stat().st_size > 0, place.with_name(f"{place.name}.partial").exists()]
     first_runs = [forked(lambda: use(uri)) for _ in range(2)]
     found.append([killed, *there, *map(ended, first_runs), sorted(path.name for path in folder.glob(f"{place.name}*"))])
 print(json.dumps(found))

@@ -46,3 +46,18 @@ def test_other_databases_pass(tmp_path: Path, statements: Iterable[str]) -> None
     sqlite_store.check(database(tmp_path / "mlflow.db", statements))
     sqlite_store.check(tmp_path / "new.db")
     assert not (tmp_path / "new.db").exists()
+
+
+def test_a_store_that_a_file_server_has_and_its_client_does_not_see_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS answers from its memory that there is no such file, until the file is opened for creation."""
+    path = tmp_path / "mlflow.db"
+    path.write_text("runs of another job")
+    exists, touch, seen = Path.exists, Path.touch, list[Path]()
+    monkeypatch.setattr(Path, "exists", lambda self: exists(self) and (self != path or path in seen))
+    monkeypatch.setattr(Path, "touch", lambda self: (seen.append(self), touch(self)))
+    monkeypatch.setattr(sqlite_store, "_write", lambda path, *, artifacts: path.write_text("empty"))
+    sqlite_store.create(path, artifacts="")
+    assert path.read_text() == "runs of another job"
+    assert list(tmp_path.iterdir()) == [path]
