@@ -1,13 +1,16 @@
-"""Environment variables of this process, and its threads."""
+"""Environment variables of this process, its threads and its limits."""
 
 import os
+import resource
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TASKS = Path("/proc/self/task")
 """Folder with the threads of this process; without it, threads have no priority of their own, and nothing tells if a
 process may be forked."""
+_OPEN_FILES = 2**16
+"""Enough for thousands of workers; a program that closes all possible descriptors takes minutes for a billion."""
 
 
 @contextmanager
@@ -19,6 +22,15 @@ def environment(**values: str | None) -> Iterator[None]:
         yield
     finally:
         _set(before)
+
+
+def raise_limit_of_open_files() -> None:
+    """Raise this process's soft limit of open files, often 1024, to the hard limit; rank 0 needs several per rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def python_path(*entries: str) -> str:

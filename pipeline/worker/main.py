@@ -37,6 +37,7 @@ from pipeline.protocol.events import (
 from pipeline.protocol.progress import told_to
 from pipeline.protocol.trial import Evaluation, Rank, Training, Trial, Tuning, trial_from_json
 from pipeline.system import allocator
+from pipeline.system.process import raise_limit_of_open_files
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
 from pipeline.training.loader import new_loaders_closed
@@ -76,6 +77,7 @@ def run(
     Raises:
         WorkerFailed: after the failure has been reported.
     """
+    raise_limit_of_open_files()
     torch.set_num_threads(trial.cpus_per_worker)
     # One sampler for each node; a measurement is short and shouldn't be disturbed.
     samples = rank.local_rank == 0 and isinstance(trial, Training)

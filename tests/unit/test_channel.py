@@ -1,5 +1,8 @@
 """Events and files between processes: all of them, in order, from nobody else, and no worker without its driver."""
 
+import errno
+import os
+import resource
 import secrets
 import socket
 import sys
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ResourceError
+from pipeline.protocol.channel import inbox as inboxes
 from pipeline.protocol.channel.inbox import Inbox, inside
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import EVENT, Address
@@ -22,10 +26,10 @@ from pipeline.protocol.events import AnyEvent, Metrics, Point, Warned, event_to_
 class Driver:
     """An inbox and what it has received."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, host: str = "127.0.0.1") -> None:
         self.events: list[AnyEvent] = []
         self.folder = folder
-        self.inbox = Inbox(host="127.0.0.1", receive=self.events.append, folder=folder)
+        self.inbox = Inbox(host=host, receive=self.events.append, folder=folder)
 
     @property
     def messages(self) -> list[str]:
@@ -118,6 +122,45 @@ def test_many_workers_at_once(driver: Driver) -> None:
     for rank in range(8):
         assert [m for m in driver.messages if m.startswith(f"{rank} ")] == [f"{rank} {n}" for n in range(100)]
     assert len(driver.messages) == 800
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").is_file(), reason="this machine has no IPv6")
+def test_pods_without_ipv4(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, host="::1")
+    with driver.inbox, ChannelOutbox(driver.inbox.address) as outbox:
+        outbox.event(warned("over IPv6"))
+        outbox.close()
+    assert driver.messages == ["over IPv6"]
+
+
+def test_at_the_limit_of_open_files_workers_wait_and_one_line_says_so(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inboxes, "_FULL_S", 0.01)
+    accept, failures = driver.inbox._listener.accept, iter([errno.EMFILE] * 3)
+
+    def accept_later() -> "Connection[bytes, bytes]":
+        if error := next(failures, 0):
+            raise OSError(error, os.strerror(error))
+        return accept()
+
+    monkeypatch.setattr(driver.inbox._listener, "accept", accept_later)
+    for number in range(2):  # the first one is accepted by the call that is under way
+        with ChannelOutbox(driver.inbox.address) as outbox:
+            outbox.event(warned(number))
+    (line,) = set(driver.messages) - {"0", "1"}
+    assert line.startswith("The driver can't accept more workers: Too many open files (its limit is ")
+    assert len(driver.messages) == 3
+
+
+def test_the_limit_of_open_files_is_raised(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with Driver(tmp_path).inbox:
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 2**16), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_leaving_the_block_waits_for_what_is_on_its_way(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Driver side of the channel."""
 
+import errno
 import hmac
 import platform
+import resource
 import secrets
 import socket
 import sys
@@ -18,11 +20,13 @@ from typing import Self
 from pipeline.errors import ResourceError
 from pipeline.protocol.channel.wire import END, EVENT, FILE, STOP, Address, messages
 from pipeline.protocol.events import AnyEvent, Heartbeat, Warned, event_from_json
+from pipeline.system.process import raise_limit_of_open_files
 
 Receive = Callable[[AnyEvent], None]
 
 _SILENT_S = 5.0
 _INTERRUPTED_S = 2.0
+_FULL_S = 1.0
 
 
 class Inbox:
@@ -41,13 +45,16 @@ class Inbox:
         self._hung_up = hung_up
         self._folder = folder
         self._key = secrets.token_hex(32)
-        self._listener = Listener((host, 0), backlog=128)  # all workers may come at once
+        raise_limit_of_open_files()
+        family = "AF_INET6" if ":" in host else "AF_INET"
+        self._listener = Listener((host, 0), family, backlog=128)  # all workers may come at once
         self.address = Address(host=host, port=self._listener.address[1], key=self._key)
         self._readers: list[threading.Thread] = []
         self._connections: list[Connection[bytes, bytes]] = []
         self._stop_asked = False
         self._closed = False
         self._heard = 0.0  # from anyone, in seconds of the monotonic clock
+        self._was_full = False
 
     def __enter__(self) -> Self:
         self._accepting = threading.Thread(target=self._accept, name="inbox", daemon=True)
@@ -81,12 +88,27 @@ class Inbox:
         while not self._closed:
             try:
                 connection = self._listener.accept()
-            except OSError:
-                continue  # it died while it connected
+            except OSError as error:  # it died while it connected, or:
+                if error.errno in {errno.EMFILE, errno.ENFILE}:
+                    self._wait_for_descriptor(error)
+                continue
             # A stranger who says nothing must not keep workers waiting: each is asked for the key in its own thread.
             reader = threading.Thread(target=self._read, args=(connection,), name="inbox-reader", daemon=True)
             self._readers.append(reader)
             reader.start()
+
+    def _wait_for_descriptor(self, error: OSError) -> None:
+        """Wait before the next connection is accepted; warn once."""
+        if not self._was_full:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            self._receive(
+                Warned(
+                    message=f"The driver can't accept more workers: {error.strerror} (its limit is {limit}). They wait "
+                    "until files are closed. Start the run with a higher limit: ulimit -n 65536"
+                )
+            )
+        self._was_full = True
+        time.sleep(_FULL_S)
 
     def _read(self, connection: "Connection[bytes, bytes]") -> None:
         with connection:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Client
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -27,7 +27,7 @@ class ChannelOutbox:
     def __init__(self, address: Address, *, last_words: str = "") -> None:
         """Connect to the driver; a worker that ends itself first prints its ``last_words``, if there are any."""
         self._last_words = last_words
-        self._connection = Client((address.host, address.port), authkey=address.key.encode())
+        self._connection = _connect(address)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="outbox", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="outbox-watcher", daemon=True)
@@ -90,3 +90,22 @@ class ChannelOutbox:
             sys.stderr.write(f"{self._last_words}\n")
             sys.stderr.flush()
         os._exit(1)  # an exception would only end this thread
+
+
+def _connect(address: Address) -> "Connection[bytes, bytes]":
+    """Connect to the driver; `multiprocessing.connection.Client` would take any address for one of IPv4.
+
+    Raises:
+        AuthenticationError: something else listens at the address.
+        OSError: nothing does.
+    """
+    plain = socket.create_connection((address.host, address.port))
+    plain.setblocking(True)  # user code may have set another default
+    connection: Connection[bytes, bytes] = Connection(plain.detach())
+    try:
+        answer_challenge(connection, address.key.encode())
+        deliver_challenge(connection, address.key.encode())
+    except BaseException:
+        connection.close()
+        raise
+    return connection
