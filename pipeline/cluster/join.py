@@ -54,7 +54,7 @@ def connected(address: str, *, verbose: bool, runtime_env: Mapping[str, Any] | N
         runtime_env: Ray's ``runtime_env`` for the workers.
 
     Raises:
-        UsageError: the address is that of a dashboard.
+        UsageError: the address is that of a dashboard, or of Ray Client.
         ResourceError: no cluster answers at the address, or this machine is not one of its nodes.
     """
 
@@ -78,18 +78,23 @@ def _check_reachable(address: str) -> None:
     """Try to connect to the address, since Ray would retry for minutes.
 
     Raises:
-        UsageError: the address is that of a dashboard.
+        UsageError: the address is that of a dashboard, or of Ray Client.
         ResourceError: the address refuses the connection.
     """
     if address.startswith(("http://", "https://")):
         raise UsageError(
             f"{address} is a dashboard, which pipeline submit sends runs to; to join a cluster, write HOST:6379"
         )
+    if address.startswith("ray://"):
+        raise UsageError(
+            f"{address}: Ray Client is not supported. Send the run with pipeline submit --address http://HOST:8265, "
+            "or start it on a node of the cluster with HOST:6379"
+        )
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):  # such as "auto"
         return
     try:
-        socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=_REACH_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except OSError as error:
         raise ResourceError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
 

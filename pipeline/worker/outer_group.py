@@ -210,7 +210,7 @@ def _own_address(outer: OuterLauncher) -> str:
     if not outer.has_several_nodes:
         return LOOPBACK
     faces = [(address_facing, host) for host in outer.hosts[1:2]]
-    named = [(socket.gethostbyname, outer.host)]
+    named = [(_find_address, outer.host)]
     # On a machine, its own name often leads to loopback, or to another network than elsewhere: MASTER_ADDR is chosen.
     is_chosen = outer.host not in outer.hosts[:1]
     for find_address, host in (*named, *faces) if is_chosen else (*faces, *named):
@@ -218,6 +218,13 @@ def _own_address(outer: OuterLauncher) -> str:
             if not is_loopback(found := find_address(host)):
                 return found
     return _ALL_INTERFACES
+
+
+def _find_address(host: str) -> str:
+    """Return an address of a host, one that other machines reach if it has any."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    addresses = [str(each[4][0]) for each in sorted(found, key=lambda each: each[0] == socket.AF_INET6)]  # prefer IPv4
+    return next((each for each in addresses if not is_loopback(each)), addresses[0])
 
 
 def _await_server(host: str, port: int, *, timeout_s: float) -> None:

@@ -16,8 +16,9 @@ from pipeline.launchers._attendance import Attendance
 from pipeline.launchers._shutdown import StopRequest
 from pipeline.launchers.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase
+from pipeline.protocol.outer_launcher import OuterLauncher
 from pipeline.protocol.trial import Rank
-from pipeline.worker import interfaces
+from pipeline.worker import interfaces, outer_group
 
 
 def heartbeat(rank: int, phase: Phase = Phase.BUILDING) -> Heartbeat:
@@ -119,6 +120,26 @@ def test_interface_is_that_of_the_address(monkeypatch: pytest.MonkeyPatch) -> No
     assert interfaces.interface_variables("127.0.0.1", wanted="ib1")["GLOO_SOCKET_IFNAME"] == "ib1"
 
 
+@pytest.mark.parametrize(
+    ("names", "listens_at"),
+    [
+        (["10.0.0.7"], "10.0.0.7"),
+        (["fd00::7"], "fd00::7"),  # a pod without IPv4
+        (["fd00::7", "127.0.1.1", "10.0.0.7", "10.0.0.5"], "10.0.0.7"),
+    ],
+)
+def test_rank_0_listens_at_the_address_of_its_name(
+    names: list[str], listens_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        families = [socket.AF_INET6 if ":" in name else socket.AF_INET for name in names]
+        return [(family, 1, 6, "", (name, port)) for family, name in zip(families, names, strict=True)]
+
+    monkeypatch.setattr(outer_group.socket, "getaddrinfo", resolve)
+    outer = OuterLauncher(name="srun", rank=0, world_size=2, local_rank=0, local_world_size=1, host="node7", port=29500)
+    assert outer_group._own_address(outer) == listens_at
+
+
 @pytest.mark.parametrize(("address", "is_so"), [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False)])
 def test_loopback(address: str, is_so: bool) -> None:
     assert interfaces.is_loopback(address) == is_so
@@ -140,7 +161,7 @@ def test_a_rank_that_waits_for_its_gpu_is_killed_soon_after_another_is_lost(monk
     monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     monkeypatch.setattr(os, "killpg", kill)
     ranks = iter(SimpleNamespace(pid=pid, poll=lambda pid=pid: codes[pid]) for pid in codes)
-    forks: Any = SimpleNamespace(start=lambda *_, **__: next(ranks))
+    forks: Any = SimpleNamespace(start=lambda *_, **__: next(ranks), take_warning=lambda: "")
     trial = toys.trial().model_copy(update={"workers": 2})
     parallel = trial.experiment.parallel
     launcher = torchrun.Launcher(Session(folder=Path(), receive=pytest.fail, parallel=parallel, verbose=True))

@@ -3,6 +3,8 @@
 import pytest
 import ray
 
+from pipeline.cluster.join import connected
+from pipeline.errors import UsageError
 from pipeline.launchers._ray import interface
 from pipeline.launchers._ray.fast import driver_controller, lean_node, patching
 from pipeline.launchers._ray.interface import public_because
@@ -11,6 +13,12 @@ from pipeline.launchers._ray.interface import public_because
 @pytest.fixture(autouse=True)
 def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "_unknown", interface._unknown.__wrapped__)
+
+
+def test_ray_client_is_refused_and_the_other_ways_are_named() -> None:
+    refused = r"ray://head:10001: Ray Client is not supported\. Send .* pipeline submit --address .* with HOST:6379"
+    with pytest.raises(UsageError, match=refused), connected("ray://head:10001", verbose=False):
+        pass
 
 
 def test_the_installed_release_is_started_faster() -> None:
