@@ -245,7 +245,9 @@ class Heartbeat(Event):
     @property
     def activity(self) -> str:
         """Activity of the rank with its step, e.g. "reading data in step 7"."""
-        return f"{_DOING[self.phase]}{f' in step {self.step}' if self.step else ''}"
+        has_waited = self.phase is Phase.WAITING and not self.is_waiting
+        doing = "between two exchanges with other ranks" if has_waited else _DOING[self.phase]
+        return f"{doing}{f' in step {self.step}' if self.step else ''}"
 
     @property
     def stall(self) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from pipeline.errors import Stopped
 from pipeline.protocol import estimates
-from pipeline.protocol.events import AnyEvent, Finished, Outbox, Warned
+from pipeline.protocol.events import AnyEvent, Finished, Outbox, Phase, Warned
 from pipeline.protocol.trial import Baseline, Reference, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training.batches import MicroBatches
@@ -30,6 +30,7 @@ from pipeline.training.dry_run import endless, without_updates
 from pipeline.training.memory import check_free_memory, find_passing_bytes, free_training
 from pipeline.training.step import optimizer_step
 from pipeline.training.torch_errors import is_out_of_memory
+from pipeline.training.watch import mark
 from pipeline.wording import first_line
 
 LEAST_STEPS = 2
@@ -196,6 +197,7 @@ class ComparedTrials:
 
     def _first_steps(self, trial: Compared) -> tuple[TrainContext, _Measured]:
         later = _Later(self._outbox)
+        mark(Phase.BUILDING)  # which may take any time; this rank's last phase may be that of a step
         context = build(trial, rank=self._rank, datasets=self._training.batches.datasets)
         result = self._complete(context, later)
         parts = context.accumulation

@@ -1,6 +1,7 @@
 """Memory of a GPU on which rank 0 keeps other trials next to its part of a training."""
 
 import torch
+from torch import nn
 
 from pipeline.training.build import forget_memory
 from pipeline.training.context import TrainContext
@@ -31,16 +32,25 @@ def check_free_memory(device: torch.device, *, needed: int) -> None:
 def free_training(context: TrainContext) -> None:
     """Free weights, gradients, averages and optimizer state of a training that takes no further step.
 
-    The shards of a sharded model stay: torch keeps references to them.
+    The shards of a sharded model stay: torch keeps references to them. Buffers and frozen weights are taken out of the
+    model instead of emptied: user code may share them, such as a constant or a cached teacher that the next model gets.
     """
     context.optimizer.zero_grad(set_to_none=True)
     for optimizer in each_of(context.optimizer):
         optimizer.state.clear()
     context.averages = None
     context.wrapped = context.model  # DDP keeps buckets of gradients
-    for tensor in (*context.whole.parameters(), *context.whole.buffers()):
-        if not hasattr(tensor, "device_mesh"):
-            tensor.data = tensor.new_empty(0)
+    for module in context.whole.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.new_empty(0)
+        for name, parameter in module._parameters.items():
+            if parameter is None or hasattr(parameter, "device_mesh"):
+                continue
+            if parameter.requires_grad:
+                parameter.data = parameter.new_empty(0)
+            else:
+                module._parameters[name] = nn.Parameter(parameter.new_empty(0), requires_grad=False)
     if context.compiling is not None:
         torch._dynamo.reset()  # CUDA graphs keep memory
     forget_memory(context.device)

@@ -1,5 +1,7 @@
 """Memory of GPUs, with a stand-in of torch's allocator: what trials leave to each other."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +62,18 @@ def test_a_training_that_is_freed_holds_no_memory() -> None:
     assert not context.optimizer.state
     assert context.averages is None
     assert context.wrapped is model
+
+
+def test_a_training_that_is_freed_leaves_tensors_that_user_code_may_share() -> None:
+    train = {"freeze": ["0.*"]}
+    context = building.build(toys.trial(model={"_target_": "toys.batch_norm_net"}, train=train), rank=Rank())
+    model = context.model
+    shared = [*model.buffers(), *(weights for weights in model.parameters() if not weights.requires_grad)]
+    sizes = [tensor.numel() for tensor in shared]
+    dying = weakref.ref(shared[-1])
+    free_training(context)
+    assert [tensor.numel() for tensor in shared] == sizes
+    assert not any(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    del shared
+    gc.collect()
+    assert dying() is None

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from pipeline.config.schema import Measure
 from pipeline.errors import Stopped
-from pipeline.protocol.events import Finished, Warned
+from pipeline.protocol.events import Finished, Phase, Warned
 from pipeline.protocol.trial import Baseline, Rank, Reference, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training import compared_trials, loop, turns
+from pipeline.training import compared_trials, loop, turns, watch
 from pipeline.training.build import build
 from pipeline.training.compared_trials import LEAST_STEPS, Player
 from pipeline.training.loop import train
@@ -161,6 +161,20 @@ def test_all_take_as_many_slots_and_report_them() -> None:
         assert other.peak_memory_mb == ()  # of all of them together
         assert other.losses == result.losses[:3]
     assert result.samples_per_second.windows != 5  # that of the training itself
+
+
+@pytest.mark.usefixtures("short_slots")
+def test_what_is_compared_may_be_built_for_as_long_as_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog ended rank 0 where the baseline took longer: its last phase was that of a step."""
+    phases = []
+
+    def noted(*given: Any, **more: Any) -> Any:
+        phases.append(watch._now.phase)
+        return build(*given, **more)
+
+    monkeypatch.setattr(compared_trials, "build", noted)
+    measured(compared(Baseline))
+    assert phases == [Phase.BUILDING]
 
 
 @pytest.mark.usefixtures("short_slots")
