@@ -19,6 +19,7 @@ from pipeline.training.watch import mark, waiting
 T = TypeVar("T")
 _POLLS_S = 0.01, 0.5
 """Seconds between two questions to the store, at first and at most."""
+_DONE = "done"
 
 
 def gather(value: T, *, rank: Rank) -> list[T]:
@@ -68,20 +69,30 @@ def call_on_first(do: Callable[[], None], *, what: str, rank: Rank) -> None:
     """Call ``do`` on rank 0, however long it takes: the other ranks wait without a collective, which would time out.
 
     ``what`` names the call to all ranks.
+
+    Raises:
+        TrainingError: on the other ranks, with rank 0's error.
     """
     if rank.world_size == 1:
         do()
         return
     store = dist.distributed_c10d._get_default_store()
     if rank.is_first:
-        do()
-        store.set(what, "done")
+        try:
+            do()
+        except BaseException as error:  # an outer launcher's store outlives rank 0: the others would ask it for ever
+            store.set(what, f"{type(error).__name__}: {error}")
+            raise
+        store.set(what, _DONE)
         return
     pause_s, longest_s = _POLLS_S
     while not store.check([what]):
         mark(Phase.WAITING)
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, longest_s)
+    if (answer := store.get(what).decode()) != _DONE:
+        time.sleep(longest_s)  # rank 0 reports its error first, with its traceback
+        raise TrainingError(f"rank 0 failed: {answer}")
 
 
 def tensors_from_first(tensors: Mapping[str, Tensor], *, rank: Rank, device: torch.device) -> Mapping[str, Tensor]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import toys
 from torch import Tensor, nn
 
+from pipeline.errors import TrainingError
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Spread
 from pipeline.training import collectives, probe, reporting
@@ -83,7 +84,9 @@ def test_a_rank_that_fails_alone_ends_instead_of_leaving_the_others_in_a_kernel(
 def test_ranks_wait_for_the_transfer_of_the_weights_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     answers = iter([False, False, True])
-    store = SimpleNamespace(check=lambda _: next(answers), set=lambda key, _: done.append(key))
+    store = SimpleNamespace(
+        check=lambda _: next(answers), set=lambda key, _: done.append(key), get=lambda _: collectives._DONE.encode()
+    )
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     for rank in (0, 1):
         collectives.call_on_first(lambda: done.append("sent"), what="weights", rank=Rank(rank=rank, world_size=2))
@@ -95,3 +98,12 @@ def test_ranks_wait_for_the_transfer_of_the_weights_without_a_collective(monkeyp
     _, outbox = toys.trained()
     assert calls == ["main: weights sent"]
     assert "model/weights.pt" in outbox.files
+
+
+def test_ranks_that_wait_for_the_weights_fail_with_rank_0(store: dist.HashStore) -> None:
+    """The store of an outer launcher outlives rank 0, whose error left the others waiting for ever."""
+    with pytest.raises(MemoryError):
+        collectives.call_on_first(fail, what="weights", rank=Rank(world_size=2))
+    assert store.check(["weights"])
+    with pytest.raises(TrainingError, match="rank 0 failed: MemoryError: no room"):
+        collectives.call_on_first(fail, what="weights", rank=Rank(rank=1, world_size=2))
