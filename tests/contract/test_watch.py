@@ -234,7 +234,7 @@ def test_no_rank_is_blamed_where_one_failed_by_itself() -> None:
 def test_a_rank_of_another_node_that_is_not_heard_any_more_is_lost_with_its_node() -> None:
     detector = HangDetector(toys.trial(parallel={"timeout_s": 0.5}), receive=pytest.fail)
     with detector.watching():
-        for heartbeat in (beat(0, phase=Phase.ENDED), beat(1), beat(2, phase=Phase.WAITING)):
+        for heartbeat in (beat(0, phase=Phase.ENDED), beat(1), beat(2, phase=Phase.WAITING, is_waiting=True)):
             detector.receive(heartbeat)
         time.sleep(1.6)
     assert detector.lost == {
