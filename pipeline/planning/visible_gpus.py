@@ -38,10 +38,11 @@ def _list_gpus() -> tuple[dict[str, str], bool]:
     is_partitioned = False
     try:
         pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError:
         return {}, False
     try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
+        for index in range(count):
             with suppress(pynvml.NVMLError):  # not permitted (Slurm's cgroups), or lost: CUDA leaves it out
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 gpus[str(pynvml.nvmlDeviceGetUUID(handle))] = str(pynvml.nvmlDeviceGetName(handle))

@@ -178,8 +178,8 @@ def device_of(trial: Trial, *, rank: Rank) -> torch.device:
     """
     if trial.device == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    index = rank.local_rank if count > 1 else 0  # srun may show each rank only its own GPU
+    count, own = torch.cuda.device_count(), max(1, trial.devices_per_worker)
+    index = rank.local_rank * own if count > own else 0  # srun may show each rank only its own GPUs
     if 0 < count <= index:  # without any, torch says why
         raise ResourceError(
             f"rank {rank.rank} on {rank.node} has no GPU: CUDA shows {count} GPUs to {rank.local_world_size} ranks "

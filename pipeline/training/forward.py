@@ -98,11 +98,12 @@ def _first_output(context: TrainContext, module: nn.Module, batch: Any, state: A
 def _weight(context: TrainContext, weight: object, loss: Tensor) -> Tensor:
     if not isinstance(weight, Tensor) or weight.ndim:
         raise _refused(context, f"returned {_shape(weight)} as StepOutput.weight; it must be a scalar tensor")
+    weight = weight.detach()
     if context.boundary is not None:
         context.boundary.note_weight(weight)
     if weight.is_cpu:  # a copy to a GPU would wait for it
         return loss.new_full((), float(weight), dtype=context.loss_dtype)
-    return weight.detach().to(loss.device, context.loss_dtype)
+    return weight.to(loss.device, context.loss_dtype)
 
 
 def _refused(context: TrainContext, message: str) -> ExperimentError:

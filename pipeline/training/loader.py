@@ -252,10 +252,17 @@ class _SideStream:
 
         return arrived
 
-    def _record(self, value: Any, stream: torch.cuda.Stream) -> None:
+    def _record(self, value: Any, stream: torch.cuda.Stream) -> Any:
         """Keep memory from being reused while the stream uses it; where an object cannot, later copies wait."""
-        value = value.data if isinstance(value, PackedSequence) else value
-        if hasattr(value, "record_stream"):
-            value.record_stream(stream)
-        else:
-            self._waits = True
+        is_packed = isinstance(value, PackedSequence)  # whose sizes of batches stay on the CPU
+        for part in (value.data, value.sorted_indices, value.unsorted_indices) if is_packed else (value,):
+            if part is None:
+                continue
+            if not hasattr(part, "record_stream"):
+                self._waits = True
+                continue
+            try:
+                part.record_stream(stream)
+            except NotImplementedError:  # torch has it for dense tensors only
+                self._waits = True
+        return value

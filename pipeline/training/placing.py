@@ -1,9 +1,10 @@
 """Placing of batches on a device: tensors, in whatever they are contained."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def to_device(
     def move(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
             casts = dtype is not None and isinstance(tensor, PackedSequence)
-            return tensor.to(device, dtype) if casts else tensor.to(device)
+            moved = tensor.to(device, dtype) if casts else tensor.to(device)
+            return tensor if moved is None else moved  # some move in place and return nothing
         wanted = dtype if tensor.is_floating_point() else None
         if tensor.is_complex() and dtype is not None:
             wanted = dtype.to_complex()
@@ -44,18 +46,26 @@ def to_device(
 
 def map_tensors(function: Callable[[Any], Any], batch: Any) -> Any:
     """Apply a function to the tensors and movable objects of a batch; return a copy of the batch with the results."""
+    copies: dict[int, tuple[Any, Any]] = {}
+    """Records and their copies by the record's id: a record may occur twice, or contain itself."""
 
     def apply(value: Any) -> Any:
         if isinstance(value, Tensor | Movable):
             return function(value)
-        changed = copy(value)
-        names = (*getattr(value, "__dict__", ()), *(field.name for field in _fields(value)))
-        for name in dict.fromkeys(names):
-            if hasattr(value, name):
-                object.__setattr__(changed, name, map_tensors(function, getattr(value, name)))  # it may be frozen
-        return changed
+        if id(value) not in copies:
+            changed = copy(value)
+            copies[id(value)] = value, changed
+            for name, content in getattr(value, "__dict__", {}).items():
+                changed.__dict__[name] = walk(content)
+            for name in _slots(value):
+                if hasattr(value, name):
+                    object.__setattr__(changed, name, walk(getattr(value, name)))  # it may be frozen
+        return copies[id(value)][1]
 
-    return apply_to_collection(batch, (Tensor, Movable, Record), apply)
+    def walk(value: Any) -> Any:
+        return apply_to_collection(value, (Tensor, Movable, Record), apply)
+
+    return walk(batch)
 
 
 class Movable(ABC):
@@ -79,5 +89,8 @@ class Record(ABC):  # noqa: B024 (its hook decides)
         return is_record and not issubclass(subclass, Mapping)
 
 
-def _fields(record: Any) -> Iterable[Any]:
-    return fields(record) if is_dataclass(record) else record.__attrs_attrs__
+def _slots(record: Any) -> Iterator[str]:
+    """Yield the names of the fields that are not in the record's ``__dict__``."""
+    for field in fields(record) if is_dataclass(record) else record.__attrs_attrs__:
+        if isinstance(getattr(type(record), field.name, None), MemberDescriptorType):
+            yield field.name

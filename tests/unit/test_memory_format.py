@@ -127,6 +127,41 @@ def test_what_a_batch_contains_is_moved(kind: str) -> None:
     assert read(batch)[0].device.type == read(batch)[2].value.device.type == "cpu"
 
 
+@attrs.define(slots=False)
+class Node:
+    """A class of attrs with a ``__dict__``, whose objects refer to each other, and a property that can't be set."""
+
+    value: Any
+    parent: "Node | None" = None
+
+    def __attrs_post_init__(self) -> None:
+        self.children = [Node(self.value, self)] if self.parent is None else []
+        self.__dict__["doubled"] = 2 * self.value
+
+    @property
+    def doubled(self) -> Any:
+        return self.__dict__["doubled"]
+
+
+def test_objects_that_refer_to_each_other_are_moved_once() -> None:
+    first, again = to_device([(node := Node(torch.ones(1))), node], device=torch.device("meta"), dtype=None)
+    (child,) = first.children
+    assert again is first is child.parent is not node
+    assert {one.device.type for one in (first.value, first.doubled, child.value)} == {"meta"}
+
+
+class InPlace:
+    """Moves in place and returns nothing."""
+
+    def to(self, device: torch.device) -> None:
+        self.device = device.type
+
+
+def test_an_object_that_moves_in_place_stays_in_the_batch() -> None:
+    (moved,) = to_device([InPlace()], device=torch.device("meta"), dtype=None)
+    assert moved.device == "meta"
+
+
 def test_fsdp_refuses_it_with_the_line() -> None:
     with pytest.raises(ExperimentError) as caught:
         load(RESNET, ["train.memory_format=channels_last", "parallel.strategy=fsdp"])

@@ -13,7 +13,7 @@ from pipeline.protocol.trial import Rank
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import StepOutput
 from pipeline.training import parts
-from pipeline.training.build import build
+from pipeline.training.build import build, device_of
 from pipeline.training.forward import accepted
 from pipeline.training.randomness import seed_all
 
@@ -42,6 +42,15 @@ def test_there_is_one_on_each_gpu_of_the_plan(monkeypatch: pytest.MonkeyPatch) -
 
     assert list(given[model]) == [0, 1]
     assert context.gpus == [0, 1]
+
+
+@pytest.mark.usefixtures("visible")
+def test_several_processes_have_separate_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another package's strategy, with several GPUs for each of several processes."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    layout = {"strategy": "dp", "device": "cuda", "devices_per_worker": 2}
+    trial, rank = toys.trial().model_copy(update=layout), Rank(local_rank=3)
+    assert parts.strategy(trial, device=device_of(trial, rank=rank), rank=rank).gpus == range(6, 8)
 
 
 @pytest.mark.usefixtures("visible")

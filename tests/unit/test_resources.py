@@ -28,10 +28,12 @@ def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detect().gpus == ()
 
 
-def fake_nvml(monkeypatch: pytest.MonkeyPatch, *, broken: Collection[int] = (), is_partitioned: bool = False) -> None:
-    """Four GPUs, of which NVML can't open the broken ones."""
+def fake_nvml(
+    monkeypatch: pytest.MonkeyPatch, *, broken: Collection[object] = (), is_partitioned: bool = False
+) -> None:
+    """Four GPUs, of which NVML can't open the broken ones, or can't count them."""
 
-    def opened(index: int) -> int:
+    def opened(index: object) -> object:
         if index in broken:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
         return index
@@ -39,7 +41,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, *, broken: Collection[int] = (), 
     fakes: dict[str, Any] = {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetCount": lambda: 4,
+        "nvmlDeviceGetCount": lambda: len([opened("count")] * 4),
         "nvmlDeviceGetHandleByIndex": opened,
         "nvmlDeviceGetUUID": lambda index: f"GPU-{index}ab-cd",
         "nvmlDeviceGetName": lambda index: f"H100 {index}",
@@ -54,6 +56,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, *, broken: Collection[int] = (), 
     [
         (None, {}, "0123"),
         (None, {2}, "013"),
+        (None, {"count"}, ""),
         ("2", {1}, "3"),  # CUDA doesn't count what it can't open
         ("", {}, ""),
         ("2,0", {}, "20"),
@@ -70,7 +73,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, *, broken: Collection[int] = (), 
     ],
 )
 def test_visible_gpus_are_counted_as_cuda_counts_them(
-    visible: str | None, broken: Collection[int], numbers: str, monkeypatch: pytest.MonkeyPatch
+    visible: str | None, broken: Collection[object], numbers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_nvml(monkeypatch, broken=broken)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
