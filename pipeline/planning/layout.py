@@ -174,6 +174,12 @@ def _check_room(trial: Trial, resources: Resources) -> None:
             f"parallel.placement: strict_spread needs a node for each of {counted(trial.workers, 'worker')}; "
             f"{resources.node} has {counted(resources.nodes, 'node')} for them; use fewer workers, or spread"
         )
+    if trial.replicas > len(resources.gpus) and trial.devices_per_worker > 1:
+        raise ResourceError(
+            f"parallel.gpus_per_worker: {counted(trial.workers, 'worker')} with {trial.devices_per_worker} GPUs per "
+            f"worker: {trial.replicas} GPUs are needed, but {resources.node} has {resources.summary}; use fewer GPUs, "
+            "or device: cpu"
+        )
     if trial.devices_per_worker * trial.workers > len(resources.gpus):
         raise ResourceError(
             f"parallel.workers: {trial.workers} workers need {trial.workers} GPUs; {resources.node} has "

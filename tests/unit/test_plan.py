@@ -297,6 +297,11 @@ def test_a_cluster_s_nodes_without_gpus_count_on_cpu_only(
             "use fewer workers, or device: cpu",
         ),
         (
+            SERVER, {"strategy": "dp", "gpus_per_worker": 8},
+            "parallel.gpus_per_worker: 1 worker with 8 GPUs per worker: 8 GPUs are needed, but server has 32 cores, "
+            "256 GiB, 4 x H200; use fewer GPUs, or device: cpu",
+        ),
+        (
             LAPTOP, {"device": "cuda"},
             "parallel.device: cuda asks for GPUs; laptop has 8 cores, 16 GiB, no GPU; write auto or cpu",
         ),
