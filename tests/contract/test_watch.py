@@ -79,7 +79,10 @@ def test_building_the_first_step_saving_and_waiting_take_as_long_as_they_like(st
     outbox, ended = toys.Kept(), threading.Event()
     with watching(outbox, end=ended.set, timeout_s=0.2):
         train_until(steps, phase)
-        assert not ended.wait(0.6)
+        deadline = time.monotonic() + PATIENCE_S  # a busy machine lets the watchdog run late
+        while max(heartbeat.idle_s for heartbeat in heartbeats(outbox)) <= 0.2 and time.monotonic() < deadline:
+            assert not ended.wait(0.1)
+        assert not ended.wait(0.2)
 
     assert max(heartbeat.idle_s for heartbeat in heartbeats(outbox)) > 0.2
     assert not any(heartbeat.is_stuck for heartbeat in heartbeats(outbox))
