@@ -1,41 +1,30 @@
-"""Checks of all nodes of an existing cluster before anything is trained.
+"""Checks of nodes of an existing cluster before they get workers; all nodes are asked at once.
 
-All problems are reported in one error: nodes often lack several things, and each attempt takes a while.
+All problems of a node are found at once: nodes often lack several things, and each attempt takes a while.
 """
 
 import os
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-
-import ray
-from ray.exceptions import GetTimeoutError, RayError
+from typing import Any, NamedTuple
 
 from pipeline.cluster.code import Code
 from pipeline.cluster.node_check import Answer, Question, check_node
-from pipeline.cluster.node_facts import NodeFacts
-from pipeline.cluster.nodes import pinned
+from pipeline.cluster.node_facts import NodeFacts, facts_here
+from pipeline.cluster.nodes import NodeQuestion, ask_facts, read_facts
+from pipeline.cluster.placement import node_name
 from pipeline.config.keys import walk
 from pipeline.config.schema import Experiment
 from pipeline.errors import ResourceError
+from pipeline.planning.resources import UnfitNode
 from pipeline.training.checkpoints.storage import Storage
-from pipeline.wording import last_line
 
 
-def refuse_others(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> None:
-    """Check that all nodes have the driver's versions of Python, torch, Ray and pipeline.
-
-    Raises:
-        ResourceError: versions differ; names all such nodes with both versions.
-    """
-    problems = [f"{node.label}: {problem}" for node in nodes for problem in _differences(node, here)]
-    if problems:
-        raise ResourceError("\n".join(["versions on the cluster's nodes differ from this machine's:", *problems]))
-
-
-def _differences(node: NodeFacts, here: NodeFacts) -> Iterator[str]:
+def find_other_versions(node: NodeFacts, *, here: NodeFacts) -> list[str]:
+    """Return how a node's versions of Python, torch, Ray and pipeline differ from the driver's."""
+    problems = []
     for package, own in here.versions.items():
         version = node.versions[package]
         if own is not None and version != own:
@@ -43,77 +32,103 @@ def _differences(node: NodeFacts, here: NodeFacts) -> Iterator[str]:
             remedy = f"on that node: pip install {package}=={own}"
             if package == "Python":
                 remedy = "use the same on all, e.g. one container image"
-            yield f"{has}, this machine {own}; {remedy}"
+            problems.append(f"{has}, this machine {own}; {remedy}")
+    return problems
 
 
-def look_around(experiment: Experiment, *, nodes: Mapping[str, str], code: Code, checkpoints: str | None) -> list[str]:
-    """Check on each node what workers will need there: packages, data, network interface, checkpoint storage.
+class CheckedNodes(NamedTuple):
+    """Result of the checks of several nodes."""
 
-    Returns warnings for the user.
+    unfit: Mapping[str, UnfitNode]
+    """Nodes that can't have workers, by Ray's id."""
+    warnings: list[str]
 
-    Args:
-        experiment: the experiment that will run.
-        nodes: names of the nodes that may get workers, by Ray's id.
-        code: locations of the project's code on the nodes.
-        checkpoints: folder or address of the checkpoints; None: none are saved.
 
-    Raises:
-        ResourceError: a node lacks something; names all such nodes.
-    """
-    texts = (value for _, value in walk(experiment.data.arguments) if isinstance(value, str))
-    data = tuple(text for text in texts if os.path.exists(text))  # noqa: PTH110 - Path.exists raises for very long ones
-    with _token(checkpoints) as token:
+class NodeChecks:
+    """Checks that run on nodes: versions, packages, data, network interface, checkpoint storage."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        nodes: Mapping[str, Mapping[str, Any]],
+        code: Code,
+        checkpoints: str | None,
+        with_versions: bool,
+    ) -> None:
+        """Start the checks.
+
+        Args:
+            experiment: the experiment that will run.
+            nodes: Ray's records of the nodes, by its id.
+            code: locations of the project's code on the nodes.
+            checkpoints: folder or address of the checkpoints; None: none are saved.
+            with_versions: compare versions, too.
+
+        Raises:
+            ResourceError: this machine can't write checkpoints.
+        """
+        self.nodes = nodes
+        self._experiment = experiment
+        self._checkpoints = checkpoints
+        self._held = ExitStack()
+        token = self._held.enter_context(_token(checkpoints))
+        texts = (value for _, value in walk(experiment.data.arguments) if isinstance(value, str))
+        # Path.exists raises for very long ones.
+        data = tuple(text for text in texts if os.path.exists(text))  # noqa: PTH110
         question = Question(code=code, data=data, token=token)
-        answers = _ask(question, nodes, timeout_s=experiment.parallel.start_timeout_s)
-    problems = [
-        f"{node}: {problem}"
-        for node, answer in answers
-        for problem in _problems(answer, experiment=experiment, checkpoints=checkpoints)
-    ]
-    if problems:
-        raise ResourceError("\n".join(["the cluster's nodes lack something:", *problems]))
-    return [
-        f"data: {path} is on this machine, but not on {node}; put it on shared storage unless it is downloaded there"
-        for node, answer in answers
-        for path in answer.missing_data
-    ]
+        self._needs = NodeQuestion(check_node, question.model_dump_json(), nodes=nodes)
+        self._facts = ask_facts(nodes if with_versions else ())
+
+    def are_done(self) -> bool:
+        """Return True if `results` needn't wait."""
+        return self._needs.is_answered() and self._facts.is_answered()
+
+    def results(self) -> CheckedNodes:
+        """Wait for all nodes, each for a limited time, and return what was found."""
+        with self._held:
+            (needs, silent), (facts, without_facts) = self._needs.answers(), self._facts.answers()
+        problems = {node: [why] for node, why in (without_facts | silent).items()}
+        answers = {node: Answer.model_validate_json(answer) for node, answer in needs.items() if node not in problems}
+        for there in read_facts(facts, records=self.nodes):
+            assert there.ray_node
+            problems.setdefault(there.ray_node, []).extend(find_other_versions(there, here=facts_here()))
+        for node, answer in answers.items():
+            problems.setdefault(node, []).extend(self._find_problems(answer))
+        return CheckedNodes(find_unfit(problems, records=self.nodes), [*self._find_missing_data(answers)])
+
+    def _find_problems(self, answer: Answer) -> Iterator[str]:
+        parallel = self._experiment.parallel
+        for package in answer.missing_packages:
+            remedy = "install it there" if parallel.ship_code else "install it there, or write ship_code: true"
+            yield f"it can't import {package}, a package of this project; {remedy}"
+        if parallel.interface is not None and parallel.interface not in answer.interfaces:
+            yield f"parallel.interface: it has no {parallel.interface}; it has {', '.join(answer.interfaces)}"
+        if answer.storage is not None:
+            yield (
+                f"checkpoints go to {self._checkpoints}, and {answer.storage}; write checkpoint.directory: a folder "
+                "that all nodes share, or an address such as s3://bucket/folder, or checkpoint.keep: 0 to have none"
+            )
+
+    def _find_missing_data(self, answers: Mapping[str, Answer]) -> Iterator[str]:
+        names: dict[str, list[str]] = {}
+        for node, answer in answers.items():
+            for path in answer.missing_data:
+                names.setdefault(path, []).append(node_name(self.nodes[node]))
+        for path, without in names.items():
+            yield (
+                f"data: {path} is on this machine, but not on {', '.join(without)}; put it on shared storage unless it "
+                "is downloaded there"
+            )
 
 
-def _problems(answer: Answer, *, experiment: Experiment, checkpoints: str | None) -> Iterator[str]:
-    for package in answer.missing_packages:
-        remedy = "install it there" if experiment.parallel.ship_code else "install it there, or write ship_code: true"
-        yield f"it can't import {package}, a package of this project; {remedy}"
-    wanted = experiment.parallel.interface
-    if wanted is not None and wanted not in answer.interfaces:
-        yield f"parallel.interface: it has no {wanted}; it has {', '.join(answer.interfaces)}"
-    if answer.storage is not None:
-        yield (
-            f"checkpoints go to {checkpoints}, and {answer.storage}; write checkpoint.directory: a folder that all "
-            "nodes share, or an address such as s3://bucket/folder, or checkpoint.keep: 0 to have none"
-        )
-
-
-def _ask(question: Question, nodes: Mapping[str, str], *, timeout_s: float) -> list[tuple[str, Answer]]:
-    """Ask all nodes; return each node's name and answer.
-
-    Raises:
-        ResourceError: a node doesn't answer.
-    """
-    asked = {node: pinned(check_node, node=node).remote(question.model_dump_json()) for node in nodes}
-    answers, silent = [], []
-    deadline = time.monotonic() + timeout_s
-    for node, answer in asked.items():
-        name = nodes[node]
-        try:
-            remaining = max(0.0, deadline - time.monotonic())
-            answers.append((name, Answer.model_validate_json(ray.get(answer, timeout=remaining))))
-        except GetTimeoutError:
-            silent.append(f"{name}: it didn't answer within parallel.start_timeout_s, {timeout_s:g} s")
-        except RayError as error:
-            silent.append(f"{name}: {last_line(error)}")
-    if silent:
-        raise ResourceError("\n".join(["the cluster's nodes can't be used:", *silent]))
-    return answers
+def find_unfit(problems: Mapping[str, list[str]], *, records: Mapping[str, Mapping[str, Any]]) -> dict[str, UnfitNode]:
+    """Return the nodes that have problems, by Ray's id."""
+    return {
+        node: UnfitNode(name=node_name(records[node]), problems=tuple(found))
+        for node, found in problems.items()
+        if found
+    }
 
 
 @contextmanager

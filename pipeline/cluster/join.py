@@ -9,15 +9,15 @@ from typing import Any
 import psutil
 import ray
 
-from pipeline.cluster.checks import refuse_others
+from pipeline.cluster.checks import find_other_versions, find_unfit
 from pipeline.cluster.connection import connection
 from pipeline.cluster.node_facts import facts_here
-from pipeline.cluster.nodes import facts_of_nodes
+from pipeline.cluster.nodes import ask_facts, read_facts
 from pipeline.cluster.placement import able_nodes
 from pipeline.cluster.ray_internals import addresses_of_nodes
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError, UsageError
-from pipeline.planning.resources import Resources
+from pipeline.planning.resources import Resources, format_unfit
 from pipeline.wording import first_line
 
 _REACH_S = 10.0
@@ -27,20 +27,26 @@ def cluster_resources(address: str, parallel: Parallel) -> Resources:
     """Return the total resources of the nodes that can have workers.
 
     Raises:
-        ResourceError: no cluster answers at the address, or its nodes can't be used.
+        ResourceError: no cluster answers at the address, or none of its nodes can have workers.
     """
     with connected(address, verbose=False):
         able = able_nodes(parallel)
-        facts = [node for node in facts_of_nodes(timeout_s=parallel.start_timeout_s) if node.ray_node in able]
-        refuse_others(facts, here=facts_here())
-    nodes = [node["Resources"] for node in able.values()]
-    gpu = next((gpu.name for node in facts for gpu in node.gpus), "GPU")
+        answers, silent = ask_facts(able).answers()
+        facts = read_facts(answers, records=able)
+    here = facts_here()
+    problems = {str(node.ray_node): find_other_versions(node, here=here) for node in facts}
+    unfit = find_unfit(problems | {node: [why] for node, why in silent.items()}, records=able)
+    nodes = [node["Resources"] for id_, node in able.items() if id_ not in unfit]
+    if not nodes:
+        raise ResourceError("\n".join(["the cluster's nodes can't be used:", *format_unfit(unfit.values())]))
+    gpu = next((gpu.name for node in facts for gpu in node.gpus if node.ray_node not in unfit), "GPU")
     return Resources(
         cpus=int(sum(node.get("CPU", 0) for node in nodes)),
         memory_mb=int(sum(node.get("memory", 0) for node in nodes)) // 2**20,
         gpus=(gpu,) * int(sum(node.get("GPU", 0) for node in nodes)),
         node=f"Ray cluster at {address}",
         nodes=len(nodes),
+        unfit=unfit,
     )
 
 

@@ -1,7 +1,7 @@
-"""Facts of all nodes of the connected Ray cluster, collected on each node by a Ray task, all at once."""
+"""Questions to nodes of the connected Ray cluster: tasks that run on all of them at once, and what they answer."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -12,60 +12,66 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.cluster.node_facts import NodeFacts, collect
-from pipeline.cluster.placement import node_name, usable_nodes
-from pipeline.errors import ResourceError
 from pipeline.wording import last_line
 
+ANSWER_S = 60.0
+"""Longest wait for a node's answer; Ray starts a process for it, and may fetch the project's code first."""
 _CLOCK_ROUNDS = 5
 _CLOCK_TIMEOUT_S = 5.0
 
 
-class NodesSilent(ResourceError):
-    """Nodes that Ray counts as alive didn't answer.
+class NodeQuestion:
+    """A function that runs on several nodes at once, and returns text on each of them. Needs a connection."""
 
-    Attributes:
-        answered: facts of the nodes that answered.
-        silent: reason for each node that didn't, by its name and address.
-    """
+    def __init__(
+        self,
+        function: Callable[..., str],
+        *arguments: object,
+        nodes: Iterable[str],
+        timeout_s: float = ANSWER_S,
+        **options: object,
+    ) -> None:
+        """Start the function with these arguments and options on ``nodes``, given by Ray's id."""
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._tasks = {node: pinned(function, node=node).remote(*arguments, **options) for node in nodes}
 
-    def __init__(self, answered: Sequence[NodeFacts], silent: Mapping[str, str]) -> None:
-        self.answered = tuple(answered)
-        self.silent = dict(silent)
-        said = "; ".join(f"{node}: {why}" for node, why in self.silent.items())
-        super().__init__(f"of the Ray cluster's nodes, {len(self.silent)} can't be used: {said}")
+    def is_answered(self) -> bool:
+        """Return True if all nodes have answered or their time is up."""
+        return time.monotonic() >= self._deadline or len(self._in_time(timeout_s=0)) == len(self._tasks)
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.answered, self.silent)
+    def answers(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Wait for the answers; return them, and why other nodes gave none, each by Ray's id."""
+        in_time = self._in_time(timeout_s=max(0.0, self._deadline - time.monotonic()))
+        answers, silent = {}, {}
+        for node, task in self._tasks.items():
+            if task not in in_time:
+                silent[node] = f"it didn't answer within {self._timeout_s:g} s; read Ray's logs there, or restart Ray"
+                ray.cancel(task, force=True)
+                continue
+            try:
+                answers[node] = ray.get(task)
+            except RayError as error:
+                silent[node] = last_line(error)
+        return answers, silent
+
+    def _in_time(self, *, timeout_s: float) -> set[Any]:
+        """Return the tasks that end within a time."""
+        tasks = [*self._tasks.values()]
+        return set(ray.wait(tasks, num_returns=len(tasks), timeout=timeout_s)[0]) if tasks else set()
 
 
-def facts_of_nodes(*, timeout_s: float) -> tuple[NodeFacts, ...]:
-    """Collect the facts of all usable nodes, ordered by address. Needs a connection.
-
-    Raises:
-        NodesSilent: a node didn't answer within ``timeout_s``, or its task failed.
-    """
-    answered, silent = [], {}
+def ask_facts(nodes: Iterable[str], *, timeout_s: float = ANSWER_S) -> NodeQuestion:
+    """Ask nodes, by Ray's id, for their facts; they may lack this package."""
     with by_value(collect):
-        nodes = sorted(usable_nodes(), key=lambda node: str(node["NodeManagerAddress"]))
-        asked = {pinned(collect.facts, node=node["NodeID"]).remote(all_gpus=True): node for node in nodes}
-    in_time, _ = ray.wait([*asked], num_returns=len(asked), timeout=timeout_s)
-    for answer, node in asked.items():
-        if answer not in in_time:
-            why = f"it didn't answer within {timeout_s:g} s; read Ray's logs there, or restart Ray on it"
-            silent[node_name(node)] = why
-            ray.cancel(answer, force=True)
-            continue
-        try:
-            facts = NodeFacts.model_validate_json(ray.get(answer))
-        except RayError as error:
-            silent[node_name(node)] = last_line(error)
-        else:
-            place = {"address": node["NodeManagerAddress"], "ray_node": node["NodeID"]}
-            answered.append(facts.model_copy(update=place))
-    answered = [_with_clock(facts) for facts in answered]
-    if silent:
-        raise NodesSilent(answered, silent)
-    return tuple(answered)
+        return NodeQuestion(collect.facts, nodes=nodes, timeout_s=timeout_s, all_gpus=True)
+
+
+def read_facts(answers: Mapping[str, str], *, records: Mapping[str, Mapping[str, Any]]) -> list[NodeFacts]:
+    """Return the facts of the nodes that answered, ordered by address; ``records`` are Ray's, by its id."""
+    places = {node: {"address": records[node]["NodeManagerAddress"], "ray_node": node} for node in answers}
+    facts = [NodeFacts.model_validate_json(answer).model_copy(update=places[node]) for node, answer in answers.items()]
+    return sorted(facts, key=lambda node: str(node.address))
 
 
 @contextmanager
@@ -84,7 +90,7 @@ def pinned(function: Callable[..., object], *, node: str, gpus: int = 0) -> Any:
     return ray.remote(function).options(num_cpus=0, num_gpus=gpus, max_retries=0, scheduling_strategy=place)
 
 
-def _with_clock(facts: NodeFacts) -> NodeFacts:
+def compare_clock(facts: NodeFacts) -> NodeFacts:
     """Compare clocks by the fastest of a few round trips, as NTP does; the node's task process is already running."""
     assert facts.ray_node
     with by_value(collect):

@@ -3,7 +3,7 @@
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -31,20 +31,30 @@ def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
     Raises:
         ResourceError: no node is large enough.
     """
-    amounts = {"CPU": float(parallel.cpus_per_worker or 1), **parallel.resources_per_worker}
-    if parallel.device == "cuda":
-        amounts["GPU"] = 1
-    usable = usable_nodes()
+    able = find_able_nodes(parallel)
+    if not able:
+        amounts = _least(parallel)
+        there = "; ".join(f"{node_name(node)} has {_amounts(node['Resources'], amounts)}" for node in usable_nodes())
+        raise ResourceError(f"no node of the Ray cluster has {_amounts(amounts)} for a worker: {there}")
+    return able
+
+
+def find_able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
+    """Return the same as `able_nodes`, also if it is none."""
+    amounts = _least(parallel)
     able = {
         str(node["NodeID"]): node
-        for node in usable
+        for node in usable_nodes()
         if all(node["Resources"].get(name, 0) >= amount for name, amount in amounts.items())
     }
-    if not able:
-        there = "; ".join(f"{node_name(node)} has {_amounts(node['Resources'], amounts)}" for node in usable)
-        raise ResourceError(f"no node of the Ray cluster has {_amounts(amounts)} for a worker: {there}")
     with_gpus = {name: node for name, node in able.items() if node["Resources"].get("GPU", 0) >= 1}
     return with_gpus if with_gpus and parallel.device == "auto" else able
+
+
+def _least(parallel: Parallel) -> dict[str, float]:
+    """Return the resources that a worker needs at least."""
+    amounts = {"CPU": float(parallel.cpus_per_worker or 1), **parallel.resources_per_worker}
+    return amounts | ({"GPU": 1.0} if parallel.device == "cuda" else {})
 
 
 def node_name(node: Mapping[str, Any]) -> str:
@@ -52,10 +62,10 @@ def node_name(node: Mapping[str, Any]) -> str:
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
-def await_capacity(trial: Trial) -> None:
+def await_capacity(trial: Trial, *, nodes: Callable[[], list[dict[str, Any]]]) -> None:
     """Wait until all workers of a trial fit; Ray itself would wait forever and log a traceback every minute.
 
-    A resumed training also waits for lost nodes to return.
+    A resumed training also waits for lost nodes to return. ``nodes`` returns Ray's records of those that can be used.
 
     Raises:
         ResourceError: the cluster is too small, or not free within ``parallel.queue_timeout_s``.
@@ -63,16 +73,16 @@ def await_capacity(trial: Trial) -> None:
     amounts = per_worker(trial)
     patience_s = trial.experiment.parallel.room_timeout_s
     deadline = time.monotonic() + patience_s
-    while (fit := free(trial)) < trial.workers:
-        total = _fitting(trial, [node["Resources"] for node in usable_nodes()])
-        there = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
+    while (fit := free(trial, there := nodes())) < trial.workers:
+        total = room(trial, there)
+        asked = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
         if total < trial.workers and not (isinstance(trial, Training) and trial.resume):
             reading = (
                 f", each of which keeps {READERS} core for reading the data" if trial.experiment.is_streamed else ""
             )
-            raise ResourceError(f"{there}: room for {total} on its nodes{reading}")
+            raise ResourceError(f"{asked}: room for {total} on its nodes{reading}")
         if time.monotonic() > deadline:
-            raise ResourceError(f"{there}; room for {fit} was free within parallel.queue_timeout_s, {patience_s:g} s")
+            raise ResourceError(f"{asked}; room for {fit} was free within parallel.queue_timeout_s, {patience_s:g} s")
         time.sleep(_POLL_S)
 
 
@@ -83,10 +93,15 @@ def await_death_notices(*, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def free(trial: Trial) -> int:
-    """Return the number of a trial's workers that fit beside what runs on the cluster."""
+def free(trial: Trial, nodes: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of a trial's workers that fit on nodes, given by Ray's records, beside what runs there."""
     available = available_resources_per_node()
-    return _fitting(trial, [available.get(node["NodeID"], {}) for node in usable_nodes() if _is_reachable(node)])
+    return _fitting(trial, [available.get(node["NodeID"], {}) for node in nodes if _is_reachable(node)])
+
+
+def room(trial: Trial, nodes: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of a trial's workers that fit on nodes where nothing else runs."""
+    return _fitting(trial, [node["Resources"] for node in nodes])
 
 
 def per_worker(trial: Trial) -> dict[str, float]:

@@ -13,10 +13,10 @@ from pipeline.commands.interruption import continuable
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import initial_weights, preflight
 from pipeline.driver.execute import execute, explained
-from pipeline.errors import ExperimentError, PipelineError, UsageError
+from pipeline.errors import ExperimentError, PipelineError, ResourceError, UsageError
 from pipeline.launchers.base import Launcher, Session
 from pipeline.planning.plan import Plan
-from pipeline.planning.resources import Resources
+from pipeline.planning.resources import Resources, format_unfit
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
 from pipeline.protocol.outer_launcher import outer_launcher
 from pipeline.protocol.trial import Trial, Weights
@@ -61,8 +61,11 @@ def planning(file: ExperimentFile, *, resumes: bool = False) -> Iterator[tuple[t
     if parallel.launcher == "ray" and parallel.cluster:
         stages.begin(f"connecting to Ray at {parallel.cluster}")
     resources = registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
-    with explained(file):
-        yield allowed, resources
+    try:
+        with explained(file):
+            yield allowed, resources
+    except ResourceError as error:
+        raise ResourceError("\n".join([str(error), *format_unfit(resources.unfit.values())])) from error
 
 
 class _Results:
@@ -131,6 +134,7 @@ class Invocation:
             folder=self.folder,
             receive=self.recorder.receive,
             parallel=parallel,
+            unfit=self.plan.resources.unfit,
             streams=self.plan.experiment.is_streamed,
             verbose=self.verbose,
         )

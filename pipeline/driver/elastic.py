@@ -31,8 +31,9 @@ def sized(trial: T, *, launcher: Launcher) -> T:
     """Return the trial with as many workers as fit; wait until the least number fits.
 
     Raises:
-        ResourceError: it doesn't within ``parallel.queue_timeout_s``.
+        ResourceError: it doesn't within ``parallel.queue_timeout_s``, or too few nodes can have workers.
     """
+    launcher.check_nodes(trial)
     parallel = trial.experiment.parallel
     deadline = time.monotonic() + parallel.room_timeout_s
     room, since = -1, time.monotonic()

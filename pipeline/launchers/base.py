@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -14,7 +14,7 @@ from pipeline.config.parallel import Parallel
 from pipeline.launchers._attendance import Attendance
 from pipeline.launchers._hang_detector import HangDetector
 from pipeline.launchers._shutdown import StopRequest
-from pipeline.planning.resources import Resources
+from pipeline.planning.resources import Resources, UnfitNode
 from pipeline.protocol.channel.inbox import Inbox, Receive, inside, not_kept, replacing
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import AnyEvent, Finished, FirstStep
@@ -35,6 +35,8 @@ class Session:
     """Takes each event; called from any thread."""
     parallel: Parallel
     """Placement of the workers."""
+    unfit: Mapping[str, UnfitNode] = field(default_factory=dict)
+    """Nodes of a cluster that were left out when the run was planned, by Ray's id."""
     streams: bool = False
     """True if the launcher reads the data and sends it to the workers."""
     verbose: bool = False
@@ -181,6 +183,13 @@ class Launcher(ABC):
 
         Raises:
             ResourceError: they can't be reached.
+        """
+
+    def check_nodes(self, trial: Trial) -> None:  # noqa: B027 - most launchers have this machine only
+        """Check the nodes that may get workers of a trial; called before its workers are counted or started.
+
+        Raises:
+            ResourceError: too few workers fit on the nodes that can have workers.
         """
 
     @abstractmethod

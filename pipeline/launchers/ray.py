@@ -6,6 +6,7 @@ It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import ray
@@ -14,14 +15,11 @@ from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, 
 
 from pipeline.cluster import join
 from pipeline.cluster import placement as places
-from pipeline.cluster.checks import look_around, refuse_others
 from pipeline.cluster.code import sent, to_send
 from pipeline.cluster.connection import outside_main_thread
 from pipeline.cluster.draining import departures
+from pipeline.cluster.fit_nodes import Check, FitNodes
 from pipeline.cluster.join import connected
-from pipeline.cluster.node_facts import facts_here
-from pipeline.cluster.nodes import facts_of_nodes
-from pipeline.cluster.placement import able_nodes, node_name
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.launchers import base
@@ -51,6 +49,7 @@ _AFTER_OTHERS_S = 30.0
 _LAST_POLL_S = 5.0  # a poll that is under way
 _LIMITS = {"max_failures", "controller_failure_limit", "max_preemption_failures"}
 """Limits on restarts by Ray Train: none, as the driver restarts workers itself. Not all releases have the last one."""
+_NODE_DIED = "its node has died"  # in Ray's message, about a minute after the node's link was cut
 _SHOWN = 5  # untracked files
 
 
@@ -63,7 +62,7 @@ class Launcher(base.Launcher):
         self.departures = departures if self._address is not None else None
         self._running = 0  # workers
         self._ingests: dict[str, Ingest] = {}
-        self._seen: set[str] = set()  # nodes that were checked, by Ray's id
+        self._fit_nodes: FitNodes | None = None  # for a local Ray
         self._public_because = public_because()
 
     def __enter__(self) -> Self:
@@ -82,6 +81,7 @@ class Launcher(base.Launcher):
                 stack.enter_context(local_ray(session.parallel, streams=session.streams, verbose=session.verbose))
             else:
                 stack.enter_context(connected(self._address, verbose=session.verbose, runtime_env=runtime_env))
+                self._fit_nodes = FitNodes(session.parallel, code=self._code, unfit=session.unfit)
             self.held = stack.pop_all()
         return self
 
@@ -92,10 +92,15 @@ class Launcher(base.Launcher):
         to_send(parallel, joined=address is not None)  # raises what is wrong with the code before anything is started
         return resources.detect() if address is None else join.cluster_resources(address, parallel)
 
+    def check_nodes(self, trial: Trial) -> None:
+        """Check the cluster's nodes that are new; see `pipeline.launchers.base.Launcher`."""
+        if self._fit_nodes is not None:
+            self._fit_nodes.check(self._check(trial))
+
     def capacity(self, trial: Trial) -> int:
-        """Return the workers that fit on reachable nodes, running ones included."""
+        """Return the workers that fit on reachable nodes that have passed the checks, running ones included."""
         try:
-            return self._running + places.free(trial)
+            return self._running + places.free(trial, self._nodes(trial))
         except RayError:  # the head doesn't answer: the workers end, too
             return self._running
 
@@ -108,34 +113,28 @@ class Launcher(base.Launcher):
             )
             self._public_because = ""
         places.await_death_notices(timeout_s=trial.experiment.parallel.start_timeout_s)
-        self._check_nodes(trial)
-        places.await_capacity(trial)
+        self._warn_untracked(trial)
+        self.check_nodes(trial)
+        places.await_capacity(trial, nodes=partial(self._nodes, trial))
         ingest = self._ingest(trial)
         host = local.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
         with attempt.listening(host) as address, environment(**_patience(trial)):
             error = self._train(trial, address, ingest)
         return attempt.outcome(_losses(error, trial, silent=attempt.silent))
 
-    def _check_nodes(self, trial: Trial) -> None:
-        """Check nodes that may get workers and weren't checked yet: a lost node may be replaced by a new one.
+    def _nodes(self, trial: Trial) -> list[dict[str, Any]]:
+        """Return Ray's records of the nodes that can have workers now."""
+        return places.usable_nodes() if self._fit_nodes is None else self._fit_nodes.look(self._check(trial))
 
-        Raises:
-            ResourceError: everything that the nodes lack.
-        """
-        able: Mapping[str, Mapping[str, Any]] = {} if self._address is None else able_nodes(self.session.parallel)
-        new = {id_: node_name(node) for id_, node in able.items() if id_ not in self._seen}
-        if not new:
-            return
-        if self._seen:  # the first nodes were asked for their facts when the run was planned
-            facts = facts_of_nodes(timeout_s=self.session.parallel.start_timeout_s)
-            refuse_others([node for node in facts if node.ray_node in new], here=facts_here())
-        elif self._untracked:
+    def _check(self, trial: Trial) -> Check:
+        return Check(trial, self._checkpoints(trial), warn=partial(self._warn, trial=trial))
+
+    def _warn_untracked(self, trial: Trial) -> None:
+        if self._untracked:
             self._warn(
                 f"not sent to the cluster, because git doesn't track it: {_listed(self._untracked)}; git add it", trial
             )
-        for note in look_around(trial.experiment, nodes=new, code=self._code, checkpoints=self._checkpoints(trial)):
-            self._warn(note, trial)
-        self._seen |= new.keys()
+            self._untracked = ()
 
     def _checkpoints(self, trial: Trial) -> str | None:
         """Return the address of the checkpoints, also for the baseline: it runs first, so a mistake shows early."""
@@ -173,6 +172,7 @@ class Launcher(base.Launcher):
 
     def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> "FastTrainer | PublicTrainer":
         parallel = trial.experiment.parallel
+        labels = self._fit_nodes.selector() if self._fit_nodes is not None else {}
         return _trainer_class()(
             work,
             train_loop_config={
@@ -190,6 +190,7 @@ class Launcher(base.Launcher):
                 use_gpu=trial.device == "cuda",
                 resources_per_worker=places.per_worker(trial),
                 placement_strategy=parallel.placement.upper(),
+                **({"label_selector": labels} if labels else {}),
             ),
             run_config=RunConfig(
                 name=trial.name,
@@ -245,7 +246,9 @@ def _losses(error: BaseException | None, trial: Trial, *, silent: Mapping[int, s
 
 
 def _how(failure: BaseException) -> str:
-    if isinstance(getattr(failure, "health_check_failure", None), RayActorError):  # Ray doesn't know more
+    if isinstance(died := getattr(failure, "health_check_failure", None), RayActorError):  # Ray doesn't know more
+        if _NODE_DIED in str(died):
+            return "its node ended or is unreachable"
         return "its process was killed (out of memory?) or crashed"
     return f"{type(failure).__name__}: {first_line(failure)}"
 

@@ -5,6 +5,7 @@ import platform
 import shutil
 import socket
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,13 @@ class Placed(Frozen):
     """Cores of the worker that has the fewest; 0 if there are more workers than cores."""
 
 
+class UnfitNode(Frozen):
+    """A node of a cluster that can't have workers."""
+
+    name: str
+    problems: tuple[str, ...]
+
+
 class Resources(Frozen):
     """Cores, memory and GPUs that workers can be placed on."""
 
@@ -47,12 +55,23 @@ class Resources(Frozen):
     """True if each worker may use its own part of a node's cores only, so that no process can use all of them."""
     notes: tuple[str, ...] = ()
     """Notes to the user, e.g. on nodes that differ."""
+    unfit: Mapping[str, UnfitNode] = {}
+    """Nodes of the cluster that are left out, because workers can't run there, by Ray's id."""
 
     @property
     def summary(self) -> str:
         """Summary in a line, e.g. "2 cores, 24 GiB, no GPU"."""
         gpus = f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
         return f"{counted(self.cpus, 'core')}, {self.memory_mb / 1024:.0f} GiB, {gpus}"
+
+
+def format_unfit(nodes: Iterable[UnfitNode]) -> list[str]:
+    """Return a line for each problem, which names all nodes that have it."""
+    names: dict[str, list[str]] = {}
+    for node in sorted(nodes, key=lambda node: node.name):
+        for problem in node.problems:
+            names.setdefault(problem, []).append(node.name)
+    return [f"{', '.join(having)}: {problem}" for problem, having in names.items()]
 
 
 def usable_cores() -> tuple[int, ...]:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.checks import refuse_others
+from pipeline.cluster.checks import find_other_versions
 from pipeline.cluster.code import Code
 from pipeline.cluster.node_check import Answer, Question, check_node
 from pipeline.cluster.node_facts import NodeFacts, Torch, facts_here
-from pipeline.errors import ResourceError
 
 HERE = facts_here()
 TORCH = Torch(version="2.13.0+cpu", cuda=None, nccl=None, cuda_available=None, cuda_error=None)
@@ -22,27 +21,23 @@ def node(name: str, **facts: object) -> NodeFacts:
 def test_the_build_of_torch_and_the_patch_of_python_may_differ() -> None:
     cuda = TORCH.model_copy(update={"version": "2.13.0+cu130"})
 
-    refuse_others([node("same"), node("gpu", torch=cuda, python="3.11.9")], here=DRIVER)
+    assert find_other_versions(node("gpu", torch=cuda, python="3.11.9"), here=DRIVER) == []
 
 
 def test_all_that_differs_is_said_at_once() -> None:
     older = TORCH.model_copy(update={"version": "2.12.1"})
-    nodes = [node("fits"), node("old", python="3.10.2", torch=older), node("bare", torch=None, pipeline=None)]
 
-    with pytest.raises(ResourceError) as refused:
-        refuse_others(nodes, here=DRIVER)
-    assert str(refused.value).splitlines() == [
-        "versions on the cluster's nodes differ from this machine's:",
-        "old (10.0.0.2): it has Python 3.10, this machine 3.11; use the same on all, e.g. one container image",
-        "old (10.0.0.2): it has torch 2.12.1, this machine 2.13.0; on that node: pip install torch==2.13.0",
-        "bare (10.0.0.2): it has no torch, this machine 2.13.0; on that node: pip install torch==2.13.0",
-        "bare (10.0.0.2): it has no ddp-pipeline, this machine 0.1.0; on that node: pip install ddp-pipeline==0.1.0",
+    assert find_other_versions(node("old", python="3.10.2", torch=older, pipeline=None), here=DRIVER) == [
+        "it has Python 3.10, this machine 3.11; use the same on all, e.g. one container image",
+        "it has torch 2.12.1, this machine 2.13.0; on that node: pip install torch==2.13.0",
+        "it has no ddp-pipeline, this machine 0.1.0; on that node: pip install ddp-pipeline==0.1.0",
     ]
 
 
 def test_a_project_that_is_not_installed_here_is_not_asked_for_there() -> None:
     """It runs from its source folder; its version is unknown."""
-    refuse_others([node("other", pipeline="0.0.9")], here=DRIVER.model_copy(update={"pipeline": None}))
+    here = DRIVER.model_copy(update={"pipeline": None})
+    assert find_other_versions(node("other", pipeline="0.0.9"), here=here) == []
 
 
 def test_a_node_looks_where_its_worker_will(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from nodes import Nodes
 from projects import PATIENCE_S, Ran, project, run
 
-from pipeline.protocol.events import Finished, Started
+from pipeline.protocol.events import Finished, Started, Warned
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -104,12 +104,20 @@ def test_a_slow_link_is_exposed_communication(nodes: Nodes, on_the_head: Path, t
     assert f"{held_up.exposed_communication_ms:,.1f}" in row.split()
 
 
-def test_a_node_of_another_make_is_refused(nodes: Nodes, on_the_head: Path) -> None:
-    refused = run(nodes, on_the_head, *TWO)
+def test_a_node_of_another_make_is_left_out_while_the_others_have_room(nodes: Nodes, on_the_head: Path) -> None:
+    there = f"node2 ({nodes.host(2)}): it has"
+    ran = run(nodes, on_the_head, *TWO, *WIDE)
 
+    assert ran.code == 0, ran.output
+    assert sorted(node.split()[0] for node in started(ran).devices) == ["node0", "node1"]
+    warnings = [event.message for event in ran.events if isinstance(event, Warned)]
+    assert sum(there in warning for warning in warnings) == 2
+    assert any(f"no workers are placed on {there} torch {OTHER_TORCH}, this machine 2." in each for each in warnings)
+
+    refused = run(nodes, on_the_head, *TWO, "parallel.workers=3")
     assert refused.code == 3
     assert refused.folder is None
-    there = f"node2 ({nodes.host(2)}): it has"
+    assert "strict_spread needs a node for each of 3 workers" in refused.stderr
     assert f"{there} torch {OTHER_TORCH}, this machine 2." in refused.stderr
     assert f"{there} ddp-pipeline {OTHER_RELEASE}, this machine 0.1.0; on that node: pip install" in refused.stderr
     assert "node1" not in refused.stderr
@@ -120,13 +128,12 @@ def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) ->
     refused = run(nodes, on_the_head, *joined, "parallel.ship_code=false", "parallel.interface=ib0")
 
     assert refused.code == 3
-    near, far = (f"node{node} ({nodes.host(node)}): " for node in (0, 1))
-    for node in (near, far):
-        assert f"{node}parallel.interface: it has no ib0; it has eth0, lo" in refused.stderr
+    far = f"node1 ({nodes.host(1)}): "
+    both = f"node0 ({nodes.host(0)}), {far}"
+    assert f"{both}parallel.interface: it has no ib0; it has eth0, lo" in refused.stderr
     assert f"{far}it can't import lab, a package of this project; install it there, or" in refused.stderr
     assert f"{far}checkpoints go to {nodes.private}/project/runs/" in refused.stderr
     assert "write checkpoint.directory: a folder that all nodes share" in refused.stderr
-    assert refused.stderr.count(near) == 1
     assert "Traceback" not in refused.output
 
 

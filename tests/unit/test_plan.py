@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,7 +265,7 @@ def test_a_cluster_s_nodes_without_gpus_count_on_cpu_only(
     records = [{"NodeID": name, "Resources": each, **place} for name, each in amounts.items()]
     monkeypatch.setattr(placement, "usable_nodes", lambda: records)
     monkeypatch.setattr(join, "connected", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(join, "facts_of_nodes", lambda **_: ())
+    monkeypatch.setattr(join, "ask_facts", lambda _: SimpleNamespace(answers=lambda: ({}, {})))
 
     there = join.cluster_resources("10.0.0.1:6379", Parallel(device=device))
     assert (there.cpus, there.nodes, len(there.gpus)) == (cores, nodes, 4)

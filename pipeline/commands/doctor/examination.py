@@ -20,7 +20,6 @@ from pipeline.recording.terminal import headed, print_report_table
 from pipeline.report.tables import Column, from_columns
 from pipeline.wording import counted
 
-_NODES_S = 60.0
 Say = Callable[[str], None]
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _INDENT = len("problem ")
@@ -90,17 +89,17 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
 
 def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
     """Return the facts of the nodes that answer; add a problem for each node that does not."""
-    from pipeline.cluster.nodes import NodesSilent, facts_of_nodes
+    from pipeline.cluster.nodes import ask_facts, compare_clock, read_facts
+    from pipeline.cluster.placement import node_name, usable_nodes
 
-    try:
-        return facts_of_nodes(timeout_s=_NODES_S)
-    except NodesSilent as error:
-        fix = "ray stop; ray start --address ADDRESS, on that node"
-        findings += [
-            CheckResult(subject="nodes", status="problem", what=f"{node}: {why}", fix=fix)
-            for node, why in error.silent.items()
-        ]
-        return error.answered
+    nodes = {str(node["NodeID"]): node for node in usable_nodes()}
+    answers, silent = ask_facts(nodes).answers()
+    fix = "ray stop; ray start --address ADDRESS, on that node"
+    findings += [
+        CheckResult(subject="nodes", status="problem", what=f"{node_name(nodes[node])}: {why}", fix=fix)
+        for node, why in silent.items()
+    ]
+    return tuple(map(compare_clock, read_facts(answers, records=nodes)))
 
 
 def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[CheckResult]) -> MeasuredLink | None:

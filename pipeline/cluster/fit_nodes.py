@@ -1,0 +1,116 @@
+"""The nodes of an existing cluster that can have workers: each one is checked once, others are left out."""
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from ray.train import ScalingConfig
+
+from pipeline.cluster.checks import NodeChecks
+from pipeline.cluster.code import Code
+from pipeline.cluster.placement import find_able_nodes, room, usable_nodes
+from pipeline.config.parallel import Parallel
+from pipeline.errors import ResourceError
+from pipeline.planning.resources import UnfitNode, format_unfit
+from pipeline.protocol.trial import Trial
+
+_NODE_ID = "ray.io/node-id"
+"""Label that Ray gives each node."""
+_CAN_LEAVE_OUT = any(field.name == "label_selector" for field in fields(ScalingConfig))  # from Ray 2.53 on
+
+
+class Check(NamedTuple):
+    """What is needed to check nodes for a trial."""
+
+    trial: Trial
+    checkpoints: str | None
+    warn: Callable[[str], None]
+
+
+class FitNodes:
+    """Nodes that have passed the checks. Needs a connection; safe to use from several threads."""
+
+    def __init__(self, parallel: Parallel, *, code: Code, unfit: Mapping[str, UnfitNode]) -> None:
+        """Leave out the nodes ``unfit``, by Ray's id, that were found when the run was planned."""
+        self._parallel = parallel
+        self._code = code
+        self._unfit = dict(unfit)
+        self._fit: set[str] = set()
+        self._running: NodeChecks | None = None
+        self._is_first = True
+        """True until nodes are checked; the versions of the first ones were compared when the run was planned."""
+        self._lock = threading.RLock()
+
+    def check(self, check: Check) -> None:
+        """Check all nodes that are new, and wait for the answers.
+
+        Raises:
+            ResourceError: a node has to be left out, and the others are too few, or Ray can't leave it out.
+        """
+        with self._lock:
+            is_first = self._is_first
+            for note in format_unfit(self._unfit.values()) if is_first else ():
+                check.warn(_left_out(note))
+            self._finish(check)
+            self._start(check)
+            self._finish(check)
+            trial = check.trial
+            least = trial.experiment.parallel.least_workers if trial.is_elastic else trial.workers
+            has_room = not is_first or room(trial, self.records()) >= least
+            unfit = self._excluded() & self._unfit.keys()
+            if unfit and not (has_room and _CAN_LEAVE_OUT):
+                reason = "" if _CAN_LEAVE_OUT else ", and Ray leaves nodes out only from release 2.53 on"
+                found = format_unfit(self._unfit[node] for node in unfit)
+                raise ResourceError("\n".join([f"the cluster's nodes lack something{reason}:", *found]))
+
+    def look(self, check: Check) -> list[dict[str, Any]]:
+        """Return Ray's records of the nodes that can have workers now; start to check new ones, without waiting."""
+        with self._lock:
+            with suppress(ResourceError):  # the driver can't write checkpoints, which the running training reports
+                self._start(check)
+            if self._running is not None and self._running.are_done():
+                self._finish(check)
+            return self.records()
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return Ray's records of the usable nodes that have passed."""
+        return [node for node in usable_nodes() if node["NodeID"] in self._fit]
+
+    def selector(self) -> dict[str, str]:
+        """Return the labels by which Ray places workers on these nodes only; empty if no other has room for one."""
+        excluded = self._excluded()
+        return {_NODE_ID: f"!in({','.join(sorted(excluded))})"} if excluded and _CAN_LEAVE_OUT else {}
+
+    def _excluded(self) -> set[str]:
+        """Return nodes that have room for a worker, but didn't pass, or weren't checked yet."""
+        return find_able_nodes(self._parallel).keys() - self._fit
+
+    def _start(self, check: Check) -> None:
+        able = find_able_nodes(self._parallel)
+        new = {id_: node for id_, node in able.items() if id_ not in self._fit and id_ not in self._unfit}
+        if not new or self._running is not None:
+            return
+        self._running = NodeChecks(
+            check.trial.experiment,
+            nodes=new,
+            code=self._code,
+            checkpoints=check.checkpoints,
+            with_versions=not self._is_first,
+        )
+        self._is_first = False
+
+    def _finish(self, check: Check) -> None:
+        if self._running is None:
+            return
+        found = self._running.results()
+        self._unfit |= found.unfit
+        self._fit |= self._running.nodes.keys() - found.unfit.keys()
+        self._running = None
+        for note in (*map(_left_out, format_unfit(found.unfit.values())), *found.warnings):
+            check.warn(note)
+
+
+def _left_out(note: str) -> str:
+    return f"no workers are placed on {note}"

@@ -1,0 +1,183 @@
+"""Nodes of a cluster that can't have workers are left out, while the others have room."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import toys
+from ray.exceptions import RayActorError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+from pipeline.cluster import checks, fit_nodes, join, nodes, placement
+from pipeline.cluster.code import Code
+from pipeline.cluster.fit_nodes import Check, FitNodes
+from pipeline.cluster.node_check import Answer
+from pipeline.cluster.node_facts import NodeFacts, facts_here
+from pipeline.config.parallel import Parallel
+from pipeline.errors import ResourceError
+from pipeline.launchers.ray import _how
+from pipeline.planning.resources import format_unfit
+
+HERE = facts_here()
+SILENT = "it didn't answer within 60 s"
+OTHER = HERE.model_copy(update={"ray": "2.9.0"})
+VERSION = f"it has ray 2.9.0, this machine {HERE.ray}; on that node: pip install ray=={HERE.ray}"
+STORAGE = Answer(storage="it is other storage")
+
+
+class Cluster:
+    """Nodes that answer as they are told to; each has room for a worker."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = [*names]
+        self.facts: dict[str, NodeFacts | None] = {}
+        self.answers: dict[str, Answer | None] = {}
+        """None: the node is silent."""
+        self.is_quick = True
+        self.asked: list[list[str]] = []
+        self.warnings: list[str] = []
+
+    def records(self) -> list[dict[str, object]]:
+        place = {"NodeManagerAddress": "10.0.0.2", "NodeManagerPort": 1, "Resources": {"CPU": 1.0, "memory": 1e9}}
+        return [{"NodeID": name, "NodeManagerHostname": name, **place} for name in self.names]
+
+    def check(self, *workers: int) -> Check:
+        trial = toys.trial(parallel={"workers": [workers[0], workers[-1]]}).model_copy(update={"workers": workers[-1]})
+        return Check(trial, None, self.warnings.append)
+
+
+class Question:
+    """A question that the nodes of a `Cluster` answer."""
+
+    def __init__(
+        self, cluster: Cluster, texts: dict[str, NodeFacts | None] | dict[str, Answer | None], default
+    ) -> None:
+        self._cluster = cluster
+        self._all = {node: texts.get(node, default) for node in cluster.asked[-1]}
+
+    def is_answered(self) -> bool:
+        return self._cluster.is_quick
+
+    def answers(self) -> tuple[dict[str, str], dict[str, str]]:
+        said = {node: text.model_dump_json() for node, text in self._all.items() if text is not None}
+        return said, dict.fromkeys(self._all.keys() - said, SILENT)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster("a", "b", "c")
+
+    def asked(names, texts, default) -> Question:
+        cluster.asked.append([*names])
+        return Question(cluster, texts, default)
+
+    for module in (placement, fit_nodes):
+        monkeypatch.setattr(module, "usable_nodes", cluster.records)
+    for module in (checks, join):
+        monkeypatch.setattr(module, "ask_facts", lambda names: asked(names, cluster.facts, HERE))
+    monkeypatch.setattr(checks, "NodeQuestion", lambda *_, nodes: asked(nodes, cluster.answers, Answer()))
+    monkeypatch.setattr(join, "connected", lambda *_, **__: nullcontext())
+    return cluster
+
+
+def fit(cluster: Cluster, **unfit) -> FitNodes:
+    return FitNodes(Parallel(), code=Code(), unfit=unfit)
+
+
+def names(found) -> list[str]:
+    return [node["NodeID"] for node in found]
+
+
+def test_a_plan_counts_the_nodes_that_answer_and_have_our_versions(cluster: Cluster) -> None:
+    cluster.facts = {"b": None, "c": OTHER}
+    there = join.cluster_resources("10.0.0.1:6379", Parallel())
+    assert (there.cpus, there.nodes) == (1, 1)
+    assert format_unfit(there.unfit.values()) == [f"b (10.0.0.2): {SILENT}", f"c (10.0.0.2): {VERSION}"]
+
+    cluster.facts |= {"a": OTHER}
+    with pytest.raises(ResourceError) as error:
+        join.cluster_resources("10.0.0.1:6379", Parallel())
+    assert str(error.value).splitlines() == [
+        "the cluster's nodes can't be used:", f"a (10.0.0.2), c (10.0.0.2): {VERSION}", f"b (10.0.0.2): {SILENT}",
+    ]  # fmt: skip
+
+
+def test_unfit_nodes_are_named_once_and_get_no_workers(cluster: Cluster) -> None:
+    cluster.facts = {"c": OTHER}
+    planned = join.cluster_resources("10.0.0.1:6379", Parallel()).unfit
+    cluster.answers = {"b": STORAGE}
+    fitting = fit(cluster, **planned)
+
+    fitting.check(cluster.check(1))
+    fitting.check(cluster.check(1))
+    assert names(fitting.look(cluster.check(1))) == ["a"]
+    assert fitting.selector() == {"ray.io/node-id": "!in(b,c)"}
+    assert cluster.warnings == [
+        f"no workers are placed on c (10.0.0.2): {VERSION}",
+        "no workers are placed on b (10.0.0.2): checkpoints go to None, and it is other storage; write "
+        "checkpoint.directory: a folder that all nodes share, or an address such as s3://bucket/folder, or "
+        "checkpoint.keep: 0 to have none",
+    ]
+    assert cluster.asked[1:] == [["a", "b"], []]  # those that were left out are not asked again
+
+
+@pytest.mark.parametrize(("workers", "fits"), [((2,), True), ((3,), False), ((1, 3), True)])
+def test_only_too_little_room_is_refused(cluster: Cluster, workers: tuple[int, ...], fits: bool) -> None:
+    cluster.answers = {"b": None}
+    refusal = rf"the cluster's nodes lack something:\nb \(10.0.0.2\): {SILENT}"
+    with nullcontext() if fits else pytest.raises(ResourceError, match=refusal):
+        fit(cluster).check(cluster.check(*workers))
+
+
+def test_a_release_that_cannot_leave_nodes_out_is_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_nodes, "_CAN_LEAVE_OUT", False)
+    cluster.answers = {"b": None}
+    with pytest.raises(ResourceError, match=r"lack something, and Ray leaves nodes out only from release 2\.53 on:"):
+        fit(cluster).check(cluster.check(1))
+
+
+def test_a_new_node_counts_once_it_has_passed_all_checks(cluster: Cluster) -> None:
+    """While the training runs nothing waits for it, and an unfit one doesn't end the training."""
+    fitting = fit(cluster)
+    fitting.check(cluster.check(1, 9))
+    assert fitting.selector() == {}
+
+    cluster.names += ["d", "e"]
+    cluster.facts, cluster.is_quick = {"e": OTHER}, False
+    assert names(fitting.look(cluster.check(1, 9))) == ["a", "b", "c"]
+    assert fitting.selector() == {"ray.io/node-id": "!in(d,e)"}
+    cluster.is_quick = True
+    assert names(fitting.look(cluster.check(1, 9))) == ["a", "b", "c", "d"]
+    assert cluster.warnings == [f"no workers are placed on e (10.0.0.2): {VERSION}"]
+    fitting.check(cluster.check(1, 9))
+
+
+def test_nodes_that_share_a_problem_are_one_line() -> None:
+    here = {name: {"NodeManagerHostname": name, "NodeManagerAddress": "10.0.0.2"} for name in "ab"}
+    unfit = checks.find_unfit({"a": [SILENT], "b": [SILENT]}, records=here)
+    assert format_unfit(unfit.values()) == [f"a (10.0.0.2), b (10.0.0.2): {SILENT}"]
+
+
+def test_a_question_is_over_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    canceled = []
+    monkeypatch.setattr(nodes, "pinned", lambda *_, **__: SimpleNamespace(remote=lambda: "task"))
+    monkeypatch.setattr(nodes.ray, "wait", lambda tasks, **_: ([], tasks))
+    monkeypatch.setattr(nodes.ray, "cancel", lambda task, force: canceled.append(task))
+    waiting = nodes.NodeQuestion(str, nodes=["a"], timeout_s=60.0)
+    assert not waiting.is_answered()
+    over = nodes.NodeQuestion(str, nodes=["a"], timeout_s=0.0)
+    assert over.is_answered()
+    answers, silent = over.answers()
+    assert (answers, canceled) == ({}, ["task"])
+    assert silent["a"].startswith("it didn't answer within 0 s")
+
+
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [
+        ("The actor died because its node has died. Node Id: 1", "its node ended or is unreachable"),
+        ("The actor died because its worker process has died.", "its process was killed (out of memory?) or crashed"),
+    ],
+)
+def test_a_dead_node_is_not_taken_for_a_killed_process(said: str, how: str) -> None:
+    assert _how(WorkerHealthCheckFailedError("", failure=RayActorError(error_msg=said))) == how
