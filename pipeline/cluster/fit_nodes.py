@@ -10,7 +10,7 @@ from ray.train import ScalingConfig
 
 from pipeline.cluster.checks import NodeChecks
 from pipeline.cluster.code import Code
-from pipeline.cluster.placement import find_able_nodes, room, usable_nodes
+from pipeline.cluster.placement import find_able_nodes, total_capacity, usable_nodes
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.planning.resources import UnfitNode, format_unfit
@@ -58,14 +58,14 @@ class FitNodes:
             self._finish(check)
             trial = check.trial
             least = trial.experiment.parallel.least_workers if trial.is_elastic else trial.workers
-            has_room = not is_first or room(trial, self.records()) >= least
+            has_room = not is_first or total_capacity(trial, self.records()) >= least
             unfit = self._excluded() & self._unfit.keys()
             if unfit and not (has_room and _CAN_LEAVE_OUT):
                 reason = "" if _CAN_LEAVE_OUT else ", and Ray leaves nodes out only from release 2.53 on"
                 found = format_unfit(self._unfit[node] for node in unfit)
                 raise ResourceError("\n".join([f"the cluster's nodes lack something{reason}:", *found]))
 
-    def look(self, check: Check) -> list[dict[str, Any]]:
+    def poll(self, check: Check) -> list[dict[str, Any]]:
         """Return Ray's records of the nodes that can have workers now; start to check new ones, without waiting."""
         with self._lock:
             with suppress(ResourceError):  # the driver can't write checkpoints, which the running training reports

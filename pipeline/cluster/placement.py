@@ -74,7 +74,7 @@ def await_capacity(trial: Trial, *, nodes: Callable[[], list[dict[str, Any]]]) -
     patience_s = trial.experiment.parallel.room_timeout_s
     deadline = time.monotonic() + patience_s
     while (fit := free(trial, there := nodes())) < trial.workers:
-        total = room(trial, there)
+        total = total_capacity(trial, there)
         asked = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
         if total < trial.workers and not (isinstance(trial, Training) and trial.resume):
             reading = (
@@ -99,7 +99,7 @@ def free(trial: Trial, nodes: Iterable[Mapping[str, Any]]) -> int:
     return _fitting(trial, [available.get(node["NodeID"], {}) for node in nodes if _is_reachable(node)])
 
 
-def room(trial: Trial, nodes: Iterable[Mapping[str, Any]]) -> int:
+def total_capacity(trial: Trial, nodes: Iterable[Mapping[str, Any]]) -> int:
     """Return the number of a trial's workers that fit on nodes where nothing else runs."""
     return _fitting(trial, [node["Resources"] for node in nodes])
 

@@ -124,7 +124,7 @@ class Launcher(base.Launcher):
 
     def _nodes(self, trial: Trial) -> list[dict[str, Any]]:
         """Return Ray's records of the nodes that can have workers now."""
-        return places.usable_nodes() if self._fit_nodes is None else self._fit_nodes.look(self._check(trial))
+        return places.usable_nodes() if self._fit_nodes is None else self._fit_nodes.poll(self._check(trial))
 
     def _check(self, trial: Trial) -> Check:
         return Check(trial, self._checkpoints(trial), warn=partial(self._warn, trial=trial))

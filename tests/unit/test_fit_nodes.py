@@ -110,7 +110,7 @@ def test_unfit_nodes_are_named_once_and_get_no_workers(cluster: Cluster) -> None
 
     fitting.check(cluster.check(1))
     fitting.check(cluster.check(1))
-    assert names(fitting.look(cluster.check(1))) == ["a"]
+    assert names(fitting.poll(cluster.check(1))) == ["a"]
     assert fitting.selector() == {"ray.io/node-id": "!in(b,c)"}
     assert cluster.warnings == [
         f"no workers are placed on c (10.0.0.2): {VERSION}",
@@ -144,10 +144,10 @@ def test_a_new_node_counts_once_it_has_passed_all_checks(cluster: Cluster) -> No
 
     cluster.names += ["d", "e"]
     cluster.facts, cluster.is_quick = {"e": OTHER}, False
-    assert names(fitting.look(cluster.check(1, 9))) == ["a", "b", "c"]
+    assert names(fitting.poll(cluster.check(1, 9))) == ["a", "b", "c"]
     assert fitting.selector() == {"ray.io/node-id": "!in(d,e)"}
     cluster.is_quick = True
-    assert names(fitting.look(cluster.check(1, 9))) == ["a", "b", "c", "d"]
+    assert names(fitting.poll(cluster.check(1, 9))) == ["a", "b", "c", "d"]
     assert cluster.warnings == [f"no workers are placed on e (10.0.0.2): {VERSION}"]
     fitting.check(cluster.check(1, 9))
 
