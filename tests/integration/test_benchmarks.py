@@ -27,21 +27,22 @@ def run(*arguments: str, absent: tuple[str, ...] = ()) -> subprocess.CompletedPr
 
 
 def test_the_gpu_benchmark_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
-    """Nor a GPU, in small; both ways begin with the same weights and count the same operations."""
+    """Nor a GPU, in small; all ways begin with the same weights and count the same operations."""
     options = ["--device", "cpu", "--tiny", "--eager", "--rounds", "1", "--out", str(tmp_path)]
     done = run("gpu.py", *options, absent=("ray", "mlflow", "sklearn", "typer", "matplotlib"))
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "gpu.json").read_text())["figures"]
     assert [(f["case"], f["who"]) for f in figures] == [
-        (case, who) for case in ("ResNet-50", "GPT-2 small") for who in ("bare", "pipeline")
+        (case, who) for case in ("ResNet-50", "GPT-2 small") for who in ("bare", "pipeline", "training")
     ]
-    for one, other in (figures[:2], figures[2:]):
-        first, second = (f["mfu"] / median(f["samples_per_second"]) for f in (one, other))
-        assert first == pytest.approx(second)
-        assert one["first_losses"][0] == pytest.approx(other["first_losses"][0], rel=0.3)
+    for bare, *ours in (figures[:3], figures[3:]):
+        for other in ours:
+            first, second = (f["mfu"] / median(f["samples_per_second"]) for f in (bare, other))
+            assert first == pytest.approx(second)
+            assert bare["first_losses"][0] == pytest.approx(other["first_losses"][0], rel=0.3)
     rows = [line for line in (tmp_path / "gpu.md").read_text().splitlines() if line.startswith("| ResNet-50")]
     assert [row.endswith("| not run |") for row in rows] == [False] * 4 + [True] * 4  # eager ones alone
-    assert re.search(r"throughput \| 1\.00x of a script \| [\d.]+x \(one round\) \|", rows[0])
+    assert re.search(r"throughput \| 1\.00x of a script \| [\d.]+x \(one round\); a training [a-z ]+ [\d.]+x", rows[0])
 
 
 def test_a_thousand_ranks_lose_nothing(tmp_path: Path) -> None:
