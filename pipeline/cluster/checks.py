@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
+
 from pipeline.cluster.code import Code
 from pipeline.cluster.node_check import Answer, Question, check_node
 from pipeline.cluster.node_facts import NodeFacts, facts_here
@@ -19,6 +21,7 @@ from pipeline.config.keys import walk
 from pipeline.config.schema import Experiment
 from pipeline.errors import ResourceError
 from pipeline.planning.resources import UnfitNode
+from pipeline.protocol.channel.ports import open_server
 from pipeline.training.checkpoints.storage import Storage
 
 
@@ -45,7 +48,7 @@ class CheckedNodes(NamedTuple):
 
 
 class NodeChecks:
-    """Checks that run on nodes: versions, packages, data, network interface, checkpoint storage."""
+    """Checks that run on nodes: versions, packages, data, network, checkpoint storage."""
 
     def __init__(
         self,
@@ -66,17 +69,21 @@ class NodeChecks:
             with_versions: compare versions, too.
 
         Raises:
-            ResourceError: this machine can't write checkpoints.
+            ResourceError: this machine can't write checkpoints, or no port of ``parallel.ports`` is free.
         """
         self.nodes = nodes
         self._experiment = experiment
         self._checkpoints = checkpoints
-        self._held = ExitStack()
-        token = self._held.enter_context(_token(checkpoints))
+        with ExitStack() as held:
+            token = held.enter_context(_token(checkpoints))
+            host, ports = ray.util.get_node_ip_address(), experiment.parallel.ports
+            # Connections are complete without being accepted.
+            port = held.enter_context(open_server(host, ports=ports)).getsockname()[1]
+            self._held = held.pop_all()
         texts = (value for _, value in walk(experiment.data.arguments) if isinstance(value, str))
         # Path.exists raises for very long ones.
         data = tuple(text for text in texts if os.path.exists(text))  # noqa: PTH110
-        question = Question(code=code, data=data, token=token)
+        question = Question(code=code, data=data, token=token, driver=(host, port))
         self._needs = NodeQuestion(check_node, question.model_dump_json(), nodes=nodes)
         self._facts = ask_facts(nodes if with_versions else ())
 
@@ -104,6 +111,8 @@ class NodeChecks:
             yield f"it can't import {package}, a package of this project; {remedy}"
         if parallel.interface is not None and parallel.interface not in answer.interfaces:
             yield f"parallel.interface: it has no {parallel.interface}; it has {', '.join(answer.interfaces)}"
+        if answer.driver is not None:
+            yield answer.driver
         if answer.storage is not None:
             yield (
                 f"checkpoints go to {self._checkpoints}, and {answer.storage}; write checkpoint.directory: a folder "

@@ -68,7 +68,7 @@ class FitNodes:
     def poll(self, check: Check) -> list[dict[str, Any]]:
         """Return Ray's records of the nodes that can have workers now; start to check new ones, without waiting."""
         with self._lock:
-            with suppress(ResourceError):  # the driver can't write checkpoints, which the running training reports
+            with suppress(ResourceError):  # the driver lacks storage, which the training reports, or a free port
                 self._start(check)
             if self._running is not None and self._running.are_done():
                 self._finish(check)

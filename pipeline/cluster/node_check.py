@@ -12,12 +12,16 @@ import psutil
 
 from pipeline.cluster.code import Code
 from pipeline.config.values import Frozen
+from pipeline.errors import ResourceError
+from pipeline.protocol.channel.ports import connect
 
 
 class Question(Frozen):
     """Question to a node: what workers will need there."""
 
     code: Code
+    driver: tuple[str, int]
+    """Host and port at which the driver listens."""
     data: tuple[str, ...] = ()
     """Paths in the arguments of the data; relative ones start at the working directory."""
     token: Path | None = None
@@ -32,6 +36,8 @@ class Answer(Frozen):
     storage: str | None = None
     """Problem with the checkpoint storage, if any."""
     interfaces: tuple[str, ...] = ()
+    driver: str | None = None
+    """Problem with the connection to the driver, if any."""
 
 
 def check_node(question: str) -> str:
@@ -43,6 +49,7 @@ def check_node(question: str) -> str:
         missing_data=tuple(path for path in asked.data if not (folder / path).exists()),
         storage=_storage(asked.token) if asked.token else None,
         interfaces=tuple(sorted(interfaces())),
+        driver=_driver(*asked.driver),
     )
     return answer.model_dump_json()
 
@@ -63,4 +70,12 @@ def _storage(token: Path) -> str | None:
         return "files that this machine writes there are not visible on that node: it is other storage"
     if not os.access(token.parent, os.W_OK):
         return "that node has no permission to write there"
+    return None
+
+
+def _driver(host: str, port: int) -> str | None:
+    try:
+        connect(host, port, subject="it").close()
+    except ResourceError as error:
+        return str(error)
     return None

@@ -35,6 +35,31 @@ WorkerCounts = Annotated[
 """The least and the greatest number of workers; a single integer stands for both."""
 
 
+def _first_and_last(value: object) -> object:
+    """Check a range of ports.
+
+    Raises:
+        ValueError: not two integers in ascending order, or no ports of users.
+    """
+    ports = value if isinstance(value, list | tuple) else ()
+    is_range = len(ports) == 2 and all(type(port) is int for port in ports)
+    if not (is_range and _FIRST_PORT <= ports[0] <= ports[1] <= _LAST_PORT):
+        where = f", instead of {json.dumps(value)}" if isinstance(value, list | tuple) else ""
+        raise ValueError(f"write [first, last], two ports from {_FIRST_PORT} to {_LAST_PORT}{where}")
+    return value
+
+
+_FIRST_PORT, _LAST_PORT = 1024, 65535
+_PORT = {"type": "integer", "minimum": _FIRST_PORT, "maximum": _LAST_PORT}
+PortRange = Annotated[
+    tuple[int, int],
+    BeforeValidator(_first_and_last),
+    PlainSerializer(list, when_used="always"),
+    WithJsonSchema({"type": "array", "items": _PORT, "minItems": 2, "maxItems": 2}),
+]
+"""The first and the last port of a range."""
+
+
 class Parallel(Section):
     """Parallel strategy, launcher, workers and their resources."""
 
@@ -58,6 +83,9 @@ class Parallel(Section):
     """Placement of workers by Ray: pack: on few nodes; spread: on many nodes; strict_spread: each on its own node."""
     interface: Writable | None = None
     """Network interface for gloo and NCCL on all nodes; default: the interface of the address that Ray uses."""
+    ports: PortRange | None = None
+    """[first, last]: ports at which the driver and, under Ray, rank 0 listen for workers. A run needs three, trials
+    next to each other three each. gloo and NCCL choose their own ports. Default: any free port."""
     address: Writable | None = None
     """Address of a running Ray cluster, e.g. HOST:6379; default: RAY_ADDRESS, or a local Ray that is started."""
     ship_code: bool = True

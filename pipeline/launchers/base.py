@@ -125,7 +125,9 @@ class Attempt:
         self._detector = detector = HangDetector(self._trial, receive=self.receive)
         receive = self.attendance.noting(detector.receive)
         self.outbox = self._direct_outbox(receive)
-        inbox = Inbox(host=host, receive=receive, folder=self._session.folder, hung_up=self.attendance.hung_up)
+        ports = self._trial.experiment.parallel.ports
+        folder, hung_up = self._session.folder, self.attendance.hung_up
+        inbox = Inbox(host=host, receive=receive, folder=folder, ports=ports, hung_up=hung_up)
         tell = inbox.ask_to_stop
         with detector.watching(), inbox, self._stop.telling(tell), self._resize.telling(tell):
             yield inbox.address

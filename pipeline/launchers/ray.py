@@ -182,7 +182,7 @@ class Launcher(base.Launcher):
                 "code": self._code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
-            backend_config=RendezvousConfig(interface=parallel.interface),
+            backend_config=RendezvousConfig(interface=parallel.interface, ports=parallel.ports),
             datasets=ingest.datasets(trial) if ingest else None,
             dataset_config=ingest.dealing() if ingest else None,
             scaling_config=ScalingConfig(
@@ -229,12 +229,15 @@ def _losses(error: BaseException | None, trial: Trial, *, silent: Mapping[int, s
     """Return how workers ended, by rank, from the trainer's error and the ranks of other nodes that became silent.
 
     Raises:
-        ResourceError: Ray could not start the workers.
+        ResourceError: Ray could not start the workers, or a worker can't connect to the driver.
         BaseException: the trainer's error, if it says nothing of workers.
     """
     if error is None:
         return {}
     if isinstance(error, WorkerGroupError):
+        for failure in error.worker_failures.values():
+            if isinstance(failure, ResourceError):  # others are reported to the driver by the worker
+                raise failure
         return {rank: _how(failure) for rank, failure in error.worker_failures.items()} | dict(silent)
     if silent:
         return silent

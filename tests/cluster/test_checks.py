@@ -48,7 +48,8 @@ def test_a_node_looks_where_its_worker_will(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "src" / "sent_along.py").touch()
     monkeypatch.chdir(tmp_path)
     code = Code(folder="experiments", paths=("src",), packages=("sent_along", "left_behind"))
-    question = Question(code=code, data=("points.csv", "/no/such/data"), token=tmp_path / "token")
+    data = ("points.csv", "/no/such/data")
+    question = Question(code=code, data=data, token=tmp_path / "token", driver=("127.0.0.1", 1))
 
     answer = Answer.model_validate_json(check_node(question.model_dump_json()))
 
@@ -60,6 +61,6 @@ def test_a_node_looks_where_its_worker_will(tmp_path: Path, monkeypatch: pytest.
 
 def test_storage_that_the_driver_shares_is_fine(tmp_path: Path) -> None:
     (tmp_path / "token").touch()
-    question = Question(code=Code(), token=tmp_path / "token")
+    question = Question(code=Code(), token=tmp_path / "token", driver=("127.0.0.1", 1))
 
     assert Answer.model_validate_json(check_node(question.model_dump_json())).storage is None

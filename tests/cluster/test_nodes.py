@@ -5,6 +5,7 @@ Machine 3 is connected to them, but no node.
 """
 
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,6 +135,18 @@ def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) ->
     assert f"{far}it can't import lab, a package of this project; install it there, or" in refused.stderr
     assert f"{far}checkpoints go to {nodes.private}/project/runs/" in refused.stderr
     assert "write checkpoint.directory: a folder that all nodes share" in refused.stderr
+    assert "Traceback" not in refused.output
+
+
+@pytest.mark.skipif(shutil.which("iptables") is None, reason="no iptables")
+def test_a_node_that_cannot_connect_to_the_driver_is_named_before_training(nodes: Nodes, on_the_head: Path) -> None:
+    drop = ["iptables", "-A", "INPUT", "-i", "eth0", "-p", "tcp", "--dport", "29500:29509", "-j", "DROP"]
+    subprocess.run(nodes.inside(0, drop), check=True)
+    refused = run(nodes, on_the_head, *TWO, EVEN, "parallel.ports=[29500,29509]")
+
+    assert refused.code == 3
+    problem = rf"node1 \({nodes.host(1)}\): it can't connect to the driver at {nodes.host(0)}:2950\d: timed out\. "
+    assert re.search(problem, refused.stderr), refused.output
     assert "Traceback" not in refused.output
 
 

@@ -1,21 +1,23 @@
 """Nodes of a cluster that can't have workers are left out, while the others have room."""
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import toys
 from ray.exceptions import RayActorError
+from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from pipeline.cluster import checks, fit_nodes, join, nodes, placement
 from pipeline.cluster.code import Code
 from pipeline.cluster.fit_nodes import Check, FitNodes
-from pipeline.cluster.node_check import Answer
+from pipeline.cluster.node_check import Answer, check_node
 from pipeline.cluster.node_facts import NodeFacts, facts_here
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
-from pipeline.launchers.ray import _how
+from pipeline.launchers.ray import _how, _losses
 from pipeline.planning.resources import format_unfit
 
 HERE = facts_here()
@@ -35,6 +37,8 @@ class Cluster:
         """None: the node is silent."""
         self.is_quick = True
         self.asked: list[list[str]] = []
+        self.question = ""
+        """The latest one, in JSON."""
         self.warnings: list[str] = []
 
     def records(self) -> list[dict[str, object]]:
@@ -75,7 +79,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
         monkeypatch.setattr(module, "usable_nodes", cluster.records)
     for module in (checks, join):
         monkeypatch.setattr(module, "ask_facts", lambda names: asked(names, cluster.facts, HERE))
-    monkeypatch.setattr(checks, "NodeQuestion", lambda *_, nodes: asked(nodes, cluster.answers, Answer()))
+
+    def question(_, text: str, *, nodes) -> Question:
+        cluster.question = text
+        return asked(nodes, cluster.answers, Answer())
+
+    monkeypatch.setattr(checks, "NodeQuestion", question)
+    monkeypatch.setattr(checks.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(join, "connected", lambda *_, **__: nullcontext())
     return cluster
 
@@ -150,6 +160,27 @@ def test_a_new_node_counts_once_it_has_passed_all_checks(cluster: Cluster) -> No
     assert names(fitting.poll(cluster.check(1, 9))) == ["a", "b", "c", "d"]
     assert cluster.warnings == [f"no workers are placed on e (10.0.0.2): {VERSION}"]
     fitting.check(cluster.check(1, 9))
+
+
+def test_each_node_connects_to_the_driver_while_it_is_checked(cluster: Cluster) -> None:
+    def answer() -> str | None:
+        return Answer.model_validate_json(check_node(cluster.question)).driver
+
+    cluster.is_quick, cluster.answers = False, {"b": Answer(driver="it can't connect to the driver")}
+    fitting = fit(cluster)
+    fitting.poll(cluster.check(1))
+    assert answer() is None
+    cluster.is_quick = True
+    assert names(fitting.poll(cluster.check(1))) == ["a", "c"]
+    assert cluster.warnings == ["no workers are placed on b (10.0.0.2): it can't connect to the driver"]
+    assert re.fullmatch(r"it can't connect to the driver at 127.0.0.1:\d+: Connection refused\. .*", answer() or "")
+
+
+def test_a_worker_that_cannot_connect_ends_the_run() -> None:
+    """It isn't lost: on a restart, the firewall would still be there."""
+    unreachable = ResourceError("can't connect to the driver")
+    with pytest.raises(ResourceError, match="can't connect"):
+        _losses(WorkerGroupError("", {0: RuntimeError(), 1: unreachable}), toys.trial(), silent={})
 
 
 def test_nodes_that_share_a_problem_are_one_line() -> None:

@@ -253,6 +253,14 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
         found = problems_of(GOOD.replace("size: 16", "size: 2"), "parallel.workers=4")
         assert found[0].startswith("e.yaml:14: train.global_batch_size: 2 samples can't be shared by 4 workers")
 
+    def test_a_range_of_ports(self) -> None:
+        experiment = read(GOOD, "parallel.ports=[29500,29510]").experiment
+        assert experiment.parallel.ports == (29500, 29510)
+        assert read(to_yaml(experiment)).experiment == experiment
+        for wrong in ("[29510,29500]", "[80,90]", "[29500]", "29500"):
+            (found,) = problems_of(GOOD, f"parallel.ports={wrong}")
+            assert "write [first, last], two ports from 1024 to 65535" in found
+
     def test_powersgd_does_not_go_with_loss_scaling(self) -> None:
         (found,) = problems_of(GOOD, "parallel.options.communication_hook=powersgd", "train.precision=fp16")
         assert "use train.precision: bf16" in found

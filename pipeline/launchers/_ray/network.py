@@ -9,12 +9,12 @@ Each rank is given the interface that owns the address under which its node join
 """
 
 import os
-import socket
 from typing import Any
 
 import ray
 from ray.train.backend import Backend, BackendConfig
 
+from pipeline.protocol.channel.ports import open_server
 from pipeline.worker.interfaces import interface_variables
 
 
@@ -24,8 +24,9 @@ class RendezvousConfig(BackendConfig):  # type: ignore[misc]
     backend = "made by the workers"
     """Asked for by `TorchTrainer`."""
 
-    def __init__(self, *, interface: str | None) -> None:
+    def __init__(self, *, interface: str | None, ports: tuple[int, int] | None) -> None:
         self.interface = interface
+        self.ports = ports
 
     @property
     def backend_cls(self) -> type:
@@ -37,16 +38,14 @@ class _Backend(Backend):  # type: ignore[misc]
     share_cuda_visible_devices = True  # as in Ray's TorchConfig: NCCL connects GPUs of a node that see each other
 
     def on_start(self, worker_group: Any, backend_config: RendezvousConfig) -> None:
-        address, port = worker_group.execute_single(0, _free_address)
+        address, port = worker_group.execute_single(0, _free_address, backend_config.ports)
         worker_group.execute(_prepare, backend_config.interface, address=address, port=port)
 
 
-def _free_address() -> tuple[str, int]:
+def _free_address(ports: tuple[int, int] | None) -> tuple[str, int]:
     """Return this node's address in Ray, and a port that is free now."""
     address = ray.util.get_node_ip_address()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
+    with open_server(address, ports=ports) as probe:
         return address, int(probe.getsockname()[1])
 
 

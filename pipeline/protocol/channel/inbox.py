@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from pipeline.errors import ResourceError
+from pipeline.protocol.channel.ports import open_free_port
 from pipeline.protocol.channel.wire import END, EVENT, FILE, STOP, Address, messages
 from pipeline.protocol.events import AnyEvent, Heartbeat, Warned, event_from_json
 from pipeline.system.process import raise_limit_of_open_files
@@ -33,12 +34,18 @@ class Inbox:
     """Driver side of the channel: passes on every event, writes every file into the run's folder."""
 
     def __init__(
-        self, *, host: str, receive: Receive, folder: Path, hung_up: Callable[[int], None] | None = None
+        self,
+        *,
+        host: str,
+        receive: Receive,
+        folder: Path,
+        ports: tuple[int, int] | None = None,
+        hung_up: Callable[[int], None] | None = None,
     ) -> None:
         """Listen on an address of this machine; ``hung_up`` is called with each rank that disconnects.
 
         Raises:
-            ResourceError: this Python can't authenticate connections.
+            ResourceError: this Python can't authenticate connections, or no port of ``ports`` is free.
         """
         _check_digest()
         self._receive = receive
@@ -47,7 +54,10 @@ class Inbox:
         self._key = secrets.token_hex(32)
         raise_limit_of_open_files()
         family = "AF_INET6" if ":" in host else "AF_INET"
-        self._listener = Listener((host, 0), family, backlog=128)  # all workers may come at once
+        self._listener = open_free_port(
+            lambda port: Listener((host, port), family, backlog=128),  # all workers may come at once
+            ports=ports,
+        )
         self.address = Address(host=host, port=self._listener.address[1], key=self._key)
         self._readers: list[threading.Thread] = []
         self._connections: list[Connection[bytes, bytes]] = []

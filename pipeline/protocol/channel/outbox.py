@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from pipeline.protocol.channel.ports import connect
 from pipeline.protocol.channel.wire import CHUNK, END, EVENT, FILE, STOP, Address, messages
 from pipeline.protocol.events import AnyEvent, event_to_json
 
@@ -25,7 +26,12 @@ class ChannelOutbox:
     """
 
     def __init__(self, address: Address, *, last_words: str = "") -> None:
-        """Connect to the driver; a worker that ends itself first prints its ``last_words``, if there are any."""
+        """Connect to the driver; a worker that ends itself first prints its ``last_words``, if there are any.
+
+        Raises:
+            AuthenticationError: something else listens at the address.
+            ResourceError: the driver can't be reached.
+        """
         self._last_words = last_words
         self._connection = _connect(address)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -97,10 +103,11 @@ def _connect(address: Address) -> "Connection[bytes, bytes]":
 
     Raises:
         AuthenticationError: something else listens at the address.
-        OSError: nothing does.
+        ResourceError: the driver can't be reached.
+        OSError: the driver disconnects.
     """
-    plain = socket.create_connection((address.host, address.port))
-    plain.setblocking(True)  # user code may have set another default
+    plain = connect(address.host, address.port, subject=socket.gethostname())
+    plain.setblocking(True)
     connection: Connection[bytes, bytes] = Connection(plain.detach())
     try:
         answer_challenge(connection, address.key.encode())
