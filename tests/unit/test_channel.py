@@ -12,10 +12,15 @@ from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import toys
 
 from pipeline.errors import ResourceError
+from pipeline.launchers import inprocess
+from pipeline.launchers._ray import network
+from pipeline.launchers.base import Session
 from pipeline.protocol.channel import inbox as inboxes
 from pipeline.protocol.channel import ports as channel_ports
 from pipeline.protocol.channel.inbox import Inbox, inside
@@ -221,21 +226,35 @@ def test_a_driver_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatc
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(channel_ports.socket, "create_connection", dropped)
-    message = (
-        r"can't connect to the driver at 10\.0\.0\.1:29500: timed out\. A firewall .* parallel\.ports: \[first, last\]"
-    )
+    monkeypatch.setattr(channel_ports.socket, "gethostname", lambda: "node7")
+    message = r"node7 can't connect to the driver at 10\.0\.0\.1:29500: timed out\. A firewall .* parallel\.ports: \["
     with pytest.raises(ResourceError, match=message):
         ChannelOutbox(Address(host="10.0.0.1", port=29500, key="k"))
     assert timeouts == [channel_ports.CONNECT_TIMEOUT_S]
 
 
-def test_an_inbox_listens_at_a_free_port_of_the_range(tmp_path: Path) -> None:
+def test_the_driver_and_rank_0_listen_at_a_free_port_of_the_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_server("127.0.0.1", ports=None) as other:
         taken = other.getsockname()[1]
         with pytest.raises(ResourceError, match=rf"parallel\.ports: all ports from {taken} to {taken} are in use on "):
             Inbox(host="127.0.0.1", receive=print, folder=tmp_path, ports=(taken, taken))
-    with Inbox(host="127.0.0.1", receive=print, folder=tmp_path, ports=(taken, taken)) as inbox:
-        assert inbox.address.port == taken
+
+    trial = toys.trial(parallel={"ports": [taken, taken]})
+    session = Session(folder=tmp_path, receive=print, parallel=trial.experiment.parallel)
+    with inprocess.Launcher(session).attempt(trial).listening("127.0.0.1") as address:
+        assert address.port == taken
+
+    prepared: dict[str, object] = {}
+    group = SimpleNamespace(
+        execute_single=lambda _, function, *arguments: function(*arguments),
+        execute=lambda *_, **keywords: prepared.update(keywords),
+    )
+    monkeypatch.setattr(network.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    config = network.RendezvousConfig(interface=None, ports=(taken, taken))
+    config.backend_cls().on_start(group, config)
+    assert prepared == {"address": "127.0.0.1", "port": taken}
 
 
 def test_each_inbox_has_a_key_of_its_own(tmp_path: Path) -> None:
