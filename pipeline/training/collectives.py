@@ -5,6 +5,7 @@ Every rank must call them. A rank that fails tells the other ranks, which would 
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -66,33 +67,54 @@ def from_first(produce: Callable[[], T], *, rank: Rank) -> T:
 
 
 def call_on_first(do: Callable[[], None], *, what: str, rank: Rank) -> None:
-    """Call ``do`` on rank 0, however long it takes: the other ranks wait without a collective, which would time out.
+    """Call ``do`` on rank 0, however long it takes, see `call_on_ranks`."""
+    call_on_ranks(do, callers=(0,), what=what, rank=rank)
+
+
+def call_on_ranks(do: Callable[[], None], *, callers: Iterable[int], what: str, rank: Rank) -> None:
+    """Call ``do`` on some ranks, however long it takes: ranks wait without a collective, which would time out.
 
     ``what`` names the call to all ranks.
 
     Raises:
-        TrainingError: on the other ranks, with rank 0's error.
+        TrainingError: on the other ranks, with a caller's error.
     """
     if rank.world_size == 1:
         do()
         return
     store = dist.distributed_c10d._get_default_store()
-    if rank.is_first:
+    keys = {caller: f"{what} (rank {caller})" for caller in callers}
+    if (own := keys.pop(rank.rank, None)) is not None:
         try:
             do()
-        except BaseException as error:  # an outer launcher's store outlives rank 0: the others would ask it for ever
-            store.set(what, f"{type(error).__name__}: {error}")
+        except BaseException as error:  # an outer launcher's store outlives the rank: the others would ask it for ever
+            store.set(own, f"{type(error).__name__}: {error}")
             raise
-        store.set(what, _DONE)
-        return
+        store.set(own, _DONE)
     pause_s, longest_s = _POLLS_S
-    while not store.check([what]):
+    while keys and not store.check(list(keys.values())):
         mark(Phase.WAITING)
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, longest_s)
-    if (answer := store.get(what).decode()) != _DONE:
-        time.sleep(longest_s)  # rank 0 reports its error first, with its traceback
-        raise TrainingError(f"rank 0 failed: {answer}")
+    for caller, key in keys.items():
+        if (answer := store.get(key).decode()) != _DONE:
+            time.sleep(longest_s)  # the caller reports its error first, with its traceback
+            raise TrainingError(f"rank {caller} failed: {answer}")
+
+
+def from_slow_first(produce: Callable[[], T], *, what: str, rank: Rank) -> T:
+    """Return or raise the same as `from_first`, however long ``produce`` takes, see `call_on_ranks`."""
+    outcome: Future[T] = Future()
+    call_on_first(lambda: _capture(produce, outcome), what=what, rank=rank)
+    return from_first(outcome.result, rank=rank)
+
+
+def _capture(produce: Callable[[], T], outcome: Future[T]) -> None:
+    """Set the result or the error of ``produce`` as the outcome."""
+    try:
+        outcome.set_result(produce())
+    except Exception as error:  # noqa: BLE001 (raised by `outcome.result`)
+        outcome.set_exception(error)
 
 
 def tensors_from_first(tensors: Mapping[str, Tensor], *, rank: Rank, device: torch.device) -> Mapping[str, Tensor]:

@@ -1,7 +1,9 @@
 """Trainings that stopped go on with as many workers, with more, with fewer, and with sharded parameters."""
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from pipeline.protocol.events import (
     event_to_json,
 )
 from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.training import collectives
 from pipeline.training.build import build
 from pipeline.training.checkpoints import files
+from pipeline.training.checkpoints import storage as storage_module
 from pipeline.training.checkpoints.manager import CheckpointManager
 from pipeline.training.checkpoints.manifest import entries, folder_name, verify
 from pipeline.training.checkpoints.state import restore
@@ -199,14 +203,38 @@ def _shard(folder: Path, rank: Rank) -> None:
         optimizer_step(context, context.batches.training(0), step=0)
         manager.save(step=1)
         again = _sharded(trial.model_copy(update={"resume": True}), rank)
-    with _manager(again, outbox) as manager:
-        assert manager.resume() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        fetched = _fetch_slowly(patch, rank)
+        with _manager(again, outbox) as manager:
+            assert manager.resume() == 1
+    assert len(fetched) == (2 if rank.is_first else 0)  # to verify it, and for both ranks of the node
+    assert not any(folder.exists() for folder in fetched)
     whole = _full(context)
     for one, other in zip(whole, _full(again), strict=True):
         assert torch.equal(one, other)
     if rank.is_first:
         torch.save(whole, f"{folder}.pt")
     dist.barrier()
+
+
+def _fetch_slowly(patch: pytest.MonkeyPatch, rank: Rank) -> list[Path]:
+    """Copy checkpoints as from an object storage, until the other rank has asked the store whether a copy is done."""
+    store, fetched, real = dist.distributed_c10d._get_default_store(), [], Storage.fetched
+
+    @contextmanager
+    def fetch(storage: Storage, name: str) -> Iterator[Path]:
+        with real(storage, name) as folder:
+            fetched.append(folder)
+            asked, until = store.add("asked", 0), time.monotonic() + 20
+            while store.add("asked", 0) == asked:
+                assert time.monotonic() < until, "the other rank waits in a collective, which would time out"
+            yield folder
+
+    patch.setattr(Storage, "fetched", fetch)
+    patch.setattr(storage_module, "LocalFileSystem", type(None))
+    if not rank.is_first:
+        patch.setattr(collectives, "mark", lambda _: store.add("asked", 1))
+    return fetched
 
 
 def _full(context: TrainContext) -> list[Tensor]:

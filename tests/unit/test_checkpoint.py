@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import gettempdir
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -394,6 +396,27 @@ class TestStorage:
         (copy / folder_name(5) / FILE_NAME).mkdir()
         with pytest.raises(TrainingError, match=r"can't be read: IsADirectoryError.*resume when they can"):
             run(copy, resume=True)
+
+    def test_needs_free_space_in_the_temporary_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        address = f"memory://{tmp_path.name}"
+        run(address)
+
+        def fill_after(checks: int) -> None:
+            free = iter([10**9] * checks)
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free, 10)))
+
+        lack = (
+            f"the temporary folder {gettempdir()} has 0.0 MiB free, but {{}} needs 0.0 MiB; on every node, set TMPDIR"
+        )
+        fill_after(0)
+        with pytest.raises(TrainingError, match=lack.format("a checkpoint")):
+            run(f"{address}-full")
+        fill_after(1)
+        message, *_ = warnings(run(f"{address}-full"))
+        assert message.startswith(f"step-00000003 could not be saved in {address}-full: {lack.format('step-00000003')}")
+        fill_after(1)
+        with pytest.raises(TrainingError, match=lack.format("step-00000006")):
+            run(address, resume=True)
 
     def test_without_its_package_is_told_before_training(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "s3fs", None)  # an import fails

@@ -18,8 +18,8 @@ from pipeline.training.build import device_of
 from pipeline.training.checkpoints import data_state, rank_state, resuming, unsaved_state
 from pipeline.training.checkpoints.manifest import Manifest, describe, entries, folder_name
 from pipeline.training.checkpoints.resuming import Overrides
-from pipeline.training.checkpoints.state import State, is_sharded, restore, restore_weights, snapshot, view
-from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.checkpoints.state import State, count_bytes, is_sharded, restore, restore_weights, snapshot, view
+from pipeline.training.checkpoints.storage import Storage, check_free_space
 from pipeline.training.checkpoints.unsaved_state import UnsavedState
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob
 from pipeline.training.collectives import from_first
@@ -72,6 +72,7 @@ class CheckpointManager:
 
         Raises:
             ExperimentError: the address can't be used, or a part of the experiment has state that can't be saved.
+            TrainingError: checkpoints are staged in the temporary folder, which is too small for them.
         """
         self._context = context
         self._meter = meter
@@ -93,8 +94,11 @@ class CheckpointManager:
             raise ExperimentError.of(
                 "checkpoint.best", f"is {self._options.best}, but there is no validation set; remove it"
             )
-        view(context)  # refuses state that can't be saved before training begins
+        state = view(context)  # refuses state that can't be saved before training begins
         self._storage = Storage(trial.checkpoints)
+        if context.rank.is_first and not self._storage.is_local:
+            # The least size: optimizers create their state in the first step. The writer checks each checkpoint's size.
+            check_free_space("a checkpoint", size=count_bytes(state))
         self._resumes = trial.resume
         self._writer = self._new_writer(self._storage)
 

@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,13 @@ from pipeline.training.checkpoints import files
 from pipeline.training.checkpoints.manifest import Entry, Manifest, entries, trained, verify
 from pipeline.training.checkpoints.state import State, is_sharded
 from pipeline.training.checkpoints.storage import Storage
-from pipeline.training.collectives import from_first, tensors_from_first
+from pipeline.training.collectives import (
+    call_on_ranks,
+    from_first,
+    from_slow_first,
+    gather,
+    tensors_from_first,
+)
 from pipeline.training.context import TrainContext
 from pipeline.training.data_digest import DataChange, find_change
 from pipeline.training.learning_rate import advance_scheduler
@@ -52,7 +58,11 @@ def newest(context: TrainContext, storage: Storage, *, warn: Warn) -> Found | No
         TrainingError: the storage can't be read.
     """
     states: list[State] = []
-    found = from_first(lambda: _choose(storage, warn=warn, use=_reader(context, states)), rank=context.rank)
+    found = from_slow_first(  # reads the whole checkpoint, which may be terabytes
+        lambda: _choose(storage, warn=warn, use=_reader(context, states)),
+        what=f"{context.trial.name}: newest checkpoint verified",
+        rank=context.rank,
+    )
     if found is None:
         return None
     manifest, older = found
@@ -73,7 +83,8 @@ def chosen(context: TrainContext, storage: Storage, manifest: Manifest) -> State
         with _readable(storage):
             return verify(storage, Entry(manifest.name, manifest), use=_reader(context, states)) or ""
 
-    damage = from_first(read, rank=context.rank)
+    what = f"{context.trial.name}: {manifest.name} verified"
+    damage = from_slow_first(read, what=what, rank=context.rank)
     return damage or _shared(context, storage, manifest, states)
 
 
@@ -137,13 +148,33 @@ def _readable(storage: Storage) -> Iterator[None]:
 
 def _shared(context: TrainContext, storage: Storage, manifest: Manifest, states: list[State]) -> State:
     if is_sharded(context):
-        with storage.fetched(manifest.name) as folder:
-            return files.read(context, folder)
+        with _fetched_once_per_node(context, storage, manifest.name) as folder:
+            return files.read(context, folder)  # ends with a collective, so that no rank still reads a removed copy
     own = states[0] if states else State({}, None)
     return State(
         tensors_from_first(own.tensors, rank=context.rank, device=context.device),
         from_first(lambda: own.values, rank=context.rank),
     )
+
+
+@contextmanager
+def _fetched_once_per_node(context: TrainContext, storage: Storage, name: str) -> Iterator[Path]:
+    """Provide a local copy of a checkpoint that all ranks of a node share. Collective."""
+    rank = context.rank
+    fetched: list[Path] = []
+    with ExitStack() as stack:
+
+        def fetch() -> None:
+            with _readable(storage):
+                fetched.append(stack.enter_context(storage.fetched(name)))
+
+        callers = [number for number, index in enumerate(gather(rank.local_rank, rank=rank)) if index == 0]
+        call_on_ranks(fetch, callers=callers, what=f"{context.trial.name}: {name} fetched", rank=rank)
+        copies = gather((rank.node, fetched), rank=rank)
+        shared = [folder for node, own in copies if node == rank.node for folder in own if folder.is_dir()]
+        if not shared:  # each rank has its own temporary folder, such as in a container
+            fetch()
+        yield (fetched or shared)[0]
 
 
 def _check(context: TrainContext, manifest: Manifest) -> None:

@@ -16,6 +16,7 @@ from pipeline.training.checkpoints.encoding import Json, join, split
 from pipeline.training.checkpoints.extra_state import MetricStates, TaskState
 from pipeline.training.context import TrainContext
 from pipeline.training.learned import PREFIX, kept, trainable
+from pipeline.training.norms import local
 from pipeline.training.optimizers import has_modes
 
 _IMPLEMENTATION = ("fused", "foreach")
@@ -67,6 +68,11 @@ def view(context: TrainContext) -> State:
     values["metrics"] = split(metrics, name="metrics/states", tensors=tensors)
     values["frozen"] = _frozen(context)
     return State(tensors, values)
+
+
+def count_bytes(state: State) -> int:
+    """Return the size of this rank's tensors in bytes."""
+    return sum(local(tensor).nbytes for tensor in state.tensors.values())
 
 
 def restore(context: TrainContext, state: State) -> None:

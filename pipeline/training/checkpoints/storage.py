@@ -1,10 +1,11 @@
 """Storage of checkpoints: a folder, or any address that fsspec knows (s3://bucket/x, gs://..., memory://...)."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import BinaryIO, cast
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config.uris import without_credentials
-from pipeline.errors import ExperimentError
+from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.progress import ProgressReporter
 
 _KEY = "checkpoint.directory"
@@ -101,8 +102,12 @@ class Storage:
             self._fs.rm(self._path(name), recursive=True)
 
     @contextmanager
-    def staging(self, folder: str) -> Iterator[Path]:
-        """Provide a local folder whose files are stored in ``folder`` after the block."""
+    def staging(self, folder: str, *, size: int = 0) -> Iterator[Path]:
+        """Provide a local folder for ``size`` bytes, whose files are stored in ``folder`` after the block.
+
+        Raises:
+            TrainingError: the file system of the temporary folder has less free space.
+        """
         if self.is_local:
             path = Path(self._path(folder))
             path.mkdir(parents=True, exist_ok=True)
@@ -110,6 +115,7 @@ class Storage:
             _sync(path)
             _sync(path.parent)
             return
+        check_free_space(folder, size=size)
         with TemporaryDirectory(prefix="checkpoint-") as temporary:
             yield Path(temporary)
             files = sorted(Path(temporary).iterdir())
@@ -121,13 +127,19 @@ class Storage:
 
     @contextmanager
     def fetched(self, folder: str) -> Iterator[Path]:
-        """Provide a local, read-only copy of ``folder``; the folder itself if the storage is local."""
+        """Provide a local, read-only copy of ``folder``; the folder itself if the storage is local.
+
+        Raises:
+            TrainingError: the file system of the temporary folder has too little free space.
+        """
         if self.is_local:
             yield Path(self._path(folder))
             return
+        sizes = {path: entry["size"] for path, entry in self._fs.find(self._path(folder), detail=True).items()}
+        total = sum(sizes.values())
+        check_free_space(folder, size=total)
         with TemporaryDirectory(prefix="checkpoint-") as temporary:
-            sizes = {path: entry["size"] for path, entry in self._fs.find(self._path(folder), detail=True).items()}
-            with ProgressReporter(f"downloading {folder}", total=sum(sizes.values()), unit="B") as progress:
+            with ProgressReporter(f"downloading {folder}", total=total, unit="B") as progress:
                 for path, size in sizes.items():
                     with _File(progress, size) as told:
                         self._fs.get_file(path, str(Path(temporary) / path.rsplit("/", 1)[-1]), callback=told)
@@ -149,6 +161,20 @@ class _File(Callback):  # type: ignore[misc] # fsspec has no types
 
     def close(self) -> None:
         self._progress.to(self._end)
+
+
+def check_free_space(checkpoint: str, *, size: int) -> None:
+    """Check that the temporary folder has room for ``size`` bytes.
+
+    Raises:
+        TrainingError: its file system has less free space.
+    """
+    folder = gettempdir()
+    if (free := shutil.disk_usage(folder).free) < size:
+        raise TrainingError(
+            f"the temporary folder {folder} has {free / 2**20:,.1f} MiB free, but {checkpoint} needs "
+            f"{size / 2**20:,.1f} MiB; on every node, set TMPDIR to a folder with more space"
+        )
 
 
 def _install(address: str, error: ImportError) -> str:

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.config.values import Direction
+from pipeline.errors import PipelineError
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.training.checkpoints import files
 from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, StoredFile, best, kept, step_of
-from pipeline.training.checkpoints.state import State
+from pipeline.training.checkpoints.state import State, count_bytes
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import on_all_ranks
 
@@ -121,8 +122,11 @@ class AsyncCheckpointWriter:
         """Write all files but the manifest. Collective if the model is sharded."""
         name = job.manifest.name
         on_all_ranks(lambda: self._discard(name) if self._rank.is_first else None, group=self._group)
+        size = count_bytes(job.state)
         with ExitStack() as stack:
-            folders = on_all_ranks(lambda: stack.enter_context(self._storage.staging(name)), group=self._group)
+            folders = on_all_ranks(
+                lambda: stack.enter_context(self._storage.staging(name, size=size)), group=self._group
+            )
             folder = folders[self._rank.rank if self._group is not None else 0]
             parts = on_all_ranks(partial(self._write_part, job, folder), group=self._group)
             on_all_ranks(stack.close, group=self._group)
@@ -184,4 +188,6 @@ class AsyncCheckpointWriter:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, PipelineError):
+        return str(error)
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
