@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 _LOG, _BATCH = "slurm.log", "batch.pid"
+_ONCE_KNOWN = 'until [ -e "$0" ]; do sleep 0.01; done; exec "$@"'
+"""Shell code of a task: Slurm knows all tasks of a step, and so signals them, before the first one runs."""
 
 
 class Slurm:
@@ -108,18 +110,27 @@ def _srun(folder: Path, arguments: list[str]) -> int:
         "STEP_TASKS_PER_NODE": count,
         "NODEID": "0",
     }
-    tasks = []
-    for rank in range(count):
-        own = {f"SLURM_{name}": str(value) for name, value in {**step, "PROCID": rank, "LOCALID": rank}.items()}
-        tasks.append(subprocess.Popen(arguments, env={**os.environ, **own}, start_new_session=True))
-        (folder / f"task.{tasks[-1].pid}").touch()
+    tasks: list[subprocess.Popen[bytes]] = []
+    is_terminated = False
 
     def force_termination(*_: object) -> None:
+        nonlocal is_terminated
+        is_terminated = True
         for task in tasks:
             _signal_group(task.pid, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, force_termination)
+    known = folder / f"step.{os.getpid()}"
+    for rank in range(count):
+        own = {f"SLURM_{name}": str(value) for name, value in {**step, "PROCID": rank, "LOCALID": rank}.items()}
+        line = ["sh", "-c", _ONCE_KNOWN, str(known), *arguments]
+        tasks.append(subprocess.Popen(line, env={**os.environ, **own}, start_new_session=True))
+        (folder / f"task.{tasks[-1].pid}").touch()
+    if is_terminated:  # while a task was being started
+        force_termination()
+    known.touch()
     codes = [task.wait() for task in tasks]
+    known.unlink()
     for task in tasks:
         (folder / f"task.{task.pid}").unlink()
     return max(code if code >= 0 else 128 - code for code in codes)
