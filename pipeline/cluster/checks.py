@@ -91,6 +91,10 @@ class NodeChecks:
         """Return True if `results` needn't wait."""
         return self._needs.is_answered() and self._facts.is_answered()
 
+    def close(self) -> None:
+        """End the checks without waiting for results."""
+        self._held.close()
+
     def results(self) -> CheckedNodes:
         """Wait for all nodes, each for a limited time, and return what was found."""
         with self._held:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ _CAN_LEAVE_OUT = any(field.name == "label_selector" for field in fields(ScalingC
 
 
 class Check(NamedTuple):
-    """What is needed to check nodes for a trial."""
+    """Trial for which nodes are checked, its checkpoints' address, and the receiver of warnings."""
 
     trial: Trial
     checkpoints: str | None
@@ -41,6 +40,8 @@ class FitNodes:
         self._running: NodeChecks | None = None
         self._is_first = True
         """True until nodes are checked; the versions of the first ones were compared when the run was planned."""
+        self._unchecked = ""
+        """Reason for which new nodes could not be checked, as the user has read it."""
         self._lock = threading.RLock()
 
     def check(self, check: Check) -> None:
@@ -52,14 +53,14 @@ class FitNodes:
         with self._lock:
             is_first = self._is_first
             for note in format_unfit(self._unfit.values()) if is_first else ():
-                check.warn(_left_out(note))
+                check.warn(_describe_unfit(note))
             self._finish(check)
             self._start(check)
             self._finish(check)
             trial = check.trial
             least = trial.experiment.parallel.least_workers if trial.is_elastic else trial.workers
             has_room = not is_first or total_capacity(trial, self.records()) >= least
-            unfit = self._excluded() & self._unfit.keys()
+            unfit = self._find_excluded() & self._unfit.keys()
             if unfit and not (has_room and _CAN_LEAVE_OUT):
                 reason = "" if _CAN_LEAVE_OUT else ", and Ray leaves nodes out only from release 2.53 on"
                 found = format_unfit(self._unfit[node] for node in unfit)
@@ -68,11 +69,22 @@ class FitNodes:
     def poll(self, check: Check) -> list[dict[str, Any]]:
         """Return Ray's records of the nodes that can have workers now; start to check new ones, without waiting."""
         with self._lock:
-            with suppress(ResourceError):  # the driver lacks storage, which the training reports, or a free port
+            try:
                 self._start(check)
+            except ResourceError as error:  # this machine lacks storage or a free port: nodes that passed still count
+                if str(error) != self._unchecked:
+                    self._unchecked = str(error)
+                    check.warn(f"new nodes of the cluster get no workers, as they can't be checked: {error}")
             if self._running is not None and self._running.are_done():
                 self._finish(check)
             return self.records()
+
+    def close(self) -> None:
+        """End a check that has no results yet: it listens at a port and has a file among the checkpoints."""
+        with self._lock:
+            if self._running is not None:
+                self._running.close()
+                self._running = None
 
     def records(self) -> list[dict[str, Any]]:
         """Return Ray's records of the usable nodes that have passed."""
@@ -80,10 +92,10 @@ class FitNodes:
 
     def selector(self) -> dict[str, str]:
         """Return the labels by which Ray places workers on these nodes only; empty if no other has room for one."""
-        excluded = self._excluded()
+        excluded = self._find_excluded()
         return {_NODE_ID: f"!in({','.join(sorted(excluded))})"} if excluded and _CAN_LEAVE_OUT else {}
 
-    def _excluded(self) -> set[str]:
+    def _find_excluded(self) -> set[str]:
         """Return nodes that have room for a worker, but didn't pass, or weren't checked yet."""
         return find_able_nodes(self._parallel).keys() - self._fit
 
@@ -108,9 +120,9 @@ class FitNodes:
         self._unfit |= found.unfit
         self._fit |= self._running.nodes.keys() - found.unfit.keys()
         self._running = None
-        for note in (*map(_left_out, format_unfit(found.unfit.values())), *found.warnings):
+        for note in (*map(_describe_unfit, format_unfit(found.unfit.values())), *found.warnings):
             check.warn(note)
 
 
-def _left_out(note: str) -> str:
+def _describe_unfit(note: str) -> str:
     return f"no workers are placed on {note}"

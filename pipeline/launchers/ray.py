@@ -82,6 +82,7 @@ class Launcher(base.Launcher):
             else:
                 stack.enter_context(connected(self._address, verbose=session.verbose, runtime_env=runtime_env))
                 self._fit_nodes = FitNodes(session.parallel, code=self._code, unfit=session.unfit)
+                stack.callback(self._fit_nodes.close)
             self.held = stack.pop_all()
         return self
 

@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -160,6 +161,24 @@ def test_a_new_node_counts_once_it_has_passed_all_checks(cluster: Cluster) -> No
     assert names(fitting.poll(cluster.check(1, 9))) == ["a", "b", "c", "d"]
     assert cluster.warnings == [f"no workers are placed on e (10.0.0.2): {VERSION}"]
     fitting.check(cluster.check(1, 9))
+
+
+def test_a_check_without_results_leaves_no_file_among_the_checkpoints(cluster: Cluster, tmp_path: Path) -> None:
+    """As when a training ends while a new node is being checked."""
+    fitting, cluster.is_quick = fit(cluster), False
+    fitting.poll(cluster.check(1)._replace(checkpoints=str(tmp_path)))
+    assert [*tmp_path.iterdir()]
+    fitting.close()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_new_nodes_that_cannot_be_checked_are_warned_of_once(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check = cluster.check(1)._replace(checkpoints=str(tmp_path / "file" / "checkpoints"))
+    fitting = fit(cluster)
+    assert fitting.poll(check) == fitting.poll(check) == []
+    (warning,) = cluster.warnings
+    assert "get no workers, as they can't be checked: checkpoints go to" in warning
 
 
 def test_each_node_connects_to_the_driver_while_it_is_checked(cluster: Cluster) -> None:
