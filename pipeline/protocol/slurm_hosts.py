@@ -35,17 +35,17 @@ def hosts_of(nodelist: str) -> Iterator[str]:
         ValueError: a range is malformed.
     """
     for part in _PART.findall(nodelist):
-        yield from _expanded(part.strip())
+        yield from _expand(part.strip())
 
 
-def _expanded(part: str) -> Iterator[str]:
+def _expand(part: str) -> Iterator[str]:
     found = _BRACKETS.search(part)
     if found is None:
         yield part
         return
     before, after = part[: found.start()], part[found.end() :]
     for number in _numbers(found[1]):
-        for rest in _expanded(after) if after else ("",):
+        for rest in _expand(after) if after else ("",):
             yield f"{before}{number}{rest}"
 
 

@@ -168,7 +168,7 @@ def remarks(rows: Sequence[Row], *, main: Row, restricted: str = "") -> Iterator
     yield from _iter_memory_notes(rows)
     for row in rows:
         if row.role != "reference" and not row.is_resolved:
-            yield _unresolved(row, baseline, slots_s=main.slots_s)
+            yield _describe_unresolved(row, baseline, slots_s=main.slots_s)
     if main.slots_s is not None and 0 < main.speedup_pairs < estimates.LEAST_PAIRS:
         yield (
             f"The speedup was measured in {main.speedup_pairs} pairs of slots only, which took "
@@ -208,7 +208,7 @@ def _statistics(row: Row) -> str:
     return f" {' and '.join(statistics)} took the statistics of each micro-batch." if statistics else ""
 
 
-def _unresolved(row: Row, baseline: Row, *, slots_s: float | None) -> str:
+def _describe_unresolved(row: Row, baseline: Row, *, slots_s: float | None) -> str:
     """Return why a speedup is not resolved, and what would resolve it."""
     assert row.ratio is not None
     claim = f"The speedup of {row.title}, {times(row.ratio, confidence=row.confidence)}, is not resolved"

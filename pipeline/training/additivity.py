@@ -22,7 +22,7 @@ from pipeline.training.batch_parts import Comparison, GatheredRows, Loss, Parts,
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.differing_samples import choose
-from pipeline.training.perturbed import perturbed
+from pipeline.training.perturbation import perturb
 from pipeline.training.weighting import Boundary
 from pipeline.wording import figure, first_line
 
@@ -73,9 +73,8 @@ def examine(context: TrainContext) -> None:
             raise
         except Exception as error:  # noqa: BLE001 - user code may raise anything
             _log.warning("the loss could not be checked", exc_info=error)
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
             context.unexamined = (
-                f"the loss raised {type(error).__name__} on {_count(context)} samples, {_NEEDED}: {said}"
+                f"the loss raised {type(error).__name__} on {_count(context)} samples, {_NEEDED}: {first_line(error)}"
             )
     # A model's own loss is among its outputs; where labels are ignored it is a cross entropy, with gradients of 0.
     if context.gives_weight is not False and not (is_known(context.task) or isinstance(context.task, FromModel)):
@@ -165,7 +164,7 @@ class _Check:
     def _is_checked_at(self, noise: float, parts: Parts) -> bool:
         """Check groups of samples at changed weights; return False if the loss isn't finite there."""
         context = self._context
-        with perturbed(context.trained, model=context.whole, scale=noise):
+        with perturb(context.trained, model=context.whole, scale=noise):
             for number in range(len(self._groups)):
                 if number and not self._has_time(0.0, limit=_GROUPS_S):
                     break

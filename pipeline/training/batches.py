@@ -128,7 +128,7 @@ class Batches:
             return batch  # as it is, of any type; it comes from a loader
         return to_device(batch, device=self._device, dtype=self.dtype, memory_format=memory_format)
 
-    def copied(self, batch: Any) -> Any:
+    def copy_to_device(self, batch: Any) -> Any:
         """Return a loader's batch as a step gets it: on a GPU already, where it is copied during the step before."""
         return batch if self._device.type == "cpu" else self.placed(batch)
 

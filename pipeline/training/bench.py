@@ -83,7 +83,7 @@ class TrialBench:
     def _placed(self, batch_size: int) -> list[Any]:
         """Read a batch as a step gets it: on a GPU copied there, and a second one, as prefetching does in training."""
         count = 2 if self._context.device.type == "cuda" else 1
-        return [self._context.batches.copied(self._batch(batch_size)) for _ in range(count)]
+        return [self._context.batches.copy_to_device(self._batch(batch_size)) for _ in range(count)]
 
     def _survives(self, batch: Any) -> bool:
         with self._synced.alone():

@@ -121,7 +121,7 @@ def _indices(context: TrainContext, count: int) -> list[int]:
 
 def _read(context: TrainContext, count: int) -> Any:
     """Read the first samples as one batch, as a step gets it."""
-    return context.batches.copied(context.batches.read(_indices(context, count)))
+    return context.batches.copy_to_device(context.batches.read(_indices(context, count)))
 
 
 def _smallest(context: TrainContext) -> int:
@@ -134,7 +134,7 @@ def _timed(context: TrainContext, *, size: int) -> _Pass:
     start = time.perf_counter()
     batch = context.batches.read(_indices(context, size))
     data_s = time.perf_counter() - start
-    batch = context.batches.copied(batch)  # which training does during the step before
+    batch = context.batches.copy_to_device(batch)  # which training does during the step before
     instants: list[float] = []
 
     def lap() -> None:

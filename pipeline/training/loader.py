@@ -118,7 +118,7 @@ class BatchLoader:
 
     def read(self, indices: list[int]) -> Any:
         """Read samples as one batch, on the CPU, in this process, as in epoch 0; raises as `batches` does."""
-        with generators_kept(), self._fetcher.of(self._copy):
+        with generators_kept(), self._fetcher.read_from(self._copy):
             batch = self._fetcher.__getitems__(MicroBatch(0, indices, weight=1.0, is_last=True))
         return usable(batch, note=self._notes.append)
 

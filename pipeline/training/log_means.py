@@ -20,8 +20,8 @@ from pipeline.training.batch_parts import as_it_was, has_16_bits
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.log_values import LoggedValues, WholeAndParts
-from pipeline.training.perturbed import perturbed
-from pipeline.wording import figure
+from pipeline.training.perturbation import perturb
+from pipeline.wording import figure, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -88,10 +88,10 @@ def check(context: TrainContext, outbox: Outbox) -> None:
         raise
     except Exception as error:  # noqa: BLE001 - user code may raise anything
         _log.warning("the logs could not be checked", exc_info=error)
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
         in_training, problems = [], []
         if not context.unexamined:  # which says it already
-            _warn(context, outbox, f"The logs could not be checked to be means: {type(error).__name__}: {said}")
+            said = f"{type(error).__name__}: {first_line(error)}"
+            _warn(context, outbox, f"The logs could not be checked to be means: {said}")
     problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
     if problems:
         raise ExperimentError(problems)
@@ -153,7 +153,7 @@ class _Comparison:
         for noise in _NOISE:
             if not self._has_time():
                 return
-            with perturbed(self._context.trained, model=self._context.whole, scale=noise):
+            with perturb(self._context.trained, model=self._context.whole, scale=noise):
                 draws = self._drawn(group, is_random=is_random)
             if all(bool(one.whole.isfinite().all() and one.parts.isfinite().all()) for one in draws):
                 self._judge(draws)

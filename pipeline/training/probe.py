@@ -32,6 +32,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import HeldStep, endless, forget_local_steps, held_step, without_updates
 from pipeline.training.step import forward_backward, optimizer_step
 from pipeline.training.synced_norms import SyncedNorms
+from pipeline.wording import first_line
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -84,10 +85,9 @@ class Afterwards:
             if not self._can_continue(what):
                 raise
             _log.warning("%s could not be measured", what, exc_info=error)
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
             rank = self._context.rank
             where = f" on rank {rank.rank}" if rank.world_size > 1 else ""
-            message = f"{what} could not be measured{where}, the training is not affected: {said}"
+            message = f"{what} could not be measured{where}, the training is not affected: {first_line(error)}"
             self._outbox.event(
                 Warned(time=time.time(), trial=self._context.trial.name, message=message, subject="measuring")
             )

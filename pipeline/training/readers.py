@@ -42,7 +42,7 @@ class Rows(Dataset[Any]):
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         return self._read(micro_batch.indices)
 
-    def of(self, dataset: Dataset[Any]) -> AbstractContextManager[object]:
+    def read_from(self, dataset: Dataset[Any]) -> AbstractContextManager[object]:
         """Do nothing: tables have no files to open."""
         del dataset
         return nullcontext()
@@ -91,7 +91,7 @@ class Samples(Dataset[Any]):
         return batch
 
     @contextmanager
-    def of(self, dataset: Dataset[Any]) -> Iterator[None]:
+    def read_from(self, dataset: Dataset[Any]) -> Iterator[None]:
         """Read another object inside the block, a copy of the dataset."""
         own, self._dataset = self._dataset, dataset
         try:

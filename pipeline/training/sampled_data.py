@@ -105,11 +105,11 @@ def _as_array(leaf: Leaf) -> np.ndarray[Any, Any]:
 def _some_values(array: np.ndarray[Any, Any]) -> str:
     flat = array.reshape(-1).astype(np.float64, copy=False)
     some = flat[:: -(-flat.size // _VALUES)].tolist()
-    sums = _PROJECTIONS @ _folded(flat, _PROJECTIONS.shape[1]) / (np.linalg.norm(flat) or 1.0)
+    sums = _PROJECTIONS @ _fold(flat, _PROJECTIONS.shape[1]) / (np.linalg.norm(flat) or 1.0)
     return " ".join(f"{one:.6g}" for one in (*some, flat.mean(), np.abs(flat).mean(), *sums.tolist()))
 
 
-def _folded(flat: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+def _fold(flat: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
     """Return the sum of an array's parts of this size."""
     whole = flat.size // size * size
     folded: np.ndarray[Any, Any] = flat[:whole].reshape(-1, size).sum(0)

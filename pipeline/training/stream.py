@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.errors import TrainingError
 from pipeline.training.order import MicroBatch, StreamOrder
+from pipeline.wording import last_line
 
 Pass = Generator[Any, None, None]
 """A rank's blocks of an epoch: for each global batch its share as a batch, on the CPU."""
@@ -120,8 +121,8 @@ class StreamLoader:
         try:
             block = next(self._pass, None)
         except Exception as error:
-            said = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            raise TrainingError(f"the stream of rows can't be read: {said}", traceback.format_exc()) from error
+            message = f"the stream of rows can't be read: {last_line(error)}"
+            raise TrainingError(message, traceback.format_exc()) from error
         if block is None:
             return False
         self._block = tree_map(pinned, block) if self._pin else block

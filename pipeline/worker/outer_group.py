@@ -96,8 +96,8 @@ class OuterGroup:
                 raise ResourceError(
                     f"{self.outer.name} started {self.outer.world_size} processes, but {len(missing)} of them did not "
                     f"reach rank 0 on {self.rank.node} within parallel.start_timeout_s, {self._timeout_s:g} s: "
-                    f"rank {_listed(sorted(missing))}"
-                    + (f". No process came from {_listed(silent)}." if (silent := self._silent_hosts()) else "")
+                    f"rank {_join_some(sorted(missing))}"
+                    + (f". No process came from {_join_some(silent)}." if (silent := self._silent_hosts()) else "")
                 )
             time.sleep(_POLL_S)
         return [self._store.get(f"facts/{rank}").decode() for rank in range(self.outer.world_size)]
@@ -248,5 +248,5 @@ def _node_key(host: str) -> str:
     return f"node/{host.partition('.')[0]}"  # a launcher's names may lack the domain
 
 
-def _listed(values: Sequence[object]) -> str:
+def _join_some(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:_SHOWN])) + (", ..." if len(values) > _SHOWN else "")

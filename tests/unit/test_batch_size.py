@@ -297,12 +297,12 @@ def test_a_window_copies_its_batch_once(monkeypatch: pytest.MonkeyPatch) -> None
     on_bench = TrialBench(context)
     copies: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(context.batches, "copied", lambda batch: copies.append(batch) or batch)
+        patch.setattr(context.batches, "copy_to_device", lambda batch: copies.append(batch) or batch)
         on_bench.rate(4)
     assert len(copies) == 1 < len(context.model.seen)
 
     context.batches._device = torch.device("meta")
-    assert context.batches.copied(copies[0])[0].device.type == "meta"
+    assert context.batches.copy_to_device(copies[0])[0].device.type == "meta"
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_batches_are_copied_before_the_clock_starts(monkeypatch):
     """As in training, where a GPU copies a batch during the step before."""
     context = setup_of(train={"precision": "fp32"})
     copied, placed = [], []
-    monkeypatch.setattr(context.batches, "copied", lambda batch: copied.append(batch) or batch)
+    monkeypatch.setattr(context.batches, "copy_to_device", lambda batch: copied.append(batch) or batch)
     monkeypatch.setattr(context.batches, "placed", lambda batch: placed.append(batch) or batch)
     costs(context)
     assert {id(batch) for batch in placed} == {id(batch) for batch in copied}

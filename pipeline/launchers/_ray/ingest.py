@@ -17,6 +17,7 @@ from pipeline.data.streamed import Streamed
 from pipeline.errors import ExperimentError
 from pipeline.launchers._ray.dealing import Dealing
 from pipeline.protocol.trial import Trial
+from pipeline.wording import last_line
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
@@ -123,8 +124,7 @@ def _counted(dataset: "Dataset", name: str, columns: tuple[str, ...]) -> tuple[i
         schema = dataset.schema()
         rows = dataset.count()
     except Exception as error:  # from reading, or from the user's own functions
-        said = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise ExperimentError.of(key, f"Ray Data can't count its rows: {said[:300]}") from error
+        raise ExperimentError.of(key, f"Ray Data can't count its rows: {last_line(error)[:300]}") from error
     if not rows:
         raise ExperimentError.of(key, "has no rows; it needs at least one")
     if missing := [column for column in columns if column not in schema.names]:

@@ -148,7 +148,7 @@ def _readable(storage: Storage) -> Iterator[None]:
 
 def _shared(context: TrainContext, storage: Storage, manifest: Manifest, states: list[State]) -> State:
     if is_sharded(context):
-        with _fetched_once_per_node(context, storage, manifest.name) as folder:
+        with _fetch_once_per_node(context, storage, manifest.name) as folder:
             return files.read(context, folder)  # ends with a collective, so that no rank still reads a removed copy
     own = states[0] if states else State({}, None)
     return State(
@@ -158,7 +158,7 @@ def _shared(context: TrainContext, storage: Storage, manifest: Manifest, states:
 
 
 @contextmanager
-def _fetched_once_per_node(context: TrainContext, storage: Storage, name: str) -> Iterator[Path]:
+def _fetch_once_per_node(context: TrainContext, storage: Storage, name: str) -> Iterator[Path]:
     """Provide a local copy of a checkpoint that all ranks of a node share. Collective."""
     rank = context.rank
     fetched: list[Path] = []

@@ -18,7 +18,7 @@ _OF_VECTORS = 0.1
 
 @contextmanager
 @torch.no_grad()
-def perturbed(parameters: Sequence[nn.Parameter], *, model: nn.Module, scale: float) -> Iterator[None]:
+def perturb(parameters: Sequence[nn.Parameter], *, model: nn.Module, scale: float) -> Iterator[None]:
     """Add noise to parameters inside the block, the same on all ranks.
 
     Matrices get noise of the size of a usual initialization, times ``scale``, so that outputs differ but stay finite.
