@@ -60,7 +60,7 @@ def connected(address: str, *, verbose: bool, runtime_env: Mapping[str, Any] | N
         runtime_env: Ray's ``runtime_env`` for the workers.
 
     Raises:
-        UsageError: the address is that of a dashboard, or of Ray Client.
+        UsageError: the address leads to a dashboard or to Ray Client.
         ResourceError: no cluster answers at the address, or this machine is not one of its nodes.
     """
 
@@ -84,7 +84,7 @@ def _check_reachable(address: str) -> None:
     """Try to connect to the address, since Ray would retry for minutes.
 
     Raises:
-        UsageError: the address is that of a dashboard, or of Ray Client.
+        UsageError: the address leads to a dashboard or to Ray Client.
         ResourceError: the address refuses the connection.
     """
     if address.startswith(("http://", "https://")):

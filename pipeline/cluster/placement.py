@@ -65,7 +65,7 @@ def node_name(node: Mapping[str, Any]) -> str:
 def await_capacity(trial: Trial, *, nodes: Callable[[], list[dict[str, Any]]]) -> None:
     """Wait until all workers of a trial fit; Ray itself would wait forever and log a traceback every minute.
 
-    A resumed training also waits for lost nodes to return. ``nodes`` returns Ray's records of those that can be used.
+    A resumed training also waits for lost nodes to return. ``nodes`` returns Ray's records of the usable nodes.
 
     Raises:
         ResourceError: the cluster is too small, or not free within ``parallel.queue_timeout_s``.
@@ -94,7 +94,7 @@ def await_death_notices(*, timeout_s: float) -> None:
 
 
 def free(trial: Trial, nodes: Iterable[Mapping[str, Any]]) -> int:
-    """Return the number of a trial's workers that fit on nodes, given by Ray's records, beside what runs there."""
+    """Return how many of a trial's workers fit into what is free on nodes, given by Ray's records."""
     available = available_resources_per_node()
     return _fitting(trial, [available.get(node["NodeID"], {}) for node in nodes if _is_reachable(node)])
 

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from pipeline.config.reported import named
 from pipeline.protocol import estimates
-from pipeline.protocol.trial_result import RANDOM_NUMBERS
-from pipeline.report import FIRST_STEPS, Advice, Row, is_clear
+from pipeline.report import Advice, Row, is_clear
+from pipeline.report.loss_differences import describe_losses, describe_share, find_statistics
 from pipeline.report.ratios import is_wide, times
 from pipeline.report.tables import amount, low_to_high, placed, rate
 from pipeline.wording import counted, duration
@@ -145,12 +144,12 @@ def remarks(rows: Sequence[Row], *, main: Row, restricted: str = "") -> Iterator
         restricted: note on a training that measures nothing; empty if something was to be measured.
     """
     baseline = rows[0]
-    yield from _losses(rows, main=main)
+    yield from describe_losses(rows, main=main)
     if sentences := " ".join(_iter_unsaved(main)):
         yield sentences
     yield from (f"{note[0].upper()}{note[1:]}." for note in main.data_notes)
     if main.same_training != "no":  # else it is a reason of the other loss
-        buffers = (_share(kind) for kind in main.coupling if kind.startswith("buffer"))
+        buffers = (describe_share(kind) for kind in main.coupling if kind.startswith("buffer"))
         yield from (
             f"{one[0].upper()}{one[1:]}, and rank 0's is kept: one process trains otherwise." for one in buffers
         )
@@ -204,7 +203,7 @@ def _iter_memory_notes(rows: Sequence[Row]) -> Iterator[str]:
 
 def _statistics(row: Row) -> str:
     """Name the layers that a row's micro-batches change; empty without any."""
-    statistics = [kind for kind in row.coupling if kind != RANDOM_NUMBERS and "Dropout" not in kind]
+    statistics = find_statistics(row)
     return f" {' and '.join(statistics)} took the statistics of each micro-batch." if statistics else ""
 
 
@@ -231,75 +230,6 @@ def _describe_unresolved(row: Row, baseline: Row, *, slots_s: float | None) -> s
         f"{claim}: it could be noise; about {longer - slots_s:.0f} s more would tell: pipeline measure with --budget-s "
         f"{longer}, or measure: {{budget_s: {longer}, pairs: {pairs}}} in the file."
     )
-
-
-def _losses(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
-    """Yield remarks on trainings whose losses differ from the baseline's, in the first steps or later."""
-    baseline = rows[0]
-    first = _reasons(main, baseline)
-    by_reasons = sorted(
-        ((_reasons(row, baseline), row) for row in rows if row.same_training == "no"),
-        key=lambda pair: (pair[0] != first, pair[0]),
-    )
-    for reasons, group in groupby(by_reasons, key=lambda pair: pair[0]):
-        different = [row for _, row in group]
-        difference = amount(max(row.first_loss_difference or 0.0 for row in different))
-        losses = (
-            f"{_loss_of(different)} from that of {baseline.title} by up to {difference} in the first {FIRST_STEPS} "
-            "steps"
-        )
-        tolerance = amount(different[0].loss_tolerance)
-        yield (
-            f"{losses}: {reasons}."
-            if reasons
-            else (
-                f"Warning: {losses}, rounding explains {tolerance}, and no layer of the model explains the rest: "
-                "this is a different training, so its speedup is meaningless."
-            )
-        )
-    if drifted := [row for row in rows if row.same_training == "at first"]:
-        difference = amount(max(row.largest_loss_difference or 0.0 for row in drifted))
-        yield (
-            f"{_loss_of(drifted)} from that of {baseline.title} by up to {difference}, but not in the first "
-            f"{FIRST_STEPS} steps: training amplifies the rounding of sums in another order."
-        )
-
-
-def _loss_of(rows: Sequence[Row]) -> str:
-    names = [row.title for row in rows]
-    return f"The loss of {' and of '.join(names)} differs"
-
-
-def _reasons(row: Row, baseline: Row) -> str:
-    """Explain different losses on the same batches by layers and options; empty if they don't explain them."""
-    if max(row.replicas, baseline.replicas) < 2:
-        return ""
-    masks = [kind for kind in row.coupling if "Dropout" in kind]
-    own = [kind for kind in row.coupling if kind == RANDOM_NUMBERS and not masks]
-    statistics = [kind for kind in row.coupling if kind not in {*masks, RANDOM_NUMBERS}]
-    reasons = [_share(kind) for kind in statistics]
-    if statistics and (parts := baseline.micro_batches) is not None:
-        shared = [_share(kind) for kind in statistics if kind != "SyncBatchNorm"]
-        reasons = [*shared, f"the baseline takes the statistics of each of its {parts} micro-batches"]
-    hook = row.options.get("communication_hook", "none")
-    local = row.options.get("local_sgd_period")
-    apart = [f"with local_sgd_period: {local} workers train independently between averages"] if local else []
-    rounding = [] if hook == "none" else [f"communication_hook: {hook} rounds the gradients"]
-    return ", ".join(
-        [
-            *reasons,
-            *(f"{kind} draws a mask of its own in each worker" for kind in masks),
-            *(f"a step draws other {kind} in each worker" for kind in own),
-            *rounding,
-            *apart,
-        ]
-    )
-
-
-def _share(kind: str) -> str:
-    """Say of batch statistics, or of buffers by name, that they are those of a worker's share."""
-    the, use = ("the ", "use" if kind.startswith("buffers") else "uses") if kind.startswith("buffer") else ("", "uses")
-    return f"{the}{kind} {use} each worker's share of the batch"
 
 
 def _has_all_cores(row: Row, main: Row) -> bool:

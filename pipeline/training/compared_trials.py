@@ -34,7 +34,7 @@ from pipeline.training.watch import mark
 from pipeline.wording import first_line
 
 LEAST_STEPS = 2
-"""Fewest timed steps of the slowest trial in a slot: more slots tell more than longer ones."""
+"""Fewest timed steps of the slowest trial in a slot: more slots give a narrower interval than longer ones."""
 _SETTLING_S = 0.2
 _SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
 
@@ -77,7 +77,7 @@ class Player:
     def settle(self, step_s: float) -> float:
         """Start the loaders, warm the caches up, and return the seconds of a step.
 
-        What a training took for a step, or a trial for its first ones (``step_s``), is no measure of a step in a slot.
+        A step in a slot takes another time than one in training, or than a trial's first ones (``step_s``).
         """
         steps = max(LEAST_STEPS, math.ceil(_SETTLING_S / max(step_s, _SHORTEST_S)))
         self.take(steps=steps)
@@ -126,7 +126,7 @@ class ComparedTrials:
         if failure is not None and failure.is_out_of_memory:
             self._too_large.append(trial)
         elif failure is not None:
-            self._warn(f"{trial.title} could not be measured beside the training: {failure.message}")
+            self._warn(f"{trial.title} could not be measured next to the training: {failure.message}")
 
     def close(self) -> None:
         """End the trials' turns."""
@@ -197,7 +197,7 @@ class ComparedTrials:
 
     def _first_steps(self, trial: Compared) -> tuple[TrainContext, _Measured]:
         later = _Later(self._outbox)
-        mark(Phase.BUILDING)  # which may take any time; this rank's last phase may be that of a step
+        mark(Phase.BUILDING)  # which may take any time; this rank's last phase may be a step's
         context = build(trial, rank=self._rank, datasets=self._training.batches.datasets)
         result = self._complete(context, later)
         parts = context.accumulation
@@ -214,7 +214,7 @@ class ComparedTrials:
 
     def _send(self, later: "_Later", result: TrialResult, **measured: Any) -> None:
         """Send a trial's events, its result last, with what was ``measured`` of it."""
-        more = {**measured, "peak_memory_mb": ()}  # that of two models and their data
+        more = {**measured, "peak_memory_mb": ()}  # it would count two models and their data
         finished = Finished(trial=result.trial, result=result.model_copy(update=more))
         for event in (*later.events, finished):
             self._outbox.event(event)

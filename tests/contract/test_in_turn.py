@@ -190,7 +190,7 @@ def test_only_rank_0_speaks_of_the_baseline(measured: Any) -> None:
     case, kept = measured
     assert (kept[1]["ends"], kept[1]["warnings"]) == ([], [])
     said = {
-        "broken baseline": "could not be measured beside the training: model: test_in_turn.Broken raised MemoryError: "
+        "broken baseline": "could not be measured next to the training: model: test_in_turn.Broken raised MemoryError: "
         "no room",
         "large baseline": "does not fit into memory next to the training. It is measured after the training has freed "
         "its memory. The speedup then has the range of its windows instead of an interval",

@@ -232,7 +232,7 @@ def test_the_training_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_can_t_be_measured_costs_itself_and_a_line(own: dict[str, Any], said: str) -> None:
     result, outbox = measured(compared(Baseline, Reference, own=own))
     (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
-    assert warning.startswith("single could not be measured beside the training: ")
+    assert warning.startswith("single could not be measured next to the training: ")
     assert said in warning
     assert list(ends(outbox)) == ["reference"]
     assert len(result.slots) == 5

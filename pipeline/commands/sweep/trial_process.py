@@ -78,7 +78,10 @@ def train(assignment: Assignment, lifeline: _Lifeline, decisions: Decisions) -> 
     job, record = assignment.job, assignment.record
     file = load(job.file, job.overrides).varied({**job.common, **record.values})
     if config_hash(file.experiment) != assignment.config_hash:
-        raise UsageError(f"{job.file} has changed since the sweep began; put it back, or start a new sweep")
+        raise UsageError(
+            f"{job.file}, or a default of pipeline, has changed since the sweep started. Restore the file, or the "
+            "version of pipeline that started the sweep, or start a new sweep"
+        )
     folder = job.folder_of(record.number)
     member = Membership(
         folder=folder,
