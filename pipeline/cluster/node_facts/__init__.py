@@ -34,6 +34,15 @@ class Disk(Frozen):
     free_mb: int
 
 
+class Interface(Frozen):
+    """Network interface with an IPv4 address."""
+
+    name: str
+    address: str
+    speed_mbit: int | None
+    """Speed of its link; None: it is virtual, or its driver doesn't report one."""
+
+
 class NodeFacts(Frozen):
     """Facts of one node. A version is None if the package is not installed, a limit if there is none."""
 
@@ -44,6 +53,7 @@ class NodeFacts(Frozen):
     """Ray's id of the node."""
     hostname_address: str | None
     """Address that the node's own name resolves to, if any."""
+    interfaces: tuple[Interface, ...] = ()
     python: str
     torch: Torch | None
     ray: str | None

@@ -9,8 +9,8 @@ import rich.console
 from rich.text import Text
 
 from pipeline.cluster.node_facts import NodeFacts, facts_here
+from pipeline.commands.doctor import first_hour, machine, network, tracking
 from pipeline.commands.doctor import link_speed as link
-from pipeline.commands.doctor import machine, tracking
 from pipeline.commands.doctor.check_result import CheckResult, amount
 from pipeline.commands.doctor.link_speed import MeasuredLink
 from pipeline.config.parallel import Parallel
@@ -21,7 +21,7 @@ from pipeline.report.tables import Column, from_columns
 from pipeline.wording import counted
 
 Say = Callable[[str], None]
-_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "open": ""}
 _INDENT = len("problem ")
 _Column = Column[NodeFacts]
 _COLUMNS: tuple[_Column, ...] = (
@@ -78,6 +78,8 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
             say(f"asking the nodes of the Ray cluster at {address} ...")
         asked = (here,) if address is None else _asked(findings)
         findings += machine.judged(asked, here=here)
+        if len(asked) > 1:
+            findings += network.judged(asked, interface=parallel.interface)
         if asked:
             between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
             say(f"measuring all-reduces between {between} ...")
@@ -99,6 +101,8 @@ def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
         CheckResult(subject="nodes", status="problem", what=f"{node_name(nodes[node])}: {why}", fix=fix)
         for node, why in silent.items()
     ]
+    if not silent:
+        findings.append(CheckResult(subject="nodes", status="ok", what=f"all answer ({len(answers)})"))
     return tuple(map(compare_clock, read_facts(answers, records=nodes)))
 
 
@@ -115,7 +119,7 @@ def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[
 
 
 def show(examination: Examination, *, terminal: rich.console.Console) -> None:
-    """Print a table of the nodes, each finding with its fix, and how many checks passed."""
+    """Print a table of the nodes, each finding with its fix, how many checks passed, and a cluster's first steps."""
     at = f"Ray cluster at {examination.address}" if examination.address else "this machine"
     columns = _columns_of(examination)
     print_report_table(from_columns(f"Doctor: {at}", columns, examination.nodes), console=terminal)
@@ -123,6 +127,10 @@ def show(examination: Examination, *, terminal: rich.console.Console) -> None:
     for finding in examination.findings:
         _print(finding, terminal)
     terminal.print("", headed([_counted_findings(examination)], width=terminal.width), sep="\n")
+    if first_hour.applies_to(examination.address):
+        terminal.print("", headed(first_hour.headline(examination.address), width=terminal.width), "", sep="\n")
+        for progress, text in first_hour.checklist(examination.findings, address=examination.address):
+            _print_status(progress, text, terminal)
 
 
 def _columns_of(examination: Examination) -> tuple[_Column, ...]:
@@ -132,12 +140,16 @@ def _columns_of(examination: Examination) -> tuple[_Column, ...]:
 
 def _print(finding: CheckResult, terminal: rich.console.Console) -> None:
     """Print a finding and its fix; the fix stays on one line, so that a command can be copied."""
-    what = f"{finding.status:<{_INDENT}}{finding.subject}: {finding.what}"
-    text = Text(textwrap.fill(what, terminal.width, subsequent_indent=" " * _INDENT, break_on_hyphens=False))
-    text.stylize(_STYLES[finding.status], 0, len(finding.status))
-    terminal.print(text, soft_wrap=True)
+    _print_status(finding.status, f"{finding.subject}: {finding.what}", terminal)
     if finding.fix:
         terminal.print(Text(" " * _INDENT + f"fix: {finding.fix}"), soft_wrap=True)
+
+
+def _print_status(status: str, what: str, terminal: rich.console.Console) -> None:
+    line = f"{status:<{_INDENT}}{what}"
+    text = Text(textwrap.fill(line, terminal.width, subsequent_indent=" " * _INDENT, break_on_hyphens=False))
+    text.stylize(_STYLES[status], 0, len(status))
+    terminal.print(text, soft_wrap=True)
 
 
 def _counted_findings(examination: Examination) -> str:
