@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import AuthenticationError
@@ -23,7 +24,9 @@ from pipeline.protocol.channel.inbox import Inbox, inside
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.ports import open_server
 from pipeline.protocol.channel.wire import EVENT, Address
-from pipeline.protocol.events import AnyEvent, Metrics, Point, Warned, event_to_json
+from pipeline.protocol.channel.worker_clock import WorkerClock
+from pipeline.protocol.events import AnyEvent, Heartbeat, Metrics, Phase, Point, Warned, event_to_json
+from pipeline.protocol.trial import Rank
 
 
 class Driver:
@@ -135,6 +138,48 @@ def test_pods_without_ipv4(tmp_path: Path) -> None:
         outbox.event(warned("over IPv6"))
         outbox.close()
     assert driver.messages == ["over IPv6"]
+
+
+def heartbeat(time: float) -> Heartbeat:
+    return Heartbeat(
+        time=time, rank=Rank(node="node7"), pid=1, process_started=0.0, step=1, phase=Phase.FORWARD, idle_s=0.0
+    )
+
+
+@pytest.mark.parametrize(("ahead_s", "said"), [(-20.0, "20.0 s behind"), (20.0, "20.0 s ahead of"), (0.3, "")])
+def test_events_get_times_of_the_drivers_clock_and_a_difference_is_reported_once(
+    driver: Driver, ahead_s: float, said: str
+) -> None:
+    with ChannelOutbox(driver.inbox.address) as outbox:
+        for _ in range(8):
+            outbox.event(heartbeat(time.time() + ahead_s))
+        happened = time.time() - 30.0  # it has waited in the worker
+        outbox.event(Warned(time=happened + ahead_s, message="late"))
+    (late,) = [event for event in driver.events if isinstance(event, Warned) and event.message == "late"]
+    assert late.time == pytest.approx(happened + (0.0 if said else ahead_s), abs=0.9)
+    messages = [message for message in driver.messages if message != "late"]
+    assert len(messages) == bool(said)
+    assert all(message.startswith(f"The clock of node7 is {said} the clock of the driver") for message in messages)
+
+
+def test_delays_are_no_difference_of_clocks_and_a_clock_may_be_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's clock is 20 s ahead at first."""
+    now, clock = 0.0, WorkerClock()
+    monkeypatch.setattr(time, "time", lambda: now)
+
+    def corrected(at: float) -> float:
+        assert clock.compare(heartbeat(at)) is None
+        return clock.correct(heartbeat(at)).time
+
+    assert [corrected(20.0 + (now := second)) for second in (1.0, 2.0)] == [1.0, 2.0]
+    now = 60.0  # the network was cut: what was sent in between arrives at once
+    assert corrected(25.0) == 5.0
+    now = 70.0
+    assert clock.correct(Warned(time=85.0, message="")).time == 65.0
+    clock = WorkerClock()
+    assert [corrected(20.0 + (now := second)) for second in (1.0, 2.0)] == [1.0, 2.0]
+    now = 3.0
+    assert corrected(3.0) == 3.0  # set by NTP
 
 
 def test_at_the_limit_of_open_files_workers_wait_and_one_line_says_so(

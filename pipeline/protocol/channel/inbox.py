@@ -20,6 +20,7 @@ from typing import Self
 from pipeline.errors import ResourceError
 from pipeline.protocol.channel.ports import open_free_port
 from pipeline.protocol.channel.wire import END, EVENT, FILE, STOP, Address, messages
+from pipeline.protocol.channel.worker_clock import WorkerClock
 from pipeline.protocol.events import AnyEvent, Heartbeat, Warned, event_from_json
 from pipeline.system.process import raise_limit_of_open_files
 
@@ -31,7 +32,10 @@ _FULL_S = 1.0
 
 
 class Inbox:
-    """Driver side of the channel: passes on every event, writes every file into the run's folder."""
+    """Driver side of the channel: passes on every event, writes every file into the run's folder.
+
+    Events get times of the driver's clock, see `WorkerClock`.
+    """
 
     def __init__(
         self,
@@ -127,13 +131,16 @@ class Inbox:
             self._connections.append(connection)
             if self._stop_asked:
                 connection.send_bytes(STOP)
-            arriving, rank = messages(connection), None
+            arriving, rank, clock = messages(connection), None, WorkerClock()
             for message in arriving:
                 self._heard = time.monotonic()
                 if message[:1] == EVENT:
                     event = event_from_json(message[1:])
-                    rank = event.rank.rank if isinstance(event, Heartbeat) else rank
-                    self._receive(event)
+                    if isinstance(event, Heartbeat):
+                        rank = event.rank.rank
+                        if warning := clock.compare(event):
+                            self._receive(warning)
+                    self._receive(clock.correct(event))
                 elif message[:1] == FILE:
                     self._store(arriving, name=message[1:].decode())
             if rank is not None and self._hung_up is not None:
