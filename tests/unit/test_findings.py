@@ -131,9 +131,10 @@ def test_of_several_nodes_the_one_that_differs_is_named() -> None:
     assert finding.fix == "on a (10.0.0.3): pip install torch==2.13.0"
 
 
-def test_names_that_lead_to_loopback_are_told_between_nodes() -> None:
-    loopback = node(address="10.0.0.2", hostname_address="127.0.1.1")
-    fine = node(address="10.0.0.3", hostname_address="10.0.0.3")
+@pytest.mark.parametrize("own", ["127.0.1.1", "::1", None])
+def test_names_that_lead_to_loopback_are_told_between_nodes(own: str | None) -> None:
+    loopback = node(address="10.0.0.2", hostname_address=own)
+    fine = node(address="10.0.0.3", hostname_address="fd00::3")
 
     assert not [finding for finding in judged(loopback) if finding.subject == "host names"]
     (finding,) = [finding for finding in judged(loopback, fine) if finding.subject == "host names"]

@@ -136,10 +136,12 @@ def _gpus(*, all_gpus: bool) -> dict[str, object]:
 
 
 def _resolved() -> str | None:
+    """Return an address of this node's name, one of IPv4 if it has any."""
     try:
-        return socket.gethostbyname(socket.gethostname())
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return None
+    return str(min(found, key=lambda each: each[0] == socket.AF_INET6)[4][0])
 
 
 def _interfaces() -> list[dict[str, object]]:

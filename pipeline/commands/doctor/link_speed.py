@@ -98,7 +98,8 @@ def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
     try:
         with by_value(ranks):
             port = ray.get(pinned(ranks.free_port, node=_id(places[0])).remote(), timeout=_TIMEOUT_S)
-            asked["init_method"] = f"tcp://{places[0].address}:{port}"
+            host = f"[{first}]" if ":" in (first := str(places[0].address)) else first
+            asked["init_method"] = f"tcp://{host}:{port}"
             for rank, node in enumerate(places):
                 task = pinned(ranks.measure, node=_id(node), gpus=int(backend == "nccl"))
                 tasks.append(task.remote(rank, address=node.address, **asked))

@@ -7,6 +7,7 @@ from pipeline.cluster.node_facts import NodeFacts
 from pipeline.commands.doctor import tested
 from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, listed, low_to_high
 from pipeline.launchers._ray.interface import public_because
+from pipeline.worker.interfaces import LOOPBACK, is_loopback
 
 _SHM = "/dev/shm"  # noqa: S108 - only looked at
 _MEMORY = Limit(warning=2048, problem=256)  # MiB
@@ -109,7 +110,7 @@ def _skew(nodes: Sequence[NodeFacts]) -> str:
 
 def _names(nodes: Sequence[NodeFacts]) -> str:
     """Describe which host names resolve to loopback, the address that gloo would bind to by default."""
-    astray = [node.label for node in nodes if (node.hostname_address or "127.").startswith("127.")]
+    astray = [node.label for node in nodes if is_loopback(node.hostname_address or LOOPBACK)]
     if not astray:
         return "each host name resolves to an address of the network"
     return (

@@ -10,8 +10,9 @@ import socket
 import struct
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,9 @@ def free_port() -> int:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this IPv4 address, or None."""
+    """Return the name of the network interface with this address, or None."""
+    if ":" in address:
+        return _interface_of_ipv6(address)
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asking:
         for _, name in socket.if_nameindex():
             try:
@@ -45,6 +48,16 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def _interface_of_ipv6(address: str) -> str | None:
+    wanted = socket.inet_pton(socket.AF_INET6, address).hex()
+    with suppress(OSError):  # this system has no IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            if digits == wanted:
+                return name
+    return None
+
+
 def measure(rank: int, *, world_size: int, init_method: str, address: str, backend: str, timeout_s: float) -> str:
     """Measure all-reduces of several sizes; every rank must call it.
 
@@ -52,7 +65,7 @@ def measure(rank: int, *, world_size: int, init_method: str, address: str, backe
         rank: the rank of this process.
         world_size: number of ranks.
         init_method: rendezvous, as in ``torch.distributed.init_process_group``.
-        address: IPv4 address of this node; its interface is used unless the environment names an interface.
+        address: address of this node; its interface is used unless the environment names an interface.
         backend: gloo or nccl.
         timeout_s: seconds to wait for the other ranks.
 
