@@ -118,6 +118,19 @@ def test_the_lock_of_a_machine_that_is_gone_is_taken_after_a_lease_and_not_given
     assert gone.taken_by is not None
 
 
+def test_a_process_that_is_taking_over_is_not_disturbed_and_one_that_has_ended_is(path: Path) -> None:
+    """The file server's clock is an hour behind."""
+    dead = lock_file._this_process()._replace(started="1")
+    path.write_text(json.dumps(dead._asdict()))
+    claim = path.with_name(f"{path.name}.{dead.token}")
+    claim.touch()
+    os.utime(claim, (time.time() - 3600,) * 2)
+    since = time.monotonic()
+    with LockFile(path):
+        assert time.monotonic() - since >= 0.3
+    assert list(path.parent.iterdir()) == []
+
+
 def test_a_lock_file_that_was_removed_by_hand_comes_back(path: Path) -> None:
     with LockFile(path) as lock:
         path.unlink()
