@@ -284,3 +284,9 @@ class Rank(Frozen):
     def is_first(self) -> bool:
         """True for rank 0, which reports for all ranks."""
         return self.rank == 0
+
+    @property
+    def place(self) -> str:
+        """Rank in words, with its node if there are several, e.g. "rank 137 on node17"."""
+        has_several_nodes = self.local_world_size < self.world_size
+        return f"rank {self.rank} on {self.node}" if has_several_nodes else f"rank {self.rank}"

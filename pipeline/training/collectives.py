@@ -144,7 +144,7 @@ def copy_from_first(tensors: Iterable[Tensor], *, rank: Rank, device: torch.devi
             tensor.copy_(content.to(tensor.device).view(tensor.dtype).reshape(tensor.shape))
 
 
-def on_all_ranks(do: Callable[[], T], *, group: dist.ProcessGroup | None) -> list[T]:
+def on_all_ranks(do: Callable[[], T], *, rank: Rank, group: dist.ProcessGroup | None) -> list[T]:
     """Call ``do`` on each rank of the group and return the results of all ranks.
 
     Raises:
@@ -157,7 +157,7 @@ def on_all_ranks(do: Callable[[], T], *, group: dist.ProcessGroup | None) -> lis
         outcome: tuple[T | None, str] = (do(), "")
     except Exception as error:  # noqa: BLE001 (sent to all ranks, and raised below)
         own = error
-        outcome = (None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+        outcome = (None, f"{rank.place}: {type(error).__name__}: {error}")
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
     if errors := [error for _, error in outcomes if error]:

@@ -39,10 +39,10 @@ _aten = torch.ops.aten
 
 def count(context: TrainContext, held: HeldStep, *, outbox: Outbox) -> Flops | None:
     """Count the operations of one step; None, with a warning, if that fails on any rank. Collective."""
-    ranks = gather(_counted(context, held), rank=context.rank)
-    if problems := [(rank, counted.problem) for rank, counted in enumerate(ranks) if counted.problem]:
+    places, ranks = zip(*gather((context.rank.place, _counted(context, held)), rank=context.rank), strict=True)
+    if problems := [(place, counted.problem) for place, counted in zip(places, ranks, strict=True) if counted.problem]:
         if context.rank.is_first:
-            where = f" on rank {problems[0][0]}" if context.rank.world_size > 1 else ""
+            where = f" on {problems[0][0]}" if context.rank.world_size > 1 else ""
             message = f"the operations of a step could not be counted{where}, so there are no FLOP/s: {problems[0][1]}"
             outbox.event(Warned(time=time.time(), trial=context.trial.name, message=message, subject="measuring"))
         return None

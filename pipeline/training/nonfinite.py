@@ -135,12 +135,12 @@ class Finiteness:
         """Return the step and the samples that may be the cause, as text. Collective."""
         epoch, index = divmod(step - 1, self.order.steps_per_epoch)
         batch, noun = self.order.global_batch(epoch, index), self.order.noun
-        finite = gather(bool(torch.isfinite(share)), rank=self.rank)
-        blamed = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+        ranks = gather((self.rank.place, bool(torch.isfinite(share))), rank=self.rank)
+        blamed = [(rank, place) for rank, (place, is_finite) in enumerate(ranks) if not is_finite]
         where = f"step {step} (epoch {epoch + 1}); "
         if self.rank.world_size == 1 or not blamed:
             return f"{where}its global batch is {noun} {some(batch)}"
-        shares = (f"of rank {rank}, {noun} {some(self._share(batch, rank))}" for rank in blamed)
+        shares = (f"of {place}, {noun} {some(self._share(batch, rank))}" for rank, place in blamed)
         return f"{where}not finite: the share {', '.join(shares)}"
 
     def _share(self, batch: Sequence[int], rank: int) -> list[int]:

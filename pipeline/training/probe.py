@@ -86,7 +86,7 @@ class Afterwards:
                 raise
             _log.warning("%s could not be measured", what, exc_info=error)
             rank = self._context.rank
-            where = f" on rank {rank.rank}" if rank.world_size > 1 else ""
+            where = f" on {rank.place}" if rank.world_size > 1 else ""
             message = f"{what} could not be measured{where}, the training is not affected: {first_line(error)}"
             self._outbox.event(
                 Warned(time=time.time(), trial=self._context.trial.name, message=message, subject="measuring")

@@ -49,9 +49,9 @@ def check_data(sets: Mapping[str, tuple[Readable, int]], *, rank: Rank) -> None:
     """
     if rank.world_size == 1:
         return
-    sizes = gather({name: samples for name, (_, samples) in sets.items()}, rank=rank)
-    if len({tuple(own.items()) for own in sizes}) > 1:
-        told = "; ".join(f"rank {number} has {_sizes(own)}" for number, own in enumerate(sizes))
+    sizes = gather((rank.place, {name: samples for name, (_, samples) in sets.items()}), rank=rank)
+    if len({tuple(own.items()) for _, own in sizes}) > 1:
+        told = "; ".join(f"{place} has {_sizes(own)}" for place, own in sizes)
         raise _different_data(f"ranks have sets of different sizes: {told}")
     first = gather(_sampled(sets), rank=rank)
     if not (places := _differing(first)):
@@ -59,7 +59,7 @@ def check_data(sets: Mapping[str, tuple[Readable, int]], *, rank: Rank) -> None:
     second = gather(_sampled(sets), rank=rank)
     for place in places:
         if all(once.get(place) == again.get(place) for once, again in zip(first, second, strict=True)):
-            raise _different_data(f"{place.partition('/')[0]} differs {_between(first, place)}")
+            raise _different_data(f"{place.partition('/')[0]} differs {_between(first, place, rank=rank)}")
 
 
 def check_order(order: SampleOrder, *, rank: Rank) -> None:
@@ -75,8 +75,8 @@ def check_order(order: SampleOrder, *, rank: Rank) -> None:
     if _differing(prints):
         raise ExperimentError.of(
             "order",
-            f"differs {_between(prints, '')}, which would train on other samples. Draw from a seeded generator "
-            f"({_GENERATORS}), and let nothing depend on the rank{hash_hint()}",
+            f"differs {_between(prints, '', rank=rank)}, which would train on other samples. Draw from a seeded "
+            f"generator ({_GENERATORS}), and let nothing depend on the rank{hash_hint()}",
         )
 
 
@@ -104,8 +104,8 @@ def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = Fal
             continue
         raise ExperimentError.of(
             key,
-            f"{place} differs {_between(prints, place)}: each rank would train with its own. Draw it from a seeded "
-            f"generator ({_GENERATORS}), or keep it in a buffer, which is broadcast from rank 0{hash_hint()}",
+            f"{place} differs {_between(prints, place, rank=rank)}: each rank would train with its own. Draw it from a "
+            f"seeded generator ({_GENERATORS}), or keep it in a buffer, which is broadcast from rank 0{hash_hint()}",
         )
 
 
@@ -220,9 +220,11 @@ def _differing(ranks: Sequence[Prints]) -> list[str]:
     return [place for place in places if len({own.get(place) for own in ranks}) > 1]
 
 
-def _between(ranks: Sequence[Prints], place: str) -> str:
+def _between(ranks: Sequence[Prints], place: str, *, rank: Rank) -> str:
+    """Name the first rank that differs from rank 0. Collective."""
     other = next(number for number, own in enumerate(ranks) if own.get(place) != ranks[0].get(place))
-    return f"between rank 0 and rank {other}"
+    named = gather(rank.place, rank=rank)
+    return f"between {named[0]} and {named[other]}"
 
 
 def _sizes(own: Mapping[str, int]) -> str:

@@ -84,7 +84,7 @@ def _train(rank: int, world_size: int, trials: list[Trial], folder: Path) -> Non
             folder=folder / trial.name / f"{rank}", receive=events.append, parallel=trial.experiment.parallel
         )
         session.folder.mkdir(parents=True)
-        where = Rank(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+        where = Rank(rank=rank, world_size=world_size, node=f"node{rank}")  # one rank on each node
         with suppress(main.WorkerFailed):
             trial = trial.model_copy(update={"checkpoints": str(folder / trial.name / "checkpoints")})
             main.run(trial, rank=where, outbox=DirectOutbox(session))
@@ -173,7 +173,7 @@ def test_the_rank_and_its_samples_are_named(outcomes: Outcomes) -> None:
     assert alone.startswith(f"the loss is nan in step {BAD_STEP} (epoch 1); its global batch is samples {batch[0]}, ")
     share = ", ".join(map(str, batch[1::2]))
     assert shared.startswith(
-        f"the loss is nan in step {BAD_STEP} (epoch 1); not finite: the share of rank 1, samples {share}. "
+        f"the loss is nan in step {BAD_STEP} (epoch 1); not finite: the share of rank 1 on node1, samples {share}. "
     )
     assert BAD in batch[1::2]
 

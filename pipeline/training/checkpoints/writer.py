@@ -121,15 +121,15 @@ class AsyncCheckpointWriter:
     def _write(self, job: CheckpointJob) -> tuple[StoredFile, ...]:
         """Write all files but the manifest. Collective if the model is sharded."""
         name = job.manifest.name
-        on_all_ranks(lambda: self._discard(name) if self._rank.is_first else None, group=self._group)
+        on_all_ranks(lambda: self._discard(name) if self._rank.is_first else None, rank=self._rank, group=self._group)
         size = count_bytes(job.state)
         with ExitStack() as stack:
             folders = on_all_ranks(
-                lambda: stack.enter_context(self._storage.staging(name, size=size)), group=self._group
+                lambda: stack.enter_context(self._storage.staging(name, size=size)), rank=self._rank, group=self._group
             )
             folder = folders[self._rank.rank if self._group is not None else 0]
-            parts = on_all_ranks(partial(self._write_part, job, folder), group=self._group)
-            on_all_ranks(stack.close, group=self._group)
+            parts = on_all_ranks(partial(self._write_part, job, folder), rank=self._rank, group=self._group)
+            on_all_ranks(stack.close, rank=self._rank, group=self._group)
         return tuple(file for part in parts for file in part)
 
     def _write_part(self, job: CheckpointJob, folder: Path) -> tuple[StoredFile, ...]:
