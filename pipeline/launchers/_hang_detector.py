@@ -18,6 +18,7 @@ from pipeline.protocol.channel.inbox import Receive
 from pipeline.protocol.events import HEARTBEAT_S, AnyEvent, Failed, Heartbeat, Phase
 from pipeline.protocol.trial import Trial
 from pipeline.system.background import in_background
+from pipeline.system.process_start import seconds_after_boot
 
 _TICK_S = 0.5
 _SILENCE = 3  # missing heartbeats
@@ -174,7 +175,7 @@ def _process(heartbeat: Heartbeat) -> psutil.Process | None:
         return None
     with suppress(psutil.Error):
         process = psutil.Process(heartbeat.pid)
-        if process.create_time() == heartbeat.process_started and process.status() != psutil.STATUS_ZOMBIE:
+        if seconds_after_boot(process) == heartbeat.process_started and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None
 

@@ -229,7 +229,7 @@ class Heartbeat(Event):
     rank: Rank
     pid: int
     process_started: float
-    """Start time of the process on the node's clock; together with the pid it identifies the process."""
+    """Start of the process in seconds since the node's boot; together with the pid it identifies the process."""
     step: int
     """Current or last optimizer step, counted from 1; 0 before the first."""
     phase: Phase

@@ -26,6 +26,7 @@ import psutil
 from pipeline.errors import Stopped
 from pipeline.protocol.events import FIRST_HEARTBEAT_S, HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
 from pipeline.protocol.trial import Rank, Trial
+from pipeline.system.process_start import seconds_after_boot
 from pipeline.training.torch_errors import OURS, TORCH
 
 GRACE_S = 2.0
@@ -128,7 +129,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         _now.reset()  # a process may train more than once
         self._watched = threading.get_ident()
-        self._process_started = psutil.Process().create_time()
+        self._process_started = seconds_after_boot(psutil.Process())
         if self._end is not None:  # the driver can name only ranks that it has heard from
             self._outbox.event(self._heartbeat())
         self._thread.start()

@@ -18,6 +18,7 @@ from pipeline.launchers._hang_detector import HangDetector
 from pipeline.launchers.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase, Warned, event_from_json, event_to_json
 from pipeline.protocol.trial import Rank
+from pipeline.system.process_start import seconds_after_boot
 from pipeline.training import watch
 from pipeline.training.watch import Watchdog, mark, mark_step, waiting
 
@@ -61,7 +62,7 @@ def test_a_rank_that_stands_still_says_where_and_ends() -> None:
     assert (last.step, last.phase, last.rank.rank, last.pid) == (3, Phase.READING, 1, os.getpid())
     assert last.idle_s >= TIMEOUT_S
     assert "in the_users_own_code" in last.stack
-    assert psutil.Process().create_time() == last.process_started
+    assert seconds_after_boot(psutil.Process()) == last.process_started
     assert "timeout_s" in last.stall
     assert "reading data in step 3" in last.stall
 
@@ -264,7 +265,7 @@ def test_a_process_that_is_gone_has_not_stopped() -> None:
     assert verdicts(beat(1, node=here, pid=2**22 + 1), timeout_s=0.5, wait_s=1.6) == []
 
 
-def test_a_stopped_process_is_killed_with_its_children_and_no_other() -> None:
+def test_a_stopped_process_is_killed_with_its_children_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import subprocess, sys; p = subprocess.Popen(['sleep', '100']); print(p.pid, flush=True); p.wait()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -274,7 +275,11 @@ def test_a_stopped_process_is_killed_with_its_children_and_no_other() -> None:
         more = {"node": socket.gethostname(), "pid": process.pid}
         assert verdicts(beat(1, process_started=1.0, **more), timeout_s=0.5, wait_s=1.6) == []
         assert itself.status() == psutil.STATUS_STOPPED  # another process got this pid
-        (verdict,) = verdicts(beat(1, process_started=itself.create_time(), **more), timeout_s=0.5, wait_s=1.6)
+        started = seconds_after_boot(itself)
+        booted = psutil._pslinux.boot_time() + 20.0  # the clock is set
+        monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: booted)
+        monkeypatch.setattr(psutil._pslinux, "BOOT_TIME", booted, raising=False)  # psutil 6
+        (verdict,) = verdicts(beat(1, process_started=started, **more), timeout_s=0.5, wait_s=1.6)
         assert (verdict.rank.rank, verdict.traceback.endswith("frames of rank 1\n")) == (1, True)
         assert "its process was stopped by a signal while in the backward pass in step 7" in verdict.error
         assert process.wait(PATIENCE_S) < 0
