@@ -14,7 +14,8 @@ class Attendance:
     """Ranks that have come and gone, by number; written by the threads that receive events."""
 
     def __init__(self) -> None:
-        self.came: set[int] = set()
+        self.nodes: dict[int, str] = {}
+        """Nodes of the ranks that have come, by rank."""
         self.ended: set[int] = set()
         """Ranks that have ended in order, or have reported their failure."""
         self.lost: set[int] = set()
@@ -42,7 +43,7 @@ class Attendance:
     def await_arrival(self, ranks: Iterable[int], *, timeout_s: float) -> set[int]:
         """Wait until all of the ranks have come, or some are lost; return those that are missing after a timeout."""
         wanted, deadline = set(ranks), time.monotonic() + timeout_s
-        while (missing := wanted - self.came) and not self.lost:
+        while (missing := wanted - self.nodes.keys()) and not self.lost:
             if time.monotonic() > deadline:
                 return missing
             time.sleep(_POLL_S)
@@ -58,7 +59,7 @@ class Attendance:
     def _note(self, event: AnyEvent) -> None:
         with self._lock:
             if isinstance(event, Heartbeat):
-                self.came.add(event.rank.rank)
+                self.nodes[event.rank.rank] = event.rank.node
                 if event.phase is Phase.ENDED:
                     self.ended.add(event.rank.rank)
             elif isinstance(event, Failed):

@@ -138,7 +138,8 @@ class Attempt:
         reported = {failure.rank.rank for failure in self._outcome.failures}
         if losses and self._detector is not None:
             self._detector.report_stall_of(losses.keys() - reported)
-        return replace(self._outcome, losses=dict(losses or {}), was_resized=self._resize.asked)
+        nodes = self.attendance.nodes
+        return replace(self._outcome, losses=dict(losses or {}), nodes=dict(nodes), was_resized=self._resize.asked)
 
     def _direct_outbox(self, receive: Receive) -> DirectOutbox:
         return DirectOutbox(replace(self._session, receive=receive), is_stopping=lambda: self._stop.asked)

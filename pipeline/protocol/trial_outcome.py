@@ -23,6 +23,8 @@ class Outcome:
     """Failures that ranks reported, in the order of their arrival."""
     losses: Mapping[int, str] = field(default_factory=dict)
     """Reasons for which the launcher lost workers, by rank; some of them may have reported a failure."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """Nodes of the ranks that had started, by rank."""
     beside: tuple[AnyEvent, ...] = ()
     """Events of the trials that were measured in turn with the training, in their order."""
     was_resized: bool = False
@@ -89,8 +91,8 @@ class Outcome:
     def _unreported(self) -> str:
         """Name the ranks that ended without reporting a failure, and their nodes if there are several."""
         reported = {failure.rank.rank for failure in self.failures}
-        nodes = [device.split()[0] for device in self.started.devices] if self.started else []
-        places = {rank: f" on {node}" for rank, node in enumerate(nodes) if len(set(nodes)) > 1}
+        has_several_nodes = len(set(self.nodes.values())) > 1
+        places = {rank: f" on {node}" for rank, node in self.nodes.items() if has_several_nodes}
         return "\n".join(
             f"rank {rank}{places.get(rank, '')} exited without reporting an error: {how}"
             for rank, how in self.losses.items()

@@ -222,6 +222,7 @@ def test_an_abort_by_nccl_is_a_hang_of_the_rank_behind_and_no_lost_worker(
         attempt.outbox.event(beat(1, step=1, phase=Phase.FORWARD))
         attempt.outbox.event(beat(0, step=1, phase=Phase.REPORTING, idle_s=idle_s))
     outcome = attempt.outcome({0: "killed by SIGABRT"})
+    assert outcome.nodes == {0: "elsewhere", 1: "elsewhere"}
     assert outcome.has_only_lost_workers != is_hang
     message = "rank 1 on elsewhere: no progress" if is_hang else "rank 0 exited without reporting an error: killed by"
     assert str(outcome.error).startswith(message)

@@ -52,7 +52,7 @@ def started(*nodes: str) -> Started:
 
 
 def error_of(failures: list[Failed], losses: dict[int, str], *, nodes: tuple[str, ...] = ()) -> PipelineError:
-    return Outcome(started=started(*nodes), failures=tuple(failures), losses=losses).error
+    return Outcome(failures=tuple(failures), losses=losses, nodes=dict(enumerate(nodes))).error
 
 
 def test_the_first_that_failed_by_itself_is_to_blame() -> None:
