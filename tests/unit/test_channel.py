@@ -107,6 +107,47 @@ def test_a_file_replaces_an_older_one(driver: Driver, tmp_path: Path) -> None:
     assert (driver.folder / "report.txt").read_text() == "second"
 
 
+def test_a_log_arrives_while_it_grows_and_is_continued_by_the_next_rank(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any size, each byte once, also half a character: the rank may be killed at any time."""
+    log, appended = tmp_path / "log", list[int]()
+    append = driver.inbox._append
+    monkeypatch.setattr(
+        driver.inbox, "_append", lambda part, name: appended.append(len(part)) or append(part, name=name)
+    )
+    written = "line\n" * 300_000 + "é"
+    start, end = written.encode()[:-1], written.encode()[-1:]
+    with log.open("wb", buffering=0) as writing, log.open("rb") as reading:
+        outbox = ChannelOutbox(driver.inbox.address)
+        for added in (start, end, b""):
+            writing.write(added)
+            outbox.append(reading, "logs/main/rank1-stderr.log")
+    outbox.event(warned("sent"))
+    outbox.close()
+    arrived = driver.folder / "logs" / "main" / "rank1-stderr.log"
+    assert arrived.read_text() == written
+    assert sum(appended) == len(start) + len(end)
+    assert max(appended) <= 2**18
+
+    log.write_text("started again\n")
+    with log.open("rb") as reading, ChannelOutbox(driver.inbox.address) as outbox:
+        outbox.append(reading, "logs/main/rank1-stderr.log")
+    assert arrived.read_text() == written + "started again\n"
+
+
+def test_a_log_that_can_not_be_kept_is_one_warning(driver: Driver, tmp_path: Path) -> None:
+    (driver.folder / "logs").write_text("not a folder")
+    log = tmp_path / "log"
+    log.write_bytes(bytes(2**19))
+    with log.open("rb") as reading, ChannelOutbox(driver.inbox.address) as outbox:
+        outbox.append(reading, "logs/rank1-stdout.log")
+        outbox.event(warned("still there"))
+    (first, last) = driver.messages
+    assert first.startswith("logs/rank1-stdout.log can't be kept: ")
+    assert last == "still there"
+
+
 def test_a_file_that_is_not_there_is_the_senders_error(driver: Driver, tmp_path: Path) -> None:
     with ChannelOutbox(driver.inbox.address) as outbox:
         with pytest.raises(FileNotFoundError):

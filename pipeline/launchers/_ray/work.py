@@ -7,23 +7,20 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ray.train
 
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.events import Outbox
 from pipeline.protocol.trial import Rank, trial_from_json
 from pipeline.system.background import in_background
 
 _SEND_EVERY_S = 5.0
-_MOST_BYTES = 2**20
-"""Size up to which a log is sent repeatedly; a larger one is sent when the rank ends."""
 
 
 def work(config: dict[str, Any]) -> None:
@@ -57,11 +54,11 @@ def work(config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def kept_output(folder: str | None, *, rank: Rank, outbox: Outbox) -> Iterator[None]:
+def kept_output(folder: str | None, *, rank: Rank, outbox: ChannelOutbox) -> Iterator[None]:
     """Redirect this process's output to files in ``folder``; None passes it on to Ray.
 
-    A node that can't write to the driver's folder collects the output in a temporary one and sends it: every few
-    seconds, so that a killed rank's last lines arrive, and at the end.
+    A node that can't write to the driver's folder collects the output in temporary files. Every few seconds, and at
+    the end, it sends what was added, so that little is missing when the rank is killed.
     """
     if folder is None:
         yield
@@ -71,9 +68,14 @@ def kept_output(folder: str | None, *, rank: Rank, outbox: Outbox) -> Iterator[N
         _redirect(place, rank=rank)
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="pipeline-logs-") as own:
-        logs = _redirect(Path(own), rank=rank)
-        with _sending(logs, to=f"{place.parent.name}/{place.name}", outbox=outbox):
+    with ExitStack() as files:
+        with tempfile.TemporaryDirectory(prefix="pipeline-logs-", ignore_cleanup_errors=True) as own:
+            logs = {
+                f"{place.parent.name}/{place.name}/{path.name}": files.enter_context(path.open("rb"))
+                for path in _redirect(Path(own), rank=rank)
+            }
+        # The folder is gone, the open files are not: a killed rank leaves nothing on the node's disk.
+        with _sending(logs, outbox=outbox):
             yield
 
 
@@ -90,22 +92,19 @@ def _redirect(folder: Path, *, rank: Rank) -> list[Path]:
 
 
 @contextmanager
-def _sending(logs: list[Path], *, to: str, outbox: Outbox) -> Iterator[None]:
-    sizes = dict.fromkeys(logs, 0)
+def _sending(logs: Mapping[str, BinaryIO], *, outbox: ChannelOutbox) -> Iterator[None]:
+    """Send what is added to open files, given by their names in the run's folder, while the block runs."""
 
-    def send(most: int | None = None) -> None:
-        for path in logs:
-            size = path.stat().st_size
-            if size != sizes[path] and (most is None or size <= most):
-                sizes[path] = size
-                outbox.file(path, f"{to}/{path.name}")
+    def send() -> None:
+        for name, file in logs.items():
+            outbox.append(file, name)
 
-    def now_and_then(done: threading.Event) -> None:
+    def send_repeatedly(done: threading.Event) -> None:
         while not done.wait(_SEND_EVERY_S):
-            send(_MOST_BYTES)
+            send()
 
     try:
-        with in_background(now_and_then, name="logs"):
+        with in_background(send_repeatedly, name="logs"):
             yield
     finally:
         sys.stdout.flush()

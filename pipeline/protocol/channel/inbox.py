@@ -19,7 +19,7 @@ from typing import Self
 
 from pipeline.errors import ResourceError
 from pipeline.protocol.channel.ports import open_free_port
-from pipeline.protocol.channel.wire import END, EVENT, FILE, STOP, Address, messages
+from pipeline.protocol.channel.wire import APPEND, END, EVENT, FILE, NAME_END, STOP, Address, messages
 from pipeline.protocol.channel.worker_clock import WorkerClock
 from pipeline.protocol.events import AnyEvent, Heartbeat, Warned, event_from_json
 from pipeline.system.process import raise_limit_of_open_files
@@ -69,6 +69,7 @@ class Inbox:
         self._closed = False
         self._heard = 0.0  # from anyone, in seconds of the monotonic clock
         self._was_full = False
+        self._incomplete: set[str] = set()
 
     def __enter__(self) -> Self:
         self._accepting = threading.Thread(target=self._accept, name="inbox", daemon=True)
@@ -143,6 +144,9 @@ class Inbox:
                     self._receive(clock.correct(event))
                 elif message[:1] == FILE:
                     self._store(arriving, name=message[1:].decode())
+                elif message[:1] == APPEND:
+                    name, _, part = message[1:].partition(NAME_END)
+                    self._append(part, name=name.decode())
             if rank is not None and self._hung_up is not None:
                 self._hung_up(rank)
 
@@ -161,6 +165,16 @@ class Inbox:
                 for _ in content:
                     pass
             self._receive(not_kept(name, error))
+
+    def _append(self, part: bytes, *, name: str) -> None:
+        """Append bytes to a file; a rank that was started again continues the file of the rank before it."""
+        try:
+            with inside(self._folder, name).open("ab") as file:
+                file.write(part)
+        except OSError as error:
+            if name not in self._incomplete:  # one warning for each file, not one for each part
+                self._incomplete.add(name)
+                self._receive(not_kept(name, error))
 
 
 @contextmanager

@@ -7,16 +7,19 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 from pipeline.protocol.channel.ports import connect
-from pipeline.protocol.channel.wire import CHUNK, END, EVENT, FILE, STOP, Address, messages
+from pipeline.protocol.channel.wire import APPEND, CHUNK, END, EVENT, FILE, NAME_END, STOP, Address, messages
 from pipeline.protocol.events import AnyEvent, event_to_json
 
 _CHUNK_BYTES = 2**22
+_PART_BYTES = 2**18
+"""Largest part of a log in a message; many ranks send theirs at the same time, and the driver holds a part of each."""
 
 
 class ChannelOutbox:
@@ -54,6 +57,16 @@ class ChannelOutbox:
             self._queue.put(lambda: self._send_file(file, name=name, sent=sent))
             sent.wait()
 
+    def append(self, file: BinaryIO, name: str) -> None:
+        """Send what was added to an open file since the last call, and wait until it is sent.
+
+        The driver appends it to its own file. Events are sent between the parts.
+        """
+        while part := file.read(_PART_BYTES):
+            sent = threading.Event()
+            self._queue.put(partial(self._send_part, part, name=name, sent=sent))
+            sent.wait()
+
     def close(self) -> None:
         """Send what is left and disconnect; wait until the driver has received everything."""
         self._closing = True
@@ -83,6 +96,10 @@ class ChannelOutbox:
         while chunk := file.read(_CHUNK_BYTES):
             self._connection.send_bytes(CHUNK + chunk)
         self._connection.send_bytes(END)
+        sent.set()
+
+    def _send_part(self, part: bytes, *, name: str, sent: threading.Event) -> None:
+        self._connection.send_bytes(APPEND + name.encode() + NAME_END + part)
         sent.set()
 
     def _watch(self) -> None:

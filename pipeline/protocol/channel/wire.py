@@ -6,8 +6,10 @@ from multiprocessing.connection import Connection
 
 from pipeline.config.values import Frozen
 
-EVENT, FILE, CHUNK, END = b"e", b"f", b"c", b"z"
-"""First byte of a worker's message: an event; a file's name, its pieces, its end."""
+EVENT, FILE, CHUNK, END, APPEND = b"e", b"f", b"c", b"z", b"a"
+"""First byte of a worker's message: an event; a file's name, its pieces, its end; a file's name and bytes to append."""
+NAME_END = b"\0"
+"""Byte between name and bytes of `APPEND`."""
 STOP = b"s"
 """The driver's only message."""
 
