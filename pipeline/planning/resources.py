@@ -12,6 +12,7 @@ import psutil
 
 from pipeline.config.values import Frozen
 from pipeline.planning.visible_gpus import visible_gpus
+from pipeline.system.memory_limits import find_memory_limits
 from pipeline.wording import counted
 
 _COMPILER = "clang++" if sys.platform == "darwin" else "g++"
@@ -41,6 +42,7 @@ class Resources(Frozen):
     cpus: int
     """Cores that this process may use, given its affinity and container limits."""
     memory_mb: int
+    """Memory of the machine, or the limit of its container."""
     gpus: tuple[str, ...] = ()
     """Name of each visible GPU."""
     node: str = "localhost"
@@ -83,7 +85,7 @@ def detect() -> Resources:
     """Return the resources of this machine."""
     return Resources(
         cpus=_cpus(),
-        memory_mb=psutil.virtual_memory().total // 2**20,
+        memory_mb=_memory() // 2**20,
         gpus=tuple(visible_gpus().values()),
         node=socket.gethostname(),
         processor=_processor(),
@@ -99,6 +101,10 @@ def _cpus() -> int:
         if quota != "max":
             usable = min(usable, max(1, int(quota) // int(period)))
     return usable
+
+
+def _memory() -> int:
+    return min([psutil.virtual_memory().total, *(limit.total for limit in find_memory_limits())])
 
 
 def _processor() -> str:

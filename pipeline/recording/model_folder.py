@@ -110,14 +110,16 @@ class Module:
 
         Raises:
             ExperimentError: the model's component can't be built in this process, or computes something else now.
+            ResourceError: too little memory is left.
             RuntimeError: the weights belong to another model.
         """
         import torch
 
         from pipeline.config.targets import allowed_packages
-        from pipeline.training.exported_model import trained_model
+        from pipeline.training.exported_model import check_memory, trained_model
         from pipeline.training.reference import Reference
 
+        check_memory(folder / event.weights)
         experiment = Experiment.model_validate(yaml.safe_load((folder / "experiment.yaml").read_text()))
         weights: Mapping[str, torch.Tensor] = torch.load(folder / event.weights, map_location="cpu", weights_only=True)
         example: Example = torch.load(folder / event.example, map_location="cpu", weights_only=True)

@@ -1,5 +1,6 @@
 """Export of the trained model by torch.export, on rank 0: it has imported torch, and what sends the model need not."""
 
+import socket
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -10,14 +11,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 from torch import nn
 from torch.export import Dim
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
+from pipeline.errors import ResourceError
+from pipeline.system.memory_limits import find_memory_limits
 from pipeline.training.parts import seeded_model
 from pipeline.training.randomness import generators_kept
 from pipeline.training.reference import Reference, check
+
+_COPIES = 3
+"""Copies of the weights in memory during an export: the model, and two that torch.export.save makes."""
 
 
 def trained_model(
@@ -50,6 +57,24 @@ def trained_model(
     if reference is not None:
         check(module, reference)
     return module
+
+
+def check_memory(weights: Path) -> None:
+    """Check that a model can be exported within the memory of a container or job; ``weights`` is its weights' file.
+
+    Else the kernel may kill all processes of the container, also the driver, after the whole training.
+
+    Raises:
+        ResourceError: too little memory is left.
+    """
+    needed = _COPIES * weights.stat().st_size
+    for limit in find_memory_limits():
+        if needed > limit.free:
+            raise ResourceError(
+                f"Exporting it takes {decimal(needed)} of memory. On {socket.gethostname()}, {decimal(limit.free)} of "
+                f"the limit of {decimal(limit.total)} are free. Its weights are in the run's folder. Run pipeline "
+                "sync where more memory is free."
+            )
 
 
 Example = torch.Tensor | dict[str, torch.Tensor]

@@ -35,7 +35,7 @@ from pipeline.training.collectives import call_on_first, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import full_state_dict, resulting_weights
 from pipeline.training.example import example_of, reference_of
-from pipeline.training.exported_model import export, trained_model
+from pipeline.training.exported_model import check_memory, export, trained_model
 from pipeline.training.learned import kept, trainable
 from pipeline.training.matmul_precision import matmul_precision
 from pipeline.training.metrics import Curve
@@ -199,13 +199,14 @@ def model(context: TrainContext, outbox: Outbox, *, folder: Path, best: Best | N
 def exported_model(trial: Training, outbox: Outbox, *, folder: Path) -> None:
     """Export the model whose weights and example are in ``folder``, if both are, and send it.
 
-    A model that can't be exported, or computes something else when it is built again, is left to the process that
-    writes to MLflow, which warns of it.
+    A model that can't be exported, for which too little memory is left, or that computes something else when it is
+    built again, is left to the process that writes to MLflow, which warns of it.
     """
     weights, example, program, samples = (folder / name for name in (WEIGHTS, EXAMPLE, _PROGRAM, _SAMPLES))
     if not (trial.exports and trial.experiment.tracking.log_model and example.exists()):
         return
     try:
+        check_memory(weights)
         with ProgressReporter("exporting the model"):
             reference = Reference.load(folder)
             module = trained_model(trial.experiment, torch.load(weights), allowed=trial.allowed, reference=reference)

@@ -12,11 +12,13 @@ import yaml
 from mlflow.models import Model
 from recordings import Store
 
-from pipeline.protocol.events import ModelExported, ModelSaved, RunClosed, RunOpened
+from pipeline.protocol.events import WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
 from pipeline.protocol.trial import Rank
 from pipeline.recording import journal as journals
 from pipeline.recording.model_folder import Module, Program
 from pipeline.recording.sync import sync
+from pipeline.system.memory_limits import MemoryLimit
+from pipeline.training import exported_model, reporting
 from pipeline.training.loop import train
 
 OWN = {"model_id", "model_uuid", "utc_time_created", "model_size_bytes", "artifact_path", "run_id"}
@@ -113,3 +115,31 @@ def test_the_program_is_sent_without_torch_and_then_removed(
     before = store.contents("made")
     assert sync(folder, warn=pytest.fail).delivered
     assert store.contents("made") == before
+
+
+@pytest.mark.filterwarnings("ignore")  # as in a run
+def test_a_model_for_which_a_container_has_too_little_memory_is_sent_later(
+    trained: tuple[Path, toys.Kept], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the kernel would end all its processes at the last step: neither rank 0 nor the writer tries."""
+    folder, outbox = trained
+    opened = RunOpened(
+        time=1.7e9, run="made", tracking_uri=store.uri, tracking_experiment="made", tags={}, params={}, trials=("main",)
+    )
+    journal = journals.Journal(folder / journals.FILE_NAME)
+    for event in (opened, the(outbox, ModelSaved), RunClosed(time=1.7e9 + 9, status="FINISHED")):
+        journal.append(event)
+    journal.close()
+    least = 3 * (folder / WEIGHTS).stat().st_size
+    trial, again, warnings = toys.trial().model_copy(update={"exports": True}), InFolder(folder), list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(exported_model, "find_memory_limits", lambda: [MemoryLimit(2**32, free=least - 1)])
+        reporting.exported_model(trial, again, folder=folder)
+        assert sync(folder, warn=warnings.append).delivered
+    assert again.events == []
+    (warning,) = warnings
+    assert warning.startswith("the model isn't logged to MLflow. Exporting it takes ")
+    assert " of the limit of 4.3 GB are free. Its weights are in the run's folder. Run pipeline sync where" in warning
+
+    assert sync(folder, warn=pytest.fail).delivered
+    assert store.runs("made")[0].outputs.model_outputs

@@ -3,6 +3,7 @@
 import os
 import subprocess
 from collections.abc import Collection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,30 @@ import torch
 
 from pipeline.planning import visible_gpus
 from pipeline.planning.resources import Resources, detect
+from pipeline.system import memory_limits
 
 
 def test_this_machine() -> None:
     here = detect()
     assert 1 <= here.cpus <= (os.cpu_count() or 1)
-    assert here.memory_mb == psutil.virtual_memory().total // 2**20
+    assert 0 < here.memory_mb <= psutil.virtual_memory().total // 2**20
     assert here.node == os.uname().nodename
     assert here.nodes == 1
+
+
+def test_the_memory_of_a_container_is_its_smallest_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here of the job; its step has a larger one, and the machine none. Cached files don't count as used."""
+    step, stat = tmp_path / "slurm" / "job_7" / "step_0", "anon 900\nactive_file 20\ninactive_file 80"
+    step.mkdir(parents=True)
+    for group, limit in ((step, 3 * 2**20), (step.parent, 2 * 2**20), (step.parent.parent, "max")):
+        for name, value in {"max": limit, "current": 1100, "stat": stat}.items():
+            (group / f"memory.{name}").write_text(f"{value}\n")
+    (tmp_path / "own").write_text("4:memory:/other\n0::/slurm/job_7/step_0\n")
+    monkeypatch.setattr(memory_limits, "_GROUPS", tmp_path)
+    monkeypatch.setattr(memory_limits, "_OWN_GROUP", tmp_path / "own")
+
+    assert memory_limits.find_memory_limits() == [(3 * 2**20, 3 * 2**20 - 1000), (2 * 2**20, 2 * 2**20 - 1000)]
+    assert detect().memory_mb == 2
 
 
 def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
