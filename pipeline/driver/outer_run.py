@@ -166,7 +166,7 @@ class _Follower:
                 abort_on_failure(self._group.failures(command), end=end) if trial.device == "cuda" else nullcontext()
             )
             with connections_ended_by_failure(), freed:
-                main.run(trial, rank=self._group.rank, outbox=outbox, end=end, store=store)
+                main.run(trial, rank=self._group.rank_in(command), outbox=outbox, end=end, store=store)
         self._outbox = None
 
     def _ask_to_stop(self) -> None:

@@ -8,7 +8,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from pipeline.errors import Terminated
-from pipeline.launchers._outer_ranks import facts_of_all
+from pipeline.launchers._outer_ranks import facts_of_all, find_gpus
 from pipeline.launchers._shutdown import StopRequest
 from pipeline.launchers.base import Attempt
 from pipeline.protocol.trial import Rank, Trial
@@ -46,8 +46,10 @@ def launch_on_all(trial: Trial, *, group: OuterGroup, attempt: Attempt, stop: St
     stop.is_moot = lambda: attempt.attendance.trouble_at is not None
     host = _own_address(trial, group=group)
     own = interface_variables(host, wanted=trial.experiment.parallel.interface) if host != LOOPBACK else {}
+    facts = facts_of_all(group.outer, timeout_s=trial.experiment.parallel.start_timeout_s)
+    gpus = find_gpus(facts, each=max(1, trial.devices_per_worker))
     with environment(**own), attempt.listening(host) as address:
-        losses = _run(trial, group=group, attempt=attempt, command=group.assign(trial, address))
+        losses = _run(trial, group=group, attempt=attempt, command=group.assign(trial, address, gpus=gpus))
     outcome = attempt.outcome(losses | {rank: how for rank, how in attempt.silent.items() if rank in losses})
     trouble_at = attempt.attendance.trouble_at
     if stop.asked and trouble_at is not None and trouble_at < stop.asked_at + SAME_S:
@@ -69,7 +71,7 @@ def _run(trial: Trial, *, group: OuterGroup, attempt: Attempt, command: Command)
         if not attendance.lost:
             store = group.store(command)
             with connections_ended_by_failure(), _peers_freed(trial, group=group, attempt=attempt, command=command):
-                worker.run(trial, rank=group.rank, outbox=attempt.outbox, store=store)
+                worker.run(trial, rank=group.rank_in(command), outbox=attempt.outbox, store=store)
     except worker.WorkerFailed:  # it has been reported
         has_failed = True
     except Terminated:

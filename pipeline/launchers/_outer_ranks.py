@@ -112,6 +112,21 @@ def combined(facts: Sequence[RankFacts]) -> Resources:
     )
 
 
+def find_gpus(facts: Sequence[RankFacts], *, each: int) -> tuple[int | None, ...]:
+    """Return, for each rank, the index of its first GPU among those that it sees: the first that is still free.
+
+    srun may show a rank some GPUs of its node, which others see too: --gpu-bind=closest. None: all are taken.
+    """
+    taken: set[str] = set()
+    indices = []
+    for visible in [list(rank.gpus) for rank in facts]:
+        index = next((number for number, uuid in enumerate(visible) if uuid not in taken), None)
+        if index is not None:
+            taken.update(visible[index : index + each])
+        indices.append(index)
+    return tuple(indices)
+
+
 def _by_node(facts: Sequence[RankFacts]) -> list[list[RankFacts]]:
     """Group ranks by node; machines of the same name are told apart by their ranks on them, which begin at 0."""
     nodes: dict[tuple[str, int], list[RankFacts]] = {}

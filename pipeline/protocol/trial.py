@@ -279,6 +279,8 @@ class Rank(Frozen):
     """Workers on the same node."""
     node: str = "localhost"
     """Host name, as it appears in errors and system metrics."""
+    gpu: int | None = None
+    """Index of its first GPU among the GPUs that it sees; None: its position on the node decides."""
 
     @property
     def is_first(self) -> bool:

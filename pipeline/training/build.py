@@ -179,7 +179,8 @@ def device_of(trial: Trial, *, rank: Rank) -> torch.device:
     if trial.device == "cpu":
         return torch.device("cpu")
     count, own = torch.cuda.device_count(), max(1, trial.devices_per_worker)
-    index = rank.local_rank * own if count > own else 0  # srun may show each rank only its own GPUs
+    by_position = rank.local_rank * own if count > own else 0  # srun may show each rank only its own GPUs
+    index = by_position if rank.gpu is None else rank.gpu
     if 0 < count <= index:  # without any, torch says why
         raise ResourceError(
             f"rank {rank.rank} on {rank.node} has no GPU: CUDA shows {count} GPUs to {rank.local_world_size} ranks "

@@ -41,6 +41,8 @@ class Command(Frozen):
     """JSON of the trial; empty at the end of the run."""
     channel: Address | None = None
     """Address of the trial's inbox."""
+    gpus: tuple[int | None, ...] = ()
+    """The trial's `Rank.gpu` of each rank."""
     exit_code: int = 0
 
 
@@ -107,9 +109,13 @@ class OuterGroup:
         silent = [host for host in self.outer.hosts if not self._store.check([_node_key(host)])]
         return silent if len(silent) < len(self.outer.hosts) else []
 
-    def assign(self, trial: Trial, channel: Address) -> Command:
-        """Tell the other ranks to work on a trial. For rank 0."""
-        return self._tell(Command(number=self._number, trial=trial.model_dump_json(), channel=channel))
+    def assign(self, trial: Trial, channel: Address, *, gpus: tuple[int | None, ...]) -> Command:
+        """Tell the other ranks to work on a trial, on these GPUs. For rank 0."""
+        return self._tell(Command(number=self._number, trial=trial.model_dump_json(), channel=channel, gpus=gpus))
+
+    def rank_in(self, command: Command) -> Rank:
+        """Return this rank with its GPU in a command's trial."""
+        return self.rank.model_copy(update={"gpu": command.gpus[self.rank.rank]})
 
     def retract(self, command: Command) -> None:
         """Remove a command that all ranks have read: it contains the key of the trial's channel. For rank 0."""

@@ -5,15 +5,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import toys
 
 from pipeline.errors import ResourceError
-from pipeline.launchers._outer_ranks import RankFacts, combined, refuse_others
+from pipeline.launchers._outer_ranks import RankFacts, combined, find_gpus, refuse_others
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.outer_launcher import OuterLauncher
-from pipeline.protocol.trial import Reference, Training
+from pipeline.protocol.trial import Rank, Reference, Training
+from pipeline.training.build import device_of
 from pipeline.worker import outer_group
 from pipeline.worker.outer_group import Command, OuterGroup
 
@@ -61,6 +63,39 @@ def test_gpus_that_several_ranks_see_count_once() -> None:
     assert both.gpus == ("H100", "H100")
     own = combined([rank(0, local_rank=0, gpus={"GPU-1": "H100"}), rank(1, local_rank=1, gpus={"GPU-2": "H100"})])
     assert own.gpus == ("H100", "H100")
+
+
+@pytest.mark.parametrize(
+    ("visible", "each", "indices"),
+    [
+        (["abcd", "abcd", "abcd", "abcd", "efgh", "efgh"], 1, (0, 1, 2, 3, 0, 1)),  # torchrun, on two nodes
+        (["abcd", "abcd", "efgh"], 2, (0, 2, 0)),
+        (["a", "b", "c"], 1, (0, 0, 0)),  # srun --gpus-per-task=1
+        (["ab", "cd", "ab", "cd"], 1, (0, 0, 1, 1)),  # --gpu-bind=closest, tasks by turns on two sockets
+        (["ab", "ba"], 1, (0, 0)),
+        (["ab", "ab", "ab"], 1, (0, 1, None)),
+        (["", ""], 1, (None, None)),
+    ],
+)
+def test_each_rank_gets_a_gpu_that_it_sees_and_no_other_rank_has(
+    visible: list[str], each: int, indices: tuple[int | None, ...]
+) -> None:
+    facts = [rank(number, local_rank=number, gpus=dict.fromkeys(seen, "H100")) for number, seen in enumerate(visible)]
+    assert find_gpus(facts, each=each) == indices
+
+
+def test_a_rank_uses_the_gpu_that_it_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    group = object.__new__(OuterGroup)
+    group.rank = Rank(rank=2, world_size=4, local_rank=2, local_world_size=4, node="a")
+    trial = toys.trial().model_copy(update={"device": "cuda", "devices_per_worker": 1})
+
+    given = group.rank_in(Command(number=0, gpus=(0, 0, 1, 1)))
+    assert device_of(trial, rank=given) == torch.device("cuda", 1)
+    nothing_free = group.rank_in(Command(number=0, gpus=(0, 1, None, None)))
+    with pytest.raises(ResourceError, match=r"rank 2 on a has no GPU: CUDA shows 2 GPUs to 4 ranks"):
+        device_of(trial, rank=nothing_free)
 
 
 def test_machines_of_the_same_name_are_two() -> None:
