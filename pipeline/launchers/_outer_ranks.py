@@ -115,7 +115,7 @@ def combined(facts: Sequence[RankFacts]) -> Resources:
 def find_gpus(facts: Sequence[RankFacts], *, each: int) -> tuple[int | None, ...]:
     """Return, for each rank, the index of its first GPU among those that it sees: the first that is still free.
 
-    srun may show a rank some GPUs of its node, which others see too: --gpu-bind=closest. None: all are taken.
+    With --gpu-bind=closest, srun shows a rank some GPUs of its node, and the same ones to others. None: all are taken.
     """
     taken: set[str] = set()
     indices = []

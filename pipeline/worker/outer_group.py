@@ -110,7 +110,7 @@ class OuterGroup:
         return silent if len(silent) < len(self.outer.hosts) else []
 
     def assign(self, trial: Trial, channel: Address, *, gpus: tuple[int | None, ...]) -> Command:
-        """Tell the other ranks to work on a trial, on these GPUs. For rank 0."""
+        """Assign a trial and GPUs to the other ranks. For rank 0."""
         return self._tell(Command(number=self._number, trial=trial.model_dump_json(), channel=channel, gpus=gpus))
 
     def rank_in(self, command: Command) -> Rank:
