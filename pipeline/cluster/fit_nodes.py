@@ -44,8 +44,12 @@ class FitNodes:
         """Reason for which new nodes could not be checked, as the user has read it."""
         self._lock = threading.RLock()
 
-    def check(self, check: Check) -> None:
+    def check(self, check: Check, *, needs_room: bool = True) -> None:
         """Check all nodes that are new, and wait for the answers.
+
+        Args:
+            check: the trial.
+            needs_room: False if nodes can be added, so that there may be too few now.
 
         Raises:
             ResourceError: a node has to be left out, and the others are too few, or Ray can't leave it out.
@@ -57,9 +61,10 @@ class FitNodes:
             self._finish(check)
             self._start(check)
             self._finish(check)
+            self._is_first = False  # also if there was no node yet
             trial = check.trial
             least = trial.experiment.parallel.least_workers if trial.is_elastic else trial.workers
-            has_room = not is_first or total_capacity(trial, self.records()) >= least
+            has_room = not (is_first and needs_room) or total_capacity(trial, self.records()) >= least
             unfit = self._find_excluded() & self._unfit.keys()
             if unfit and not (has_room and _CAN_LEAVE_OUT):
                 reason = "" if _CAN_LEAVE_OUT else ", and Ray leaves nodes out only from release 2.53 on"
@@ -111,7 +116,6 @@ class FitNodes:
             checkpoints=check.checkpoints,
             with_versions=not self._is_first,
         )
-        self._is_first = False
 
     def _finish(self, check: Check) -> None:
         if self._running is None:

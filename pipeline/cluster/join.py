@@ -13,8 +13,8 @@ from pipeline.cluster.checks import find_other_versions, find_unfit
 from pipeline.cluster.connection import connection
 from pipeline.cluster.node_facts import facts_here
 from pipeline.cluster.nodes import ask_facts, read_facts
-from pipeline.cluster.placement import able_nodes
-from pipeline.cluster.ray_internals import addresses_of_nodes
+from pipeline.cluster.placement import able_nodes, find_able_nodes
+from pipeline.cluster.ray_internals import addresses_of_nodes, has_autoscaler
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.resources import Resources, format_unfit
@@ -30,14 +30,15 @@ def cluster_resources(address: str, parallel: Parallel) -> Resources:
         ResourceError: no cluster answers at the address, or none of its nodes can have workers.
     """
     with connected(address, verbose=False):
-        able = able_nodes(parallel)
+        is_autoscaled = has_autoscaler()
+        able = find_able_nodes(parallel) if is_autoscaled else able_nodes(parallel)
         answers, silent = ask_facts(able).answers()
         facts = read_facts(answers, records=able)
     here = facts_here()
     problems = {str(node.ray_node): find_other_versions(node, here=here) for node in facts}
     unfit = find_unfit(problems | {node: [why] for node, why in silent.items()}, records=able)
     nodes = [node["Resources"] for id_, node in able.items() if id_ not in unfit]
-    if not nodes:
+    if not nodes and not is_autoscaled:
         raise ResourceError("\n".join(["the cluster's nodes can't be used:", *format_unfit(unfit.values())]))
     gpu = next((gpu.name for node in facts for gpu in node.gpus if node.ray_node not in unfit), "GPU")
     return Resources(
@@ -45,7 +46,8 @@ def cluster_resources(address: str, parallel: Parallel) -> Resources:
         memory_mb=int(sum(node.get("memory", 0) for node in nodes)) // 2**20,
         gpus=(gpu,) * int(sum(node.get("GPU", 0) for node in nodes)),
         node=f"Ray cluster at {address}",
-        nodes=len(nodes),
+        nodes=max(1, len(nodes)),  # also before an autoscaler has started any
+        is_autoscaled=is_autoscaled,
         unfit=unfit,
     )
 

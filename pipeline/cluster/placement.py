@@ -13,6 +13,7 @@ from pipeline.cluster.ray_internals import available_resources_per_node, drainin
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.protocol.trial import Training, Trial
+from pipeline.wording import counted
 
 READERS = 1
 """Cores per node that are left to Ray Data where it reads the data."""
@@ -62,10 +63,13 @@ def node_name(node: Mapping[str, Any]) -> str:
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
-def await_capacity(trial: Trial, *, nodes: Callable[[], list[dict[str, Any]]]) -> None:
+def await_capacity(
+    trial: Trial, *, nodes: Callable[[], list[dict[str, Any]]], ask: Callable[[], None] | None = None
+) -> None:
     """Wait until all workers of a trial fit; Ray itself would wait forever and log a traceback every minute.
 
     A resumed training also waits for lost nodes to return. ``nodes`` returns Ray's records of the usable nodes.
+    ``ask`` asks an autoscaler for more nodes; it is called again and again. None: there is no autoscaler.
 
     Raises:
         ResourceError: the cluster is too small, or not free within ``parallel.queue_timeout_s``.
@@ -76,13 +80,15 @@ def await_capacity(trial: Trial, *, nodes: Callable[[], list[dict[str, Any]]]) -
     while (fit := free(trial, there := nodes())) < trial.workers:
         total = total_capacity(trial, there)
         asked = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
-        if total < trial.workers and not (isinstance(trial, Training) and trial.resume):
+        if ask is None and total < trial.workers and not (isinstance(trial, Training) and trial.resume):
             reading = (
                 f", each of which keeps {READERS} core for reading the data" if trial.experiment.is_streamed else ""
             )
             raise ResourceError(f"{asked}: room for {total} on its nodes{reading}")
         if time.monotonic() > deadline:
             raise ResourceError(f"{asked}; room for {fit} was free within parallel.queue_timeout_s, {patience_s:g} s")
+        if ask is not None:
+            ask()
         time.sleep(_POLL_S)
 
 
@@ -114,7 +120,7 @@ def per_worker(trial: Trial) -> dict[str, float]:
 
 def asked_for(trial: Trial) -> str:
     """Return a trial's workers and their resources in words."""
-    return f"{trial.workers} workers with {_amounts(per_worker(trial))} each"
+    return f"{counted(trial.workers, 'worker')} with {_amounts(per_worker(trial))} each"
 
 
 def _fitting(trial: Trial, nodes: Iterable[Mapping[str, float]]) -> int:

@@ -3,13 +3,19 @@
 The other private parts of Ray are in `pipeline.launchers._ray`, where a local Ray is started and workers are placed.
 """
 
+import json
+
 import ray
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import available_resources_per_node, state
+from ray.experimental.internal_kv import _internal_kv_get
 
-__all__ = ["addresses_of_nodes", "available_resources_per_node", "draining_nodes"]
+__all__ = ["addresses_of_nodes", "available_resources_per_node", "draining_nodes", "has_autoscaler"]
 
 _ALIVE = 0  # of Ray's GcsNodeInfo
+_NODE_TYPE = "ray.io/node-group"
+"""Label with the type of a node that an autoscaler manages."""
 
 
 def addresses_of_nodes(cluster: str) -> set[str]:
@@ -25,3 +31,18 @@ def draining_nodes() -> dict[str, int]:
     Ray Train asks in the same way. Ray starts nothing new on these nodes, and a node that is idle ends by itself.
     """
     return dict(state.get_draining_nodes())
+
+
+def has_autoscaler() -> bool:
+    """Return True if the connected cluster has an autoscaler that can start nodes.
+
+    Clusters whose nodes are started by hand have an autoscaler that only reports. Its second version knows no types of
+    nodes there; the first version has a type for each node, named after it.
+    """
+    from ray.autoscaler.v2.utils import is_autoscaler_v2  # takes a moment, and a local Ray has no use for it
+
+    if is_autoscaler_v2(fetch_from_server=True):
+        return any(_NODE_TYPE in node["Labels"] for node in ray.nodes())
+    status = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
+    types = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return any(kind != f"node_{node}" for node, kind in types.items())

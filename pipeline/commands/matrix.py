@@ -71,7 +71,7 @@ def make_matrix(
             if not any(_is_same(cell, other) for other in cells):
                 cells.append(cell.model_copy(update={"name": _unique(cell.name, cells)}))
     trials = [cell.trial.model_copy(update={"name": cell.name}) for cell in cells if cell.trial]
-    if baseline.device == "cpu" and resources.nodes == 1 and any(trial.workers > 1 for trial in trials):
+    if baseline.device == "cpu" and resources.is_one_node and any(trial.workers > 1 for trial in trials):
         trials.append(planner.reference())
     rounds = [
         trial.model_copy(update={"repeat": repeat, "profile": wanted.profile and repeat == 0})

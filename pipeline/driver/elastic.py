@@ -40,6 +40,8 @@ def sized(trial: T, *, launcher: Launcher) -> T:
     while room < parallel.workers:
         if (now_room := launcher.capacity(trial)) != room:
             room, since = now_room, time.monotonic()
+        if room < parallel.least_workers:
+            launcher.request_nodes(trial, workers=parallel.least_workers)
         if room >= parallel.least_workers and time.monotonic() - since >= _SETTLED_S:
             break
         if room < parallel.least_workers and time.monotonic() > deadline:
@@ -121,7 +123,7 @@ def watching_nodes(trial: Trial, *, launcher: Launcher, pace: Pace, warn: Callab
     """Watch the cluster while a trial runs; the running workers are asked to save and end when that is due.
 
     It is due when one of their nodes is about to go away, and when more workers fit twice in a row and a restart pays
-    off.
+    off. While no more fit, nodes are requested for them.
     """
     most = trial.experiment.parallel.workers
     may_grow = trial.is_elastic and trial.workers < most
@@ -139,6 +141,8 @@ def watching_nodes(trial: Trial, *, launcher: Launcher, pace: Pace, warn: Callab
                 if looks > 1 and pace.is_worth(1 - trial.workers / more):
                     launcher.resize.ask()
                     return
+                if not looks and pace.is_worth(1 - trial.workers / most):
+                    launcher.request_nodes(trial, workers=most - trial.workers)
 
     with in_background(watch, name="nodes") if may_grow or may_move else nullcontext():
         yield

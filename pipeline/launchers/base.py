@@ -195,6 +195,9 @@ class Launcher(ABC):
             ResourceError: too few workers fit on the nodes that can have workers.
         """
 
+    def request_nodes(self, trial: Trial, *, workers: int) -> None:  # noqa: B027 - most launchers have this machine only
+        """Ask for nodes for a number of a trial's workers that have no room, if nodes can be added."""
+
     @abstractmethod
     def capacity(self, trial: Trial) -> int:
         """Return the number of a trial's workers that fit now, running ones included; called from any thread."""

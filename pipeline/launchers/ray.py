@@ -15,11 +15,13 @@ from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, 
 
 from pipeline.cluster import join
 from pipeline.cluster import placement as places
+from pipeline.cluster.autoscaling import NodeRequest
 from pipeline.cluster.code import sent, to_send
 from pipeline.cluster.connection import outside_main_thread
 from pipeline.cluster.draining import departures
 from pipeline.cluster.fit_nodes import Check, FitNodes
 from pipeline.cluster.join import connected
+from pipeline.cluster.ray_internals import has_autoscaler
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.launchers import base
@@ -63,6 +65,7 @@ class Launcher(base.Launcher):
         self._running = 0  # workers
         self._ingests: dict[str, Ingest] = {}
         self._fit_nodes: FitNodes | None = None  # for a local Ray
+        self._request: NodeRequest | None = None  # without an autoscaler
         self._public_because = public_because()
 
     def __enter__(self) -> Self:
@@ -83,6 +86,9 @@ class Launcher(base.Launcher):
                 stack.enter_context(connected(self._address, verbose=session.verbose, runtime_env=runtime_env))
                 self._fit_nodes = FitNodes(session.parallel, code=self._code, unfit=session.unfit)
                 stack.callback(self._fit_nodes.close)
+                if has_autoscaler():
+                    self._request = NodeRequest()
+                    stack.callback(self._request.withdraw)
             self.held = stack.pop_all()
         return self
 
@@ -96,11 +102,22 @@ class Launcher(base.Launcher):
     def check_nodes(self, trial: Trial) -> None:
         """Check the cluster's nodes that are new; see `pipeline.launchers.base.Launcher`."""
         if self._fit_nodes is not None:
-            self._fit_nodes.check(self._check(trial))
+            self._fit_nodes.check(self._check(trial), needs_room=self._request is None)
+
+    def request_nodes(self, trial: Trial, *, workers: int) -> None:
+        """Ask the cluster's autoscaler, if there is one; see `pipeline.launchers.base.Launcher`."""
+        if self._request is None or not self._request.make(trial, workers=workers):
+            return
+        asked = places.asked_for(trial.model_copy(update={"workers": workers}))
+        patience_s = trial.experiment.parallel.room_timeout_s
+        wait = "" if self._running else f"; waiting up to parallel.queue_timeout_s, {patience_s:g} s"
+        self._warn(f"asked the cluster's autoscaler for nodes for {asked}{wait}", trial)
 
     def capacity(self, trial: Trial) -> int:
         """Return the workers that fit on reachable nodes that have passed the checks, running ones included."""
         try:
+            if self._request is not None:
+                self._request.free_if_met()
             return self._running + places.free(trial, self._nodes(trial))
         except RayError:  # the head doesn't answer: the workers end, too
             return self._running
@@ -116,12 +133,23 @@ class Launcher(base.Launcher):
         places.await_death_notices(timeout_s=trial.experiment.parallel.start_timeout_s)
         self._warn_untracked(trial)
         self.check_nodes(trial)
-        places.await_capacity(trial, nodes=partial(self._nodes, trial))
+        self._await_capacity(trial)
         ingest = self._ingest(trial)
         host = local.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
         with attempt.listening(host) as address, environment(**_patience(trial)):
             error = self._train(trial, address, ingest)
         return attempt.outcome(_losses(error, trial, silent=attempt.silent))
+
+    def _await_capacity(self, trial: Trial) -> None:
+        nodes = partial(self._nodes, trial)
+        if self._request is None:
+            places.await_capacity(trial, nodes=nodes)
+            return
+        try:
+            ask = partial(self.request_nodes, trial, workers=trial.workers)
+            places.await_capacity(trial, nodes=nodes, ask=ask)
+        finally:
+            self._request.withdraw()  # else it would compete with the workers
 
     def _nodes(self, trial: Trial) -> list[dict[str, Any]]:
         """Return Ray's records of the nodes that can have workers now."""

@@ -1,5 +1,6 @@
 """Layout of an experiment's trials: workers, devices, cores and threads."""
 
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 from pipeline import registry
@@ -82,6 +83,14 @@ class Planner:
         """Return the trial of one process with all the cores; for the errors see `trial`."""
         return self.trial(Reference, Comparison(strategy="single"), cpus_per_worker=self._cpus * self.workers)
 
+    def describe_room(self, trial: Trial) -> Iterator[str]:
+        """Yield a note if there is no room now for all workers of the experiment's trial."""
+        most = self._experiment.parallel.workers
+        if self._resources.is_autoscaled and (room := self._room()) < trial.workers:
+            yield f"room for {room} of {most} workers now; the run asks the cluster's autoscaler for nodes"
+        elif trial.workers < most:
+            yield f"room for {trial.workers} of {most} workers now; more can join later"
+
     def _check_compilation(self) -> None:
         how = self._experiment.train.compile
         if how is None:
@@ -107,7 +116,7 @@ class Planner:
     def _gpus_per_worker(self, uses_several: bool, strategy: str, *, key: str) -> int:
         wanted = self._experiment.parallel.gpus_per_worker
         if uses_several:
-            return wanted or len(self._resources.gpus) // self._resources.nodes
+            return wanted or max(1, len(self._resources.gpus) // self._resources.nodes)
         if key == "parallel" and (wanted or 1) > 1:
             raise ExperimentError.of(
                 "parallel.gpus_per_worker", f"is {wanted}, but {strategy} uses one GPU per worker; write more workers"
@@ -127,7 +136,7 @@ class Planner:
 
 def _device(experiment: Experiment, resources: Resources) -> Literal["cpu", "cuda"]:
     wanted = experiment.parallel.device
-    if wanted == "cuda" and not resources.gpus:
+    if wanted == "cuda" and not resources.gpus and not resources.is_autoscaled:
         raise ResourceError(
             f"parallel.device: cuda asks for GPUs; {resources.node} has {resources.summary}; write auto or cpu"
         )
@@ -169,6 +178,9 @@ def _check_room(trial: Trial, resources: Resources) -> None:
     """Refuse a trial that doesn't fit, rather than run it with fewer workers."""
     if trial.workers > 1:
         _check_placed(trial, resources)
+    if resources.is_autoscaled:
+        _check_device_of_new_nodes(trial, resources)
+        return
     if trial.experiment.parallel.placement == "strict_spread" and trial.workers > resources.nodes:
         raise ResourceError(
             f"parallel.placement: strict_spread needs a node for each of {counted(trial.workers, 'worker')}; "
@@ -192,6 +204,17 @@ def _check_room(trial: Trial, resources: Resources) -> None:
         raise ResourceError(
             f"parallel.workers: {counted(trial.workers, 'worker')} with {counted(trial.cpus_per_worker, 'core')} "
             f"each need {needed} cores; {resources.node} has {resources.summary}; {remedy}"
+        )
+
+
+def _check_device_of_new_nodes(trial: Trial, resources: Resources) -> None:
+    """Reject ``device: auto`` where nodes have to be added: nothing shows whether these have GPUs."""
+    needed = trial.cpus_per_worker * trial.workers
+    if trial.experiment.parallel.device == "auto" and trial.device == "cpu" and needed > resources.cpus:
+        raise ResourceError(
+            f"parallel.device: auto: {counted(trial.workers, 'worker')} need {counted(needed, 'core')}, and "
+            f"{resources.node} has {resources.summary}. Its autoscaler can add nodes, but these may have GPUs or not. "
+            "Write device: cpu or cuda"
         )
 
 

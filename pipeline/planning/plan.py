@@ -90,6 +90,7 @@ def make_plan(
         ),
         notes=(
             *resources.notes,
+            *planner.describe_room(main),
             *_notes(main, has_baseline=any(isinstance(each, Baseline) for each in others), wanted=with_baseline),
         ),
     )
@@ -102,7 +103,7 @@ def _compared(
     baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
     if not same_work(baseline, main):
         yield baseline
-    if main.device == "cpu" and main.workers > 1 and resources.nodes == 1 and not resources.is_divided:
+    if main.device == "cpu" and main.workers > 1 and resources.is_one_node and not resources.is_divided:
         yield planner.reference()
 
 
@@ -124,8 +125,6 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
         yield note
     if main.device == "cpu" and main.experiment.parallel.device == "auto":
         yield "no GPU here: workers compute on CPU"
-    if main.workers < (most := main.experiment.parallel.workers):
-        yield f"room for {main.workers} of {most} workers now; more can join later"
     if main.strategy == "dp" and main.replicas < 2:
         yield "dp with fewer than two GPUs is one replica: nothing runs in parallel"
     if main.strategy == "fsdp" and main.workers < 2:

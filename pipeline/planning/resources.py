@@ -57,8 +57,15 @@ class Resources(Frozen):
     """True if each worker may use its own part of a node's cores only, so that no process can use all of them."""
     notes: tuple[str, ...] = ()
     """Notes to the user, e.g. on nodes that differ."""
+    is_autoscaled: bool = False
+    """True if a cluster's autoscaler can add nodes."""
     unfit: Mapping[str, UnfitNode] = {}
     """Nodes of the cluster that are left out, because workers can't run there, by Ray's id."""
+
+    @property
+    def is_one_node(self) -> bool:
+        """True if all workers are placed on the same machine."""
+        return self.nodes == 1 and not self.is_autoscaled
 
     @property
     def summary(self) -> str:

@@ -139,6 +139,7 @@ class Nodes:
         env: Mapping[str, str] | None = None,
         cpus: int | None = None,
         resources: Mapping[str, float] | None = None,
+        options: Sequence[str] = (),
         cwd: Path | None = None,
     ) -> None:
         """Start Ray on a node that has none; when the cluster counts it, `await_nodes` tells.
@@ -148,12 +149,14 @@ class Nodes:
             env: variables that its processes, workers included, have besides `environment`.
             cpus: what it declares; by default what all do.
             resources: Ray's custom resources that it declares.
+            options: further ones of ``ray start``.
             cwd: working directory; the node's private folder by default, where no code lies.
         """
         line = [str(BIN / "ray"), "start", "--block", "--disable-usage-stats", f"--node-ip-address={self.host(node)}"]
         line += [f"--num-cpus={self._cpus if cpus is None else cpus}", "--object-store-memory=100000000"]
         line += [f"--resources={_json(resources)}"] if resources else []
         line += self._as_head() if node == 0 else [f"--address={self.address}"]
+        line += options
         variables = [f"{name}={value}" for name, value in {**self.environment, **(env or {})}.items()]
         whole = ["env", f"--chdir={cwd or self.private}", "-i", *variables, *line]
         self.log(node).unlink(missing_ok=True)
