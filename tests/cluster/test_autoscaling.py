@@ -5,11 +5,10 @@ The added nodes are processes on the head's machine. Both versions of the autosc
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from nodes import Nodes
-from projects import project, run
+from projects import Ran, project, run
 from ray.autoscaler._private.monitor import BASE_READONLY_CONFIG
 
 from pipeline.protocol.events import Started, Warned
@@ -34,10 +33,10 @@ TYPES = {
 SECOND = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_NODE_TYPE_NAME": HEAD}
 """What ``ray up`` sets for the second version."""
 DDP = ["parallel.strategy=ddp", "parallel.device=cpu", "parallel.cpus_per_worker=1", "checkpoint.every_steps=5"]
-ASKED = "asked the cluster's autoscaler for nodes for {} with 1 CPU each"
+WAITS = "waiting up to parallel.queue_timeout_s"
 
 
-@pytest.fixture(params=[{}, SECOND], ids=["v1", "v2"])
+@pytest.fixture
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     with Nodes(1, started=False) as nodes:
         config = nodes.folder / "autoscaler.json"
@@ -53,26 +52,32 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
         yield nodes
 
 
-def test_nodes_are_asked_for_at_the_start_and_to_grow(nodes: Nodes) -> None:
+def asked(ran: Ran) -> list[str]:
+    told = [event.message for event in ran.events if isinstance(event, Warned)]
+    return [message for message in told if message.startswith("asked the cluster's autoscaler for nodes for ")]
+
+
+@pytest.mark.parametrize("nodes", [{}], indirect=True, ids=["v1"])
+def test_nodes_that_are_lacking_are_asked_for(nodes: Nodes) -> None:
     cwd = project(nodes.storage(0) / "project", tracked=True)
     planned = run(nodes, cwd, *DDP, "parallel.workers=2", "--dry-run")
     assert "room for 0 of 2 workers now; the run asks the cluster's autoscaler for nodes" in planned.stdout, planned
+    nodes.await_nodes(1)
 
-    release = cwd / "release"
-    paced = [f"model={{_target_: lab.Paced, ms: 100, release: {nodes.path(0, release)}}}", "train.epochs=150"]
-    elastic = run(nodes, cwd, *DDP, "parallel.workers=[1, 2]", *paced)
-    assert elastic.code == 0, elastic.output
-    told = [event.message for event in elastic.events if isinstance(event, Warned)]
-    assert [message for message in told if message.startswith("asked")] == [
-        f"{ASKED.format("1 worker")}; waiting up to parallel.queue_timeout_s, 600 s", ASKED.format("1 worker"),
-    ]  # fmt: skip
-    assert [len(event.devices) for event in elastic.events if isinstance(event, Started)] == [1, 2]
+    too_many = run(nodes, cwd, *DDP, "parallel.workers=3", "parallel.queue_timeout_s=2")
+    assert too_many.code == 3, too_many.output
+    assert "free within parallel.queue_timeout_s, 2 s" in too_many.output
+
+    ran = run(nodes, cwd, *DDP, "parallel.workers=2")
+    assert ran.code == 0, ran.output
 
 
-def test_no_room_in_time(nodes: Nodes) -> None:
+@pytest.mark.parametrize("nodes", [SECOND], indirect=True, ids=["v2"])
+def test_an_elastic_training_asks_for_its_least_and_then_for_more(nodes: Nodes) -> None:
     cwd = project(nodes.storage(0) / "project", tracked=True)
-    refused = run(nodes, cwd, *DDP, "parallel.workers=3", "parallel.queue_timeout_s=20")
-    assert refused.code == 3, refused.output
-    assert ASKED.format("3 workers") in refused.output
-    fixed = run(nodes, cwd, *DDP, "parallel.workers=2")
-    assert fixed.code == 0, fixed.output
+    slow = ["model={_target_: lab.Paced, ms: 100, release: nowhere}", "train.epochs=150"]
+    ran = run(nodes, cwd, *DDP, *slow, "parallel.workers=[1, 2]")
+    assert ran.code == 0, ran.output
+    one = "asked the cluster's autoscaler for nodes for 1 worker with 1 CPU each"
+    assert asked(ran)[:2] == [f"{one}; {WAITS}, 600 s", one]
+    assert [len(event.devices) for event in ran.events if isinstance(event, Started)] == [1, 2]

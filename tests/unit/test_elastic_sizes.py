@@ -113,6 +113,10 @@ class Roomy(inprocess.Launcher):
         super().__init__(Session(folder=None, receive=lambda _: None, parallel=Parallel()))
         self.rooms = list(room)
         self.looks = threading.Semaphore(0)
+        self.requested: set[int] = set()
+
+    def request_nodes(self, trial: Trial, *, workers: int) -> None:
+        self.requested.add(workers)
 
     def capacity(self, trial: Trial) -> int:
         self.looks.release()
@@ -158,7 +162,8 @@ def test_no_room_for_the_least_is_told() -> None:
     with pytest.raises(
         ResourceError, match=r"at least 2 workers with 1 core each; 1 fit within parallel.queue_timeout_s, 0.5 s"
     ):
-        elastic.sized(trial(2, 4, queue_timeout_s=0.5), launcher=Roomy(1))
+        elastic.sized(trial(2, 4, queue_timeout_s=0.5), launcher=(launcher := Roomy(1)))
+    assert launcher.requested == {2}
 
 
 def opened() -> TrialOpened:
@@ -227,6 +232,7 @@ def test_workers_are_asked_to_make_way_for_more(pace: Paced, workers, room, look
     with elastic.watching_nodes(running, launcher=launcher, pace=pace(10, 20), warn=pytest.fail):
         assert all(launcher.looks.acquire(timeout=20) for _ in range(looks)), "it stopped to look for room"
     assert launcher.resize.asked == asks
+    assert launcher.requested == (set() if workers == 4 else {3})
     assert not launcher.stop.asked
 
 

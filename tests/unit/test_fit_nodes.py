@@ -37,6 +37,7 @@ class Cluster:
         self.answers: dict[str, Answer | None] = {}
         """None: the node is silent."""
         self.is_quick = True
+        self.is_autoscaled = False
         self.asked: list[list[str]] = []
         self.question = ""
         """The latest one, in JSON."""
@@ -88,6 +89,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(checks, "NodeQuestion", question)
     monkeypatch.setattr(checks.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(join, "connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(join, "has_autoscaler", lambda: cluster.is_autoscaled)
     return cluster
 
 
@@ -161,6 +163,19 @@ def test_a_new_node_counts_once_it_has_passed_all_checks(cluster: Cluster) -> No
     assert names(fitting.poll(cluster.check(1, 9))) == ["a", "b", "c", "d"]
     assert cluster.warnings == [f"no workers are placed on e (10.0.0.2): {VERSION}"]
     fitting.check(cluster.check(1, 9))
+
+
+def test_an_autoscaler_may_start_the_first_nodes_later(cluster: Cluster) -> None:
+    cluster.names, cluster.is_autoscaled = [], True
+    there = join.cluster_resources("10.0.0.1:6379", Parallel())
+    assert (there.cpus, there.nodes, there.is_autoscaled) == (0, 1, True)
+
+    fitting = fit(cluster)
+    fitting.check(cluster.check(2), needs_room=False)
+    cluster.names, cluster.answers, cluster.facts = ["a", "b"], {"a": STORAGE}, {"b": OTHER}
+    assert names(fitting.poll(cluster.check(2))) == []
+    assert len(cluster.warnings) == 2  # versions are compared, although the run has no node yet
+    fitting.check(cluster.check(2), needs_room=False)
 
 
 def test_a_check_without_results_leaves_no_file_among_the_checkpoints(cluster: Cluster, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Ray Train starts an actor for the controller, one that cleans up if the controller is killed, one that asks an
 autoscaler for nodes, one for datasets, and one that synchronizes ranks that report checkpoints. Each is a process that
 imports Ray, and workers wait for three of them. Here the driver is the controller: if it is killed, its job ends, and
-with it the workers and their placement group. The placement group tells an autoscaler what is needed, and ranks report
+with it the workers and their placement group. The launcher asks an autoscaler for nodes before, and ranks report
 to the driver. Ray Data has to know what the workers occupy: with it, the third and the fourth actor stay. See
 docs/decisions/0011-time-to-first-step.md.
 """
