@@ -14,7 +14,7 @@ from pipeline.cluster.connection import connection
 from pipeline.cluster.node_facts import facts_here
 from pipeline.cluster.nodes import ask_facts, read_facts
 from pipeline.cluster.placement import able_nodes, find_able_nodes
-from pipeline.cluster.ray_internals import addresses_of_nodes, has_autoscaler
+from pipeline.cluster.ray_internals import addresses_of_nodes, available_resources_per_node, has_autoscaler
 from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.resources import Resources, format_unfit
@@ -30,7 +30,7 @@ def cluster_resources(address: str, parallel: Parallel) -> Resources:
         ResourceError: no cluster answers at the address, or none of its nodes can have workers.
     """
     with connected(address, verbose=False):
-        is_autoscaled = has_autoscaler()
+        is_autoscaled, available = has_autoscaler(), available_resources_per_node()
         able = find_able_nodes(parallel) if is_autoscaled else able_nodes(parallel)
         answers, silent = ask_facts(able).answers()
         facts = read_facts(answers, records=able)
@@ -38,6 +38,7 @@ def cluster_resources(address: str, parallel: Parallel) -> Resources:
     problems = {str(node.ray_node): find_other_versions(node, here=here) for node in facts}
     unfit = find_unfit(problems | {node: [why] for node, why in silent.items()}, records=able)
     nodes = [node["Resources"] for id_, node in able.items() if id_ not in unfit]
+    idle = tuple(available.get(id_, {}) for id_ in able if id_ not in unfit)
     if not nodes and not is_autoscaled:
         raise ResourceError("\n".join(["the cluster's nodes can't be used:", *format_unfit(unfit.values())]))
     gpu = next((gpu.name for node in facts for gpu in node.gpus if node.ray_node not in unfit), "GPU")
@@ -49,6 +50,7 @@ def cluster_resources(address: str, parallel: Parallel) -> Resources:
         nodes=max(1, len(nodes)),  # also before an autoscaler has started any
         is_autoscaled=is_autoscaled,
         unfit=unfit,
+        idle=idle,
     )
 
 

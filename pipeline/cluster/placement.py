@@ -22,6 +22,8 @@ _ROUNDING = 1e-6  # thirds of a custom resource
 _DEATH_NOTICE_S = 60.0
 """Ray's own checks take 15 s to notice a dead node, and longer if packets are dropped."""
 _POLL_S = 0.2
+_SILENT_S = 5.0
+"""Longest wait for room without a message: resources of workers that have just ended become free one by one."""
 
 
 def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
@@ -64,19 +66,24 @@ def node_name(node: Mapping[str, Any]) -> str:
 
 
 def await_capacity(
-    trial: Trial, *, nodes: Callable[[], list[dict[str, Any]]], ask: Callable[[], None] | None = None
+    trial: Trial,
+    *,
+    nodes: Callable[[], list[dict[str, Any]]],
+    warn: Callable[[str], None],
+    ask: Callable[[], None] | None = None,
 ) -> None:
     """Wait until all workers of a trial fit; Ray itself would wait forever and log a traceback every minute.
 
-    A resumed training also waits for lost nodes to return. ``nodes`` returns Ray's records of the usable nodes.
-    ``ask`` asks an autoscaler for more nodes; it is called again and again. None: there is no autoscaler.
+    A resumed training also waits for lost nodes to return. ``nodes`` returns Ray's records of the usable nodes, and
+    ``warn`` gets a message if the wait is long. ``ask`` asks an autoscaler for more nodes and reports that; it is
+    called again and again. None: there is no autoscaler.
 
     Raises:
         ResourceError: the cluster is too small, or not free within ``parallel.queue_timeout_s``.
     """
     amounts = per_worker(trial)
     patience_s = trial.experiment.parallel.room_timeout_s
-    deadline = time.monotonic() + patience_s
+    start, is_silent = time.monotonic(), True
     while (fit := free(trial, there := nodes())) < trial.workers:
         total = total_capacity(trial, there)
         asked = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
@@ -85,10 +92,14 @@ def await_capacity(
                 f", each of which keeps {READERS} core for reading the data" if trial.experiment.is_streamed else ""
             )
             raise ResourceError(f"{asked}: room for {total} on its nodes{reading}")
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - start
+        if waited_s > patience_s:
             raise ResourceError(f"{asked}; room for {fit} was free within parallel.queue_timeout_s, {patience_s:g} s")
         if ask is not None:
             ask()
+        elif is_silent and waited_s > _SILENT_S:
+            is_silent = False
+            warn(f"waiting up to {patience_s:g} s (parallel.queue_timeout_s): {asked}; room for {fit} is free now")
         time.sleep(_POLL_S)
 
 
@@ -128,10 +139,11 @@ def _fitting(trial: Trial, nodes: Iterable[Mapping[str, float]]) -> int:
     most = 1 if trial.experiment.parallel.placement == "strict_spread" else sys.maxsize
     readers = READERS if trial.experiment.is_streamed else 0
     left = ({**node, "CPU": max(0.0, node.get("CPU", 0.0) - readers)} for node in nodes)
-    return sum(min(_fit(node, per_worker(trial)), most) for node in left)
+    return sum(min(count_fitting(node, per_worker(trial)), most) for node in left)
 
 
-def _fit(node: Mapping[str, float], amounts: Mapping[str, float]) -> int:
+def count_fitting(node: Mapping[str, float], amounts: Mapping[str, float]) -> int:
+    """Return the number of workers that fit on a node with these resources, if each needs these amounts."""
     return int(min((node.get(name, 0.0) + _ROUNDING) // amount for name, amount in amounts.items()))
 
 

@@ -141,13 +141,15 @@ class Launcher(base.Launcher):
         return attempt.outcome(_losses(error, trial, silent=attempt.silent))
 
     def _await_capacity(self, trial: Trial) -> None:
-        nodes = partial(self._nodes, trial)
+        wait = partial(
+            places.await_capacity, trial, nodes=partial(self._nodes, trial), warn=partial(self._warn, trial=trial)
+        )
         if self._request is None:
-            places.await_capacity(trial, nodes=nodes)
+            wait()
             return
         try:
             ask = partial(self.request_nodes, trial, workers=trial.workers)
-            places.await_capacity(trial, nodes=nodes, ask=ask)
+            wait(ask=ask)
         finally:
             self._request.withdraw()  # else it would compete with the workers
 

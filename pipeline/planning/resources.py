@@ -61,6 +61,8 @@ class Resources(Frozen):
     """True if a cluster's autoscaler can add nodes."""
     unfit: Mapping[str, UnfitNode] = {}
     """Nodes of the cluster that are left out, because workers can't run there, by Ray's id."""
+    idle: tuple[Mapping[str, float], ...] = ()
+    """Resources of each node of the cluster that no other job occupies, by Ray's names; empty: this machine."""
 
     @property
     def is_one_node(self) -> bool:

@@ -14,7 +14,7 @@ import rich.console
 from pipeline.config.summary import flatten
 from pipeline.config.uris import without_credentials
 from pipeline.config.values import Direction
-from pipeline.errors import PipelineError, raise_swallowed_interrupt
+from pipeline.errors import PipelineError, ResourceError, raise_swallowed_interrupt
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.trial import Status, Training, Trial
@@ -45,6 +45,8 @@ class Membership:
     """Returns why the trial was interrupted; empty if unknown."""
     logs_model: bool
     """True if the trial logs its model to the tracking store itself."""
+    shares_cluster: bool
+    """True if the trial's workers run on a cluster. What it lacks, other jobs may have: this is no failure."""
     admit: Callable[[AnyEvent], AnyEvent | None] | None = None
     """Filter of the trial's events, see `Recorder`; None admits all."""
 
@@ -171,7 +173,7 @@ def _closed_by_status(
     try:
         yield
     except BaseException as error:
-        status, message = _status(error, interruption=member.interruption() if member else "")
+        status, message = _status(error, member=member)
         raise
     finally:
         summary = recorder.summary
@@ -263,9 +265,11 @@ def _close(recorder: Recorder, *, end: RunClosed, has_failed: bool, warn: Callab
         warn(f"the end of the run is not recorded in {error.filename}: {error.strerror}")
 
 
-def _status(error: BaseException, *, interruption: str) -> tuple[Status, str]:
+def _status(error: BaseException, *, member: Membership | None) -> tuple[Status, str]:
     if isinstance(error, KeyboardInterrupt):
-        return "KILLED", interruption or "interrupted"
+        return "KILLED", (member.interruption() if member else "") or "interrupted"
+    if isinstance(error, ResourceError) and member is not None and member.shares_cluster:
+        return "KILLED", str(error)
     return "FAILED", str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
 
 

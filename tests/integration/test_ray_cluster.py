@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from swept import Folder, section
 
 from pipeline.protocol.events import Finished, RunClosed, Started
 from pipeline.recording import journal
@@ -21,6 +22,25 @@ from pipeline.recording import journal
 RAY = Path(sys.executable).with_name("ray")
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 CPUS = 2
+OTHER_JOB = """
+import sys, time
+from pathlib import Path
+
+import ray
+
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+
+
+@ray.remote(num_cpus=1)
+def hold(path):
+    path.with_suffix(".held").touch()
+    while not path.exists():
+        time.sleep(0.1)
+
+
+ray.get([hold.remote(Path(path)) for path in sys.argv[2:]])
+"""
+"""Program that occupies a core of the cluster for each file, until the file exists."""
 
 
 class Cluster:
@@ -150,3 +170,57 @@ def test_the_environment_names_the_cluster_too(cluster: Cluster, run: Any) -> No
 
     assert code == 3
     assert cluster.address in stderr
+
+
+def test_a_sweep_waits_for_room_that_other_jobs_occupy(
+    cluster: Cluster, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Without any room it ends, to be resumed; while one of its trials trains, the others are tried again."""
+    folder, files = Folder(tmp_path), [tmp_path / "first", tmp_path / "second"]
+    other = subprocess.Popen([sys.executable, "-c", OTHER_JOB, cluster.address, *files], env=cluster.environment)
+
+    def sweep(*more: str) -> subprocess.Popen[str]:
+        rates = section(parameters={"optimizer.lr": {"grid": [0.1, 0.05]}}, concurrent=2)
+        options = ["parallel.workers=1", "parallel.cpus_per_worker=1", "parallel.queue_timeout_s=1", "train.epochs=60"]
+        line = ("sweep", MLP, f"parallel.address={cluster.address}", "parallel.launcher=ray", *options, rates, *more)
+        return start(*line, cwd=tmp_path, env=cluster.environment)
+
+    try:
+        await_files([file.with_suffix(".held") for file in files])
+        stdout, stderr = (process := sweep()).communicate(timeout=240)
+        assert process.returncode == 3, stdout + stderr
+        assert (
+            "room for 0 was free within parallel.queue_timeout_s, 1 s; trials that didn't end: 1, 2; --resume" in stderr
+        )
+        assert "0 of 2 CPU free now" in " ".join(stdout.split())
+        assert {trial["state"] for trial in folder.result["trials"]} == {"interrupted"}
+
+        files[0].touch()
+        process = sweep("--resume")
+        deadline = time.monotonic() + 240
+        while not any(waited_while_other_trained(folder, trial) for trial in (1, 2)):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "no trial was tried again"
+            time.sleep(0.2)
+        files[1].touch()
+        stdout, stderr = process.communicate(timeout=240)
+    finally:
+        other.kill()
+        other.wait()
+
+    assert process.returncode == 0, stdout + stderr
+    assert [folder.of(trial, RunClosed)[-1].status for trial in (1, 2)] == ["FINISHED", "FINISHED"]
+    assert "Traceback" not in stdout + stderr
+
+
+def await_files(paths: list[Path]) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"missing: {paths}"
+        time.sleep(0.1)
+
+
+def waited_while_other_trained(folder: Folder, trial: int) -> bool:
+    """True if the trial has ended twice without a step, while the other one has started its workers."""
+    ends = [event.status for event in folder.of(trial, RunClosed)]
+    return len(ends) >= 2 and set(ends) == {"KILLED"} and bool(folder.of(3 - trial, Started))

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pipeline.config.overrides import override
 from pipeline.config.values import Frozen
 
+ADDRESS = "parallel.address"
 RECORD_NAME = "trial.json"
 """Name of a `Record` in a trial's folder."""
 
@@ -29,6 +30,8 @@ class Record(Frozen):
     """Values by dotted key."""
     failure: str = ""
     """Reason why these values can't be trained together, or why the process ended without a journal; else empty."""
+    lacked: str = ""
+    """What the cluster lacked when the trial was tried last; it is not a result of the trial. Empty if nothing."""
     stopped_after: int | None = None
     """Epochs that count for a trial that was stopped early; it may have trained more before it ended."""
 
@@ -74,6 +77,11 @@ class TrialJob(Frozen):
     verbose: bool
     variables: tuple[str, ...]
     """Names of the user's environment variables, to which Ray adds some."""
+
+    @property
+    def shares_cluster(self) -> bool:
+        """True if the trials' workers run on a cluster, where other jobs may have taken their resources."""
+        return ADDRESS in self.common
 
     def folder_of(self, number: int) -> Path:
         """Return the folder of a trial."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pipeline.commands.sweep.assignment import Record
 from pipeline.config.reported import PREFIX
-from pipeline.protocol.events import STOPPED_EARLY, Finished, Metrics, ModelSaved, Started
+from pipeline.protocol.events import STOPPED_EARLY, Finished, Metrics, ModelSaved, RunOpened, Started
 from pipeline.recording import journal
 from pipeline.report.swept import State
 
@@ -64,6 +64,20 @@ def has_begun(folder: Path) -> bool:
     """Return True if a trial's journal has its first event, so that it can be resumed."""
     path = folder / journal.FILE_NAME
     return path.is_file() and journal.opened(path) is not None
+
+
+def has_used_resources(folder: Path, *, since: float) -> bool:
+    """Return True if a trial's workers run now, or if the trial has ended since a time, in seconds since the epoch."""
+    if not has_begun(folder):
+        return False
+    path = folder / journal.FILE_NAME
+    if journal.is_open(path):
+        marks = [
+            event for event in journal.marked(path, "run_opened", "started") if isinstance(event, RunOpened | Started)
+        ]
+        return isinstance(marks[-1], Started)
+    end = journal.ending(path)
+    return end is not None and end.time >= since and state_of(folder)[0] in ("finished", "stopped early", "failed")
 
 
 def model_of(folder: Path) -> ModelSaved | None:

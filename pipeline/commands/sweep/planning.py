@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.commands.invocation import planning
-from pipeline.commands.sweep.assignment import Record
+from pipeline.commands.sweep.assignment import ADDRESS, Record
 from pipeline.config.load import ExperimentFile
 from pipeline.config.summary import config_hash
 from pipeline.config.sweep import Parameter, Sweep
@@ -52,7 +52,7 @@ class SweepPlan(Frozen):
     @property
     def resources(self) -> dict[str, float]:
         """Resources of this machine that a trial needs; none if its workers run on a cluster."""
-        if "parallel.address" in self.common:
+        if ADDRESS in self.common:
             return {"node:__internal_head__": 1e-4}  # Ray wants something to be asked for
         trial = self.trial
         amounts = {"CPU": trial.workers * trial.cpus_per_worker, "GPU": trial.workers * trial.devices_per_worker}
@@ -67,9 +67,10 @@ def make(file: ExperimentFile) -> SweepPlan:
         direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
         concurrent, cpus = _side_by_side(file, resources, allowed)
         common[_CPUS] = cpus
+        busy = _describe_busy(resources, concurrent=concurrent)
         parallel = file.experiment.parallel
         if parallel.launcher == "ray" and parallel.cluster is not None:
-            common["parallel.address"] = parallel.cluster  # RAY_ADDRESS may be where it stands
+            common[ADDRESS] = parallel.cluster  # RAY_ADDRESS may be where it stands
         one = make_plan(file.varied(common).experiment, resources, allowed=allowed, with_baseline=False)
     seed = file.experiment.seed if sweep.seed is None else sweep.seed
     suggestions = tuple(_suggestions(file, sweep, seed=seed, common=common))
@@ -84,7 +85,7 @@ def make(file: ExperimentFile) -> SweepPlan:
         suggestions=suggestions,
         epochs=max(varied.candidates) if varied else file.experiment.train.epochs or 0,
         logs_models=_LOG_MODEL in file.places.entries and file.experiment.tracking.log_model,
-        plan=one.model_copy(update={"command": "sweep", "experiment": file.experiment}),
+        plan=one.model_copy(update={"command": "sweep", "experiment": file.experiment, "notes": (*one.notes, *busy)}),
     )
 
 
@@ -144,6 +145,7 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
     """Return the number of concurrent trials, and the cores of each of their workers.
 
     Many concurrent trials with few cores finish earlier than consecutive trials with many; idle cores are distributed.
+    On a cluster, only what is free now counts, unless ``sweep.concurrent`` asks for more: others use it, too.
     """
     sweep, parallel = sweep_of(file), file.experiment.parallel
     least = file.varied({_CPUS: parallel.cpus_per_worker or 1}).experiment
@@ -157,9 +159,34 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
             f"sweep.concurrent: {sweep.concurrent} trials of {counted(trial.workers, 'worker')} with {_device(trial)} "
             f"don't fit side by side; {resources.node} has {resources.summary}, write at most {fit}"
         )
-    concurrent = min(sweep.concurrent or fit, sweep.total)
+    free = max(1, _count_free(trial, resources) // trial.workers) if resources.idle else fit
+    concurrent = min(sweep.concurrent or min(fit, free), sweep.total)
     on_a_node = -(-concurrent * trial.workers // resources.nodes)
-    return concurrent, parallel.cpus_per_worker or max(1, resources.cpus // resources.nodes // on_a_node)
+    most = max(1, resources.cpus // resources.nodes // on_a_node)
+    if parallel.cpus_per_worker or not resources.idle:
+        return concurrent, parallel.cpus_per_worker or most
+    wider = (trial.model_copy(update={"cpus_per_worker": cpus}) for cpus in range(most, 1, -1))
+    fitting = (one for one in wider if _count_free(one, resources) >= concurrent * trial.workers)
+    return concurrent, next(fitting, trial).cpus_per_worker
+
+
+def _count_free(trial: Trial, resources: Resources) -> int:
+    """Return the number of workers that fit into what is free on a cluster's nodes."""
+    from pipeline.cluster.placement import count_fitting, per_worker  # loads Ray, which a local plan does without
+
+    return sum(count_fitting(node, per_worker(trial)) for node in resources.idle)
+
+
+def _describe_busy(resources: Resources, *, concurrent: int) -> Iterator[str]:
+    """Yield a note if other jobs occupy a part of the cluster."""
+    totals = {"CPU": resources.cpus, "GPU": len(resources.gpus)}
+    free = {name: sum(node.get(name, 0) for node in resources.idle) for name in totals}
+    if resources.idle and any(free[name] < total for name, total in totals.items()):
+        parts = (f"{free[name]:g} of {total} {name}" for name, total in totals.items() if total)
+        yield (
+            f"{resources.node}: {', '.join(parts)} free now. The sweep runs {counted(concurrent, 'trial')} at a time; "
+            "trials wait for room. To run more of them, write sweep.concurrent"
+        )
 
 
 def _suggestions(file: ExperimentFile, sweep: Sweep, *, seed: int, common: Mapping[str, Any]) -> "list[Record]":

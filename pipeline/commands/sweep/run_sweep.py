@@ -14,13 +14,13 @@ from pipeline.commands.sweep.planning import SweepPlan, identified, make
 from pipeline.commands.sweep.sweep_progress import shown_on
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.resume import check_same, earlier
-from pipeline.errors import TrainingError, UsageError
+from pipeline.errors import ResourceError, TrainingError, UsageError
 from pipeline.recording.terminal import Terminal, write
 from pipeline.report.swept import LEFT, SweptReport
 from pipeline.system import stages
 
 if TYPE_CHECKING:
-    from ray.tune.search import Searcher
+    from pipeline.commands.sweep.searchers import Learning, Listed
 
 _MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "measure.", "compare", "parallel.")
 
@@ -45,7 +45,8 @@ def sweep(
         show: gets the report, e.g. to print it as JSON.
 
     Raises:
-        PipelineError: ready to be shown; TrainingError if all trials failed, or some didn't end.
+        PipelineError: ready to be shown; TrainingError if all trials failed, or some didn't end; ResourceError if
+            some didn't end because the cluster had no room for them.
     """
     refuse_outer_launcher("sweep")
     plan = make(file)
@@ -55,7 +56,7 @@ def sweep(
     ) as invocation:
         job = _job(plan, invocation, overrides=overrides)
         try:
-            _search(plan, job, invocation)
+            lacked = _search(plan, job, invocation)
             finish_trials.send(
                 invocation.folder,
                 patience_s=job.grace_s + AFTER_GRACE_S,
@@ -73,11 +74,12 @@ def sweep(
             raise TrainingError(f"all {len(failed)} trials failed, the first one: {failed[0].message}")
         if left := [trial.number for trial in report.swept.trials if trial.state in LEFT]:
             named = ", ".join(map(str, left))
-            raise TrainingError(f"trials that didn't end: {named}; --resume continues with them")
+            message = f"trials that didn't end: {named}; --resume continues with them"
+            raise ResourceError(f"{lacked}; {message}") if lacked else TrainingError(message)
 
 
-def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
-    """Run the remaining trials.
+def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> str:
+    """Run the remaining trials; return what the cluster lacked if the search has ended for that, else nothing.
 
     Raises:
         KeyboardInterrupt: after running trials have saved and ended.
@@ -87,7 +89,7 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
 
     searcher = _searcher(plan, invocation)  # before Ray is started: Optuna may be missing
     halt = Halt()
-    display = SweepDisplay(plan, invocation, halt)
+    display = SweepDisplay(plan, invocation, halt, end_search=searcher.end)
     stages.begin("starting Ray")
     try:
         with (
@@ -102,9 +104,10 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> None:
                 raise
     finally:
         halt.end()
+    return display.lacked
 
 
-def _searcher(plan: SweepPlan, invocation: Invocation) -> "Searcher":
+def _searcher(plan: SweepPlan, invocation: Invocation) -> "Listed | Learning":
     from pipeline.commands.sweep.searchers import Learning, Listed
 
     def complete(suggestion: Record) -> tuple[Record, str]:

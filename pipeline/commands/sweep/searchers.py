@@ -15,9 +15,18 @@ from pipeline.errors import ResourceError
 Complete = Callable[[Record], tuple[Record, str]]
 """Function that adds why a suggestion can't be trained, and returns the hash of its experiment."""
 
+_FINISHED = str(Searcher.FINISHED)
+
 
 class _Forgetful(Searcher):  # type: ignore[misc]  # Ray has no types
     """Searcher without saved state: sweeps resume from journals, not from Tune's files."""
+
+    has_ended = False
+    """True if there are no more suggestions, since the cluster has no room for any trial."""
+
+    def end(self) -> None:
+        """Make no more suggestions."""
+        self.has_ended = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -39,7 +48,9 @@ class Listed(_Forgetful):
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
         """Return the next suggestion."""
-        return _config(self._complete, self._waiting.pop(0)) if self._waiting else Searcher.FINISHED
+        if self.has_ended or not self._waiting:
+            return _FINISHED
+        return _config(self._complete, self._waiting.pop(0))
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Ignore the result."""
@@ -87,6 +98,8 @@ class Learning(_Forgetful):
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
         """Return Optuna's suggestion after the trials so far."""
+        if self.has_ended:
+            return _FINISHED
         point = self._inner.suggest(trial_id)
         self._number += 1
         known = self._begun[self._number - 1] if self._number <= len(self._begun) else None

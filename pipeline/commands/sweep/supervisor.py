@@ -10,14 +10,18 @@ from typing import IO, Any
 from ray import tune
 
 from pipeline.commands.sweep.assignment import AFTER_GRACE_S, PROCEED, Assignment, Record, TrialJob
-from pipeline.commands.sweep.journals import Evaluation, Follower, Unmeasurable, state_of
+from pipeline.commands.sweep.journals import Evaluation, Follower, Unmeasurable, has_used_resources, state_of
+from pipeline.errors import ResourceError
 from pipeline.protocol.events import STOPPED_EARLY
 from pipeline.recording import journal
+from pipeline.recording.folder import trials_of
 
 EPOCH, SUGGESTION = "epoch", "suggestion"
 OUTPUT_NAME = "output.txt"
 """Name of the file with the output of a trial's process, which is short unless it fails."""
 _LOOK_S = 0.1
+_AGAIN_S = 10.0
+"""Seconds until a trial that lacked resources is tried again: what it lacks may be something else than room."""
 
 
 class TrialFailed(Exception):
@@ -74,15 +78,33 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
             yield from follower.evaluations()
             if self._has_ended():
                 return
-            self._process = self._start()
-            while self._process.poll() is None:
+            while True:
+                started_at = time.time()
+                process = self._process = self._start()
+                while process.poll() is None:
+                    yield from follower.evaluations()
+                    time.sleep(_LOOK_S)
                 yield from follower.evaluations()
-                time.sleep(_LOOK_S)
-            yield from follower.evaluations()
+                if not (self._job.shares_cluster and process.returncode == ResourceError.exit_code):
+                    break
+                self._await_others(since=started_at)
         except Unmeasurable as error:
             self._stop(str(error))
             raise self._failed(str(error)) from None
-        self._check(self._process.returncode)
+        self._check(process.returncode)
+
+    def _await_others(self, *, since: float) -> None:
+        """Wait before the trial is tried again, if other trials have had workers since a time: theirs will be free.
+
+        Raises:
+            TrialFailed: no other trial had workers. If room was missing, ``parallel.queue_timeout_s`` is over.
+        """
+        others = [each for each in trials_of(Path(self._job.folder)) if each != self._folder]
+        if not any(has_used_resources(each, since=since) for each in others):
+            lacked = _tail(self._folder / OUTPUT_NAME) or "the cluster lacks something"
+            self._record(lacked=lacked)
+            raise TrialFailed(lacked)
+        time.sleep(_AGAIN_S)
 
     def _has_ended(self) -> bool:
         """Return True if nothing is left to train, after the process of an earlier session has ended."""

@@ -88,6 +88,7 @@ def train(assignment: Assignment, lifeline: _Lifeline, decisions: Decisions) -> 
         title=record.title,
         interruption=lambda: lifeline.reason,
         logs_model=job.logs_models,
+        shares_cluster=job.shares_cluster,
         admit=decisions.admit if job.stops_early else None,
     )
     run.run(

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -60,7 +61,11 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
     Ray Tune calls it in the thread that it runs in.
     """
 
-    def __init__(self, plan: SweepPlan, invocation: Invocation, halt: Halt) -> None:
+    def __init__(self, plan: SweepPlan, invocation: Invocation, halt: Halt, *, end_search: Callable[[], None]) -> None:
+        """Call ``end_search`` when the cluster has no room for any trial."""
+        self.lacked = ""
+        """What the cluster lacked for a trial while no trial trained; empty if nothing."""
+        self._end_search = end_search
         self._plan = plan
         self._invocation = invocation
         self._terminal = invocation.terminal
@@ -119,7 +124,12 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Tell the end of a trial that failed, or whose actor Ray has lost."""
         suggestion, found = self._found(trial)
-        if found.state in (*LEFT, "running"):  # the trial ends as its supervisor is gone
+        record = Record.read(self._invocation.folder / folder_name(found.number))
+        if record is not None and record.lacked:
+            self.lacked = record.lacked
+            self._end_search()
+            found = found.model_copy(update={"state": "interrupted"})
+        elif found.state in (*LEFT, "running"):  # the trial ends as its supervisor is gone
             found = found.model_copy(update={"state": "interrupted", "message": "Ray lost the process that ran it"})
         self._tell_end(suggestion, found, state=found.state)
 

@@ -1,0 +1,157 @@
+"""A cluster that other jobs use, too: how large a sweep is, and what becomes of trials that find no room."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import toys
+
+from pipeline.cluster import placement
+from pipeline.commands.sweep import planning, supervisor
+from pipeline.commands.sweep.assignment import Record, TrialJob
+from pipeline.commands.sweep.journals import state_of
+from pipeline.commands.sweep.sweep_report import trial as find_trial
+from pipeline.config.load import load
+from pipeline.errors import ResourceError
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, Started
+from pipeline.recording.journal import FILE_NAME, Journal
+from pipeline.recording.recorded_run import Membership, _status
+
+MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+OPENED = RunOpened(run="", tracking_uri="", tracking_experiment="", tags={}, params={}, trials=())
+STARTED = Started(
+    total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=1, parameters=1, devices=("a cpu",),
+    data_name="", data_digest="",
+)  # fmt: skip
+NO_ROOM = "asked for 1 workers with 1 CPU each; room for 0 was free"
+
+
+@pytest.mark.parametrize(
+    ("free", "concurrent", "expected"),
+    [
+        ((4, 4), None, (4, 2)),  # nobody else is there: cores that would be idle are distributed
+        ((1, 2), None, (3, 1)),
+        ((4, 1), "2", (2, 2)),  # 2 workers with 2 cores fit on the first node
+        ((0, 0), None, (1, 1)),
+        ((0, 0), "8", (8, 1)),  # as the user wants; they wait for room
+    ],
+)
+def test_a_sweep_counts_what_is_free_now(
+    free: tuple[int, ...], concurrent: str | None, expected: tuple[int, int]
+) -> None:
+    more = [f"sweep.concurrent={concurrent}"] if concurrent else []
+    sweep = 'sweep={"parameters": {"optimizer.lr": {"log_uniform": [0.1, 1]}}, "trials": 4}'
+    trials = ["sweep.trials=8"] if concurrent == "8" else []
+    file = load(MLP, ["parallel.launcher=ray", "parallel.workers=1", sweep, *more, *trials])
+    idle = tuple({"CPU": float(cpus)} if cpus else {} for cpus in free)
+    there = Resources(cpus=8, memory_mb=1, nodes=2, idle=idle)
+
+    assert planning._side_by_side(file, there, ()) == expected
+    assert bool([*planning._describe_busy(there, concurrent=1)]) == (sum(free) < 8)
+
+
+class Process:
+    """A trial's process that has ended."""
+
+    stdin = SimpleNamespace(write=lambda _: None, flush=lambda: None)
+
+    def __init__(self, code: int) -> None:
+        self.returncode = code
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+@pytest.fixture
+def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Run trial 1 of a sweep by a supervisor; each attempt writes events, and ends with an exit code."""
+    monkeypatch.setattr(supervisor, "_AGAIN_S", 0.0)
+    journals: list[Journal] = []
+
+    def run(*ends: tuple[int, str, str], address: str = "head:6379") -> supervisor.Supervisor:
+        job = TrialJob(
+            file="", overrides=(), common={"parallel.address": address} if address else {}, cwd="",
+            folder=str(tmp_path), metric="validation/loss", logs_models=False, grace_s=1, stops_early=False,
+            verbose=False, variables=(),
+        )  # fmt: skip
+        left = [*ends]
+
+        def start(self: supervisor.Supervisor) -> Process:
+            self._record()
+            code, status, message = left.pop(0)
+            write(1, OPENED, RunClosed(status=status, message=message))
+            (tmp_path / "trial-001" / supervisor.OUTPUT_NAME).write_text(f"error: {message}\n")
+            return Process(code)
+
+        monkeypatch.setattr(supervisor.Supervisor, "_start", start)
+        trial = supervisor.Supervisor.__new__(supervisor.Supervisor)
+        record = Record(number=1, values={})
+        trial.setup({supervisor.SUGGESTION: record.model_dump_json(), "hash": ""}, job.model_dump_json(), "min")
+        with pytest.raises(supervisor.TrialFailed):
+            trial.step()
+        assert not left
+        return trial
+
+    def write(number: int, *events: AnyEvent, ends: bool = True) -> None:
+        (tmp_path / f"trial-{number:03}").mkdir(exist_ok=True)
+        journal = Journal(tmp_path / f"trial-{number:03}" / FILE_NAME)
+        for event in events:
+            journal.append(event)
+        journal.close() if ends else journals.append(journal)
+
+    yield SimpleNamespace(run=run, write=write)
+    for journal in journals:
+        journal.close()
+
+
+def test_a_trial_without_room_is_left_for_a_resumed_sweep(tmp_path: Path, attempts: Any) -> None:
+    attempts.write(2, OPENED, ends=False)  # waits, too
+    attempts.write(3, OPENED, STARTED, RunClosed(time=time.time() - 60, status="FINISHED"))  # long ago
+    attempts.run((3, "KILLED", NO_ROOM))
+
+    found = find_trial(tmp_path, Record(number=1, values={}), metric="validation/loss")
+    assert (found.state, found.message) == ("interrupted", NO_ROOM)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_trial_is_tried_again_while_others_have_workers(tmp_path: Path, attempts: Any, is_running: bool) -> None:
+    end = () if is_running else (RunClosed(time=time.time() + 60, status="FAILED", message="NaN"),)
+    attempts.write(2, OPENED, STARTED, *end, ends=not is_running)
+    attempts.run((3, "KILLED", NO_ROOM), (3, "KILLED", NO_ROOM), (1, "FAILED", "NaN"))
+
+    assert state_of(tmp_path / "trial-001") == ("failed", "NaN")
+
+
+def test_on_this_machine_a_lack_is_a_failure(tmp_path: Path, attempts: Any) -> None:
+    attempts.run((3, "FAILED", "no port is free"), address="")
+
+    assert state_of(tmp_path / "trial-001") == ("failed", "no port is free")
+
+
+def test_a_lack_of_room_interrupts_a_trial_on_a_cluster() -> None:
+    def status(shares_cluster: bool) -> tuple[str, str]:
+        member = Membership(Path(), "", interruption=str, logs_model=False, shares_cluster=shares_cluster)
+        return _status(ResourceError(NO_ROOM), member=member)
+
+    assert status(True) == ("KILLED", NO_ROOM)
+    assert status(False) == ("FAILED", NO_ROOM)
+
+
+def test_a_run_that_waits_for_room_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    waits = iter([0, 0, 0, 1])
+    monkeypatch.setattr(placement, "_SILENT_S", 0.0)
+    monkeypatch.setattr(placement, "_POLL_S", 0.0)
+    monkeypatch.setattr(placement, "free", lambda *_: next(waits))
+    monkeypatch.setattr(placement.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    node = {"NodeID": "a", "Resources": {"CPU": 2.0}}
+
+    placement.await_capacity(toys.trial(), nodes=lambda: [node], warn=warnings.append)
+    assert warnings == [
+        "waiting up to 600 s (parallel.queue_timeout_s): asked for 1 workers with 1 CPU each; the Ray cluster has "
+        "2 CPU; room for 0 is free now"
+    ]
