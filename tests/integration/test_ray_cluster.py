@@ -172,6 +172,7 @@ def test_the_environment_names_the_cluster_too(cluster: Cluster, run: Any) -> No
     assert cluster.address in stderr
 
 
+@pytest.mark.timeout(900)
 def test_a_sweep_waits_for_room_that_other_jobs_occupy(
     cluster: Cluster, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -181,7 +182,7 @@ def test_a_sweep_waits_for_room_that_other_jobs_occupy(
 
     def sweep(*more: str) -> subprocess.Popen[str]:
         rates = section(parameters={"optimizer.lr": {"grid": [0.1, 0.05]}}, concurrent=2)
-        options = ["parallel.workers=1", "parallel.cpus_per_worker=1", "parallel.queue_timeout_s=1", "train.epochs=60"]
+        options = ["parallel.workers=1", "parallel.cpus_per_worker=1", "parallel.queue_timeout_s=1", "train.epochs=120"]
         line = ("sweep", MLP, f"parallel.address={cluster.address}", "parallel.launcher=ray", *options, rates, *more)
         return start(*line, cwd=tmp_path, env=cluster.environment)
 

@@ -117,11 +117,11 @@ def test_workers_wait_for_nodes_that_are_asked_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(placement, "_POLL_S", 0.01)
     monkeypatch.setattr(placement.ray, "cluster_resources", dict)
     monkeypatch.setattr(placement, "free", lambda *_: len(asked))
-    placement.await_capacity(trial, nodes=list, ask=lambda: asked.append(1))
+    placement.await_capacity(trial, nodes=list, warn=asked.append, ask=lambda: asked.append(1))
     assert len(asked) == 2
 
     monkeypatch.setattr(placement, "free", lambda *_: 0)
     with pytest.raises(ResourceError, match=r"room for 0 was free within parallel\.queue_timeout_s, 0\.1 s"):
-        placement.await_capacity(trial, nodes=list, ask=lambda: None)
+        placement.await_capacity(trial, nodes=list, warn=print, ask=lambda: None)
     with pytest.raises(ResourceError, match="room for 0 on its nodes"):
-        placement.await_capacity(trial, nodes=list)
+        placement.await_capacity(trial, nodes=list, warn=print)

@@ -90,6 +90,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(checks.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(join, "connected", lambda *_, **__: nullcontext())
     monkeypatch.setattr(join, "has_autoscaler", lambda: cluster.is_autoscaled)
+    monkeypatch.setattr(join, "available_resources_per_node", lambda: {"a": {"CPU": 0.5}, "b": {"CPU": 1.0}})
     return cluster
 
 
@@ -104,7 +105,7 @@ def names(found) -> list[str]:
 def test_a_plan_counts_the_nodes_that_answer_and_have_our_versions(cluster: Cluster) -> None:
     cluster.facts = {"b": None, "c": OTHER}
     there = join.cluster_resources("10.0.0.1:6379", Parallel())
-    assert (there.cpus, there.nodes) == (1, 1)
+    assert (there.cpus, there.nodes, there.idle) == (1, 1, ({"CPU": 0.5},))
     assert format_unfit(there.unfit.values()) == [f"b (10.0.0.2): {SILENT}", f"c (10.0.0.2): {VERSION}"]
 
     cluster.facts |= {"a": OTHER}
