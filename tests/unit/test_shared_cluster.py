@@ -103,13 +103,17 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             journal.append(event)
         journal.close() if ends else journals.append(journal)
 
-    yield SimpleNamespace(run=run, write=write)
+    yield SimpleNamespace(run=run, write=write, journals=journals)
     for journal in journals:
         journal.close()
 
 
-def test_a_trial_without_room_is_left_for_a_resumed_sweep(tmp_path: Path, attempts: Any) -> None:
-    attempts.write(2, OPENED, ends=False)  # waits, too
+def test_a_trial_without_room_is_left_for_a_resumed_sweep(
+    tmp_path: Path, attempts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts.write(2, OPENED, ends=False)  # waits, too, until it ends
+    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=lambda _: attempts.journals.pop().close())
+    monkeypatch.setattr(supervisor, "time", clock)
     attempts.write(3, OPENED, STARTED, RunClosed(time=time.time() - 60, status="FINISHED"))  # long ago
     attempts.run((3, "KILLED", NO_ROOM))
 

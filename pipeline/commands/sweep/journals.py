@@ -66,8 +66,11 @@ def has_begun(folder: Path) -> bool:
     return path.is_file() and journal.opened(path) is not None
 
 
-def has_used_resources(folder: Path, *, since: float) -> bool:
-    """Return True if a trial's workers run now, or if the trial has ended since a time, in seconds since the epoch."""
+def has_used_resources(folder: Path, *, since: float) -> bool | None:
+    """Return True if a trial has had workers since a time, in seconds since the epoch.
+
+    None: the trial waits for room, or its workers are starting.
+    """
     if not has_begun(folder):
         return False
     path = folder / journal.FILE_NAME
@@ -75,7 +78,7 @@ def has_used_resources(folder: Path, *, since: float) -> bool:
         marks = [
             event for event in journal.marked(path, "run_opened", "started") if isinstance(event, RunOpened | Started)
         ]
-        return isinstance(marks[-1], Started)
+        return isinstance(marks[-1], Started) or None
     end = journal.ending(path)
     return end is not None and end.time >= since and state_of(folder)[0] in ("finished", "stopped early", "failed")
 

@@ -100,10 +100,12 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
             TrialFailed: no other trial had workers. If room was missing, ``parallel.queue_timeout_s`` is over.
         """
         others = [each for each in trials_of(Path(self._job.folder)) if each != self._folder]
-        if not any(has_used_resources(each, since=since) for each in others):
-            lacked = _tail(self._folder / OUTPUT_NAME) or "the cluster lacks something"
-            self._record(lacked=lacked)
-            raise TrialFailed(lacked)
+        while not any(found := [has_used_resources(each, since=since) for each in others]):
+            if None not in found:
+                lacked = _tail(self._folder / OUTPUT_NAME) or "the cluster lacks something"
+                self._record(lacked=lacked)
+                raise TrialFailed(lacked)
+            time.sleep(_AGAIN_S)
         time.sleep(_AGAIN_S)
 
     def _has_ended(self) -> bool:
