@@ -108,14 +108,15 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         journal.close()
 
 
+@pytest.mark.parametrize("status", ["KILLED", "FAILED"])  # FAILED: in an earlier session
 def test_a_trial_without_room_is_left_for_a_resumed_sweep(
-    tmp_path: Path, attempts: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, attempts: Any, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
     attempts.write(2, OPENED, ends=False)  # waits, too, until it ends
     clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=lambda _: attempts.journals.pop().close())
     monkeypatch.setattr(supervisor, "time", clock)
     attempts.write(3, OPENED, STARTED, RunClosed(time=time.time() - 60, status="FINISHED"))  # long ago
-    attempts.run((3, "KILLED", NO_ROOM))
+    attempts.run((3, status, NO_ROOM))
 
     found = find_trial(tmp_path, Record(number=1, values={}), metric="validation/loss")
     assert (found.state, found.message) == ("interrupted", NO_ROOM)

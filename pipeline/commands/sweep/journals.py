@@ -98,11 +98,15 @@ def reached(folder: Path) -> dict[str, float]:
 
 def state_of(folder: Path) -> tuple[State, str]:
     """Return the state of a trial, and the reason for it."""
+    record = Record.read(folder)
+    lacked = record.lacked if record is not None else ""
     if not has_begun(folder):
-        return "not begun", ""
+        return "not begun", lacked
     if journal.is_open(folder / journal.FILE_NAME):
         return "running", ""
-    end, record = journal.ending(folder / journal.FILE_NAME), Record.read(folder)
+    if lacked:  # the last attempt may have ended before it wrote to the journal
+        return "interrupted", lacked
+    end = journal.ending(folder / journal.FILE_NAME)
     if end is not None and end.status != "KILLED":
         return "finished" if end.status == "FINISHED" else "failed", end.message
     if end is not None and end.is_stopped_early:

@@ -19,7 +19,7 @@ from pipeline.config.uris import without_credentials_in
 from pipeline.config.values import Direction
 from pipeline.protocol.events import ModelSaved, Tagged
 from pipeline.recording.folder import id_of
-from pipeline.report.swept import CSV_NAME, FILE_NAME, LEFT, TABLE_NAME, Swept, SweptReport, SweptTrial, figure
+from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial, figure
 
 _WIDE_RANGE = 30
 """Ratio of the largest to the smallest listed value from which a picture's axis is logarithmic."""
@@ -32,8 +32,6 @@ def trial(sweep: Path, suggestion: Record, *, metric: str) -> SweptTrial:
     record = Record.read(folder)
     if state == "not begun" and record is not None and record.failure:
         state, message = "failed", record.failure
-    elif state in LEFT and record is not None and record.lacked:
-        message = record.lacked
     try:
         limit = record.stopped_after if record is not None and state == "stopped early" else None
         evaluations = Follower(folder, metric=metric).evaluations()
