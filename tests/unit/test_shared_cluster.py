@@ -33,11 +33,11 @@ NO_ROOM = "asked for 1 workers with 1 CPU each; room for 0 was free"
 @pytest.mark.parametrize(
     ("free", "concurrent", "expected"),
     [
-        ((4, 4), None, (4, 2)),  # nobody else is there: cores that would be idle are distributed
+        ((4, 4), None, (4, 2)),  # without other jobs, cores that would be idle are distributed
         ((1, 2), None, (3, 1)),
         ((4, 1), "2", (2, 2)),  # 2 workers with 2 cores fit on the first node
         ((0, 0), None, (1, 1)),
-        ((0, 0), "8", (8, 1)),  # as the user wants; they wait for room
+        ((0, 0), "8", (8, 1)),  # as written; they wait for room
     ],
 )
 def test_a_sweep_counts_what_is_free_now(
