@@ -22,6 +22,8 @@ from pipeline.system.process_start import seconds_after_boot
 
 _TICK_S = 0.5
 _SILENCE = 3  # missing heartbeats
+_SAME_START_S = 1.5
+"""Largest difference between two readings of a process's start: Linux keeps the time of its boot in whole seconds."""
 _BY_NCCL = frozenset(Phase(each) for each in range(Phase.READING, Phase.SAVING))
 """Phases in which a rank may wait for a GPU, and so for a collective operation of NCCL."""
 
@@ -175,7 +177,8 @@ def _process(heartbeat: Heartbeat) -> psutil.Process | None:
         return None
     with suppress(psutil.Error):
         process = psutil.Process(heartbeat.pid)
-        if seconds_after_boot(process) == heartbeat.process_started and process.status() != psutil.STATUS_ZOMBIE:
+        is_same = abs(seconds_after_boot(process) - heartbeat.process_started) < _SAME_START_S
+        if is_same and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None
 
