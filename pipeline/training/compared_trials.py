@@ -36,6 +36,8 @@ from pipeline.wording import first_line
 LEAST_STEPS = 2
 """Fewest timed steps of the slowest trial in a slot: more slots give a narrower interval than longer ones."""
 _SETTLING_S = 0.2
+_MOST_TIMES = 2.0
+"""Multiple of an interval's planned time at which it ends early, with fewer steps: a machine may get busy."""
 _SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
 
 _log = logging.getLogger(__name__)
@@ -52,7 +54,8 @@ class Player:
     name: str
     context: TrainContext | None = None
     stream: MicroBatches | None = None
-    seconds: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    """Seconds of a step in each slot."""
 
     def start(self, kept: ExitStack) -> Self:
         """Open the stream of batches; weights and buffers are kept until ``kept`` is closed."""
@@ -61,18 +64,23 @@ class Player:
             self.stream = endless(self.context)
         return self
 
-    def take(self, *, steps: int) -> None:
-        """Take one slot; its first step isn't timed, as it finds the caches of another trial."""
+    def take(self, *, steps: int, planned_s: float = math.inf) -> None:
+        """Take one slot; its first step isn't timed, as it finds the caches of another trial.
+
+        Where a single process computes, the slot ends once it takes far longer than planned: others wait for it.
+        """
         if (context := self.context) is None or self.stream is None:
             return
         torch.set_num_threads(context.trial.cpus_per_worker)
         optimizer_step(context, self.stream, step=0)
         synchronize(context.device)
-        begin = time.perf_counter()
-        for _ in range(steps):
+        limit_s = math.inf if context.rank.world_size > 1 else _MOST_TIMES * planned_s
+        start, done = time.perf_counter(), 0
+        while done < LEAST_STEPS or (done < steps and time.perf_counter() - start < limit_s):
             optimizer_step(context, self.stream, step=0)
+            done += 1
         synchronize(context.device)
-        self.seconds.append(time.perf_counter() - begin)
+        self.step_s.append((time.perf_counter() - start) / done)
 
     def settle(self, step_s: float) -> float:
         """Start the loaders, warm the caches up, and return the seconds of a step.
@@ -80,8 +88,8 @@ class Player:
         A step in a slot takes another time than one in training, or than a trial's first ones (``step_s``).
         """
         steps = max(LEAST_STEPS, math.ceil(_SETTLING_S / max(step_s, _SHORTEST_S)))
-        self.take(steps=steps)
-        return max(self.seconds.pop() / steps, _SHORTEST_S)
+        self.take(steps=steps, planned_s=2 * _SETTLING_S)
+        return max(self.step_s.pop(), _SHORTEST_S)
 
 
 class _Failure(NamedTuple):
